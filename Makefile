@@ -55,7 +55,7 @@ test-llguidance: $(VENV)/.installed-dev  ## constraints and the engines' contrac
 	  folder=$(VENV)/llguidance-$$release; \
 	  [ -d $$folder ] || $(PIP) install --no-deps --target $$folder llguidance==$$release || exit 1; \
 	  echo "llguidance $$release"; \
-	  PYTHONPATH=$$folder $(BIN)/python -m pytest tests/infra/model/test_llguidance_releases.py tests/infra/model/test_constraints.py \
+	  PYTHONPATH=$$folder $(BIN)/python -m pytest tests/infra/constraints/test_llguidance_releases.py tests/infra/constraints/test_constraints.py \
 	    tests/workers/engines/constraints tests/workers/engines/external/test_constrained.py \
 	    tests/workers/engines/test_contract.py tests/gateway/grammars \
 	    -k 'not (vllm or sglang)' $(ARGS) || exit 1; \
@@ -84,7 +84,7 @@ test-install: $(VENV)/.installed-dev  ## wheel, source distribution, editable an
 	$(BIN)/python -m pytest tests/test_install.py $(ARGS)
 
 test-hosts: $(VENV)/.installed-dev  ## the page on several machines, as printed, on three hosts in network namespaces (needs root)
-	PENSTOCK_TEST_HOSTS=1 $(BIN)/python -m pytest tests/infra/deploy/test_several_machines.py $(ARGS)
+	PENSTOCK_TEST_HOSTS=1 $(BIN)/python -m pytest tests/infra/broker/test_several_machines.py $(ARGS)
 
 test-clients: $(VENV)/.installed-dev  ## real clients on the demo model, and the table in docs/clients.md (ARGS="openai codex": these alone)
 	$(BIN)/python -m tests.clients run $(ARGS)

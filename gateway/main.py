@@ -14,23 +14,24 @@ import structlog
 
 from penstock.configs import logs
 from penstock.configs.settings import GatewaySettings, served_names
-from penstock.gateway.http.access_log import with_access_log
+from penstock.gateway.base.metrics import Metrics
 from penstock.gateway.http.app import application
 from penstock.gateway.http.connections import Limits
 from penstock.gateway.http.cors import check_origins, with_cors
+from penstock.gateway.http.middleware import with_access_log
 from penstock.gateway.http.proxies import TrustedProxies, with_proxies
 from penstock.gateway.http.server import HttpServer
 from penstock.gateway.http.tls import BadCertificate, Certificate
-from penstock.gateway.metrics import Metrics
-from penstock.gateway.model_store import report_ignored
 from penstock.gateway.nats.api import NatsApi
-from penstock.gateway.service import Gateway
+from penstock.gateway.service.model_store import report_ignored
+from penstock.gateway.service.service import Gateway
 from penstock.infra.bus import loop_lag
 from penstock.infra.bus.connection import connect
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import Stop, count_tasks
 from penstock.infra.metrics.scope import process_scope
-from penstock.infra.model import modeldir, parser_detection
+from penstock.infra.model import modeldir
+from penstock.infra.text.parsers import parser_detection
 from penstock.schemas.errors import ServingError
 
 log = structlog.get_logger("gateway")

@@ -1,14 +1,14 @@
 """Serves large language models as an event-sourced pipeline on NATS JetStream.
 
 The names below are the Python client of the NATS API. It needs nats-py and msgspec, and nothing of the server; its
-documentation is that of ``penstock.gateway.client``. It is imported when one of them is used: every command imports
+documentation is that of ``penstock.client``. It is imported when one of them is used: every command imports
 this package, and would otherwise wait for it.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.gateway.client import (
+    from penstock.client import (
         Answer,
         Call,
         Cancelled,
@@ -59,7 +59,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one of this mo
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from penstock.gateway import client
+        from penstock import client
 
         return getattr(client, name)
 

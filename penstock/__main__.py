@@ -2,7 +2,7 @@
 
 import sys
 
-from penstock.infra.cli import main
+from penstock.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,8 +19,8 @@ from penstock.infra.bus.stream_metrics import StreamMetrics
 from penstock.infra.bus.tasks import Stop, count_tasks
 from penstock.infra.metrics.page import PortTaken, check_port, serve_page
 from penstock.infra.metrics.scope import process_scope
-from penstock.router.metrics import Metrics
-from penstock.router.service import Router
+from penstock.router.service.service import Router
+from penstock.router.state.metrics import Metrics
 from penstock.schemas import control
 from penstock.schemas.errors import ServingError
 

@@ -1,7 +1,7 @@
 """Names that stand for no format in which models write reasoning and tool calls.
 
 A worker registers the names of its own (``--reasoning-parser``, ``--tool-call-parser``), which are those of rows of
-``penstock.infra.model.parsers.families``.
+``penstock.infra.text.parsers.families``.
 """
 
 NONE = "none"

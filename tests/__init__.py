@@ -3,7 +3,7 @@
 from functools import wraps
 from typing import Any
 
-from penstock.infra.cli import import_structlog
+from penstock.cli.commands import import_structlog
 
 # Otherwise structlog prints each traceback with all local variables, by rich: seconds, beside other tests.
 import_structlog()

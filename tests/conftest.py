@@ -37,7 +37,7 @@ TOGETHER = ("tests/pipeline/shared/", "tests/pipeline/fleet/", "tests/pipeline/d
 LONGEST = (
     *TOGETHER,
     "tests/workers/engines/test_contract.py",
-    "tests/infra/deploy/test_several_machines.py",
+    "tests/infra/broker/test_several_machines.py",
     "tests/pipeline/",
     "tests/chaos/",
     "tests/workers/kv_transfer/",

@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import pytest
 
-import penstock.infra.docs.engines
-import penstock.infra.docs.log_events
-import penstock.infra.docs.metrics
-import penstock.infra.docs.settings
-import penstock.infra.docs.wire
+import penstock.docs.engines
+import penstock.docs.log_events
+import penstock.docs.metrics
+import penstock.docs.pages
+import penstock.docs.wire
 from penstock.configs import settings
-from penstock.gateway.images.prepare import PATHS
-from penstock.infra.deploy.helm.values import Thresholds
-from penstock.infra.deploy.monitoring.main import flag
+from penstock.deploy.monitoring import flag
+from penstock.deploy.values import Thresholds
+from penstock.gateway.apis.images import PATHS
 from penstock.schemas.errors import Code
 
 ROOT = Path(__file__).parent.parent
@@ -262,16 +262,16 @@ def test_the_map_names_packages_and_modules_that_exist() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        penstock.infra.docs.settings,
-        penstock.infra.docs.metrics,
-        penstock.infra.docs.wire,
-        penstock.infra.docs.engines,
-        penstock.infra.docs.log_events,
+        penstock.docs.pages,
+        penstock.docs.metrics,
+        penstock.docs.wire,
+        penstock.docs.engines,
+        penstock.docs.log_events,
     ],
     ids=lambda source: source.PAGE.name,
 )
 def test_a_page_that_comes_from_the_code_is_current(source: ModuleType) -> None:
-    assert source.PAGE.read_text(encoding="utf-8") == source.page(), "run: python -m penstock.infra.docs"
+    assert source.PAGE.read_text(encoding="utf-8") == source.page(), "run: python -m penstock.docs"
 
 
 def test_the_http_page_has_every_error_with_its_status() -> None:
@@ -306,7 +306,7 @@ PEERS_FLAGS = frozenset(
     "page", ["README.md", "ARCHITECTURE.md", *(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))]
 )
 def test_the_flags_that_a_page_names_exist(page: str) -> None:
-    known = frozenset(re.findall(r"`(--[a-z0-9-]+)`", penstock.infra.docs.settings.page())) | flags()
+    known = frozenset(re.findall(r"`(--[a-z0-9-]+)`", penstock.docs.pages.page())) | flags()
     text = (ROOT / page).read_text(encoding="utf-8")
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     if page == "docs/migration.md":  # the first column has those of other servers

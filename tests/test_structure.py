@@ -37,25 +37,29 @@ CONFINED = {
     "sglang": ("workers/engines/sglang",),
     "nixl": ("workers/kv_transfer/nixl",),
     "diffusers": ("workers/engines/diffusion",),
-    "llguidance": ("infra/model/constraints", "infra/model/llguidance_releases", "workers/engines/constraints"),
+    "llguidance": (
+        "infra/constraints/constraints",
+        "infra/constraints/llguidance_releases",
+        "workers/engines/constraints",
+    ),
     "numpy": (
         "router/placement/arrays",
         "workers/engines",
         "workers/kv_transfer",
-        "infra/bench/",
-        "infra/replay/checksums",
+        "tests/perf/",
+        "penstock/log/sources/checksums",
     ),
 }
 # Texts that would be names of modules, but are not.
 BY_CHANCE = {
-    "gateway/http/access_log.py: gateway.access",  # the name of a logger
+    "gateway/http/middleware.py: gateway.access",  # the name of a logger
     "tests/chaos/builds.py: infra.cli",  # of older builds
     "tests/chaos/test_builds.py: infra.cli",
     *(f"tests/test_structure.py: {part}" for part in ALLOWED),
 }
 MAKES_MODELS = (
-    "infra/demo_model/tiny.py",
-    "infra/demo_model/",
+    "tests/demo_model/tiny.py",
+    "tests/demo_model/",
 )  # tools run by hand: no process imports their torch parts
 
 
@@ -204,26 +208,22 @@ def test_cores_and_schemas_touch_neither_broker_nor_clock() -> None:
         "cli.import_structlog(); import penstock.router.main",
         "cli.import_structlog(); import penstock.gateway.main; from penstock.infra.model import modeldir; "
         "modeldir.load(modeldir.TINY)",
-        "import penstock.infra.launch.main; sys.modules.pop('rich', None)",
+        "import penstock.launch.up; sys.modules.pop('rich', None)",
     ],
 )
 def test_a_front_process_starts_without_torch_and_those_that_serve_without_rich(code: str) -> None:
     heavy = ("torch", "vllm", "sglang", "tensorrt_llm", "rich")
-    code = (
-        f"import sys; from penstock.infra import cli; {code}; print([name for name in {heavy} if name in sys.modules])"
-    )
+    code = f"import sys; from penstock.cli import commands as cli; {code}; print([name for name in {heavy} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
 
 
 def test_the_command_line_itself_imports_nothing_heavy() -> None:
-    code = (
-        "import penstock.infra.cli, penstock.configs.flags, penstock.configs.settings, sys; print(sorted(sys.modules))"
-    )
+    code = "import penstock.cli.commands, penstock.configs.flags, penstock.configs.settings, sys; print(sorted(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = set(ast.literal_eval(run.stdout))
     assert loaded.isdisjoint(
-        {"torch", "nats", "asyncio", "rich", "structlog", "uvicorn", "penstock.infra.launch", "penstock.infra.broker"}
+        {"torch", "nats", "asyncio", "rich", "structlog", "uvicorn", "penstock.launch", "penstock.infra.broker"}
     )
 
 

@@ -24,9 +24,9 @@ from penstock.workers.engines.base import EngineError, NodeLost
 from penstock.workers.engines.external.guard import Guard, children
 from penstock.workers.engines.external.nodes import Follower, Member, place_of
 from penstock.workers.metrics.multiprocess import VARIABLE, Merged
-from penstock.workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START
-from penstock.workers.stopping import GRACE_S
-from penstock.workers.token_backend import model_path
+from penstock.workers.runners.token_backend import model_path
+from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START
+from penstock.workers.session.stopping import GRACE_S
 
 log = structlog.get_logger("worker")
 

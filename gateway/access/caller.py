@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.base.prepare_context import PrepareContext
 from penstock.schemas.keys import ApiKey
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import DEFAULT_TENANT

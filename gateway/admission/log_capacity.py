@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 from nats.errors import Error as NatsError
 
-from penstock.gateway.metrics import Metrics
+from penstock.gateway.base.metrics import Metrics
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_next
 from penstock.infra.bus.stream_fill import FAIR, FULL, WARN, beyond_share

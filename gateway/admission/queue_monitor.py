@@ -11,8 +11,8 @@ from nats.js.errors import NotFoundError
 
 from penstock.gateway.admission.log_capacity import LogCapacity
 from penstock.gateway.admission.queues import QueueLimits, by_model, class_of
+from penstock.gateway.base.metrics import Metrics
 from penstock.gateway.log.inflight import InflightRequest
-from penstock.gateway.metrics import Metrics
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.schemas.errors import ServingError

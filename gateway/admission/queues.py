@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from penstock.gateway.openai.common import resolve_priority
+from penstock.gateway.base.common import resolve_priority
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Priority
 

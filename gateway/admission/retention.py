@@ -9,7 +9,7 @@ import time
 import structlog
 from nats.errors import Error as NatsError
 
-from penstock.gateway.metrics import Metrics
+from penstock.gateway.base.metrics import Metrics
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get
 from penstock.infra.bus.stream_fill import WARN

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from penstock.gateway.grammars.calls import CallGrammar, Tool
 from penstock.gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter, escaped
-from penstock.infra.model.parsers.families import Thoughts
+from penstock.infra.text.parsers.families import Thoughts
 
 LAYOUT = r"/\n{0,2}/"  # between reasoning and what follows
 ANYTHING = "<[*]>*"

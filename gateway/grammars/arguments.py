@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from penstock.gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter
-from penstock.infra.model.constraints import quoted
-from penstock.infra.model.llguidance_releases import ESCAPES
-from penstock.infra.model.schema_kinds import kinds, texts
+from penstock.infra.constraints.constraints import quoted
+from penstock.infra.constraints.llguidance_releases import ESCAPES
+from penstock.infra.constraints.schema_kinds import kinds, texts
 
 _TEXT_KEYWORDS = {"type", "enum", "const", "title", "description", "default", "examples", "minLength", "maxLength"}
 _KEY = re.compile(r"[^<>\n=,()\[\]{}\"']{1,128}")

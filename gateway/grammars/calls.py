@@ -1,4 +1,4 @@
-"""The grammar of tool calls of each row of the table that ``penstock.infra.model.parsers`` reads by."""
+"""The grammar of tool calls of each row of the table that ``penstock.infra.text.parsers`` reads by."""
 
 import html
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from penstock.gateway.grammars.arguments import Pieces, by_property
 from penstock.gateway.grammars.notation import notation_object
 from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
-from penstock.infra.model.parsers.families import CHANNELS, TABLE, Calls
+from penstock.infra.text.parsers.families import CHANNELS, TABLE, Calls
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter, escaped
-from penstock.infra.model.schema_kinds import kinds, resolved
+from penstock.infra.constraints.schema_kinds import kinds, resolved
 
 _DEEPEST = 16  # objects within objects; what is deeper may be anything
 _KEPT = {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "title", "description",

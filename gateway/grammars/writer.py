@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from penstock.infra.model.constraints import quoted
-from penstock.infra.model.llguidance_releases import WHITESPACE
-from penstock.infra.model.schema_rewriting import rewritten
+from penstock.infra.constraints.constraints import quoted
+from penstock.infra.constraints.llguidance_releases import WHITESPACE
+from penstock.infra.constraints.schema_rewriting import rewritten
 
 ANY_TEXT = r"(.|\n)*"
 _MALFORMED = (TypeError, ValueError, AttributeError, KeyError, RecursionError)  # what a schema of another form raises

@@ -15,7 +15,12 @@ import msgspec
 import structlog
 
 from penstock.gateway.access.caller import caller_of
-from penstock.gateway.answer_shapes import Aggregator, Renderer, aggregator_for, renderer_for
+from penstock.gateway.apis.answer_shapes import Aggregator, Renderer, aggregator_for, renderer_for
+from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.apis.option_names import ignored_options, listed
+from penstock.gateway.base.chat_objects import UsageBody, error_body, stopping
+from penstock.gateway.base.common import MESSAGE
+from penstock.gateway.base.metrics import ModelMetrics
 from penstock.gateway.http.bodies import ClientDisconnected, read_body
 from penstock.gateway.http.connections import SCOPE, Connection
 from penstock.gateway.http.headers import REQUEST_ID as REQUEST_ID
@@ -25,13 +30,8 @@ from penstock.gateway.http.headers import Send as Send
 from penstock.gateway.http.headers import show_limits, with_header, with_status_of_full
 from penstock.gateway.http.idempotency import ClientIds, read_client_ids, submit_once, with_client_id
 from penstock.gateway.log.inflight import GOES_ON, InflightRequest
-from penstock.gateway.metrics import ModelMetrics
-from penstock.gateway.openai.common import MESSAGE
-from penstock.gateway.openai.prepare import PreparedRequest
-from penstock.gateway.openai.responses import UsageBody, error_body, stopping
-from penstock.gateway.option_names import ignored_options, listed
-from penstock.gateway.service import Gateway
-from penstock.gateway.tracing import from_http_headers, with_trace
+from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.tracing import from_http_headers, with_trace
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.ids import new_request_id, request_of_answer
 from penstock.schemas.requests import GenerateRequest

@@ -18,8 +18,12 @@ from starlette.routing import Route
 
 from penstock.gateway.access.caller import ANYONE, CALLER, Caller, caller_of
 from penstock.gateway.access.decision import audited
-from penstock.gateway.anthropic.prepare import count_message
-from penstock.gateway.embeddings.prepare import PATH as EMBEDDINGS
+from penstock.gateway.apis.chat.tokenization import detokenize, tokenize
+from penstock.gateway.apis.embeddings import PATH as EMBEDDINGS
+from penstock.gateway.apis.images import PATHS
+from penstock.gateway.apis.messages.prepare import count_message
+from penstock.gateway.base.chat_objects import CancelResponse, error_body, stopping
+from penstock.gateway.base.common import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
 from penstock.gateway.http import request_list
 from penstock.gateway.http.answers import (
     INTERNAL,
@@ -34,22 +38,18 @@ from penstock.gateway.http.answers import (
 )
 from penstock.gateway.http.computed import Computed
 from penstock.gateway.http.connections import SCOPE, Connection
+from penstock.gateway.http.files import GeneratedFiles
 from penstock.gateway.http.headers import CLIENT_ID, client_id_of, with_header, with_request_id
 from penstock.gateway.http.health import health_of
 from penstock.gateway.http.home import Home
+from penstock.gateway.http.images import ImageReattach, answer_images, base_url
 from penstock.gateway.http.messages import send_message_error
+from penstock.gateway.http.openapi import document
 from penstock.gateway.http.prompt_batch import answer_prompts
-from penstock.gateway.http.responses import StoredResponses, answer_response
 from penstock.gateway.http.status import final_state, status_of
-from penstock.gateway.images.endpoints import ImageReattach, answer_images, base_url
-from penstock.gateway.images.files import GeneratedFiles
-from penstock.gateway.images.prepare import PATHS
-from penstock.gateway.openai.common import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
-from penstock.gateway.openai.openapi import document
-from penstock.gateway.openai.responses import CancelResponse, error_body, stopping
-from penstock.gateway.openai.tokenization import detokenize, tokenize
-from penstock.gateway.service import Gateway
-from penstock.gateway.text_model import TextModel
+from penstock.gateway.http.stored_responses import StoredResponses, answer_response
+from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.text_model import TextModel
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Diffuser, Embedder
 from penstock.schemas.ids import request_of_answer

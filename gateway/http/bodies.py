@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import zlib
 
+from penstock.gateway.base.common import BOM
 from penstock.gateway.http.headers import Receive, Scope
-from penstock.gateway.openai.common import BOM
 from penstock.schemas.errors import Code, ServingError
 
 ENCODINGS = ("gzip", "x-gzip", "deflate")

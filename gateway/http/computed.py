@@ -17,7 +17,7 @@ from penstock.gateway.http.answers import (
 )
 from penstock.gateway.http.bodies import ClientDisconnected, read_body
 from penstock.gateway.http.headers import REQUEST_ID
-from penstock.gateway.service import Gateway
+from penstock.gateway.service.service import Gateway
 from penstock.schemas.errors import ServingError
 from penstock.schemas.ids import new_request_id
 

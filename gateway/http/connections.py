@@ -18,7 +18,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from penstock.gateway.openai.responses import error_body
+from penstock.gateway.base.chat_objects import error_body
 from penstock.infra.bus.loop_lag import TurnBudget
 from penstock.schemas.errors import Code, ServingError
 

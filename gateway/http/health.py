@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from penstock.gateway.service import Gateway
+from penstock.gateway.service.service import Gateway
 
 MOST_WORKERS = 1000  # in one answer
 

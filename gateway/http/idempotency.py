@@ -11,16 +11,16 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.gateway.admission.idempotency import Claim, claim, digest_of, find_claim
-from penstock.gateway.claimed_submission import submit_claimed
+from penstock.gateway.apis.chat.bodies import StreamOptions
+from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.base.common import read_switch
+from penstock.gateway.base.errors import decode_body, unsupported
 from penstock.gateway.http.canonical_json import canonical_json
 from penstock.gateway.http.headers import client_id_of
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.lookup import StoredRequest
-from penstock.gateway.openai.common import read_switch
-from penstock.gateway.openai.errors import decode_body, unsupported
-from penstock.gateway.openai.prepare import PreparedRequest
-from penstock.gateway.openai.requests import StreamOptions
-from penstock.gateway.service import Gateway
+from penstock.gateway.service.claimed_submission import submit_claimed
+from penstock.gateway.service.service import Gateway
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.ids import time_of
 

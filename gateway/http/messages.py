@@ -2,7 +2,7 @@
 
 import msgspec
 
-from penstock.gateway.anthropic.objects import message_error, status_of
+from penstock.gateway.apis.messages.objects import message_error, status_of
 from penstock.gateway.http.answers import DISCONNECTED, JSON, REQUEST_ID, Send
 from penstock.schemas.errors import ServingError
 from penstock.schemas.ids import new_request_id

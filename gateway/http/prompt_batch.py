@@ -4,7 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from penstock.gateway.answer_shapes import Aggregator, aggregator_for
+from penstock.gateway.apis.answer_shapes import Aggregator, aggregator_for
+from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.apis.chat.prompt_batch import BatchRenderer, merge_answers, split_prompts
+from penstock.gateway.base.errors import unsupported
+from penstock.gateway.base.event_stream import COMMENT, error_event
 from penstock.gateway.http.answers import (
     DISCONNECTED,
     HEAD_S,
@@ -21,12 +25,8 @@ from penstock.gateway.http.answers import (
 from penstock.gateway.http.connections import SCOPE, Connection
 from penstock.gateway.http.idempotency import ClientIds
 from penstock.gateway.log.inflight import GOES_ON, InflightRequest
-from penstock.gateway.openai.errors import unsupported
-from penstock.gateway.openai.prepare import PreparedRequest
-from penstock.gateway.openai.prompt_batch import BatchRenderer, merge_answers, split_prompts
-from penstock.gateway.openai.sse import COMMENT, error_event
-from penstock.gateway.service import Gateway
-from penstock.infra.model.detokenizer import Detokenizer
+from penstock.gateway.service.service import Gateway
+from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas.errors import ServingError
 from penstock.schemas.tokens import TokenItem
 

@@ -4,16 +4,16 @@ from typing import Literal
 
 import msgspec
 
-from penstock.gateway.answer_shapes import Aggregator, aggregator_for
+from penstock.gateway.apis.answer_shapes import Aggregator, aggregator_for
+from penstock.gateway.apis.images_responses import ImageAggregator
+from penstock.gateway.base.chat_objects import Status, error_body
 from penstock.gateway.http.answers import encode_answer
-from penstock.gateway.images.responses import ImageAggregator
 from penstock.gateway.log.completion import LATE_S, last_item
 from penstock.gateway.log.find import erased
 from penstock.gateway.log.lookup import StoredRequest
 from penstock.gateway.log.progress import progress_of
 from penstock.gateway.log.records import has_output, is_whole
-from penstock.gateway.openai.responses import Status, error_body
-from penstock.gateway.service import Gateway
+from penstock.gateway.service.service import Gateway
 from penstock.schemas import done
 from penstock.schemas.control import Progress
 from penstock.schemas.errors import Code, ServingError

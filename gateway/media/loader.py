@@ -12,11 +12,11 @@ import msgspec
 from blake3 import blake3
 
 from penstock.configs.settings import GatewaySettings
+from penstock.gateway.base.metrics import Metrics
 from penstock.gateway.media.contents import EMBEDDING, check_image, embedding_tokens
 from penstock.gateway.media.fetch import Fetcher
 from penstock.gateway.media.limits import MediaLimits, MediaRejected
 from penstock.gateway.media.sources import MediaPart
-from penstock.gateway.metrics import Metrics
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.object_store import put
 from penstock.infra.model.modeldir import Vision

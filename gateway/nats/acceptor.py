@@ -4,15 +4,15 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.access.tenants import TenantTable
 from penstock.gateway.admission.idempotency import claim, digest_of, find_claim
-from penstock.gateway.claimed_submission import submit_claimed
+from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.apis.option_names import ignored_options, listed
 from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery
 from penstock.gateway.nats.protocol import Origin, parse_headers, shape_of
-from penstock.gateway.openai.prepare import PreparedRequest
-from penstock.gateway.option_names import ignored_options, listed
-from penstock.gateway.service import Gateway
-from penstock.gateway.tenants import TenantTable
-from penstock.gateway.tracing import from_nats_headers, with_trace
+from penstock.gateway.service.claimed_submission import submit_claimed
+from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.tracing import from_nats_headers, with_trace
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 

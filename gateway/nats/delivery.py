@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from penstock.gateway.answer_shapes import aggregator_for
+from penstock.gateway.apis.answer_shapes import aggregator_for
 from penstock.gateway.http.answers import account, encode_answer
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.records import has_output, is_whole
 from penstock.gateway.nats.messages import AnswerMessage, StreamMessages, failure
 from penstock.gateway.nats.reply_publisher import ReplyPublisher
-from penstock.gateway.service import Gateway
+from penstock.gateway.service.service import Gateway
 from penstock.schemas.done import Done, items
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest

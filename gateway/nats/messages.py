@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
+from penstock.gateway.base.chat_objects import UsageBody, error_body
+from penstock.gateway.base.event_stream import DONE
 from penstock.gateway.nats.interleave import ChoiceInterleaver
 from penstock.gateway.nats.protocol import STREAM_USAGE
-from penstock.gateway.openai.responses import UsageBody, error_body
-from penstock.gateway.openai.sse import DONE
-from penstock.gateway.openai.stream_renderer import StreamRenderer
-from penstock.infra.model.detokenizer import Detokenizer
+from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import HEADER_ERROR, HEADER_EVENT_ID, HEADER_FINAL, HEADER_RECORD, HEADER_SEQ

@@ -15,6 +15,7 @@ from nats.errors import Error as NatsError
 
 from penstock.gateway.admission.idempotency import Conflict, digest_of
 from penstock.gateway.admission.queues import class_of
+from penstock.gateway.base.chat_objects import stopping
 from penstock.gateway.log.find import unknown
 from penstock.gateway.nats.acceptor import RequestAcceptor
 from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery
@@ -32,8 +33,7 @@ from penstock.gateway.nats.protocol import (
 )
 from penstock.gateway.nats.reply_publisher import ReplyPublisher
 from penstock.gateway.nats.waiting_line import WaitingLine
-from penstock.gateway.openai.responses import stopping
-from penstock.gateway.service import Gateway
+from penstock.gateway.service.service import Gateway
 from penstock.infra.bus.consumers import config_of, make_again
 from penstock.infra.bus.erase import Eraser
 from penstock.infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller

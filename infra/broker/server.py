@@ -18,9 +18,9 @@ from penstock.infra.broker.failures import ServerFailed
 from penstock.infra.broker.passwords import INCLUDE as PASSWORDS
 from penstock.infra.broker.passwords import user_in_use, write_passwords
 from penstock.infra.broker.tenants import INCLUDE
-from penstock.infra.launch.deathsig import die_with_parent
-from penstock.infra.launch.scheduling import lax_timers
-from penstock.infra.launch.sockets import CannotListen, bind, check_free
+from penstock.infra.process.deathsig import die_with_parent
+from penstock.infra.process.scheduling import lax_timers
+from penstock.infra.process.sockets import CannotListen, bind, check_free
 from penstock.schemas.subjects import Subjects
 
 LOOPBACK = "127.0.0.1"

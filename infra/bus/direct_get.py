@@ -74,7 +74,7 @@ class StreamState(NamedTuple):
 
 
 class LogFiles(abc.ABC):
-    """Streams whose broker does not run, read from its files (``penstock.infra.store``). The methods are the functions
+    """Streams whose broker does not run, read from its files (``penstock.log.sources``). The methods are the functions
     below.
     """
 

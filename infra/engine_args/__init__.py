@@ -4,20 +4,3 @@ Pure: no engine, no files, no clock. ``schema`` is the tree of arguments, ``tree
 one engine and ``compatibility`` several, ``model_shape`` and ``memory_estimate`` estimate, ``generate`` makes arguments
 for a load. Target: 1.2.1.
 """
-
-from penstock.infra.engine_args.rules import Context, Finding, check
-from penstock.infra.engine_args.schema import AutoDeployArgs, EngineArgs
-from penstock.infra.engine_args.tree import BadArguments, decode, merge, parse_json, parse_yaml
-
-__all__ = [
-    "AutoDeployArgs",
-    "BadArguments",
-    "Context",
-    "EngineArgs",
-    "Finding",
-    "check",
-    "decode",
-    "merge",
-    "parse_json",
-    "parse_yaml",
-]

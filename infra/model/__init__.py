@@ -1,1 +1,1 @@
-"""Models without their weights: directory, tokenizer, chat template, detokenizer, and which parsers they need."""
+"""A model directory without its weights: what its files say, and the texts, tokens and limits that follow."""

@@ -10,16 +10,17 @@ from blake3 import blake3
 from tokenizers import Tokenizer
 
 from penstock import configs
-from penstock.infra.model import generation_defaults, lengths, mistral_format, tokenizer_files
-from penstock.infra.model.chat_template import ChatTemplate, TemplateError
-from penstock.infra.model.detokenizer import Detokenizer
-from penstock.infra.model.generation_defaults import BadDefaults, GenerationDefaults
+from penstock.infra.model import defaults as generation_defaults
+from penstock.infra.model import lengths, mistral_format, text_files
+from penstock.infra.model.defaults import BadDefaults, GenerationDefaults
 from penstock.infra.model.image_tiles import BadTiles, Tiles, tiles_of
 from penstock.infra.model.lengths import Length
-from penstock.infra.model.plain_text import PlainText
 from penstock.infra.model.template_files import UnreadableTemplate, special_tokens, template_sources, token_text
-from penstock.infra.model.text_encoder import TextEncoder
 from penstock.infra.model.weight_files import is_pointer, weight_files
+from penstock.infra.text.chat_template import ChatTemplate, TemplateError
+from penstock.infra.text.detokenizer import Detokenizer
+from penstock.infra.text.encoder import TextEncoder
+from penstock.infra.text.plain_text import PlainText
 from penstock.schemas.requests import Sampling
 
 BUNDLED = ("demo", "demo-vision", "tiny")
@@ -165,7 +166,7 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
     params = _json(path / mistral_format.PARAMS) if own else {}
     config = mistral_format.configuration(params) if own else _json(path / "config.json", needed=True)
     generation = _json(path / "generation_config.json")
-    special = {**tokenizer_files.named(path), **_json(path / "tokenizer_config.json")}
+    special = {**text_files.named(path), **_json(path / "tokenizer_config.json")}
     tokenizer = load_tokenizer(path)
     length = mistral_format.length(params) if own else lengths.length(config, special)
     try:
@@ -206,10 +207,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises:
         ModelError: there is no file of one, or it is malformed.
     """
-    file = tokenizer_files.file_of(path) or path / tokenizer_files.FAST
+    file = text_files.file_of(path) or path / text_files.FAST
     try:
-        tokenizer = tokenizer_files.read(path)
-    except tokenizer_files.BadTokenizer as error:
+        tokenizer = text_files.read(path)
+    except text_files.BadTokenizer as error:
         raise ModelError(str(error)) from error
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{file} cannot be read: {_pointer(file) or error}") from error
@@ -231,8 +232,8 @@ def revision(path: Path) -> str:
     for part in (*_DECIDING, *([mistral_format.PARAMS] if mistral_format.is_own(path) else [])):
         data = (path / part).read_bytes() if (path / part).is_file() else b""
         digest.update(len(data).to_bytes(8, "little") + data)
-    tokenizer = tokenizer_files.file_of(path)
-    if tokenizer is not None and tokenizer.name != tokenizer_files.FAST:
+    tokenizer = text_files.file_of(path)
+    if tokenizer is not None and tokenizer.name != text_files.FAST:
         digest.update(tokenizer.read_bytes())
     weights = weight_files(path)
     total = sum(file.stat().st_size for file in weights)
@@ -262,8 +263,8 @@ def tokenizer_digest(path: Path) -> str:
     Raises:
         ModelError: tokenizer.json is malformed.
     """
-    file = tokenizer_files.file_of(path)
-    if file is not None and file.name != tokenizer_files.FAST:
+    file = text_files.file_of(path)
+    if file is not None and file.name != text_files.FAST:
         return blake3(file.read_bytes()).hexdigest(length=16)
     described = _json(path / "tokenizer.json", needed=True)
     for part in ("truncation", "padding"):  # never used here

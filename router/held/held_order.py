@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from penstock.router.held.class_queue import QueueEntry
 from penstock.router.held.queue import SECOND_NS, SHORTEST_TOKENS, RequestQueue, delay_ns
-from penstock.router.index.depths import TargetId
-from penstock.router.loads.load_tracker import LoadTracker
 from penstock.router.placement.aggregated import HeldRequest, aggregated_pool, is_ready
-from penstock.router.policy.routing import RoutingRequest
+from penstock.router.placement.routing import RoutingRequest
+from penstock.router.state.depths import TargetId
+from penstock.router.state.load_tracker import LoadTracker
 
 if TYPE_CHECKING:
-    from penstock.router.placement.arrays.decisions import ArrayDecisions
+    from penstock.router.placement.arrays import ArrayDecisions
 
 T = TypeVar("T")
 

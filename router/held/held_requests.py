@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from penstock.router.held.class_queue import QueueEntry
 from penstock.router.held.held_order import Held, HeldOrder
-from penstock.router.index.holders import keys_view
-from penstock.router.pending import PendingRequest, lane, routing_request
+from penstock.router.placement.pending import PendingRequest, lane, routing_request
+from penstock.router.state.holders import keys_view
 from penstock.schemas.requests import Priority
 from penstock.schemas.routers import HeldByModel, HeldByTenant, held_by_model, held_by_tenant
 

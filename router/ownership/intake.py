@@ -14,13 +14,13 @@ from penstock.infra.bus.consumers import config_of, make_again
 from penstock.infra.bus.message import Message
 from penstock.infra.bus.puller import Puller, sequence
 from penstock.infra.bus.tasks import Tasks
-from penstock.router.background import BackgroundTasks
 from penstock.router.held.held_requests import HeldRequests
-from penstock.router.loads.load_tracker import LoadTracker
 from penstock.router.ownership.membership import Membership
 from penstock.router.ownership.sharing import Sharing
 from penstock.router.ownership.takeover import redeliver
-from penstock.router.policy.routing import ModelPart
+from penstock.router.placement.routing import ModelPart
+from penstock.router.state.background import BackgroundTasks
+from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas import routers
 from penstock.schemas.requests import Priority
 from penstock.schemas.routers import LostLeases

@@ -26,7 +26,7 @@ from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.tasks import Tasks
 from penstock.router.ownership.assignment import assign, default_owner
-from penstock.router.policy.routing import ALONE, ModelPart
+from penstock.router.placement.routing import ALONE, ModelPart
 from penstock.schemas import routers, wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.routers import HeldByModel, HeldByTenant, LostLeases, Member

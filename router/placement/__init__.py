@@ -1,1 +1,1 @@
-"""What a request costs at each target in mode "kv", and which of them takes it."""
+"""Which targets a request goes to, and what it costs there."""

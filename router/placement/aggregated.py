@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.router.index.depths import TargetId
-from penstock.router.loads.load import RoutingTarget
-from penstock.router.loads.load_tracker import LoadTracker
-from penstock.router.policy.filters import rejection
-from penstock.router.policy.routing import PATIENCE_S, RoutingContext, RoutingRequest, Weights
-from penstock.router.policy.scoring import target_costs
+from penstock.router.placement.filters import rejection
+from penstock.router.placement.routing import PATIENCE_S, RoutingContext, RoutingRequest, Weights
+from penstock.router.placement.scoring import target_costs
+from penstock.router.state.depths import TargetId
+from penstock.router.state.load import RoutingTarget
+from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import Registration
 
 

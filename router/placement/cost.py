@@ -27,7 +27,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from penstock.router.loads.target_loads import (
+from penstock.router.state.target_loads import (
     ACTIVE,
     BACKLOG,
     BLOCK_SIZE,

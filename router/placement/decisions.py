@@ -9,15 +9,15 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from penstock.configs.settings import RouterMode
-from penstock.router.index.depths import TargetId, as_dict
-from penstock.router.loads.load_tracker import MODELS_CACHED, LoadTracker
+from penstock.router.placement.decide import decide
+from penstock.router.placement.routing import ALONE, ModelPart, RoutingContext, RoutingDecision, RoutingRequest, Weights
 from penstock.router.placement.sessions import Sessions
 from penstock.router.placement.shared_prefixes import SharedPrefixes
-from penstock.router.policy.decide import decide
-from penstock.router.policy.routing import ALONE, ModelPart, RoutingContext, RoutingDecision, RoutingRequest, Weights
+from penstock.router.state.depths import TargetId, as_dict
+from penstock.router.state.load_tracker import MODELS_CACHED, LoadTracker
 
 if TYPE_CHECKING:
-    from penstock.router.placement.arrays.decisions import ArrayDecisions
+    from penstock.router.placement.arrays import ArrayDecisions
 
 # Targets, up to which a loop over them is cheaper in a router. Without anything between two decisions, arrays win from
 # one target on. But each request changes rows that they have to copy, so they win from four on, and after code that
@@ -35,7 +35,7 @@ def array_decisions(tracker: LoadTracker, few: int = FEW) -> "ArrayDecisions | N
     """None: numpy is not installed."""
     if find_spec("numpy") is None:
         return None
-    from penstock.router.placement.arrays.decisions import ArrayDecisions
+    from penstock.router.placement.arrays import ArrayDecisions
 
     return ArrayDecisions(tracker, few)
 

@@ -11,8 +11,8 @@ hint, so a name that many requests share does not gather them at one target.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from penstock.infra.model.byte_cache import ByteCache
-from penstock.router.index.depths import TargetId
+from penstock.infra.bounded import ByteCache
+from penstock.router.state.depths import TargetId
 
 SESSIONS_BYTES = 16 << 20  # remembered, some 30,000; those used longest ago are forgotten first
 

@@ -1,1 +1,1 @@
-"""Requests whose worker was lost, hangs or is late: another one continues them."""
+"""Requests whose worker was lost, hangs or is late; messages that are published again before they are discarded."""

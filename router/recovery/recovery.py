@@ -10,13 +10,13 @@ import structlog
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.loop_lag import TimeSlice
 from penstock.infra.bus.publisher import Publisher
-from penstock.router.background import BackgroundTasks
-from penstock.router.cluster.cluster_state import ClusterState
-from penstock.router.loads.load import ActiveRequest
-from penstock.router.metrics import Metrics
-from penstock.router.pending import PendingRequest
+from penstock.router.placement.pending import PendingRequest
 from penstock.router.recovery.fencing import InterruptedAttempt, fence
-from penstock.router.terminal_publisher import TerminalPublisher
+from penstock.router.recovery.terminal_publisher import TerminalPublisher
+from penstock.router.state.background import BackgroundTasks
+from penstock.router.state.cluster_state import ClusterState
+from penstock.router.state.load import ActiveRequest
+from penstock.router.state.metrics import Metrics
 from penstock.schemas import jobs, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import in_memory

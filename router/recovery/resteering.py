@@ -14,11 +14,11 @@ from typing import NamedTuple
 import structlog
 
 from penstock.infra.bus.connection import Bus
-from penstock.router.cluster.cluster_state import ClusterState
-from penstock.router.index.depths import TargetId
-from penstock.router.loads.load import ActiveRequest
-from penstock.router.loads.load_tracker import LoadTracker
-from penstock.router.loads.target_loads import Task
+from penstock.router.state.cluster_state import ClusterState
+from penstock.router.state.depths import TargetId
+from penstock.router.state.load import ActiveRequest
+from penstock.router.state.load_tracker import LoadTracker
+from penstock.router.state.target_loads import Task
 from penstock.schemas.fleet import State
 
 log = structlog.get_logger("router")

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 import structlog
 
 from penstock.infra.bus.connection import Bus
-from penstock.router.cluster.cluster_state import ClusterState
-from penstock.router.loads.load import ActiveRequest
-from penstock.router.metrics import Metrics
+from penstock.router.state.cluster_state import ClusterState
+from penstock.router.state.load import ActiveRequest
+from penstock.router.state.metrics import Metrics
 from penstock.schemas import fleet
 
 log = structlog.get_logger("router")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Self
 
 from penstock.infra.broker.binary import find_server
-from penstock.infra.broker.main import apply_at
 from penstock.infra.broker.server import EmbeddedNats
-from penstock.infra.launch.http import get
+from penstock.launch.http import get
+from penstock.launch.nats import apply_at
 from tests.chaos.plan import BROKER
 from tests.cluster_support import NODES, LocalCluster
 from tests.tls_support import Pair, TlsNats

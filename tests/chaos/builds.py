@@ -81,7 +81,7 @@ def snapshot(name: str, home: Path) -> Path:
     Of other folders the revision is a digest, of other things in other builds: their workers would stand by.
     """
     folder = home / f"models--penstock--{name}" / "snapshots" / "chaos"
-    from penstock.infra.demo_model.shared_weights import join  # late: it imports torch
+    from tests.demo_model.shared_weights import join  # late: it imports torch
 
     join(ROOT / "configs" / "models" / name, folder)  # older builds read no weights of another directory
     return folder

@@ -82,7 +82,7 @@ def _become(role: str, flags: list[str]) -> NoReturn:
 def _supervise(flags: Sequence[str]) -> int:
     from penstock.configs.flags import parse
     from penstock.configs.up_settings import UpSettings
-    from penstock.infra.launch.main import run
+    from penstock.launch.up import run
 
     settings = parse(UpSettings, flags, prog="penstock up")
     return run(settings, command=lambda planned: [sys.executable, "-m", "tests.chaos.launch", *planned.argv])

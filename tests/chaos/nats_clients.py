@@ -14,7 +14,7 @@ import nats
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
-from penstock.gateway.client import Cancelled, Chunk, Client, PenstockError, Position, Timeout
+from penstock.client import Cancelled, Chunk, Client, PenstockError, Position, Timeout
 from tests.chaos.clients import DEADLINE_S, PATIENCE_S
 from tests.chaos.recipes import Recipe
 from tests.chaos.seen import Seen

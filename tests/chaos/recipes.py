@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from penstock.infra.demo_model import vision
+from tests.demo_model import vision
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RESPONSE, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"

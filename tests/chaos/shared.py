@@ -14,7 +14,7 @@ TURN_S = 4.0
 
 
 def main(argv: Sequence[str]) -> int:
-    from penstock.infra.cli import main as penstock
+    from penstock.cli.commands import main as penstock
     from penstock.router.ownership.sharing import Sharing
 
     Sharing.update = _by_turns  # type: ignore[method-assign]

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 import msgspec
 
-from penstock.infra.launch.http import get_url
-from penstock.infra.launch.machine import free_run
-from penstock.infra.launch.state import State
+from penstock.launch.http import get_url
+from penstock.launch.machine import free_run
+from penstock.launch.state import State
 from tests.chaos.audit import Footprint
 from tests.chaos.brokers import Brokers, live_heap
 from tests.chaos.builds import VARIABLE, OtherBuild, begin, snapshot

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.infra.launch.state import read_state
 from penstock.infra.model import modeldir
+from penstock.launch.state import read_state
 from tests.clients.catalogue import HERE, Client
 from tests.clients.environments import Environments
 

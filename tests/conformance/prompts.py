@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from penstock.gateway.openai.messages import as_objects, template_messages
-from penstock.gateway.openai.requests import parse_chat
-from penstock.infra.model.chat_template import ChatTemplate, PromptEnd, TemplateError
+from penstock.gateway.apis.chat.bodies import parse_chat
+from penstock.gateway.apis.chat.messages import as_objects, template_messages
+from penstock.infra.text.chat_template import ChatTemplate, PromptEnd, TemplateError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 SAME, REFUSED, OURS, INTENDED, DIFFERENT = "same", "both refuse", "only we render", "intended", "different"

@@ -16,11 +16,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.infra.model.parsers.answer_parser import AnswerParser
-from penstock.infra.model.parsers.delta_builder import Delta
-from penstock.infra.model.parsers.families import TABLE
-from penstock.infra.model.parsers.marks import Marks, tokens_in
-from penstock.infra.model.parsers.registry import ParserNames, answer_parsing, parser_for
+from penstock.infra.text.parsers.answer_parser import AnswerParser
+from penstock.infra.text.parsers.delta_builder import Delta
+from penstock.infra.text.parsers.families import TABLE
+from penstock.infra.text.parsers.marks import Marks, tokens_in
+from penstock.infra.text.parsers.registry import ParserNames, answer_parsing, parser_for
 from penstock.schemas.requests import GenerateRequest, Parsing, Stop
 
 # Of each variant in the suite: the parsers with which we serve it.

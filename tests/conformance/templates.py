@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.model.chat_template import ChatTemplate, PromptEnd, TemplateError
-from penstock.infra.model.parsers.families import TABLE
-from penstock.infra.model.parsers.registry import ParserNames, answer_parsing
+from penstock.infra.text.chat_template import ChatTemplate, PromptEnd, TemplateError
+from penstock.infra.text.parsers.families import TABLE
+from penstock.infra.text.parsers.registry import ParserNames, answer_parsing
 from tests.conformance.run import Piece, cuts, read
 
 TOOLS = [

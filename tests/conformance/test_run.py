@@ -87,7 +87,7 @@ def test_the_report_counts_and_names_what_fails() -> None:
 
 
 def test_the_parsers_of_the_suites_variants_exist() -> None:
-    from penstock.infra.model.parsers.families import TABLE
+    from penstock.infra.text.parsers.families import TABLE
 
     for reasoning, tools in PARSERS.values():
         assert not reasoning or TABLE.thoughts(reasoning) is not None

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
-from penstock.infra.launch.state import State, read_state
+from penstock.launch.state import State, read_state
 
 CLIENTS = 64
 TOGETHER = 32  # texts of a batch of the recipe

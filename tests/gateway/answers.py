@@ -3,9 +3,9 @@
 import msgspec
 from hypothesis import strategies as st
 
-from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.base.prepare_context import PrepareContext
 from penstock.infra.model import modeldir
-from penstock.infra.model.parsers.registry import ParserNames
+from penstock.infra.text.parsers.registry import ParserNames
 from penstock.schemas.requests import GenerateRequest, Parsing, Sampling, Stop
 from penstock.schemas.tokens import Finish, Logprob, TokenItem
 from penstock.schemas.wire import pack_tokens

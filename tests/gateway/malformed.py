@@ -6,16 +6,16 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from penstock.gateway.anthropic.prepare import count_message, prepare_message
-from penstock.gateway.embeddings.prepare import prepare_embedding
-from penstock.gateway.openai.prepare import PendingMediaRequest, prepare_chat, prepare_completion
-from penstock.gateway.openai.responses_api.compaction import encode_kept
-from penstock.gateway.openai.responses_api.items import encode_summary
-from penstock.gateway.openai.responses_api.prepare import count_prompt_of, prepare_response
-from penstock.gateway.openai.responses_api.record import encode_stored, input_items, read_stored
-from penstock.gateway.openai.responses_api.requests import parse_compaction, parse_response
-from penstock.gateway.openai.tokenization import detokenize, tokenize
-from penstock.infra.model import constraints
+from penstock.gateway.apis.chat.prepare import PendingMediaRequest, prepare_chat, prepare_completion
+from penstock.gateway.apis.chat.tokenization import detokenize, tokenize
+from penstock.gateway.apis.embeddings import prepare_embedding
+from penstock.gateway.apis.messages.prepare import count_message, prepare_message
+from penstock.gateway.apis.responses.bodies import parse_compaction, parse_response
+from penstock.gateway.apis.responses.compaction import encode_kept
+from penstock.gateway.apis.responses.items import encode_summary
+from penstock.gateway.apis.responses.prepare import count_prompt_of, prepare_response
+from penstock.gateway.apis.responses.record import encode_stored, input_items, read_stored
+from penstock.infra.constraints import constraints
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Embedder
 from tests.gateway.answers import CONTEXT, NOW
@@ -183,7 +183,7 @@ def _generation(data: bytes, prepare: Callable[..., Any]) -> None:
         return
     try:
         constraints.check(prepared.request.constraint)
-    except constraints.ConstraintError as error:  # as penstock.gateway.constraint_check, without its thread
+    except constraints.ConstraintError as error:  # as penstock.gateway.service.constraint_check, without its thread
         raise ServingError(Code.invalid_request, str(error)) from None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.infra.operate.doctor.fleet import check_gateways
+from penstock.operate.doctor.fleet import check_gateways
 from tests.pipeline.support import ROOT, samples, until
 
 FILES = 256

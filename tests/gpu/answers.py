@@ -6,13 +6,13 @@ python -m tests.gpu.answers
 import argparse
 from random import Random
 
-from penstock.infra.demo_model import vision
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.base import MediaSpan, SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.model.options import NativeOptions
+from tests.demo_model import vision
 
 QUESTIONS = ("What is 347 + 586?", "Spell the word harbour.", "How do I start a worker?")
 

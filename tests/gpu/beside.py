@@ -53,7 +53,7 @@ def config(shape: str) -> Any:
 
 
 def random_model(shape: str) -> Any:
-    from penstock.workers.engines.native import mxfp4
+    from penstock.workers.engines.native.model import mxfp4
     from tests.gpu.native import large
 
     with mxfp4.as_stored(config(shape)) as loaded:
@@ -71,9 +71,9 @@ def native(shape: str, fp8: bool, fp8_kv: bool) -> Run:
     from penstock.infra.bus.loop_lag import freeze_loaded
     from penstock.workers.engines.native.build import assemble
     from penstock.workers.engines.native.cuda import prepare
-    from penstock.workers.engines.native.loading import describe
-    from penstock.workers.engines.native.options import NativeOptions
-    from penstock.workers.engines.native.quantize import quantize
+    from penstock.workers.engines.native.model.loading import describe
+    from penstock.workers.engines.native.model.options import NativeOptions
+    from penstock.workers.engines.native.model.quantize import quantize
     from tests.gpu.native import ask, drive
 
     made = random_model(shape)

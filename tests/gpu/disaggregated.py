@@ -26,7 +26,7 @@ from typing import Any
 
 from penstock.infra.bus.connection import connect
 from penstock.infra.bus.direct_get import read
-from penstock.infra.launch.state import State, read_state
+from penstock.launch.state import State, read_state
 from penstock.schemas import transfer
 from tests.gpu.arrivals import arrive
 from tests.gpu.pipeline import LONGEST, START_S, VLLM, ints, penstock, prompt_tokens, words_for

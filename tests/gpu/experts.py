@@ -24,9 +24,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from penstock.workers.engines.native import mxfp4, quantize
 from penstock.workers.engines.native.cuda import expert_kernels, experts, rows
 from penstock.workers.engines.native.cuda.experts import Experts, Router, Routing, Shape, Stored
+from penstock.workers.engines.native.model import mxfp4, quantize
 from tests.workers.engines.native.models import CONFIGS, mxfp4_blocks
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -419,8 +419,8 @@ def compile_ahead(names: list[str], counts: list[int]) -> None:
 def steps(name: str, counts: list[int]) -> None:
     """The kernels of a decode step, from a replayed graph."""
     from penstock.workers.engines.native.build import assemble
-    from penstock.workers.engines.native.loading import describe
-    from penstock.workers.engines.native.options import NativeOptions
+    from penstock.workers.engines.native.model.loading import describe
+    from penstock.workers.engines.native.model.options import NativeOptions
     from tests.gpu.beside import SHAPES, random_model
     from tests.gpu.fusions import step_ms
     from tests.gpu.native import ask, drive

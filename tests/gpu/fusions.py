@@ -15,9 +15,9 @@ import torch
 from penstock.workers.engines.native.build import assemble
 from penstock.workers.engines.native.cuda import modules, paged, prepare
 from penstock.workers.engines.native.cuda.fusions import FUSIONS
-from penstock.workers.engines.native.loading import describe
-from penstock.workers.engines.native.options import NativeOptions
-from penstock.workers.engines.native.quantize import quantize
+from penstock.workers.engines.native.model.loading import describe
+from penstock.workers.engines.native.model.options import NativeOptions
+from penstock.workers.engines.native.model.quantize import quantize
 from tests.gpu.native import ask, drive, large
 
 VARIANTS: dict[str, tuple[bool, bool]] = {  # products, dependent

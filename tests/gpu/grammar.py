@@ -20,7 +20,7 @@ from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.model.options import NativeOptions
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

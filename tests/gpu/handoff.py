@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.infra.bench.handoff import Bare, compare, orders, report
+from penstock.measure.bench.handoff import Bare, compare, orders, report
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.workers.kv_transfer.base import TransferError, Transport
 from penstock.workers.kv_transfer.nixl_library import load

@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 
-from penstock.infra.demo_model import vision
-from penstock.infra.launch.state import read_state
+from penstock.launch.state import read_state
+from tests.demo_model import vision
 from tests.gpu.disaggregated import reads, ready, stop
 from tests.gpu.pipeline import penstock
 

@@ -15,8 +15,8 @@ from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.native.build import assemble
 from penstock.workers.engines.native.cuda import products
-from penstock.workers.engines.native.loading import describe
-from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.model.loading import describe
+from penstock.workers.engines.native.model.options import NativeOptions
 from tests.gpu.beside import SHAPES, config
 from tests.gpu.native import ask, drive, large
 

@@ -14,13 +14,13 @@ from unittest import mock
 
 import torch
 
-from penstock.workers.engines.native import quantize, sampler
-from penstock.workers.engines.native.attention import AttentionParams, ReferenceAttention, Span
 from penstock.workers.engines.native.cuda import chunks, dense, few_rows, fp8, modules, rewrite, rows
 from penstock.workers.engines.native.cuda.chunks import LONG, Chunk
 from penstock.workers.engines.native.cuda.dense import DenseAttention
 from penstock.workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
-from penstock.workers.engines.native.pool import KvShape, Pool
+from penstock.workers.engines.native.model import quantize, sampler
+from penstock.workers.engines.native.model.attention import AttentionParams, ReferenceAttention, Span
+from penstock.workers.engines.native.model.pool import KvShape, Pool
 
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 

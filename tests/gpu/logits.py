@@ -20,8 +20,8 @@ from penstock.schemas.requests import LogitsProcessor, Sampling, Stop
 from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.logits.apply import Chain
 from penstock.workers.engines.logits.error_counter import ErrorCounter
-from penstock.workers.engines.logits.trtllm_processors import TrtllmProcessor
 from penstock.workers.engines.native import from_settings
+from penstock.workers.engines.trtllm.logits_processors import TrtllmProcessor
 
 BUSY_CYCLES = 400_000_000  # about a fifth of a second
 VOCABULARY = 1280

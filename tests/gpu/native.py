@@ -25,11 +25,12 @@ from penstock.infra.model import modeldir
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.native import attention, executors, speculation_speed
 from penstock.workers.engines.native import build as engine_build
+from penstock.workers.engines.native import executors, speculation_speed
 from penstock.workers.engines.native.build import assemble, build
-from penstock.workers.engines.native.loading import describe
-from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.model import attention
+from penstock.workers.engines.native.model.loading import describe
+from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.native import models
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -26,9 +26,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.bench.words import WORDS
-from penstock.infra.launch.state import State, read_state
 from penstock.infra.model import modeldir
+from penstock.launch.state import State, read_state
+from penstock.measure.generator.words import WORDS
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads")  # fmt: skip
@@ -92,8 +92,8 @@ def alone(asked: argparse.Namespace, folder: Path) -> None:
     """In a process of its own: make the model, run the engine, write its figures."""
     from penstock.infra.bus.loop_lag import freeze_loaded
     from penstock.workers.engines.native.build import assemble
-    from penstock.workers.engines.native.loading import describe
-    from penstock.workers.engines.native.options import NativeOptions
+    from penstock.workers.engines.native.model.loading import describe
+    from penstock.workers.engines.native.model.options import NativeOptions
     from tests.gpu import native
 
     made = make(folder, asked.shape)

@@ -16,10 +16,10 @@ from unittest import mock
 
 import torch
 
-from penstock.workers.engines.native.attention import AttentionParams
 from penstock.workers.engines.native.cuda import chunks, dense, prompt_graphs
 from penstock.workers.engines.native.cuda.modules import Rotation
 from penstock.workers.engines.native.cuda.paged import PagedAttention
+from penstock.workers.engines.native.model.attention import AttentionParams
 from tests.gpu.kernels import Case
 from tests.gpu.times import DEVICE
 
@@ -89,8 +89,8 @@ def plans() -> None:
 
 def whole() -> None:
     from penstock.workers.engines.native.build import assemble
-    from penstock.workers.engines.native.loading import describe
-    from penstock.workers.engines.native.options import NativeOptions
+    from penstock.workers.engines.native.model.loading import describe
+    from penstock.workers.engines.native.model.options import NativeOptions
     from tests.gpu.beside import config
     from tests.gpu.native import ask, drive, large
 
@@ -119,8 +119,8 @@ def whole() -> None:
 def short() -> None:
     """Milliseconds of short prompts with CUDA graphs and without, alone and beside running answers."""
     from penstock.workers.engines.native.build import assemble
-    from penstock.workers.engines.native.loading import describe
-    from penstock.workers.engines.native.options import NativeOptions
+    from penstock.workers.engines.native.model.loading import describe
+    from penstock.workers.engines.native.model.options import NativeOptions
     from tests.gpu.beside import config
     from tests.gpu.native import ask, drive, large
 

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.infra.bus.connection import connect
-from penstock.infra.launch.state import State
+from penstock.launch.state import State
 from penstock.schemas import tokens
 from tests.gpu.disaggregated import logs, stop, up
 from tests.gpu.pipeline import ints, of

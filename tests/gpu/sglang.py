@@ -22,8 +22,8 @@ from typing import Any
 import httpx
 
 from penstock.infra.bus.connection import Bus, connect
-from penstock.infra.launch.state import read_state
 from penstock.infra.model import modeldir
+from penstock.launch.state import read_state
 from penstock.schemas.wire import unpack_tokens
 from tests.chaos.log import held, open_leases, until_none
 from tests.gpu.answers import QUESTIONS

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from penstock.infra.demo_model import task_mix
-from penstock.infra.demo_model.template import prompt
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.native.build import assemble, build
-from penstock.workers.engines.native.loading import describe
-from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.model.loading import describe
+from penstock.workers.engines.native.model.options import NativeOptions
+from tests.demo_model import task_mix
+from tests.demo_model.template import prompt
 from tests.gpu.native import keeping_speculation
 
 TASKS = ("copying", "counting", "facts", "json", "needle", "thinking")

@@ -27,9 +27,9 @@ from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.base import SequenceRequest, StepResult
 from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.native import attention
 from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.model import attention
+from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.kv_transfer.opening import open_transport
 
 PROMPT, BLOCK, NEW = 4096, 32, 16

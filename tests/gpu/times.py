@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import triton
 
-from penstock.workers.engines.native.attention import AttentionParams
 from penstock.workers.engines.native.cuda import attend, few_rows, fp8, modules, paged
-from penstock.workers.engines.native.pool import Pool
-from penstock.workers.engines.native.quantize import FP8, narrowed
+from penstock.workers.engines.native.model.attention import AttentionParams
+from penstock.workers.engines.native.model.pool import Pool
+from penstock.workers.engines.native.model.quantize import FP8, narrowed
 from tests.gpu.kernels import Case
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}

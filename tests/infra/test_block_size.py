@@ -5,7 +5,9 @@ from array import array
 
 import pytest
 
-from penstock.infra.engine_args import Context, check, decode
+from penstock.infra.engine_args.rules.base import Context
+from penstock.infra.engine_args.rules.check import check
+from penstock.infra.engine_args.tree import decode
 from penstock.schemas.blocks import chain
 from penstock.workers.engines.core.blocks import BlockManager
 

@@ -1,1 +1,1 @@
-"""Tools that measure or draw, run by hand."""
+"""Measurements of single parts, run by hand."""

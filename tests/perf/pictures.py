@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.configs.flags import Parser
-from penstock.infra.deploy.monitoring.main import GRAFANA, wrong_url
+from penstock.deploy.monitoring import GRAFANA, wrong_url
 
 POINTS = 120  # of a line
 TIMEOUT_S = 20.0

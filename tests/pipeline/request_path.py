@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from penstock.infra.cli import main
+from penstock.cli.commands import main
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("configs", "gateway", "infra", "router", "schemas", "workers")

@@ -19,12 +19,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
-from penstock.infra.launch.deathsig import die_with_parent
-from penstock.infra.launch.sockets import bind
-from penstock.infra.launch.state import State, read_state
 from penstock.infra.model import modeldir
-from penstock.infra.timeline.read import read_timeline
-from penstock.infra.timeline.request_timeline import RequestTimeline
+from penstock.infra.process.deathsig import die_with_parent
+from penstock.infra.process.sockets import bind
+from penstock.launch.state import State, read_state
+from penstock.log.timeline.read import read_timeline
+from penstock.log.timeline.request_timeline import RequestTimeline
 from penstock.schemas import fleet, requests
 from penstock.schemas.done import Done
 from penstock.schemas.requests import GenerateRequest, Sampling

@@ -12,9 +12,9 @@ import httpx
 import msgspec
 import pytest
 
+from penstock.cli.commands import main
 from penstock.infra.bus.connection import Bus, connect
-from penstock.infra.cli import main
-from penstock.infra.operate import key_store
+from penstock.operate import key_store
 from penstock.schemas.keys import ApiKey, digest_of, new_key
 from tests.gateway.access.test_routes import POLICIES
 from tests.pipeline.conftest import NewDeployment

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 
-from penstock.infra.broker.main import apply_at
 from penstock.infra.bus.connection import Bus, connect
+from penstock.launch.nats import apply_at
 from tests.cluster_support import NODES, LocalCluster
 from tests.conftest import outside
 from tests.pipeline.conftest import NewDeployment

@@ -17,11 +17,11 @@ import pytest
 from PIL import Image
 
 from penstock.infra.bus.connection import Bus, connect
-from penstock.infra.demo_model import vision
 from penstock.infra.model import modeldir
-from penstock.infra.timeline.leases import leases
+from penstock.log.requests.leases import leases
 from penstock.schemas.jobs import Stage
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS
+from tests.demo_model import vision
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, ending, idle_workers, joined, parse_sse, registrations, until
 

@@ -13,14 +13,14 @@ import httpx
 import pytest
 
 from penstock.infra.bus.connection import Bus, connect
-from penstock.infra.demo_model import vision
 from penstock.infra.model.modeldir import MODELS
-from penstock.infra.timeline.leases import leases
+from penstock.log.requests.leases import leases
 from tests.chaos.log import ends_since
 from tests.chaos.plan import BROKER, Act, plan
 from tests.chaos.run import Options, run_on
 from tests.chaos.system import System
 from tests.chaos.topology import TOPOLOGIES
+from tests.demo_model import vision
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, token_prompt
 

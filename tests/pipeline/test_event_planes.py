@@ -10,7 +10,7 @@ import pytest
 
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import read
-from penstock.infra.launch.state import Running
+from penstock.launch.state import Running
 from penstock.schemas import blocks, kv, wire
 from penstock.schemas.jobs import Decision
 from penstock.workers.engines.events.publisher import Publisher

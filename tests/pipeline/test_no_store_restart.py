@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.gateway.openai.sse import COMMENT
+from penstock.gateway.base.event_stream import COMMENT
 from penstock.infra.bus.connection import connect
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.fleet.test_no_store import PATH, body, is_deleted, on_disk, traces

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.infra.model.modeldir import DEMO, TINY
 from penstock.workers.engines.external.guard import _children
-from penstock.workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_START
+from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_START
 from tests import standins
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, Deployment, Process, free_port

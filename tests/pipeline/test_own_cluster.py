@@ -13,10 +13,10 @@ from penstock.configs.settings import NatsSettings
 from penstock.infra.broker.binary import find_server
 from penstock.infra.broker.config import USERS
 from penstock.infra.broker.datadir import load_secrets
-from penstock.infra.broker.main import own_config, run
-from penstock.infra.launch.deathsig import die_with_parent
+from penstock.infra.process.deathsig import die_with_parent
+from penstock.launch.nats import own_config, run
 from tests.binaries import find_oldest_server
-from tests.infra.deploy.running import answers, ask
+from tests.penstock.deploy.running import answers, ask
 from tests.pipeline.support import MODEL, Process, free_port
 from tests.tls_support import issue
 

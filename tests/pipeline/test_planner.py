@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.infra.bench.profile.data import save
-from penstock.infra.launch.state import Running
-from tests.infra.planner.engines import engine
+from penstock.launch.state import Running
+from penstock.measure.profile.data import save
+from tests.penstock.measure.planner.engines import engine
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Process, until
 

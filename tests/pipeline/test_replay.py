@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.cli.commands import main
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import read
-from penstock.infra.cli import main
 from penstock.schemas.done import Done
 from penstock.schemas.subjects import HEADER_MSG_ID
 from tests.pipeline.conftest import NewDeployment

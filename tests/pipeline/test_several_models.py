@@ -9,7 +9,7 @@ import httpx
 import nats
 import pytest
 
-from penstock.infra.cli import main
+from penstock.cli.commands import main
 from penstock.infra.model.modeldir import DEMO, TINY
 from penstock.schemas.subjects import HEADER_ERROR
 from tests.pipeline.conftest import NewDeployment

@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.infra.launch.deathsig import die_with_parent
-from penstock.infra.launch.http import get
 from penstock.infra.model.modeldir import DEMO
+from penstock.infra.process.deathsig import die_with_parent
+from penstock.launch.http import get
 from tests.pipeline.support import ROOT, START_S, Process, free_port, until
 from tests.standins import FOLDER, VARIANT, real
 

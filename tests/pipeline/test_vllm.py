@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.cli.commands import main
 from penstock.infra.bus.connection import Bus, connect
-from penstock.infra.cli import main
 from penstock.infra.model.modeldir import DEMO
-from penstock.infra.timeline.leases import leases
-from penstock.infra.timeline.read import read_timeline
+from penstock.log.requests.leases import leases
+from penstock.log.timeline.read import read_timeline
 from tests import standins
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.shared.test_prefix_reuse import cached, chosen, published

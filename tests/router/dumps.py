@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.router.index.prefix_index import PrefixIndex
+from penstock.router.state.prefix_index import PrefixIndex
 from penstock.schemas.kv import KvDump
 
 

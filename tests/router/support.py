@@ -14,8 +14,8 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
-from penstock.router.metrics import Metrics
-from penstock.router.service import Router
+from penstock.router.service.service import Router
+from penstock.router.state.metrics import Metrics
 from penstock.schemas import blocks, control, done, fleet, jobs, kv, wire
 from penstock.schemas.jobs import Job
 from penstock.schemas.requests import GenerateRequest

@@ -6,9 +6,9 @@ import time
 from rich.console import Console
 
 from penstock.infra.broker.server import EmbeddedNats
-from penstock.infra.timeline.inspection import inspect
-from penstock.infra.timeline.read import read_timeline
-from penstock.infra.timeline.show_inspection import show
+from penstock.log.requests.inspection import inspect
+from penstock.log.requests.show_inspection import show
+from penstock.log.timeline.read import read_timeline
 from penstock.schemas import jobs, wire
 from penstock.schemas.ids import new_request_id
 from penstock.schemas.requests import Media

@@ -132,7 +132,7 @@ def _report(group: str, count: Counter[str]) -> None:
 
 def speed() -> None:
     from penstock.workers.engines.native.build import build
-    from penstock.workers.engines.native.options import NativeOptions
+    from penstock.workers.engines.native.model.options import NativeOptions
 
     model = modeldir.load(modeldir.DEMO)
     tokens = ModelTokens(model.tokenizer, model.vocab_size, model.eos_token_ids)

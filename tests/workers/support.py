@@ -20,7 +20,7 @@ from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import end
 from penstock.infra.metrics.scope import MetricScope
-from penstock.infra.model.detokenizer import Detokenizer
+from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import blocks, control, done, fleet, jobs, kv, tokens, transfer, wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.jobs import Decision, Job, Stage
@@ -29,16 +29,16 @@ from penstock.schemas.requests import GenerateRequest, Sampling, Stop
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, MEMORY, Subjects
 from penstock.schemas.tokens import Finish, TokenBatch, TokenItem
 from penstock.schemas.transfer import Handoff
-from penstock.workers.engine_loop import EngineLoop
-from penstock.workers.engine_thread import EngineThread
+from penstock.workers.engine_loop.engine_thread import EngineThread
+from penstock.workers.engine_loop.loop import EngineLoop
 from penstock.workers.engines import mock
 from penstock.workers.engines.base import Engine, StepResult
 from penstock.workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
 from penstock.workers.kv_transfer.base import Transport
 from penstock.workers.metrics.worker import Metrics
-from penstock.workers.request_runner import ServedModel
-from penstock.workers.session import WorkerSession
-from penstock.workers.token_runner import TokenRunner
+from penstock.workers.runners.token_runner import TokenRunner
+from penstock.workers.session.request_runner import ServedModel
+from penstock.workers.session.session import WorkerSession
 from tests.infra.bus.support import eventually
 from tests.workers.kv_transfer.loopback import LoopbackNetwork, open_loopback
 

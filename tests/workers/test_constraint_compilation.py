@@ -10,7 +10,7 @@ from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import CONSTRAINT, Constraint, GenerateRequest, LogitsProcessor, Sampling
 from penstock.schemas.subjects import Subjects
-from penstock.workers import token_runner
+from penstock.workers.runners import token_runner
 from tests.workers.support import LogClient, WorkerHarness, engine, request, run_worker
 
 MODEL = modeldir.load(modeldir.DEMO)

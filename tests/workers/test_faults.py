@@ -9,8 +9,8 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.schemas.errors import Code
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
+from tests.workers.disagg.test_disaggregation import PROMPT, Pair, pair, send_jobs
 from tests.workers.support import LogClient, answer, request, run_worker
-from tests.workers.test_disaggregation import PROMPT, Pair, pair, send_jobs
 
 __all__ = ["pair"]
 
@@ -102,7 +102,7 @@ async def test_a_stage_that_fails_ends_its_request_within_seconds_and_leaks_no_b
         raise Fault
 
     if stage == "send_prefilled":
-        monkeypatch.setattr("penstock.workers.disaggregation.next_job", fail)
+        monkeypatch.setattr("penstock.workers.disagg.disaggregation.next_job", fail)
     else:
         monkeypatch.setattr(pair.decode.session._runner._disagg._reader, "fetch", fail)
         monkeypatch.setattr(pair.decode.session._runner._disagg._reserver, "_quarantine_s", 0.1)
@@ -124,7 +124,7 @@ async def test_a_request_that_cannot_even_begin_ends_within_seconds(
     def fail(*_: Any, **__: Any) -> Any:
         raise Fault
 
-    monkeypatch.setattr("penstock.workers.token_runner.sequence_requests", fail)
+    monkeypatch.setattr("penstock.workers.runners.token_runner.sequence_requests", fail)
     async with run_worker(broker, pipeline) as worker:
         asked = request()
         began = time.monotonic()

@@ -12,11 +12,11 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.model.modeldir import TINY, ModelError
 from penstock.schemas import control, fleet, wire
 from penstock.schemas.subjects import Subjects
-from penstock.workers import token_backend as module
 from penstock.workers.engines.base import Engine, NodeLost
 from penstock.workers.main import check_nodes, check_settings
-from penstock.workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, WorkerProcess
-from penstock.workers.token_backend import build_engine, model_path
+from penstock.workers.runners import token_backend as module
+from penstock.workers.runners.token_backend import build_engine, model_path
+from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, WorkerProcess
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import Oracle, Process
 from tests.workers.support import ControlledEngine, LogClient, answer, engine, ids, request

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import fields
 
 from penstock.schemas.requests import Sampling
-from penstock.workers.engines.external.served import ALL, TORCH_SAMPLER_1_2, TRTLLM_SAMPLER, Served, problem
+from penstock.workers.engines.served import ALL, TORCH_SAMPLER_1_2, TRTLLM_SAMPLER, Served, problem
 
 NO = ""
 

@@ -1,6 +1,6 @@
 """Does speculation have what it needs, and is it worth its cost?"""
 
-from penstock.infra.engine_args import draft_length
+from penstock.infra.engine_args.rules import draft_length
 from penstock.infra.engine_args.rules.base import Context, Details, rule
 from penstock.infra.engine_args.schema import DraftTarget, Eagle, EngineArgs, Lookahead, Medusa, Mtp, NGram
 

@@ -17,7 +17,7 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.audit import person
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.tasks import Tasks
-from penstock.infra.operate import key_store
+from penstock.operate import key_store
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.keys import ApiKey, digest_of, new_key
 from penstock.schemas.subjects import Subjects

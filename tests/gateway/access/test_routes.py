@@ -13,7 +13,7 @@ from penstock.gateway.access.caller import ANYONE, OPERATOR
 from penstock.gateway.access.guard import OPEN_PATHS, Guard
 from penstock.gateway.http.app import application, routes_of
 from penstock.gateway.http.connections import SCOPE
-from penstock.gateway.text_model import Card
+from penstock.gateway.service.text_model import Card
 from penstock.schemas.errors import Code, ServingError
 
 # open: everyone; key: every key; owner: keys of the tenant that made it, and an operator's, 404 for others.

@@ -7,7 +7,7 @@ import pytest
 from nats.aio.client import Client
 
 from penstock.gateway.admission.log_capacity import LogCapacity
-from penstock.gateway.metrics import Metrics
+from penstock.gateway.base.metrics import Metrics
 from penstock.infra.broker.apply import apply
 from penstock.infra.bus.connection import Bus
 from penstock.infra.metrics.scope import MetricScope

@@ -8,7 +8,7 @@ from nats.aio.client import Client
 from structlog.testing import capture_logs
 
 from penstock.gateway.admission.retention import DAY, Retention, retention_s
-from penstock.gateway.metrics import Metrics
+from penstock.gateway.base.metrics import Metrics
 from penstock.infra.broker.apply import apply
 from penstock.infra.bus.connection import Bus
 from penstock.infra.metrics.scope import MetricScope

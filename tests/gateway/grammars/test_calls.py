@@ -10,15 +10,15 @@ import pytest
 from msgspec import UNSET
 from tokenizers import Tokenizer
 
+from penstock.gateway.base.chat_objects import AnswerMessage, message_of
 from penstock.gateway.grammars.answers import Calls, Reasoning, write_answer
 from penstock.gateway.grammars.calls import NO_PARAMETERS, Tool, call_grammar
 from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
-from penstock.gateway.openai.responses import AnswerMessage, message_of
+from penstock.infra.constraints.constraints import LARK
 from penstock.infra.model import modeldir
-from penstock.infra.model.constraints import LARK
-from penstock.infra.model.detokenizer import Detokenizer
-from penstock.infra.model.parsers.families import HARMONY_MARKS, TABLE, Thoughts
-from penstock.infra.model.parsers.registry import (
+from penstock.infra.text.detokenizer import Detokenizer
+from penstock.infra.text.parsers.families import HARMONY_MARKS, TABLE, Thoughts
+from penstock.infra.text.parsers.registry import (
     ParserNames,
     answer_marks,
     answer_parsing,
@@ -28,7 +28,7 @@ from penstock.infra.model.parsers.registry import (
 )
 from penstock.schemas.requests import Constraint, GenerateRequest, Parsing, Stop
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
-from tests.infra.model.parsers.test_families import tokens_of
+from tests.infra.text.parsers.test_families import tokens_of
 from tests.tiny_model import byte_level_json
 
 MODEL = modeldir.load(modeldir.DEMO)

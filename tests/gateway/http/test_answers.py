@@ -10,17 +10,17 @@ import pytest
 
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.caller import ANYONE, CALLER
-from penstock.gateway.answer_shapes import renderer_for
-from penstock.gateway.anthropic.render import PING, ClientBody
+from penstock.gateway.apis.answer_shapes import renderer_for
+from penstock.gateway.apis.messages.render import PING, ClientBody
+from penstock.gateway.apis.responses.bodies import ResponsesRequest
+from penstock.gateway.apis.responses.record import encode_stored
+from penstock.gateway.base.chat_objects import stopping
+from penstock.gateway.base.event_stream import COMMENT as PING_COMMENT
 from penstock.gateway.http.answers import Generations, IdleTimer, Responder, SendError, answer_text, send_error
 from penstock.gateway.http.connections import SCOPE
 from penstock.gateway.http.messages import send_message_error
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.store_check import unstored
-from penstock.gateway.openai.responses import stopping
-from penstock.gateway.openai.responses_api.record import encode_stored
-from penstock.gateway.openai.responses_api.requests import ResponsesRequest
-from penstock.gateway.openai.sse import COMMENT as PING_COMMENT
 from penstock.infra.bus.loop_lag import TurnBudget
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest

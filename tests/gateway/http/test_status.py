@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
+from penstock.gateway.base.chat_objects import Status
 from penstock.gateway.http import status
 from penstock.gateway.http.status import status_of
 from penstock.gateway.log.lookup import StoredRequest
-from penstock.gateway.openai.responses import Status
 from penstock.infra.bus.connection import Bus
 from penstock.schemas import done, wire
 from penstock.schemas.errors import Code, ServingError

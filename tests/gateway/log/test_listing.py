@@ -17,7 +17,7 @@ from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.summary import Criteria
 from tests.infra.bus.support import opened
-from tests.infra.timeline.support import accept, assign, end
+from tests.penstock.log.requests.support import accept, assign, end
 
 ALL = Criteria()
 

@@ -8,7 +8,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from penstock.gateway.log.inflight import InflightRequest
-from penstock.gateway.service import Gateway
+from penstock.gateway.service.service import Gateway
 from penstock.infra.bus import memory
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Ack, Refused

@@ -14,24 +14,24 @@ from blake3 import blake3
 from PIL import Image, ImageFile
 
 from penstock.configs.settings import GatewaySettings
+from penstock.gateway.base.common import CHAT
+from penstock.gateway.base.metrics import Metrics
 from penstock.gateway.media import loader as media_loader
 from penstock.gateway.media.loader import MediaLoader
 from penstock.gateway.media.sources import MediaPart
-from penstock.gateway.metrics import Metrics
-from penstock.gateway.openai.common import CHAT
-from penstock.gateway.service import Gateway
+from penstock.gateway.service.service import Gateway
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.object_store import get
 from penstock.infra.bus.publisher import Publisher
-from penstock.infra.demo_model import vision as pictures
-from penstock.infra.eval.demo import messages_of
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.model.modeldir import MODELS, Vision, load
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import Subjects
+from tests.demo_model import vision as pictures
+from tests.demo_model.evaluate import messages_of
 from tests.gateway.media.support import Site, chat_body, data_url, image
 from tests.gateway.media.test_image_header import picture, png
 from tests.infra.bus.support import opened

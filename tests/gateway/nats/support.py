@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from nats.aio.msg import Msg
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.metrics import Metrics
+from penstock.gateway.base.metrics import Metrics
 from penstock.gateway.nats.api import NatsApi
 from penstock.gateway.nats.protocol import key_of
-from penstock.gateway.service import Gateway
+from penstock.gateway.service.service import Gateway
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Publisher

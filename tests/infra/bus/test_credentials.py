@@ -16,9 +16,9 @@ import pytest
 
 from penstock.infra.broker.binary import find_server
 from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.infra.broker.main import connect_operator
 from penstock.infra.bus.connection import connect
-from penstock.infra.launch.deathsig import die_with_parent
+from penstock.infra.process.deathsig import die_with_parent
+from penstock.launch.nats import connect_operator
 from penstock.schemas.errors import ServingError
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import free_port, until

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.gateway.client import Client, PenstockError
+from penstock.client import Client, PenstockError
 from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.infra.broker.main import connect_operator
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import connect
+from penstock.launch.nats import connect_operator
 from penstock.schemas.errors import ServingError
 from tests.infra.bus.support import eventually
 from tests.tls_support import TlsNats, issue
@@ -87,7 +87,7 @@ async def test_a_certificate_that_no_authority_has_signed_is_refused(
         await connect(secured.url(), role="operator", name="test", timeout=0.5)
     with pytest.raises(BrokerProblem, match=r"certificate verify failed.*set PENSTOCK_NATS_CA to a file with the auth"):
         await connect_operator(secured.url())
-    monkeypatch.setattr("penstock.gateway.client.connection.CONNECT_S", 0.5)
+    monkeypatch.setattr("penstock.client.connection.CONNECT_S", 0.5)
     with pytest.raises(PenstockError, match=r"certificate verify failed.*set SSL_CERT_FILE"):
         await Client(secured.url()).__aenter__()
 

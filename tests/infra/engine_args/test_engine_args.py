@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.infra.engine_args import AutoDeployArgs, BadArguments, EngineArgs, decode, merge, parse_json, parse_yaml
-from penstock.infra.engine_args.schema import CudaGraphConfig, Eagle, Mtp
+from penstock.infra.engine_args.schema import AutoDeployArgs, CudaGraphConfig, Eagle, EngineArgs, Mtp
+from penstock.infra.engine_args.tree import BadArguments, decode, merge, parse_json, parse_yaml
 
 keys = st.sampled_from("abc")
 trees = st.recursive(

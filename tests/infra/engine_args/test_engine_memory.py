@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import configs
-from penstock.infra.engine_args import decode
 from penstock.infra.engine_args.memory_estimate import estimate, kv_values, layer_windows, weight_bytes
 from penstock.infra.engine_args.model_shape import UnknownShape, shape_of
+from penstock.infra.engine_args.tree import decode
 
 GIB = 1 << 30
 MODELS = Path(configs.__file__).parent / "recipes" / "models"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.launch.sockets import bind
 from penstock.infra.metrics.page import PortTaken, check_port
+from penstock.infra.process.sockets import bind
 
 ROOT = Path(__file__).parents[3]
 

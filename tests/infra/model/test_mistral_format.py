@@ -10,7 +10,7 @@ from penstock.infra.model import modeldir
 from penstock.infra.model.mistral_format import configuration, is_own, length, problem, tensors
 from penstock.infra.model.modeldir import ModelError
 from penstock.infra.model.servable import problem as servable
-from tests.infra.model.test_tokenizer_files import tekken
+from tests.infra.model.test_text_files import tekken
 
 PARAMS: dict[str, Any] = {
     "dim": 5120,

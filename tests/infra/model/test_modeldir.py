@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from penstock.infra.model import modeldir
-from penstock.infra.model.chat_template import ChatTemplate, TemplateError
 from penstock.infra.model.modeldir import (
     MODELS,
     ModelDir,
@@ -20,6 +19,7 @@ from penstock.infra.model.modeldir import (
     revision,
     tokenizer_digest,
 )
+from penstock.infra.text.chat_template import ChatTemplate, TemplateError
 from penstock.schemas.requests import Sampling
 from tests.tiny_model import CHATML, write
 

@@ -10,7 +10,7 @@ import pytest
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.infra.model.servable import problem, quantization
-from penstock.workers.token_backend import model_path
+from penstock.workers.runners.token_backend import model_path
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 123456789\n"
 Change = Callable[[Path], Any]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.client import Client, Position
+from penstock.client import Client, Position
 from penstock.infra.bus.connection import Bus
-from penstock.infra.launch.deathsig import die_with_parent
+from penstock.infra.process.deathsig import die_with_parent
 from tests.pipeline.support import ROOT, Deployment, Oracle, accepted, idle_workers, until, words
 
 ANSWERS = 20
@@ -87,7 +87,7 @@ async def _whole(client: Client, number: int, user: str) -> Any:
 
 DYING = """
 import asyncio, json, sys
-from penstock.gateway.client import Client
+from penstock.client import Client
 
 async def main():
     async with Client(sys.argv[1]) as client:

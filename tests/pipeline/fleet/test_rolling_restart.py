@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.operate import drain, restart
+from penstock.operate import drain, restart
 from penstock.schemas.fleet import State as WorkerState
 from tests.pipeline.support import Deployment, Process, parse_sse, registrations, token_prompt, until
 

@@ -15,8 +15,8 @@ import httpx
 import pytest
 import yaml
 
-from penstock.infra.deploy.monitoring.dashboards import DASHBOARDS
-from penstock.infra.deploy.monitoring.main import ALERTS, run
+from penstock.deploy.dashboards import DASHBOARDS
+from penstock.deploy.monitoring import ALERTS, run
 from tests.pipeline.support import Deployment, free_port, until
 
 pytestmark = [

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from penstock.infra.bench.sweep.results import Result, read_series
+from penstock.measure.sweep.results import Result, read_series
 from tests.pipeline.support import Deployment
 
 LOAD = ("--isl", "300", "--osl", "16", "--requests", "12", "--warm-up", "4", "--gpus", "2")

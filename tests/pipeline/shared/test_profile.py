@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.bench.profile.data import load
+from penstock.measure.profile.data import load
 from tests.pipeline.support import Deployment
 
 GRID = ("--granularity", "2", "--max-context", "1500", "--osl", "24", "--max-concurrency", "4", "--requests", "1")

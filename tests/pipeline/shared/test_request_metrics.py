@@ -8,9 +8,9 @@ import httpx
 import nats
 import pytest
 
-from penstock.gateway.metrics import Metrics as GatewayMetrics
+from penstock.gateway.base.metrics import Metrics as GatewayMetrics
 from penstock.infra.metrics.scope import MetricScope
-from penstock.router.metrics import Metrics as RouterMetrics
+from penstock.router.state.metrics import Metrics as RouterMetrics
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 from penstock.workers.metrics.worker import Metrics as WorkerMetrics
 from tests.pipeline.support import Deployment, metrics, until, words

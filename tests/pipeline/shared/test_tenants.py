@@ -11,8 +11,8 @@ import nats
 import pytest
 from nats.js.errors import NoStreamResponseError
 
+from penstock.cli.commands import main
 from penstock.infra.bus.connection import Bus
-from penstock.infra.cli import main
 from penstock.schemas.subjects import HEADER_ERROR, HEADER_MSG_ID, HEADER_REQUEST
 from tests.conftest import round_trip
 from tests.pipeline.shared.test_nats_api import STREAM, TEXT, Submitter, numbered, read_answer

@@ -4,9 +4,9 @@ from typing import Any
 
 from penstock.router.held.held_order import HeldOrder
 from penstock.router.held.held_requests import HeldRequests
-from penstock.router.loads.load_tracker import LoadTracker
-from penstock.router.pending import PendingRequest
 from penstock.router.placement.decisions import array_decisions
+from penstock.router.placement.pending import PendingRequest
+from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.requests import Priority
 from penstock.schemas.routers import TENANTS, HeldByTenant
 from tests.workers.support import MODEL, request

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from penstock.infra.broker.server import EmbeddedNats
-from penstock.infra.whatif.decided_again import decide_again
+from penstock.log.whatif.decided_again import decide_again
 from penstock.router.ownership import intake, membership
 from penstock.router.ownership.membership import Link, Membership
 from penstock.router.ownership.takeover import redeliver
-from penstock.router.policy.routing import ALONE, ModelPart
+from penstock.router.placement.routing import ALONE, ModelPart
 from penstock.schemas import blocks, routers, wire
 from penstock.schemas.routers import HeldByTenant, Member
 from penstock.schemas.subjects import Subjects

@@ -1,9 +1,9 @@
 """The hint that a session gives: where its last request went, unless requests of it run at the same time."""
 
-from penstock.infra.bench.simulation.simulated_router import Arrival
+from penstock.measure.simulation.simulated_router import Arrival
 from penstock.router.placement.cost import FAVOUR
 from penstock.router.placement.sessions import SessionId, Sessions
-from tests.infra.bench.simulation.test_simulated_router import BLOCK, S, arrival, placement, target
+from tests.penstock.measure.simulation.test_simulated_router import BLOCK, S, arrival, placement, target
 
 ME = SessionId("acme", "m", "", "chat-1")
 

@@ -9,10 +9,10 @@ import pytest
 
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.direct_get import read
-from penstock.router.cluster import cluster_state
-from penstock.router.pending import PendingRequest
+from penstock.router.placement.pending import PendingRequest
 from penstock.router.recovery import recovery
 from penstock.router.recovery.fencing import InterruptedAttempt, fence
+from penstock.router.state import cluster_state
 from penstock.schemas import done, jobs, tokens, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest

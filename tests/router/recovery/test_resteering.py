@@ -3,9 +3,9 @@
 import pytest
 
 from penstock.infra.broker.server import EmbeddedNats
-from penstock.router.loads.load_tracker import LoadTracker
 from penstock.router.recovery import resteering
 from penstock.router.recovery.resteering import LATE, LEAST_SAMPLES, find_late
+from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas import fleet
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import LoadHeader

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.infra.constraints.constraints import CHOICE, LARK, REGEX
 from penstock.infra.model import modeldir
-from penstock.infra.model.constraints import CHOICE, LARK, REGEX
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, Sampling
 from penstock.schemas.tokens import Logprob

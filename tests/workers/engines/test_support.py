@@ -6,7 +6,6 @@ import pytest
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments
-from penstock.workers.diffusion_backend import build_engine
 from penstock.workers.engines.support import (
     FEATURES,
     SAMPLERS,
@@ -18,6 +17,7 @@ from penstock.workers.engines.support import (
     sampling_table,
 )
 from penstock.workers.main import check_settings
+from penstock.workers.runners.diffusion_backend import build_engine
 from tests.workers.engines.contract import (
     ALL,
     ALTERNATIVES,

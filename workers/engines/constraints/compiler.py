@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import structlog
 from tokenizers import Tokenizer
 
-from penstock.infra.model import constraints, modeldir
-from penstock.infra.model.byte_cache import ByteCache
-from penstock.infra.model.llguidance_releases import LibraryError, vocabulary
+from penstock.infra.bounded import ByteCache
+from penstock.infra.constraints import constraints
+from penstock.infra.constraints.llguidance_releases import LibraryError, vocabulary
+from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED, Constraint, Stop
 from penstock.workers.engines.base import GrammarStats, RequestError

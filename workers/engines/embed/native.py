@@ -17,9 +17,9 @@ from penstock.workers.engines.base import EngineError
 from penstock.workers.engines.embed.base import TokenIds, tokenized
 from penstock.workers.engines.embed.pooling import dense, pool
 from penstock.workers.engines.native.build import find_device, set_threads
-from penstock.workers.engines.native.loading import configuration, first_line, weights
-from penstock.workers.engines.native.model import ModelError
-from penstock.workers.engines.native.pool import out_of_memory
+from penstock.workers.engines.native.model.loading import configuration, first_line, weights
+from penstock.workers.engines.native.model.model import ModelError
+from penstock.workers.engines.native.model.pool import out_of_memory
 
 UNUSED = ("pooler.",)  # encoders' own pooling, which many checkpoints leave out: ours is described beside them
 

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from penstock.infra.model.embedding_model import Dense
-from penstock.workers.engines.native.model import ModelError
+from penstock.workers.engines.native.model.model import ModelError
 
 
 def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.infra.model import constraints
-from penstock.infra.model.byte_cache import ByteCache
+from penstock.infra.bounded import ByteCache
+from penstock.infra.constraints import constraints
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Stop
 from penstock.workers.engines.base import RequestError, SequenceRequest

@@ -22,9 +22,9 @@ import structlog
 from penstock.configs.settings import WorkerSettings
 from penstock.workers.engines.base import EngineError, NodeLost
 from penstock.workers.engines.external.guard import Guard, children
+from penstock.workers.engines.external.loop import LoopThread
 from penstock.workers.engines.external.network import reached_at
 from penstock.workers.engines.external.runtime import EngineFailed, Inbox
-from penstock.workers.engines.loop import LoopThread
 
 log = structlog.get_logger("engine")
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
-from penstock.workers.engines.loop import LoopThread
+from penstock.workers.engines.external.loop import LoopThread
 
 log = structlog.get_logger("engine")
 

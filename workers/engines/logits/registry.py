@@ -14,9 +14,9 @@ import msgspec
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import LogitsProcessor
 from penstock.workers.engines.base import RequestError, SequenceRequest
+from penstock.workers.engines.extras import is_of_an_extra
 from penstock.workers.engines.logits.base import BaseLogitsProcessor
 from penstock.workers.engines.logits.error_counter import ErrorCounter
-from penstock.workers.extras import is_of_an_extra
 
 if TYPE_CHECKING:
     from penstock.workers.engines.logits.apply import Chain

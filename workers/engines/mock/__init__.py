@@ -8,8 +8,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.model import constraints, modeldir
-from penstock.infra.model.detokenizer import REPLACEMENT
+from penstock.infra.constraints import constraints
+from penstock.infra.model import modeldir
+from penstock.infra.text.detokenizer import REPLACEMENT
 from penstock.workers.engines.base import EngineInfo
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler, ModelTokens, working
 from penstock.workers.engines.core.blocks import BlockManager

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from penstock.configs.settings import WorkerSettings
+from penstock.workers.engines.budgets import wait_passively
 from penstock.workers.engines.constraints.compiler import compiler
 from penstock.workers.engines.core.encode_engine import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.cpu_budget import wait_passively
 from penstock.workers.engines.logits.flags import from_settings as processors
-from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.model.options import NativeOptions
 
 
 def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:

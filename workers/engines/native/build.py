@@ -10,7 +10,7 @@ import msgspec
 import structlog
 import torch
 
-from penstock.workers.engines import cpu_budget
+from penstock.workers.engines import budgets
 from penstock.workers.engines.base import EngineError, EngineInfo
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler
 from penstock.workers.engines.core.blocks import BlockManager
@@ -21,17 +21,17 @@ from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.speculation import Speculation
 from penstock.workers.engines.logits import Registry
 from penstock.workers.engines.native import speculation_speed
-from penstock.workers.engines.native.draft import load_draft
-from penstock.workers.engines.native.executor import TorchExecutor
 from penstock.workers.engines.native.executors import make_executor, make_speculation, prepared, scratch_scheduler
 from penstock.workers.engines.native.host_pool import HostPool
-from penstock.workers.engines.native.loading import load, vision_encoder
-from penstock.workers.engines.native.model import Model, ModelError
-from penstock.workers.engines.native.options import DEFAULTS, NativeOptions
-from penstock.workers.engines.native.pool import out_of_memory
-from penstock.workers.engines.native.pools import Pools, make_pools
-from penstock.workers.engines.native.quantize import quantize
-from penstock.workers.engines.native.vision import TorchVisionEncoder
+from penstock.workers.engines.native.model.draft import load_draft
+from penstock.workers.engines.native.model.executor import TorchExecutor
+from penstock.workers.engines.native.model.loading import load, vision_encoder
+from penstock.workers.engines.native.model.model import Model, ModelError
+from penstock.workers.engines.native.model.options import DEFAULTS, NativeOptions
+from penstock.workers.engines.native.model.pool import out_of_memory
+from penstock.workers.engines.native.model.pools import Pools, make_pools
+from penstock.workers.engines.native.model.quantize import quantize
+from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 
 if TYPE_CHECKING:
     from penstock.workers.engines.native.cuda.executor import CudaExecutor
@@ -224,7 +224,7 @@ def find_device(name: str) -> torch.device:
 def set_threads(threads: int, device: torch.device) -> None:
     """Set torch's threads for this process; 0: choose for a CPU, unless OMP_NUM_THREADS is set."""
     if not threads and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        threads = cpu_budget.usable_cores()
+        threads = budgets.usable_cores()
         log.info("cpu_threads", threads=threads, cores=os.cpu_count())
     if threads:
         torch.set_num_threads(threads)

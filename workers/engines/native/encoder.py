@@ -6,9 +6,9 @@ import torch
 
 from penstock.workers.engines.base import EngineError, EngineInfo
 from penstock.workers.engines.core.encode_engine import EncodeEngine
-from penstock.workers.engines.native import vision
 from penstock.workers.engines.native.build import find_device, set_threads
-from penstock.workers.engines.native.loading import (
+from penstock.workers.engines.native.model import vision
+from penstock.workers.engines.native.model.loading import (
     configuration,
     end_tokens,
     positions,
@@ -16,9 +16,9 @@ from penstock.workers.engines.native.loading import (
     weights,
     written,
 )
-from penstock.workers.engines.native.model import ModelError
-from penstock.workers.engines.native.options import DEFAULTS, NativeOptions
-from penstock.workers.engines.native.pool import out_of_memory
+from penstock.workers.engines.native.model.model import ModelError
+from penstock.workers.engines.native.model.options import DEFAULTS, NativeOptions
+from penstock.workers.engines.native.model.pool import out_of_memory
 
 
 def build_encoder(model: str, options: NativeOptions = DEFAULTS) -> EncodeEngine:

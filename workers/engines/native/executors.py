@@ -13,13 +13,13 @@ from penstock.workers.engines.core.ngram import NgramDrafter
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Executor
 from penstock.workers.engines.core.speculation import Drafter, Speculation
-from penstock.workers.engines.native.attention import Unsupported
-from penstock.workers.engines.native.draft import DraftModel
-from penstock.workers.engines.native.executor import TorchExecutor
-from penstock.workers.engines.native.model import Model, ModelError
-from penstock.workers.engines.native.options import NGRAM, NativeOptions
-from penstock.workers.engines.native.pools import Pools
-from penstock.workers.engines.native.vision import TorchVisionEncoder
+from penstock.workers.engines.native.model.attention import Unsupported
+from penstock.workers.engines.native.model.draft import DraftModel
+from penstock.workers.engines.native.model.executor import TorchExecutor
+from penstock.workers.engines.native.model.model import Model, ModelError
+from penstock.workers.engines.native.model.options import NGRAM, NativeOptions
+from penstock.workers.engines.native.model.pools import Pools
+from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 
 if TYPE_CHECKING:
     from penstock.workers.engines.native.cuda.executor import CudaExecutor

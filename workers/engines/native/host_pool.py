@@ -4,8 +4,8 @@ import torch
 
 from penstock.workers.engines.base import EngineError
 from penstock.workers.engines.core.offload import Copies
-from penstock.workers.engines.native.executor import device_errors
-from penstock.workers.engines.native.pool import Pool, zeros
+from penstock.workers.engines.native.model.executor import device_errors
+from penstock.workers.engines.native.model.pool import Pool, zeros
 
 
 class HostPool:

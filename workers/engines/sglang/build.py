@@ -24,11 +24,11 @@ from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
 from penstock.workers.engines.external.event_streams import channels, subscribe
 from penstock.workers.engines.external.guard import Guard, children
+from penstock.workers.engines.external.loop import LoopThread
 from penstock.workers.engines.external.metrics import MULTIPROCESS
 from penstock.workers.engines.external.network import address, environ, free_ports
 from penstock.workers.engines.external.runtime import CLOSE_S, EngineRuntime, Inbox, shut_down
-from penstock.workers.engines.external.served import Served
-from penstock.workers.engines.loop import LoopThread
+from penstock.workers.engines.served import Served
 from penstock.workers.engines.sglang import api as apis
 from penstock.workers.engines.sglang import metrics, plugin
 from penstock.workers.engines.sglang.adapter import SglangAdapter

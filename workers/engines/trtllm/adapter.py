@@ -13,7 +13,7 @@ from penstock.workers.engines.external.engine import BlockCounts
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
-from penstock.workers.engines.external.served import Served
+from penstock.workers.engines.served import Served
 from penstock.workers.engines.trtllm import stats
 from penstock.workers.engines.trtllm.api import Api
 from penstock.workers.engines.trtllm.follower import Call, Follower

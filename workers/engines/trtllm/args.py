@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import structlog
 from blake3 import blake3
 
-from penstock.infra.engine_args.rules import Context, Finding, check
+from penstock.infra.engine_args.rules.base import Context, Finding
+from penstock.infra.engine_args.rules.check import check
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.infra.engine_args.tree import (
     AUTODEPLOY,

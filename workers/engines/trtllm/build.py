@@ -12,7 +12,7 @@ import structlog
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.model_shape import Shape, UnknownShape, shape_of
-from penstock.infra.engine_args.rules import Context
+from penstock.infra.engine_args.rules.base import Context
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
@@ -23,9 +23,9 @@ from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, Co
 from penstock.workers.engines.external import arguments as user_arguments
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
+from penstock.workers.engines.external.loop import LoopThread
 from penstock.workers.engines.external.runtime import EngineRuntime, bounded, shut_down
-from penstock.workers.engines.external.served import Served
-from penstock.workers.engines.loop import LoopThread
+from penstock.workers.engines.served import Served
 from penstock.workers.engines.trtllm import api as apis
 from penstock.workers.engines.trtllm import errors, launch, sampling, stats
 from penstock.workers.engines.trtllm.adapter import TrtllmAdapter
@@ -40,7 +40,7 @@ from penstock.workers.engines.trtllm.probes import TOKENS, Answer, find
 from penstock.workers.engines.trtllm.sampling import OutputPart
 
 if TYPE_CHECKING:
-    from penstock.workers.engines.logits.trtllm_processors import TrtllmProcessors
+    from penstock.workers.engines.trtllm.logits_processors import TrtllmProcessors
 
 log = structlog.get_logger("engine")
 

@@ -16,7 +16,7 @@ from penstock.workers.engines.constraints.compiler import ConstraintCompiler, co
 from penstock.workers.engines.constraints.matcher import Matcher
 from penstock.workers.engines.logits.apply import Chain
 from penstock.workers.engines.logits.error_counter import ErrorCounter
-from penstock.workers.engines.logits.trtllm_processors import TrtllmProcessor
+from penstock.workers.engines.trtllm.logits_processors import TrtllmProcessor
 
 _compilers: dict[Path, ConstraintCompiler] = {}  # of this process
 

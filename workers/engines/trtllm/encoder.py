@@ -24,8 +24,8 @@ from penstock.schemas.transfer import Memory
 from penstock.workers.engines.base import EngineError, EngineInfo
 from penstock.workers.engines.core.encode_engine import EncodeEngine
 from penstock.workers.engines.external.runtime import bounded, shut_down
-from penstock.workers.engines.native import media
-from penstock.workers.engines.native.embedding_slots import EmbeddingSlots
+from penstock.workers.engines.native.model import media
+from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots
 from penstock.workers.engines.trtllm import api as apis
 from penstock.workers.engines.trtllm.args import encoder as needed
 from penstock.workers.engines.trtllm.build import arguments, wanted_of

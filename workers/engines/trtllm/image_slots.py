@@ -17,8 +17,8 @@ from penstock.infra.model.modeldir import Vision
 from penstock.schemas.errors import Code
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.base import MediaSpan, RequestError
-from penstock.workers.engines.native import media
-from penstock.workers.engines.native.embedding_slots import EmbeddingSlots
+from penstock.workers.engines.native.model import media
+from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots
 
 DEFAULT_SLOTS = 256
 

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from penstock.infra.model.llguidance_releases import for_release
+from penstock.infra.constraints.llguidance_releases import for_release
 from penstock.schemas.errors import Code
 from penstock.workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
 from penstock.workers.engines.external import requests
 from penstock.workers.engines.external.constrained import ends, grammar_text
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.sampling import stop_ids
-from penstock.workers.engines.external.served import Served, problem
+from penstock.workers.engines.served import Served, problem
 from penstock.workers.engines.trtllm import disagg, sampling
 from penstock.workers.engines.trtllm.liveness import ANSWER_S, QUIET_S
 from penstock.workers.engines.trtllm.output_cursor import OutputCursor

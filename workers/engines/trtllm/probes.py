@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Literal, NamedTuple
 
-from penstock.workers.engines.external.served import Served
+from penstock.workers.engines.served import Served
 
 TOKENS = 4  # of each answer
 _FLAT = 50.0  # temperature at which any token may come

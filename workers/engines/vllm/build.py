@@ -27,9 +27,9 @@ from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
 from penstock.workers.engines.external.event_streams import channels, subscribe
 from penstock.workers.engines.external.guard import Guard, children
+from penstock.workers.engines.external.loop import LoopThread
 from penstock.workers.engines.external.network import address, environ, free_ports, is_free
 from penstock.workers.engines.external.runtime import CLOSE_S, EngineRuntime, Inbox, shut_down
-from penstock.workers.engines.loop import LoopThread
 from penstock.workers.engines.vllm import api as apis
 from penstock.workers.engines.vllm import plugin
 from penstock.workers.engines.vllm.adapter import VllmAdapter

@@ -15,11 +15,11 @@ from transformers import AutoModel, BertConfig, BertModel, Qwen3Config, Qwen3For
 from penstock.infra.model.modeldir import ModelError
 from penstock.schemas.requests import Embedding
 from penstock.schemas.wire import pack_tokens
-from penstock.workers import embedding_runner
-from penstock.workers.embedding_runner import inputs_of
 from penstock.workers.engines.base import EngineError, RequestError
 from penstock.workers.engines.embed.base import MARGIN, shortened
 from penstock.workers.engines.embed.native import NativeEmbeddingEngine
+from penstock.workers.runners import embedding_runner
+from penstock.workers.runners.embedding_runner import inputs_of
 from tests import tiny_model
 
 TEXTS = ["The router reads the log.", "A worker", "streams one token after another to the gateway, again and again."]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.infra.constraints.constraints import GRAMMAR, JSON_SCHEMA, REGEX
 from penstock.infra.model import modeldir
-from penstock.infra.model.constraints import GRAMMAR, JSON_SCHEMA, REGEX
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Sampling, Stop
 from penstock.workers.engines.base import RequestError, SequenceRequest

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.infra.replay.line_writer import LineWriter
-from penstock.infra.replay.log_line import FORMAT, FileHeader, LogLine, encode_line, header_line
-from penstock.infra.replay.selection import Selection
+from penstock.log.export.line_writer import LineWriter
+from penstock.log.sources.log_line import FORMAT, FileHeader, LogLine, encode_line, header_line
+from penstock.log.sources.selection import Selection
 from penstock.schemas.done import Done, Outcome, Timings
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import Logprob, TokenBatch, TokenItem
@@ -19,7 +19,7 @@ from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.mock import MockOptions, build
 from penstock.workers.engines.mock.play import Answer, Played, Player
 from penstock.workers.engines.mock.recording import read_recording
-from tests.infra.timeline.tracing import samples
+from tests.penstock.log.traces import samples
 
 PROMPT = list(range(40))
 ANSWER = Answer([7, 8, 9, 10], [1.0, 1.5, 1.5, 4.0], tuple(Logprob(-float(at)) for at in range(4)))

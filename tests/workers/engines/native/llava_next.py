@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from penstock.infra.demo_model.shared_weights import joined
-from penstock.infra.demo_model.vision import SIDE
+from tests.demo_model.shared_weights import joined
+from tests.demo_model.vision import SIDE
 from tests.workers.engines.native.pictures import DIRECTORY
 
 CANVASES = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]  # height, width

@@ -28,7 +28,7 @@ from transformers import (
 
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.base import Engine, Output, SequenceRequest, StepResult
-from penstock.workers.engines.native import mxfp4
+from penstock.workers.engines.native.model import mxfp4
 
 VOCAB = 256
 EOS = 255

@@ -13,12 +13,12 @@ from PIL import Image
 from tokenizers import Tokenizer
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from penstock.infra.demo_model import vision
 from penstock.infra.model.weight_files import key_mapping
 from penstock.schemas.blocks import media_extra
 from penstock.workers.engines.base import MediaReservation, MediaSpan, SequenceRequest
 from penstock.workers.engines.core.encode_engine import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
+from tests.demo_model import vision
 from tests.workers.engines.native.models import request
 
 DIRECTORY = Path(__file__).parents[4] / "configs" / "models" / "demo-vision"

@@ -13,14 +13,14 @@ from penstock.configs.settings import WorkerSettings
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines import memory_budget, native
 from penstock.workers.engines.base import EngineError
-from penstock.workers.engines.native import attention as attention_module
-from penstock.workers.engines.native import pool as pool_module
-from penstock.workers.engines.native.attention import Unsupported, attention
 from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.executor import TorchExecutor
-from penstock.workers.engines.native.model import ModelError
-from penstock.workers.engines.native.options import NativeOptions
-from penstock.workers.engines.native.pool import KvShape, Pool
+from penstock.workers.engines.native.model import attention as attention_module
+from penstock.workers.engines.native.model import pool as pool_module
+from penstock.workers.engines.native.model.attention import Unsupported, attention
+from penstock.workers.engines.native.model.executor import TorchExecutor
+from penstock.workers.engines.native.model.model import ModelError
+from penstock.workers.engines.native.model.options import NativeOptions
+from penstock.workers.engines.native.model.pool import KvShape, Pool
 from tests.workers.engines.native.models import COMMON, EOS, VOCAB, prompt, reference, request, run, tokens
 
 

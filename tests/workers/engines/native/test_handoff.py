@@ -19,8 +19,8 @@ from penstock.workers.engines.core.encode_engine import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.encoder import build_encoder
-from penstock.workers.engines.native.model import ModelError
-from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.model.model import ModelError
+from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.native.models import drain, request, run, tokens
 from tests.workers.engines.native.pictures import DIRECTORY, asking, encoded, expected, media, prompt
 

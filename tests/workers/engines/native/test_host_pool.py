@@ -7,7 +7,7 @@ import pytest
 
 from penstock.workers.engines.base import EngineError
 from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.native.models import drain, expected, prompt, request, run, tokens
 
 MIB = 1 / 1024  # GiB

@@ -12,7 +12,6 @@ from blake3 import blake3
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from penstock.infra.demo_model import vision
 from penstock.infra.model import modeldir
 from penstock.infra.model.modeldir import ModelDir
 from penstock.schemas.blocks import chain, media_extra, root, split
@@ -20,7 +19,8 @@ from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.base import MediaReservation, MediaSpan, SequenceRequest
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.encoder import build_encoder
-from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.model.options import NativeOptions
+from tests.demo_model import vision
 from tests.workers.engines.native import llava_next
 from tests.workers.engines.native.models import drain, request, run, tokens
 from tests.workers.engines.native.test_handoff import copy, handed_off, prefilled

@@ -18,7 +18,7 @@ from penstock.workers.engines.base import Output, RequestError, SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.logits.flags import from_settings
 from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.logits.support import OWN, chosen
 from tests.workers.engines.native.models import run
 

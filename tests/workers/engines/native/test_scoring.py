@@ -10,9 +10,9 @@ import torch
 from penstock.schemas.requests import Sampling
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.base import Engine, SequenceRequest
-from penstock.workers.engines.native import sampler
 from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.model import sampler
+from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.native.models import CONFIGS, drain, prompt, reference, request, run
 
 LENGTHS = (1, 2, 9, 16, 33, 47)

@@ -14,7 +14,7 @@ from penstock.schemas.requests import Sampling
 from penstock.workers.engines.base import Engine, EngineError, RequestError
 from penstock.workers.engines.external import engine as shell
 from penstock.workers.engines.native.build import build as native_engine
-from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.trtllm import follower
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, Results, ask, run, until
 

@@ -13,7 +13,7 @@ from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.workers.engines.base import MediaSpan, RequestError
 from penstock.workers.engines.native.build import build as native_engine
-from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.trtllm import encoder_from_settings, from_settings
 from penstock.workers.engines.trtllm.image_slots import collapse
 from tests.workers.engines.trtllm.conftest import ask, run

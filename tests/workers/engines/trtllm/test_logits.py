@@ -9,10 +9,10 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import LogitsProcessor, Sampling
 from penstock.workers.engines.base import Engine, RequestError
-from penstock.workers.engines.logits import trtllm_processors
 from penstock.workers.engines.logits.flags import from_settings
 from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.model.options import NativeOptions
+from penstock.workers.engines.trtllm import logits_processors
 from tests.workers.engines.logits.support import OWN, chosen
 from tests.workers.engines.native.models import run as run_native
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, ask, run
@@ -32,7 +32,7 @@ SETTINGS = WorkerSettings(
 def engine(standin: None) -> Iterator[Engine]:
     from penstock.workers.engines import trtllm
 
-    made = trtllm.from_settings(SETTINGS, MODEL, trtllm_processors.from_settings(SETTINGS, MODEL))
+    made = trtllm.from_settings(SETTINGS, MODEL, logits_processors.from_settings(SETTINGS, MODEL))
     yield made
     made.close()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.timeline.tracing.attributes import of_stamps
+from penstock.log.traces.attributes import of_stamps
 from penstock.schemas.trace import Stamps
 from penstock.workers.engines.trtllm import perf_metrics
 from tests.workers.engines.trtllm.conftest import Results, ask, run

@@ -14,12 +14,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.engine_args import BadArguments
+from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
 from penstock.workers.engines.base import EngineError
 from penstock.workers.engines.trtllm import api, build, from_settings
 from penstock.workers.engines.trtllm.log_watch import LogWatch
-from penstock.workers.token_backend import build_engine
+from penstock.workers.runners.token_backend import build_engine
 from tests import standins
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, ask, run, until
 

@@ -11,10 +11,10 @@ import structlog
 import torch
 from torch import Tensor
 
-from penstock.workers.engines.native.attention import AttentionParams
 from penstock.workers.engines.native.cuda import attend
 from penstock.workers.engines.native.cuda.chunks import STEP, Chunk, Group, adjoin
-from penstock.workers.engines.native.pool import Pool
+from penstock.workers.engines.native.model.attention import AttentionParams
+from penstock.workers.engines.native.model.pool import Pool
 
 log = structlog.get_logger("engine")
 

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.workers.engines.native import sampler
 from penstock.workers.engines.native.cuda import rows
 from penstock.workers.engines.native.cuda.packing import Draw
 from penstock.workers.engines.native.cuda.upload import Upload
-from penstock.workers.engines.native.masks import PendingMasks
+from penstock.workers.engines.native.model import sampler
+from penstock.workers.engines.native.model.masks import PendingMasks
 
 CHUNK = 4096  # of the vocabulary, per program
 BLOCK = 1024

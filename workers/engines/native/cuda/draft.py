@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from penstock.workers.engines.core.sequence import PendingStep, ScheduledSequence
 from penstock.workers.engines.native.cuda.draft_loop import DraftLoop, Row
 from penstock.workers.engines.native.cuda.executor import CudaExecutor
-from penstock.workers.engines.native.draft import progress_of
+from penstock.workers.engines.native.model.draft import progress_of
 
 
 class CudaDraftModel:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from penstock.workers.engines.core.sequence import Sequence
-from penstock.workers.engines.native import sampler
 from penstock.workers.engines.native.cuda.executor import CudaExecutor, batch_sizes
 from penstock.workers.engines.native.cuda.table_rows import TableRow
 from penstock.workers.engines.native.cuda.upload import Upload, new_event
+from penstock.workers.engines.native.model import sampler
 
 log = structlog.get_logger("engine")
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from penstock.workers.engines.native import mxfp4
 from penstock.workers.engines.native.cuda import expert_kernels as kernels
 from penstock.workers.engines.native.cuda import rows
 from penstock.workers.engines.native.cuda.fusions import dependent
 from penstock.workers.engines.native.cuda.modules import launch_options
-from penstock.workers.engines.native.quantize import FP8, Fp8Experts
+from penstock.workers.engines.native.model import mxfp4
+from penstock.workers.engines.native.model.quantize import FP8, Fp8Experts
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # relative, of a mixture's output
 TRIAL = 48  # rows on which a router is compared

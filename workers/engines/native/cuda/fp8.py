@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.workers.engines.native.cuda import fp8_kernels
 from penstock.workers.engines.native.cuda.few_rows import COLUMNS, Shape, shape_for
 from penstock.workers.engines.native.cuda.fusions import dependent
-from penstock.workers.engines.native.quantize import FP8, LARGEST
+from penstock.workers.engines.native.model.quantize import FP8, LARGEST
 
 
 class Narrow(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence, scored_to
 from penstock.workers.engines.native.cuda.chunks import LONG, Chunk, Group, groups
 from penstock.workers.engines.native.cuda.table_rows import TableRow, TableRows
-from penstock.workers.engines.native.executor import media_rows
+from penstock.workers.engines.native.model.executor import media_rows
 
 UNKNOWN = -1  # the previous step samples this token, and only the device has it
 

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.workers.engines.native.attention import AttentionParams
 from penstock.workers.engines.native.cuda import attend
 from penstock.workers.engines.native.cuda.chunks import Group, adjoin
 from penstock.workers.engines.native.cuda.dense import DenseAttention
 from penstock.workers.engines.native.cuda.fusions import dependent
 from penstock.workers.engines.native.cuda.modules import Rotation, launch_options
-from penstock.workers.engines.native.pool import Pool
-from penstock.workers.engines.native.quantize import FP8
+from penstock.workers.engines.native.model.attention import AttentionParams
+from penstock.workers.engines.native.model.pool import Pool
+from penstock.workers.engines.native.model.quantize import FP8
 
 PROGRAMS = 256  # programs that a decode step's attention is split into: about two per multiprocessor
 MAX_SPLITS = 32
@@ -113,7 +113,7 @@ class Batch:
 
 
 class PagedAttention:
-    """Implements ``penstock.workers.engines.native.attention.Paged``.
+    """Implements ``penstock.workers.engines.native.model.attention.Paged``.
 
     Args:
         rotation: provides cosines and sines if the model leaves rotation to its attention.

@@ -5,15 +5,15 @@ from collections.abc import Callable
 import structlog
 import torch
 
-from penstock.workers.engines.native.attention import Paged
 from penstock.workers.engines.native.cuda.fusions import FUSIONS
 from penstock.workers.engines.native.cuda.modules import Rotation
 from penstock.workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
 from penstock.workers.engines.native.cuda.rewrite import make_invariant, rewrite, undo_layers
-from penstock.workers.engines.native.model import Model, ModelError
-from penstock.workers.engines.native.pool import Pool
-from penstock.workers.engines.native.quantize import Fp8Linear
-from penstock.workers.engines.native.verify import ROUNDING, ROUNDING_FP8, reference, verify
+from penstock.workers.engines.native.model.attention import Paged
+from penstock.workers.engines.native.model.model import Model, ModelError
+from penstock.workers.engines.native.model.pool import Pool
+from penstock.workers.engines.native.model.quantize import Fp8Linear
+from penstock.workers.engines.native.model.verify import ROUNDING, ROUNDING_FP8, reference, verify
 
 log = structlog.get_logger("engine")
 

@@ -25,8 +25,8 @@ from penstock.workers.engines.native.cuda.modules import (
     RmsNorm,
     Rotation,
 )
-from penstock.workers.engines.native.quantize import Fp8Linear
-from penstock.workers.engines.native.verify import ROUNDING
+from penstock.workers.engines.native.model.quantize import Fp8Linear
+from penstock.workers.engines.native.model.verify import ROUNDING
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative, of a module's output
 LINEAR = (nn.Linear, Fp8Linear)

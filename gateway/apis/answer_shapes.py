@@ -1,0 +1,99 @@
+"""How the answer of a request for text or vectors is shaped: by the API that it was made in. Pure."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from penstock.gateway.apis.answer import EmbeddingAggregator
+from penstock.gateway.apis.chat.aggregator import AnswerAggregator
+from penstock.gateway.apis.chat.segments import SegmentedAnswer, WholeAnswer
+from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
+from penstock.gateway.apis.messages.render import MessageRenderer, message
+from penstock.gateway.apis.responses.compaction import compacted
+from penstock.gateway.apis.responses.render import ResponseRenderer, response
+from penstock.gateway.base.chat_objects import UsageBody
+from penstock.gateway.base.common import COMPACTION, MESSAGE, RESPONSE
+from penstock.gateway.base.errors import unsupported
+from penstock.infra.text.detokenizer import Detokenizer
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import TokenItem
+
+# Of APIs whose answers are segments.
+_BODIES: dict[str, Callable[[GenerateRequest, SegmentedAnswer], Any]] = {
+    RESPONSE: response,
+    COMPACTION: compacted,
+    MESSAGE: message,
+}
+
+
+class _Answer(Protocol):
+    @property
+    def usage(self) -> UsageBody: ...
+
+    @property
+    def error(self) -> ServingError | None: ...
+
+
+class Aggregator(_Answer, Protocol):
+    """Collects items into one JSON body; see ``penstock.gateway.apis.chat.aggregator``."""
+
+    @property
+    def large(self) -> bool: ...
+
+    def push(self, items: Iterable[TokenItem]) -> bool: ...
+
+    def response(self) -> bytes: ...
+
+    def parts(self) -> Sequence[bytes]: ...
+
+
+class Renderer(_Answer, Protocol):
+    """Renders items as server-sent events; see ``penstock.gateway.apis.chat.stream_renderer``."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def ping(self) -> bytes:
+        """What says nothing, to be sent while nothing else is; b"": nothing more is sent."""
+
+    def resume(self, last_event_id: str) -> None: ...
+
+    def push(self, items: Iterable[TokenItem]) -> bytes: ...
+
+    def fail(self, error: ServingError, *, finished: bool = True) -> bytes: ...
+
+
+def aggregator_for(request: GenerateRequest, detokenizer: Detokenizer | None, *, late: bool = False) -> Aggregator:
+    """
+    Args:
+        detokenizer: of its model; None: it makes vectors.
+        late: log-probabilities of the prompt may have expired.
+    """
+    if request.embedding is not None:
+        return EmbeddingAggregator(request)
+    assert detokenizer is not None
+    body = _BODIES.get(request.endpoint)
+    if body is not None:
+        return WholeAnswer(request, detokenizer, body)
+    return AnswerAggregator(request, detokenizer, late=late)
+
+
+def renderer_for(request: GenerateRequest, detokenizer: Detokenizer | None, *, include_usage: bool = False) -> Renderer:
+    """
+    Args:
+        detokenizer: of its model; None: it makes vectors.
+        include_usage: of chat and text completions; the others always have it.
+    Raises:
+        ServingError: unsupported: the answer has no events.
+    """
+    if request.embedding is not None:
+        raise unsupported("stream", "embeddings are not streamed: read the answer with GET /v1/requests/" + request.id)
+    assert detokenizer is not None
+    if request.endpoint == COMPACTION:
+        raise unsupported("stream", "compactions are not streamed: read the answer with GET /v1/requests/" + request.id)
+    if request.endpoint == RESPONSE:
+        return ResponseRenderer(request, detokenizer)
+    if request.endpoint == MESSAGE:
+        return MessageRenderer(request, detokenizer)
+    return StreamRenderer(request, detokenizer, include_usage=include_usage)

@@ -1,0 +1,342 @@
+"""Request bodies of chat completions and completions: their fields and limits. Knows no model and no tokenizer.
+
+Unknown fields are ignored. A known field whose value cannot be honoured is an error that names the field and its limit;
+nothing is silently dropped.
+"""
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from penstock.gateway.apis.chat.tool_choice import resolve_tool_choice
+from penstock.gateway.base.common import CommonOptions, Name
+from penstock.gateway.base.errors import decode_body, invalid, unsupported
+from penstock.infra.text.parsers.tool_formats import FUNCTION_NAME
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_LOGPROBS = 20
+MAX_MESSAGES = 16_384
+MAX_PROCESSORS = 8
+
+_U32 = (1 << 32) - 1
+_WORD = r"^[A-Za-z0-9_-]{1,64}(?![\s\S])"  # not "$", which in Python also matches before a final line break
+
+_is_word = re.compile(_WORD).match
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+TokenId = Annotated[int, Meta(ge=0, le=_U32)]
+Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Schema = dict[str, Any] | str | bool
+StructuralTag = Annotated[
+    dict[str, Any] | str, Meta(description="parts of the output between marks, as vLLM and SGLang take them")
+]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+
+
+class StreamOptions(Struct, frozen=True):
+    """``include_usage``: one more chunk before [DONE], with the usage of the whole request.
+
+    ``continuous_usage_stats``: every chunk has the usage so far.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ProcessorOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """A logits processor by the name under which workers registered it, and its constructor's arguments."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    args: dict[str, Any] | None = None
+
+
+class SchemaFormat(Struct, frozen=True):
+    """A JSON schema and its name. The output matches it whatever ``strict`` says."""
+
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    """``type``: "text", "json_object", "json_schema" or "structural_tag"."""
+
+    type: str
+    json_schema: SchemaFormat | None = None
+    schema: Annotated[Schema | None, Meta(description="beside json_object or json_schema: llama.cpp's spelling")] = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the output must match, one of these: vLLM's options."""
+
+    json: Annotated[Schema | None, Meta(description="a JSON schema, as an object or as text")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str] | None, Meta(description="one of these texts")] = None
+    grammar: Annotated[str | None, Meta(description="a context-free grammar: Lark or GBNF")] = None
+    structural_tag: StructuralTag | None = None
+
+
+class TextOptions(CommonOptions, frozen=True, kw_only=True):
+    """Options that chat completions and completions share. null means: not given."""
+
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31, description="0 or -1: off")] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[Name, Meta(description="requests with different salts share no KV cache")] | None = None
+    prompt_cache_key: (
+        Annotated[Name, Meta(description="name of the conversation: a hint for the router; X-Session-Id goes before")]
+        | None
+    ) = None
+    prompt_logprobs: (
+        Annotated[Logprobs, Meta(description="log-probabilities of the prompt's tokens and of this many alternatives")]
+        | None
+    ) = None
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, le=1 << 31, description="keep the prompt's last tokens; -1: as many as fit")] | None
+    ) = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Annotated[Schema | None, Meta(description="older name of the option of structured_outputs")] = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    return_token_ids: Annotated[bool, Meta(description="return the ids of the prompt and of the output")] | None = None
+    return_tokens_as_token_ids: (
+        Annotated[bool, Meta(description='tokens of log-probabilities are "token_id:ID", not their text')] | None
+    ) = None
+    json_schema: Annotated[
+        Schema | None, Meta(description="llama.cpp's and SGLang's name of structured_outputs.json")
+    ] = None
+    regex: Annotated[str | None, Meta(description="SGLang's name of structured_outputs.regex")] = None
+    ebnf: Annotated[str | None, Meta(description="SGLang's name of structured_outputs.grammar")] = None
+    grammar: Annotated[str | None, Meta(description="llama.cpp's name of structured_outputs.grammar")] = None
+    structural_tag: StructuralTag | None = None
+    guided_whitespace_pattern: str | None = None
+    grammar_lazy: bool | None = None
+    use_beam_search: bool | None = None
+    logits_processors: (
+        Annotated[list[ProcessorOptions], Meta(max_length=MAX_PROCESSORS, description="applied in this order")] | None
+    ) = None
+
+
+class MediaUrl(Struct, frozen=True):
+    """URL of an image (PNG, JPEG, WebP, GIF) or embedding file (safetensors): data:, http(s):, file: or a path."""
+
+    url: str
+    detail: Annotated[
+        Literal["auto", "low", "high"] | None, Meta(description="every image takes the same number of tokens")
+    ] = None
+
+
+class ContentPart(Struct, frozen=True):
+    """``type``: "text", "image_url", "input_image" or "image_embeds"."""
+
+    type: str
+    text: str | None = None
+    image_url: MediaUrl | str | None = None
+    image_embeds: MediaUrl | str | None = None
+
+
+class FunctionCall(Struct, frozen=True):
+    """``arguments``: JSON as the model wrote it, whole or not; also as the value itself."""
+
+    name: str
+    arguments: str | dict[str, Any] | list[Any] | None = ""
+
+
+class ToolCall(Struct, frozen=True):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(Struct, frozen=True):
+    role: Annotated[
+        str,
+        Meta(
+            max_length=64,
+            description=f"{', '.join(ROLES)}, or another that the chat template knows",
+            extra_json_schema={"pattern": _WORD},  # checked by ``check_chat``, as few have another one
+        ),
+    ]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[Count, Meta(description="new name of max_tokens, and wins")] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=512, description="passed to the chat template")] | None = (
+        None
+    )
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: Annotated[bool, Meta(description="false: at most one call")] | None = None
+    reasoning_effort: Annotated[str, Meta(pattern=_WORD, description="passed to the chat template")] | None = None
+    include_reasoning: Annotated[bool, Meta(description="false: leave the reasoning out of the answer")] | None = None
+    separate_reasoning: (
+        Annotated[bool, Meta(description="false: reasoning is part of the content, with its marks")] | None
+    ) = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    best_of: int | None = None
+    web_search_options: Any = None
+    max_thinking_tokens: (
+        Annotated[int, Meta(ge=0, le=1 << 31, description="tokens of reasoning, which is then ended")] | None
+    ) = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=1 << 31, description="the same")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    documents: (
+        Annotated[
+            list[dict[str, Any]],
+            Meta(max_length=1024, description="for templates of models that answer from documents, as title and text"),
+        ]
+        | None
+    ) = None
+    add_generation_prompt: (
+        Annotated[bool, Meta(description="false: the prompt ends behind the last message, and begins no answer")] | None
+    ) = None
+    continue_final_message: Annotated[bool, Meta(description="continue the text of the last message")] | None = None
+
+
+class CompletionRequest(TextOptions, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        str | list[TokenId | str | list[TokenId]],
+        Meta(description="text, token ids, or a list of these; over NATS, of one"),
+    ]
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 31, description="0: with echo, the prompt only")] | None = None
+    logprobs: Logprobs | None = None
+    echo: Annotated[bool, Meta(description="return the prompt in front of the output")] | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+_decode_chat = msgspec.json.Decoder(ChatCompletionRequest).decode
+_decode_completion = msgspec.json.Decoder(CompletionRequest).decode
+
+
+def parse_chat(data: bytes) -> ChatCompletionRequest:
+    """A chat body within every limit that does not depend on the model.
+
+    Raises:
+        ServingError: invalid_request or unsupported, with the field.
+    """
+    body: ChatCompletionRequest = decode_body(_decode_chat, data)
+    check_chat(body)
+    return body
+
+
+def check_chat(body: ChatCompletionRequest) -> None:
+    """The limits that the types of the fields do not express.
+
+    Raises:
+        ServingError: invalid_request or unsupported, with the field.
+    """
+    if body.functions or body.function_call is not None:
+        raise unsupported("functions", "functions and function_call are not supported; use tools")
+    if body.audio is not None or any(kind != "text" for kind in body.modalities or ()):
+        raise unsupported("modalities", "audio and modalities other than 'text' are not supported")
+    if body.web_search_options is not None:
+        raise unsupported("web_search_options", "web_search_options is not supported: Penstock searches nothing")
+    for number, message in enumerate(body.messages):
+        if message.role not in ROLES and not _is_word(message.role):
+            at = f"messages[{number}].role"
+            raise invalid(at, f"{at} must be 1 to 64 of A-Za-z0-9_-, not {message.role!r}; use {', '.join(ROLES)}")
+    for number, tool in enumerate(body.tools or ()):
+        _check_tool(f"tools[{number}]", tool)
+    if body.tools or body.tool_choice is not None:
+        resolve_tool_choice(body.tool_choice, body.tools, body.parallel_tool_calls)
+    if body.add_generation_prompt and body.continue_final_message:
+        raise invalid("continue_final_message", "continue_final_message excludes add_generation_prompt: true")
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "top_logprobs requires logprobs: true")
+    _check_related(body, body.max_completion_tokens or body.max_tokens)
+
+
+def parse_completion(data: bytes) -> CompletionRequest:
+    """A completion body within every limit that does not depend on the model.
+
+    Raises:
+        ServingError: invalid_request or unsupported, with the field.
+    """
+    body: CompletionRequest = decode_body(_decode_completion, data)
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens", "max_tokens must be at least 1 unless echo is true")
+    if body.suffix:
+        raise unsupported("suffix", "suffix is not supported: put what surrounds the gap into the prompt")
+    _check_related(body, body.max_tokens)
+    return body
+
+
+def _check_tool(field: str, tool: dict[str, Any]) -> None:
+    """
+    Raises:
+        ServingError: not a function, or a name that no parser of tool calls could read.
+    """
+    if (kind := tool.get("type", "function")) != "function":
+        raise unsupported(f"{field}.type", f"{field}.type {str(kind)[:40]!r} is not supported; use 'function'")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise invalid(f"{field}.function", f"{field}.function must be an object with name, description and parameters")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
+        at = f"{field}.function.name"
+        raise invalid(at, f"{at} must be 1 to 256 letters, digits and any of _ . - /, not {str(name)[:40]!r}")
+    if not isinstance(parameters, dict | None):
+        at = f"{field}.function.parameters"
+        raise invalid(at, f"{at} must be a JSON schema (an object)")
+
+
+def _check_related(body: ChatCompletionRequest | CompletionRequest, max_tokens: int | None) -> None:
+    """Limits between fields, which a schema does not express, and options of other servers that change every answer."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise unsupported("best_of", f"best_of is not supported unless it equals n ({body.n or 1})")
+    if body.use_beam_search or body.guided_whitespace_pattern or body.grammar_lazy:
+        names = ("use_beam_search", "guided_whitespace_pattern", "grammar_lazy")
+        name = next(name for name in names if getattr(body, name))
+        raise unsupported(name, f"{name} is not supported; leave it out")
+    if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
+        raise invalid("min_tokens", f"min_tokens is {body.min_tokens}; it must not exceed max_tokens ({max_tokens})")
+    if body.truncate_prompt_tokens == 0:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens is 0; use 1 or more, or -1: as many as fit")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "stream_options requires stream: true")
+    if body.stream and body.prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs", "prompt_logprobs is not supported with stream: true")

@@ -1,0 +1,232 @@
+"""From a body's options to the constraint on its output: response_format, structured_outputs, guided_*. Pure."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.gateway.apis.chat.answer_grammar import STRUCTURAL_TAG, Asked, tags_alone, whole_answer
+from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, CompletionRequest
+from penstock.gateway.base.errors import invalid, unsupported
+from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.grammars.calls import Tool
+from penstock.infra.constraints.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX
+from penstock.infra.constraints.schema_rewriting import texts_of
+from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED, Constraint, Parsing
+
+MAX_BYTES = 196_608  # of a constraint's text
+MAX_DEPTH = 64  # of a schema
+MAX_CHOICES = 4_096
+
+ANY_OBJECT = b'{"type":"object"}'
+NOT_SPELLED = (
+    "the constraint has the text of the special token {} in it, and no worker of this model can write that in ordinary "
+    "tokens: workers of vLLM, SGLang and TensorRT-LLM would write the token itself"
+)
+NOT_HERE = (
+    "no worker of this model applies structured output: native and mock workers need llguidance, "
+    "pip install 'penstock[structured]'"
+)
+
+
+class Wanted(NamedTuple):
+    """What the output of a request must match.
+
+    Attributes:
+        field: of the body, that asks for it.
+        marks: reserved logits processors that the request names.
+        asked: of the content, with its field; None: anything.
+        tools: that are a part of it.
+    """
+
+    constraint: Constraint
+    field: str
+    marks: tuple[str, ...]
+    asked: Asked | None = None
+    tools: tuple[Tool, ...] = ()
+
+
+def resolve_constraint(
+    body: ChatCompletionRequest | CompletionRequest, parsing: Parsing | None, context: PrepareContext
+) -> Wanted | None:
+    """What the body asks the output to match; None: nothing.
+
+    Args:
+        parsing: of the answer.
+    Raises:
+        ServingError: several constraints, one beyond a limit, one that the model's formats cannot express, or no worker
+            applies any.
+    """
+    asked = _content(body)
+    field, constraint = asked if asked is not None else ("", None)
+    tools: tuple[Tool, ...] = ()
+    if isinstance(body, ChatCompletionRequest):
+        field, constraint, tools = whole_answer(body, asked, parsing, context)
+    if constraint is None:
+        return None
+    if constraint.kind == STRUCTURAL_TAG:
+        constraint = tags_alone(constraint, field, context)
+    if (size := len(constraint.text.encode())) > MAX_BYTES:
+        raise invalid(field, f"{field} takes {size} bytes as a grammar; the limit is {MAX_BYTES}")
+    marks: tuple[str, ...] = (CONSTRAINT, CONSTRAINT_LARK) if constraint.kind == LARK else (CONSTRAINT,)
+    able = context.logits_processors
+    if able is not None and not able.issuperset(marks):
+        raise unsupported(field, NOT_HERE)
+    if special := _special_text(asked, tools, context):
+        marks += (CONSTRAINT_SPELLED,)
+        if able is not None and CONSTRAINT_SPELLED not in able:
+            raise unsupported(field, NOT_SPELLED.format(repr(special)))
+    return Wanted(constraint, field, marks, asked, tools)
+
+
+def _special_text(asked: Asked | None, tools: Sequence[Tool], context: PrepareContext) -> str:
+    """The first special token whose text a constraint has in it; "": none."""
+    special = [each for each in context.model.added_tokens if len(each) > 2 and each[0] in "<[" and each[-1] in ">]"]
+    texts = [text for tool in tools for text in (tool.name, *texts_of(tool.parameters))]
+    if asked is not None:
+        _, (kind, text) = asked[0], msgspec.structs.astuple(asked[1])
+        if kind in (JSON_SCHEMA, CHOICE):
+            value = msgspec.json.decode(text)
+            texts += value if kind == CHOICE else texts_of(value)
+        elif kind in (REGEX, GRAMMAR):
+            texts += [text, text.replace("\\", "")]
+    return next((each for each in special if any(each in text for text in texts)), "")
+
+
+def _content(body: ChatCompletionRequest | CompletionRequest) -> Asked | None:
+    """What the content must match, and the field that says so.
+
+    Raises:
+        ServingError: several fields do.
+    """
+    found = [
+        *_from_response_format(body), *_from_structured_outputs(body), *_from_guided(body), *_from_other_names(body)
+    ]  # fmt: skip
+    if len(found) > 1:
+        (first, _), (second, _) = found[:2]
+        raise invalid(second, f"{second} and {first} are given; the output can match only one of them")
+    return found[0] if found else None
+
+
+Found = list[Asked]
+
+
+def _from_response_format(body: ChatCompletionRequest | CompletionRequest) -> Found:
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return []
+    field = "response_format"
+    if wanted.type == "structural_tag":
+        tag = {"structures": wanted.structures, "triggers": wanted.triggers, "format": wanted.format}
+        return [(field, _structural_tag(field, {key: value for key, value in tag.items() if value is not None}))]
+    if wanted.type not in ("json_object", "json_schema"):
+        raise unsupported(
+            field,
+            f"response_format type {wanted.type[:40]!r} is not supported; use 'text', 'json_object', 'json_schema' or "
+            "'structural_tag'",
+        )
+    if wanted.schema is not None:
+        return [(f"{field}.schema", _json(f"{field}.schema", wanted.schema))]
+    if wanted.type == "json_object":
+        return [(field, Constraint(JSON_SCHEMA, ANY_OBJECT.decode()))]
+    field = "response_format.json_schema"
+    if wanted.json_schema is None:
+        raise invalid(field, f"{field} is missing")
+    schema = wanted.json_schema.schema
+    return [(f"{field}.schema", _json(f"{field}.schema", {"type": "object"} if schema is None else schema))]
+
+
+def _from_structured_outputs(body: ChatCompletionRequest | CompletionRequest) -> Found:
+    options, at = body.structured_outputs, "structured_outputs"
+    if options is None:
+        return []
+    found = _each(at + ".", options.json, options.regex, options.choice, options.grammar)
+    if options.json_object:
+        found.append((f"{at}.json_object", Constraint(JSON_SCHEMA, ANY_OBJECT.decode())))
+    if options.structural_tag is not None:
+        found.append((f"{at}.structural_tag", _structural_tag(f"{at}.structural_tag", options.structural_tag)))
+    if not found:
+        raise invalid(at, f"{at} needs one of json, json_object, regex, choice, grammar and structural_tag")
+    return found
+
+
+def _from_guided(body: ChatCompletionRequest | CompletionRequest) -> Found:
+    return _each("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+
+
+def _from_other_names(body: ChatCompletionRequest | CompletionRequest) -> Found:
+    """Options of SGLang's and llama.cpp's."""
+    found: Found = []
+    if body.json_schema is not None:
+        found.append(("json_schema", _json("json_schema", body.json_schema)))
+    if body.regex is not None:
+        found.append(("regex", Constraint(REGEX, body.regex)))
+    found += [
+        (name, Constraint(GRAMMAR, text))
+        for name, text in (("ebnf", body.ebnf), ("grammar", body.grammar))
+        if text is not None
+    ]
+    if body.structural_tag is not None:
+        found.append(("structural_tag", _structural_tag("structural_tag", body.structural_tag)))
+    return found
+
+
+def _structural_tag(field: str, tag: dict[str, Any] | str) -> Constraint:
+    """
+    Raises:
+        ServingError: neither an object nor its JSON, or nested too deeply.
+    """
+    text = _json(field, tag).text
+    if text in ("true", "false"):
+        raise invalid(field, f"{field} must be an object")
+    return Constraint(STRUCTURAL_TAG, text)
+
+
+def _each(
+    prefix: str, schema: dict[str, Any] | str | bool | None, regex: str | None, choice: list[str] | None,
+    grammar: str | None,
+) -> Found:  # fmt: skip
+    found = []
+    if schema is not None:
+        found.append((f"{prefix}json", _json(f"{prefix}json", schema)))
+    if regex is not None:
+        found.append((f"{prefix}regex", Constraint(REGEX, regex)))
+    if choice is not None:
+        if not 0 < len(choice) <= MAX_CHOICES:
+            raise invalid(f"{prefix}choice", f"{prefix}choice has {len(choice)} texts; it takes 1 to {MAX_CHOICES}")
+        found.append((f"{prefix}choice", Constraint(CHOICE, msgspec.json.encode(choice).decode())))
+    if grammar is not None:
+        found.append((f"{prefix}grammar", Constraint(GRAMMAR, grammar)))
+    return found
+
+
+def _json(field: str, schema: dict[str, Any] | str | bool) -> Constraint:
+    """A schema as an object, or as its JSON.
+
+    Raises:
+        ServingError: not a schema, or nested too deeply.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise invalid(field, f"{field} is not JSON: {error}"[:300]) from None
+    if not isinstance(schema, dict | bool):
+        raise invalid(field, f"{field} must be a JSON schema (an object)")
+    if _deeper_than(schema, MAX_DEPTH):
+        raise invalid(field, f"{field} is nested more than {MAX_DEPTH} levels deep")
+    return Constraint(JSON_SCHEMA, msgspec.json.encode(schema).decode())
+
+
+def _deeper_than(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        level = [
+            child
+            for each in level
+            if isinstance(each, dict | list)
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return False
+    return True

@@ -1,0 +1,244 @@
+"""A body's options over the defaults of model and gateway: when the output stops, and how it is sampled."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, ChatMessage, CompletionRequest, TextOptions
+from penstock.gateway.apis.chat.constraint import Wanted, resolve_constraint
+from penstock.gateway.base.common import resolve_seed
+from penstock.gateway.base.errors import invalid, prompt_too_long, unsupported
+from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.infra.model.defaults import BARRED
+from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.text.parsers.families import TABLE
+from penstock.infra.text.parsers.registry import answer_parsing
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import CONSTRAINT_MARKS, LogitsProcessor, Parsing, Sampling, Stop
+
+T = TypeVar("T")
+
+MAX_PROMPT_LOGPROBS = 131_072  # values in one answer: prompt tokens x (1 + alternatives) x times they are shown
+MAX_STREAMED_LOGPROBS = 8_192  # of them in one event of a stream
+RESERVED = CONSTRAINT_MARKS  # names that clients cannot use
+_NEUTRAL = Sampling()  # whose values are left out of messages
+MAX_PROCESSOR_BYTES = 65_536  # arguments of all logits processors of a request, as JSON
+
+
+class GenerationOptions(NamedTuple):
+    stop: Stop
+    sampling: Sampling
+    wanted: Wanted | None = None
+    parsing: Parsing | None = None
+
+
+def resolve_options(
+    body: ChatCompletionRequest | CompletionRequest,
+    tokens: Sequence[int],
+    prompt_tokens: int,
+    context: PrepareContext,
+    seed: Callable[[], int],
+) -> GenerationOptions:
+    """
+    Args:
+        tokens: of the prompt, with one placeholder per medium.
+        prompt_tokens: length of the prompt.
+        seed: draws one if the client gives none.
+    Raises:
+        ServingError: no room for output, an id outside the vocabulary, an unknown logits processor, too many
+            log-probabilities, a constraint that cannot be applied.
+    """
+    stop = _stop(body, _max_tokens(body, prompt_tokens, context), context.model)
+    parsing = _parsing(body, tokens, context)
+    wanted = resolve_constraint(body, parsing, context)
+    sampling = _sampling(body, prompt_tokens, context, seed)
+    if wanted is not None:
+        processors = (*sampling.logits_processors, *map(LogitsProcessor, wanted.marks))
+        sampling = msgspec.structs.replace(sampling, logits_processors=processors)
+    return GenerationOptions(stop, sampling, wanted, parsing)
+
+
+def _parsing(
+    body: ChatCompletionRequest | CompletionRequest, tokens: Sequence[int], context: PrepareContext
+) -> Parsing | None:
+    """How the answer is parsed."""
+    if context.parsers is None or not isinstance(body, ChatCompletionRequest):
+        return None
+
+    def prompt_end(count: int) -> str:
+        text: str = context.model.tokenizer.decode(tokens[-count:], skip_special_tokens=False)
+        return text
+
+    tools = body.tools if body.tool_choice != "none" else None
+    parsing = answer_parsing(
+        context.parsers,
+        tools,
+        prompt_end,
+        one_call=body.parallel_tool_calls is False,
+        begins=body.add_generation_prompt is not False,
+        prefilled=_text_of(body.messages[-1]) if body.continue_final_message else None,
+    )
+    if parsing is None:
+        return None
+    joined = body.separate_reasoning is False and bool(parsing.reasoning)
+    if joined and (thoughts := TABLE.thoughts(parsing.reasoning)) is not None and thoughts.channels:
+        raise unsupported(
+            "separate_reasoning",
+            "separate_reasoning: false is not supported by models that think in channels (harmony)",
+        )
+    hidden = body.include_reasoning is False and not joined
+    if not (joined or hidden or context.reasoning_fields):
+        return parsing
+    return msgspec.structs.replace(parsing, names=context.reasoning_fields, hidden=hidden, joined=joined)
+
+
+def _text_of(message: ChatMessage) -> str:
+    content = message.content
+    if isinstance(content, list):
+        return "".join(part.text or "" for part in content if part.type == "text")
+    return content or ""
+
+
+def _max_tokens(body: ChatCompletionRequest | CompletionRequest, prompt_tokens: int, context: PrepareContext) -> int:
+    """
+    Raises:
+        ServingError: prompt and output exceed the context length.
+    """
+    if isinstance(body, ChatCompletionRequest):
+        asked = body.max_completion_tokens or body.max_tokens
+    else:
+        asked = 1 if body.max_tokens == 0 else body.max_tokens  # an echo alone still runs the model on the prompt
+    limit = context.max_model_len
+    if not prompt_tokens:
+        raise invalid("prompt", "prompt is empty; it must have at least 1 token")
+    if prompt_tokens >= limit:
+        raise prompt_too_long(f"{prompt_tokens} tokens, which leaves no room for output", limit)
+    if asked is None:
+        rest = limit - prompt_tokens
+        usual = context.default_max_tokens or context.model.defaults.max_tokens
+        return min(usual, rest) if usual else rest
+    if prompt_tokens + asked > limit:
+        raise ServingError(
+            Code.context_length_exceeded,
+            f"this model's context length is {limit} tokens; the prompt has {prompt_tokens} and max_tokens asks for "
+            f"{asked} more. Set max_tokens to at most {limit - prompt_tokens} or shorten the prompt.",
+            param="max_tokens",
+        )
+    return asked
+
+
+def _stop(body: TextOptions, max_tokens: int, model: ModelDir) -> Stop:
+    """
+    Raises:
+        ServingError: a stop token is outside the vocabulary.
+    """
+    stop, defaults = body.stop, model.defaults
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    token_ids = tuple(body.stop_token_ids or ())
+    if token_ids and max(token_ids) >= model.vocab_size:
+        raise invalid("stop_token_ids", f"stop_token_ids has {max(token_ids)}; ids must be below {model.vocab_size}")
+    return Stop(
+        max_tokens=max_tokens,
+        min_tokens=min(_given(body.min_tokens, defaults.min_tokens), max_tokens),
+        token_ids=token_ids,
+        strings=tuple(dict.fromkeys([*strings, *defaults.strings])),
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
+def _sampling(
+    body: ChatCompletionRequest | CompletionRequest,
+    prompt_tokens: int,
+    context: PrepareContext,
+    seed: Callable[[], int],
+) -> Sampling:
+    """
+    Raises:
+        ServingError: an id outside the vocabulary, an unknown logits processor, too many log-probabilities.
+    """
+    model = context.model
+    default = model.sampling
+    bias = body.logit_bias or {}
+    if bias and max(bias) >= model.vocab_size:
+        raise invalid("logit_bias", f"logit_bias has token id {max(bias)}; ids must be below {model.vocab_size}")
+    if model.defaults.barred:
+        bias = bias | dict.fromkeys(model.defaults.barred, BARRED)
+    return Sampling(
+        temperature=_given(body.temperature, default.temperature),
+        top_p=_given(body.top_p, default.top_p),
+        top_k=max(_given(body.top_k, default.top_k), 0),
+        min_p=_given(body.min_p, default.min_p),
+        seed=resolve_seed(body, seed),
+        presence_penalty=body.presence_penalty or _NEUTRAL.presence_penalty,
+        frequency_penalty=body.frequency_penalty or _NEUTRAL.frequency_penalty,
+        repetition_penalty=_given(body.repetition_penalty, default.repetition_penalty),
+        logit_bias=bias,
+        logprobs=_logprobs(body),
+        logits_processors=_logits_processors(body, context) if body.logits_processors else (),
+        prompt_logprobs=_prompt_logprobs(body, prompt_tokens),
+    )
+
+
+def _logprobs(body: ChatCompletionRequest | CompletionRequest) -> int | None:
+    if isinstance(body, ChatCompletionRequest):
+        return (body.top_logprobs or 0) if body.logprobs else None
+    return body.logprobs
+
+
+def _prompt_logprobs(body: ChatCompletionRequest | CompletionRequest, prompt_tokens: int) -> int | None:
+    """From ``prompt_logprobs``, or from ``logprobs`` with ``echo``; the larger one.
+
+    Raises:
+        ServingError: too many values for this prompt.
+    """
+    is_completion = isinstance(body, CompletionRequest)
+    echoed = body.logprobs if isinstance(body, CompletionRequest) and body.echo else None
+    given = [count for count in (body.prompt_logprobs, echoed) if count is not None]
+    if not given:
+        return None
+    most = max(given)
+    if body.stream and prompt_tokens * (1 + most) > MAX_STREAMED_LOGPROBS:
+        raise invalid(
+            "logprobs",
+            f"logprobs {most} of an echoed prompt of {prompt_tokens} tokens gives {prompt_tokens * (1 + most)} values; "
+            f"with stream: true the limit is {MAX_STREAMED_LOGPROBS}. Ask for fewer alternatives, or do not stream.",
+        )
+    shown = body.n or 1 if is_completion else 1  # each choice of a completion repeats them
+    if (values := prompt_tokens * (1 + most) * shown) > MAX_PROMPT_LOGPROBS:
+        field = "prompt_logprobs" if most == body.prompt_logprobs else "logprobs"
+        times, choices = (f", in each of {shown} choices", ", ask for fewer choices (n)") if shown > 1 else ("", "")
+        raise invalid(
+            field,
+            f"{field} {most} with a prompt of {prompt_tokens} tokens gives {values} values, {1 + most} per token"
+            f"{times}; the limit is {MAX_PROMPT_LOGPROBS}. Ask for fewer alternatives{choices} or shorten the prompt.",
+        )
+    return most
+
+
+def _logits_processors(body: TextOptions, context: PrepareContext) -> tuple[LogitsProcessor, ...]:
+    """Names and JSON arguments for the workers.
+
+    Raises:
+        ServingError: no worker has one of them, or the arguments are too large.
+    """
+    processors = []
+    for i, each in enumerate(body.logits_processors or ()):
+        known = None if context.logits_processors is None else context.logits_processors - RESERVED
+        if each.name in RESERVED or (known is not None and each.name not in known):
+            registered = ", ".join(sorted(known or ())) or "none"
+            raise invalid(
+                f"logits_processors[{i}].name",
+                f"no worker has a logits processor {each.name!r}; registered: {registered}",
+            )
+        processors.append(LogitsProcessor(each.name, msgspec.json.encode(each.args) if each.args else b""))
+    if (size := sum(len(each.args) for each in processors)) > MAX_PROCESSOR_BYTES:
+        raise invalid(
+            "logits_processors",
+            f"the arguments of logits_processors take {size} bytes as JSON; the limit is {MAX_PROCESSOR_BYTES}",
+        )
+    return tuple(processors)
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value

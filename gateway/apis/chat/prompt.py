@@ -1,0 +1,297 @@
+"""A body's prompt as token ids: chat template, tokenizer, image placeholders. Pure."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.gateway.apis.chat.bodies import ROLES, ChatCompletionRequest, CompletionRequest
+from penstock.gateway.apis.chat.messages import as_objects, media_parts, template_messages
+from penstock.gateway.base.errors import invalid, prompt_too_long, unsupported
+from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.media.sources import MediaPart
+from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.text.chat_template import ChatTemplate, PromptEnd, TemplateBudgetError, TemplateError
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import Media
+
+_FEW_MESSAGES = 64  # that many are rendered before their length is known
+_PROBE_CHARS_PER_TOKEN = 16  # longer texts are first checked by tokenising this many characters per token that fits
+
+
+class Prompt(NamedTuple):
+    """
+    Attributes:
+        tokens: with one placeholder per medium.
+        media: images and embedding files to load, in the order of their placeholders.
+        min_tokens: length once the placeholders are expanded; an embedding file may have more than one token.
+    """
+
+    tokens: list[int]
+    media: Sequence[MediaPart]
+    min_tokens: int
+
+
+def chat_prompt(body: ChatCompletionRequest, context: PrepareContext) -> Prompt:
+    """The prompt that the model's chat template makes of the messages.
+
+    Raises:
+        ServingError: the model or its template does not accept the messages, or the prompt is too long.
+    """
+    if len(body.messages) > context.max_messages:
+        raise invalid(
+            "messages",
+            f"messages has {len(body.messages)} entries; the limit is {context.max_messages} (--max-messages)",
+        )
+    template = _template_for(body, context.model)
+    messages, media = template_messages(body.messages, template.walks_parts), media_parts(body.messages)
+    if len(messages) > _FEW_MESSAGES and template.keeps_texts:
+        _check_texts(messages, context)
+    vision = context.model.vision
+    if vision is None:
+        if media:
+            raise unsupported(media[0].field, f"images are not supported: {context.model.no_vision}")
+        tokens = _template_tokens(body, messages, context)
+        return Prompt(tokens, (), len(tokens))
+    if len(media) > context.max_images:
+        raise invalid(
+            media[context.max_images].field,
+            f"the request has {len(media)} images; the limit is {context.max_images} (--max-images)",
+        )
+    tokens = _template_tokens(body, messages, context)
+    if (placeholders := tokens.count(vision.image_token_id)) != len(media):
+        raise invalid(
+            media[0].field if media else "messages",
+            f"the model's chat template writes {placeholders} image placeholders for {len(media)} images; put images "
+            "into user messages, or start the gateway with another --chat-template",
+        )
+    expanded = sum(1 if part.embedding else vision.image_tokens for part in media)
+    return Prompt(tokens, media, len(tokens) - len(media) + expanded)
+
+
+def completion_prompt(body: CompletionRequest, context: PrepareContext) -> Prompt:
+    """The one prompt of a completion: text that is tokenised, or token ids as they are.
+
+    Raises:
+        ServingError: several prompts, an id outside the vocabulary, an image token, or too long.
+    """
+    prompt, model = single_prompt(body), context.model
+    if isinstance(prompt, str):
+        tokens = encode(prompt, context, special=True)
+    elif max(prompt, default=0) >= model.vocab_size:
+        raise invalid("prompt", f"prompt has token id {max(prompt)}; ids must be below {model.vocab_size}")
+    else:
+        tokens = prompt
+    if model.vision is not None and model.vision.image_token_id in tokens:
+        image = model.vision.image_token
+        raise invalid("prompt", f"prompt contains the image token {image!r}; send images to /v1/chat/completions")
+    return Prompt(tokens, (), len(tokens))
+
+
+def truncated(prompt: Prompt, body: ChatCompletionRequest | CompletionRequest, context: PrepareContext) -> Prompt:
+    """The prompt's last tokens, if the body says how many to keep.
+
+    Raises:
+        ServingError: more than the context has, or images would lose their places.
+    """
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    limit = context.max_model_len
+    if keep > limit:
+        raise invalid(
+            "truncate_prompt_tokens", f"truncate_prompt_tokens is {keep}; the model's context length is {limit}"
+        )
+    if keep < 0:
+        chat = isinstance(body, ChatCompletionRequest)
+        wanted = (body.max_completion_tokens if chat else None) or body.max_tokens or 1  # type: ignore[union-attr]
+        keep = max(1, limit - wanted)
+    if prompt.min_tokens <= keep:
+        return prompt
+    if prompt.media:
+        raise unsupported("truncate_prompt_tokens", "truncate_prompt_tokens is not supported with images")
+    return Prompt(prompt.tokens[-keep:], (), keep)
+
+
+def single_prompt(body: CompletionRequest) -> str | list[int]:
+    """
+    Raises:
+        ServingError: no prompt, several, or a mixture of texts and token ids.
+    """
+    prompt = body.prompt
+    if isinstance(prompt, list):
+        kinds = {entry.__class__ for entry in prompt}
+        if kinds == {int}:
+            return prompt  # type: ignore[return-value]
+        if len(prompt) != 1:
+            given = f"{len(prompt)} prompts" if len(kinds) == 1 else "a mixture" if kinds else "an empty list"
+            raise invalid("prompt", f"prompt is {given}; the limit is 1 prompt per request")
+        prompt = prompt[0]  # type: ignore[assignment]
+    return prompt  # type: ignore[return-value]
+
+
+def expand_media(prompt: Prompt, media: Sequence[Media], image_token_id: int) -> tuple[list[int], tuple[Media, ...]]:
+    """Replace each placeholder by as many as its medium has tokens; returns the tokens and the media in place."""
+    tokens: list[int] = []
+    placed = []
+    start = 0
+    for medium in media:
+        at = prompt.tokens.index(image_token_id, start)
+        tokens += prompt.tokens[start:at]
+        placed.append(msgspec.structs.replace(medium, position=len(tokens)))
+        tokens += [image_token_id] * medium.tokens
+        start = at + 1
+    return tokens + prompt.tokens[start:], tuple(placed)
+
+
+def encode(text: str, context: PrepareContext, *, special: bool) -> list[int]:
+    """Token ids; text that cannot fit is refused before all of it is tokenised.
+
+    Args:
+        special: add the tokens that the tokenizer puts around a text, such as BOS.
+    Raises:
+        ServingError: too long.
+    """
+    _check_length(text, context, special=special)
+    return context.model.encoder.encode(text, special=special)
+
+
+def _template_tokens(body: ChatCompletionRequest, messages: list[dict[str, Any]], context: PrepareContext) -> list[int]:
+    try:
+        if context.model.plain.found(
+            messages, _given(body), body.chat_template_kwargs, only_image=not context.special_tokens_as_text
+        ):
+            return _escaped_template_tokens(body, messages, context)
+        return encode(_render_template(body, messages, context), context, special=False)
+    except RecursionError:
+        raise invalid("messages", "tools, arguments or variables are nested too deeply") from None
+
+
+def _escaped_template_tokens(
+    body: ChatCompletionRequest, messages: list[dict[str, Any]], context: PrepareContext
+) -> list[int]:
+    """Of messages with the text of special tokens, which must not become those tokens.
+
+    A mark put into such text survives the template and keeps the tokenizer from seeing a special token.
+    """
+    plain, only_image = context.model.plain, not context.special_tokens_as_text
+    text, mark = "", ""
+    for mark in plain.marks(messages, _given(body), body.chat_template_kwargs):
+        inert = plain.marked(messages, mark, only_image=only_image)
+        tools = plain.marked_value(body.tools, mark, only_image=only_image)
+        documents = plain.marked_value(body.documents, mark, only_image=only_image)
+        variables = plain.marked_value(body.chat_template_kwargs, mark, only_image=True)
+        if plain.found(inert, (tools, documents), variables, only_image=only_image):
+            break  # the tokenizer's normaliser makes a special token of it all the same
+        marked = msgspec.structs.replace(body, tools=tools, documents=documents, chat_template_kwargs=variables)
+        text = _render_template(marked, inert, context)
+        _check_length(text, context, special=False)
+        tokens = plain.encode(text, mark)
+        if tokens is not None:
+            return tokens
+    if not text:
+        raise invalid("messages", "the messages contain the text of a special token that this tokenizer cannot escape")
+    # This tokenizer merges marks with their neighbours: tokenise the text between them piece by piece.
+    return [token for piece in text.split(mark) for token in encode(piece, context, special=False)]
+
+
+def _given(body: ChatCompletionRequest) -> Any:
+    """What clients write beside the messages, all of it text that must stay text."""
+    return body.tools if body.documents is None else (body.tools, body.documents)
+
+
+def _told_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools as the model is told of them: ``strict`` is about how the answer is decoded."""
+    return [_told_tool(tool, tool.get("function")) for tool in tools]
+
+
+def _told_tool(tool: dict[str, Any], function: Any) -> dict[str, Any]:
+    if not isinstance(function, dict) or "strict" not in function:
+        return tool
+    return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
+
+
+def _template_for(body: ChatCompletionRequest, model: ModelDir) -> ChatTemplate:
+    """The model's template for this chat: of several, one is for tools.
+
+    Raises:
+        ServingError: unsupported: it has none.
+    """
+    if model.template is None:
+        raise unsupported(
+            "messages",
+            f"model {model.name!r} has no chat template, so chat completions are not supported; use /v1/completions, "
+            "or start the gateway with --chat-template",
+        )
+    return model.template.suited(body.tools if body.tool_choice != "none" else None, body.documents)
+
+
+def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]], context: PrepareContext) -> str:
+    template = _template_for(body, context.model)
+    owner = None if context.no_store or body.no_store else context.tenant
+    for number, each in enumerate(messages):
+        if each["role"] not in ROLES and not template.names(each["role"]):
+            at = f"messages[{number}].role"
+            known = ", ".join(ROLES)
+            raise invalid(at, f"{at} {each['role']!r} is not known to the model's chat template; use {known}")
+    variables = body.chat_template_kwargs or {}
+    if body.reasoning_effort is not None:
+        variables = {"reasoning_effort": body.reasoning_effort, **variables}
+    if reserved := template.own_variables & variables.keys():
+        raise invalid("chat_template_kwargs", f"chat_template_kwargs must not set {', '.join(sorted(reserved))}")
+    tools = _told_tools(body.tools) if body.tools and body.tool_choice != "none" else None
+    if not template.knows_developer:
+        messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+    ends = PromptEnd.generation if body.add_generation_prompt is not False else PromptEnd.last_message
+    if body.continue_final_message:
+        ends = PromptEnd.last_text
+    try:
+        return template.render(messages, tools, ends, body.documents, owner, **variables)
+    except TemplateBudgetError as error:
+        raise _too_costly(error) from None
+    except TemplateError as error:
+        if (objects := as_objects(messages)) is not None:
+            with contextlib.suppress(TemplateError):
+                return template.render(objects, tools, ends, body.documents, owner, **variables)
+        raise invalid("messages", f"the model's chat template rejects these messages: {str(error)[:300]}") from None
+
+
+def _too_costly(error: TemplateBudgetError) -> ServingError:
+    setting = " (--template-cpu-s of the gateway)" if error.cpu_s else ""
+    return invalid(
+        "messages", f"the model's chat template cannot be applied to these messages: {error}{setting}; send fewer"
+    )
+
+
+def _check_texts(messages: list[dict[str, Any]], context: PrepareContext) -> None:
+    """Before they are rendered.
+
+    Raises:
+        ServingError: the messages' texts alone have more tokens than fit.
+    """
+    size = sum(len(text) for each in messages if (text := each["content"]).__class__ is str)
+    if size > context.max_model_len * context.model.detokenizer.longest_bytes:
+        limit = context.max_model_len
+        raise prompt_too_long(
+            f"{size} characters in {len(messages)} messages, more than {limit} tokens can hold", limit
+        )
+
+
+def _check_length(text: str, context: PrepareContext, *, special: bool) -> None:
+    """
+    Raises:
+        ServingError: by its length and its beginning, the text has more tokens than fit.
+    """
+    limit = context.max_model_len
+    if len(text) <= limit * _PROBE_CHARS_PER_TOKEN:
+        return
+    longest = context.model.detokenizer.longest_bytes
+    if len(text) > limit * longest:
+        raise prompt_too_long(
+            f"{len(text)} characters, more than {limit} tokens of at most {longest} bytes can hold", limit
+        )
+    # Cut anywhere: only the last word may be split differently, so the count can only be slightly too high.
+    start = len(context.model.encoder.encode(text[: limit * _PROBE_CHARS_PER_TOKEN], special=special))
+    if start > limit + _PROBE_CHARS_PER_TOKEN:
+        raise prompt_too_long(f"at least {start} tokens", limit)

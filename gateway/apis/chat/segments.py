@@ -1,0 +1,235 @@
+"""An answer as a sequence of segments: reasoning, text and tool calls, in the order in which the model wrote them.
+
+The Responses API shows each segment as an output item, the Messages API as a content block. Pure: the segments and
+their changes are a function of the tokens, however the items that bring them are cut.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from penstock.gateway.apis.chat.answer_state import AnswerState, Scored
+from penstock.gateway.base.chat_objects import UsageBody
+from penstock.infra.text.detokenizer import Detokenizer
+from penstock.infra.text.parsers.delta_builder import Delta
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import PROMPT, Finish, TokenItem
+from penstock.schemas.wire import unpack_tokens
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+class Segment:
+    """
+    Attributes:
+        index: among the segments of the answer, from 0.
+        parts: text, reasoning, or the JSON text of a call's arguments, in pieces.
+        scored: tokens of a text with their log-probabilities, if those were asked for.
+        closed: it is complete. One that is still open at the end was cut off.
+        call_id, name: of a call.
+    """
+
+    __slots__ = ("call_id", "closed", "index", "kind", "name", "parts", "scored")
+
+    def __init__(self, index: int, kind: Kind, call_id: str = "", name: str = "") -> None:
+        self.index = index
+        self.kind = kind
+        self.call_id = call_id
+        self.name = name
+        self.parts: list[str] = []
+        self.scored: list[Scored] = []
+        self.closed = False
+
+    @property
+    def content(self) -> str:
+        return "".join(self.parts)
+
+
+class Change(NamedTuple):
+    """What happened to a segment. ``text`` and ``scored``: what it grew by."""
+
+    what: Literal["opened", "grew", "closed"]
+    segment: Segment
+    text: str = ""
+    scored: tuple[Scored, ...] = ()
+
+
+class SegmentedAnswer:
+    """Reads the answer of a request with one choice.
+
+    Attributes:
+        segments: so far.
+    """
+
+    def __init__(self, request: GenerateRequest, detokenizer: Detokenizer) -> None:
+        self.detokenizer = detokenizer
+        self._state = AnswerState(request, detokenizer)
+        self._choice = self._state.choices[0]
+        self._parser = self._choice.parser
+        self._scores = request.sampling.logprobs is not None
+        self._scored: list[Scored] = []  # what the last token added to the content
+        self._has_calls = False
+        self.segments: list[Segment] = []
+
+    @property
+    def done(self) -> bool:
+        return self._state.done
+
+    @property
+    def error(self) -> ServingError | None:
+        return self._state.error
+
+    @property
+    def usage(self) -> UsageBody:
+        return self._state.usage
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Those that reasoning and its marks took."""
+        return self._state.reasoning_tokens
+
+    @property
+    def finish(self) -> Finish | None:
+        """Why the answer ended; None: it has not, or it failed."""
+        return self._choice.finish
+
+    @property
+    def has_calls(self) -> bool:
+        return self._has_calls
+
+    @property
+    def _open(self) -> Segment | None:
+        last = self.segments[-1] if self.segments else None
+        return last if last is not None and not last.closed else None
+
+    def fail(self, error: ServingError) -> None:
+        """The answer ends here, unless it has ended."""
+        if not self.done:
+            self._state.error = error
+
+    def push(self, items: Iterable[TokenItem]) -> list[Change]:
+        """What these items, in order, change."""
+        out: list[Change] = []
+        for item in items:
+            if self.done:
+                break
+            if item.choice != PROMPT:
+                self._item(out, item)
+        return out
+
+    def _item(self, out: list[Change], item: TokenItem) -> None:
+        choice, state = self._choice, self._state
+        tokens = unpack_tokens(item.tokens)
+        shown = len(tokens) - state.hides_last(item.finish)
+        for place, token in enumerate(tokens):
+            choice.position += 1
+            if self._scores and item.logprobs and place < min(shown, len(item.logprobs)):
+                choice.score(token, item.logprobs[place])
+            self._text(out, choice.push(token) if place < shown else "")
+        if item.finish is not None and state.end(choice, item.finish):
+            self._end(out, choice.stream.finish(), cut_off=item.finish.reason == "length")
+
+    def _text(self, out: list[Change], text: str) -> None:
+        delta = self._parser.push(text) if self._parser is not None else Delta(content=text) if text else None
+        self._change(out, text, delta)
+
+    def _change(self, out: list[Change], text: str, delta: Delta | None) -> None:
+        self._scored = self._choice.content_scores(text) if self._scores else []
+        if delta is not None:
+            self._delta(out, delta)
+
+    def _end(self, out: list[Change], rest: str, *, cut_off: bool) -> None:
+        if self._parser is None:
+            self._change(out, rest, Delta(content=rest) if rest else None)
+        else:
+            self._change(out, rest, self._parser.finish(rest, limited=cut_off))
+        # An answer that reached its limit ends within a segment, which is not complete.
+        if not cut_off:
+            self._close(out)
+
+    def _delta(self, out: list[Change], delta: Delta) -> None:
+        calls = delta.tool_calls or ()
+        for call in calls:  # the rest of a call comes before what follows it
+            if call.id is None and call.function.arguments:
+                self._grow(out, "call", call.function.arguments)
+        if delta.reasoning_content:
+            self._grow(out, "reasoning", delta.reasoning_content)
+        if delta.content:
+            self._grow(out, "text", delta.content)
+        for call in calls:
+            if call.id is not None:
+                self._close(out)
+                self._begin(out, "call", call.id, call.function.name or "")
+                self._has_calls = True
+                if call.function.arguments:
+                    self._grow(out, "call", call.function.arguments)
+
+    def _grow(self, out: list[Change], kind: Kind, text: str) -> None:
+        segment = self._open
+        if segment is None or segment.kind != kind:
+            self._close(out)
+            segment = self._begin(out, kind)
+        scored: tuple[Scored, ...] = ()
+        if kind == "text" and self._scored:
+            scored, self._scored = tuple(self._scored), []
+            segment.scored += scored
+        segment.parts.append(text)
+        out.append(Change("grew", segment, text, scored))
+
+    def _begin(self, out: list[Change], kind: Kind, call_id: str = "", name: str = "") -> Segment:
+        segment = Segment(len(self.segments), kind, call_id, name)
+        self.segments.append(segment)
+        out.append(Change("opened", segment))
+        return segment
+
+    def _close(self, out: list[Change]) -> None:
+        segment = self._open
+        if segment is not None:
+            segment.closed = True
+            out.append(Change("closed", segment))
+
+
+class WholeAnswer:
+    """One JSON body of an answer. ``push`` items until it is done.
+
+    Args:
+        body: what the answer says, once it has ended and did not fail.
+    """
+
+    large = False
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        detokenizer: Detokenizer,
+        body: Callable[[GenerateRequest, SegmentedAnswer], Any],
+    ) -> None:
+        self._request = request
+        self.answer = SegmentedAnswer(request, detokenizer)
+        self._body = body
+
+    @property
+    def usage(self) -> UsageBody:
+        return self.answer.usage
+
+    @property
+    def error(self) -> ServingError | None:
+        return self.answer.error
+
+    def push(self, items: Iterable[TokenItem]) -> bool:
+        self.answer.push(items)
+        return self.answer.done
+
+    def parts(self) -> list[bytes]:
+        return [self.response()]
+
+    def response(self) -> bytes:
+        """
+        Raises:
+            ServingError: the request failed, or its answer has no body.
+        """
+        if self.answer.error is not None:
+            raise self.answer.error
+        return msgspec.json.encode(self._body(self._request, self.answer))

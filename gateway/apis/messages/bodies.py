@@ -1,0 +1,178 @@
+"""Request bodies of the Messages API: their fields and limits. Knows no model and no tokenizer.
+
+As in ``penstock.gateway.apis.chat.bodies``, unknown fields are ignored, and a known field whose value cannot be honoured
+is an error that names it.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, Bias, Count, Penalty, StopText, TokenId
+from penstock.gateway.base.common import CommonOptions, Name
+from penstock.gateway.base.errors import decode_body, unsupported
+
+MAX_TOOLS = 512
+KEEP_THOUGHTS = "clear_thinking_20251015"
+THREAD = "thread"
+_ALL = ("all", {"type": "all"})
+
+
+class ImageSource(Struct, frozen=True):
+    """``type``: "base64" (``data`` and ``media_type``) or "url"."""
+
+    type: str
+    data: str | None = None
+    media_type: str | None = None
+    url: str | None = None
+
+
+class ContentBlock(Struct, frozen=True):
+    """``type``: "text", "image", "tool_use", "tool_result", "tool_reference", "thinking" or "redacted_thinking"."""
+
+    type: str
+    text: str | None = None
+    source: ImageSource | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: "str | list[ContentBlock] | None" = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    tool_name: str | None = None
+
+
+class InputMessage(Struct, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock]
+
+
+class MessageTool(Struct, frozen=True):
+    """``type``: "custom" (if it is not given); Anthropic's own tools are not supported.
+
+    ``defer_loading``: the model is not told of it before a ``tool_reference`` in the conversation names it.
+    """
+
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class MessageToolChoice(Struct, frozen=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(Struct, frozen=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+
+
+class OutputFormat(Struct, frozen=True):
+    """``type``: "json_schema"."""
+
+    type: str
+    schema: dict[str, Any] | bool | None = None
+
+
+class OutputConfig(Struct, frozen=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class ContextEdit(Struct, frozen=True):
+    """``type``: "clear_thinking_20251015", whose ``keep`` must be "all" or ``{"type": "all"}``: nothing is removed."""
+
+    type: str
+    keep: Any = None
+
+
+class ContextManagement(Struct, frozen=True):
+    edits: Annotated[list[ContextEdit], Meta(max_length=16)] = []
+
+
+class MessageMetadata(Struct, frozen=True):
+    user_id: Name | None = None
+
+
+class CountTokensRequest(Struct, frozen=True, kw_only=True):
+    """POST /v1/messages/count_tokens."""
+
+    model: Annotated[str, Meta(max_length=512)] | None = None
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | list[ContentBlock] | None = None
+    tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+
+
+class MessagesRequest(CommonOptions, frozen=True, kw_only=True):
+    """POST /v1/messages."""
+
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Annotated[Count, Meta(description="at most so many, and no more than the context has room for")]
+    system: str | list[ContentBlock] | None = None
+    tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    stop_sequences: Annotated[list[StopText], Meta(max_length=16)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31, description="0 or -1: off")] | None = None
+    metadata: MessageMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
+    container: Any = None
+    mcp_servers: list[Any] | None = None
+    context_management: ContextManagement | None = None
+    thread: Annotated[Any, Meta(description="refused, so that clients send the whole conversation")] = None
+    # As in chat completions:
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Name | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+
+
+_decode = msgspec.json.Decoder(MessagesRequest).decode
+_decode_count = msgspec.json.Decoder(CountTokensRequest).decode
+
+
+def parse_message(data: bytes) -> MessagesRequest:
+    """A body within every limit that does not depend on the model.
+
+    Raises:
+        ServingError: invalid_request or unsupported, with the field.
+    """
+    body: MessagesRequest = decode_body(_decode, data)
+    for name in ("container", "mcp_servers"):
+        if getattr(body, name):
+            raise unsupported(name, f"{name} is not supported")
+    if body.thread is not None:
+        raise unsupported(THREAD, "thread is not supported; send the whole conversation")
+    for number, edit in enumerate(body.context_management.edits if body.context_management is not None else ()):
+        if edit.type != KEEP_THOUGHTS or edit.keep not in _ALL:
+            at = f"context_management.edits[{number}]"
+            message = f"{at} {edit.type[:40]!r} is not supported; only {KEEP_THOUGHTS!r} with keep 'all' is"
+            raise unsupported(at, message)
+    return body
+
+
+def parse_count(data: bytes) -> CountTokensRequest:
+    """
+    Raises:
+        ServingError: invalid_request, with the field.
+    """
+    body: CountTokensRequest = decode_body(_decode_count, data)
+    return body

@@ -1,0 +1,211 @@
+"""Request bodies of the Responses API: their fields and limits. Knows no model and no tokenizer.
+
+As in ``penstock.gateway.apis.chat.bodies``, unknown fields are ignored, and a known field whose value cannot be honoured
+is an error that names it.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, Bias, Count, Logprobs, Penalty, StopText, TokenId
+from penstock.gateway.apis.responses.tools import MAX_TOOLS
+from penstock.gateway.base.common import CommonOptions, Name
+from penstock.gateway.base.errors import decode_body, invalid, unsupported
+
+_WORD = r"^[A-Za-z0-9_-]{1,64}(?![\s\S])"
+
+ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+
+INCLUDABLE = frozenset(
+    {
+        "message.output_text.logprobs",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    }
+)
+
+
+class InputPart(Struct, frozen=True, omit_defaults=True):
+    """``type``: "input_text", "input_image", "output_text", "refusal", "reasoning_text" or "summary_text"."""
+
+    type: str
+    text: str | None = None
+    image_url: str | None = None
+    detail: str | None = None
+    file_id: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(Struct, frozen=True, omit_defaults=True):
+    """``type``: "message" (the default), "function_call", "function_call_output", "reasoning" or "compaction"."""
+
+    type: str | None = None
+    id: str | None = None
+    role: str | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | dict[str, Any] | list[Any] | None = None
+    output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    encrypted_content: str | None = None
+    status: str | None = None
+    phase: str | None = None
+    namespace: str | None = None
+
+
+class TextFormat(Struct, frozen=True, omit_defaults=True):
+    """``type``: "text", "json_object" or "json_schema", whose other fields are the schema's."""
+
+    type: str
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextConfig(Struct, frozen=True, omit_defaults=True):
+    format: TextFormat | None = None
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, Meta(description="passed to the chat template")] = (
+        None
+    )
+
+
+class ReasoningConfig(Struct, frozen=True, omit_defaults=True):
+    """``summary``: reasoning is returned as it is, so nothing is summarised."""
+
+    effort: Annotated[str, Meta(pattern=_WORD, description="passed to the chat template")] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseStreamOptions(Struct, frozen=True, omit_defaults=True):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(CommonOptions, frozen=True, kw_only=True, omit_defaults=True):
+    """POST /v1/responses."""
+
+    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None = None
+    instructions: str | None = None
+    previous_response_id: (
+        Annotated[ResponseId, Meta(description="continue this response: its input and output come first")] | None
+    ) = None
+    store: (
+        Annotated[
+            bool, Meta(description="false: erase everything soon after the end; nothing can be fetched or continued")
+        ]
+        | None
+    ) = None
+    background: (
+        Annotated[bool, Meta(description="answer at once; the response goes on without the client, which polls it")]
+        | None
+    ) = None
+    metadata: Metadata | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: Annotated[bool, Meta(description="false: return the first call only")] | None = None
+    max_output_tokens: Count | None = None
+    max_tool_calls: Annotated[Count, Meta(description="of built-in tools, of which there are none")] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_logprobs: Logprobs | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    include: Annotated[list[str], Meta(max_length=32)] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: Name | None = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: list[Any] | None = None
+    moderation: Any = None
+    # As in chat completions:
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Name | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Whether it can be fetched and continued after its end."""
+        return self.store is not False and not self.no_store
+
+
+class CompactionRequest(CommonOptions, frozen=True, kw_only=True, omit_defaults=True):
+    """POST /v1/responses/compact. Its fields mean what they mean in ``ResponsesRequest``."""
+
+    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None = None
+    instructions: str | None = None
+    previous_response_id: (
+        Annotated[ResponseId, Meta(description="compact this response's conversation: it comes before input")] | None
+    ) = None
+    store: (
+        Annotated[bool, Meta(description="false: erase everything soon after the end; nothing can be fetched")] | None
+    ) = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: str | None = None
+    max_output_tokens: Annotated[Count, Meta(description="of the summary, with the reasoning before it")] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    reasoning: ReasoningConfig | None = None
+    cache_salt: Name | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+
+
+_decode = msgspec.json.Decoder(ResponsesRequest).decode
+_decode_compaction = msgspec.json.Decoder(CompactionRequest).decode
+
+
+def parse_response(data: bytes) -> ResponsesRequest:
+    """A body within every limit that depends neither on the model nor on earlier responses.
+
+    Raises:
+        ServingError: invalid_request or unsupported, with the field.
+    """
+    body: ResponsesRequest = decode_body(_decode, data)
+    for name in ("conversation", "prompt", "context_management", "moderation"):
+        if getattr(body, name):
+            raise unsupported(name, f"{name} is not supported; use previous_response_id, instructions and input")
+    if body.input is None:
+        raise invalid("input", "input is missing; it must be a text or a list of items")
+    for number, name in enumerate(body.include or ()):
+        if name not in INCLUDABLE:
+            raise invalid(f"include[{number}]", f"include[{number}] {name[:80]!r} is not known")
+    if body.background and not body.kept:
+        raise invalid("background", "background needs store: true, as the response has to be fetched later")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "stream_options requires stream: true")
+    return body
+
+
+def parse_compaction(data: bytes) -> ResponsesRequest:
+    """A body for compaction, as that of the response whose conversation is to be summarised.
+
+    Raises:
+        ServingError: invalid_request or unsupported, with the field.
+    """
+    body: CompactionRequest = decode_body(_decode_compaction, data)
+    if body.input is None and body.previous_response_id is None:
+        raise invalid("input", "input is missing; send the conversation in it, or previous_response_id")
+    if body.stream:
+        raise unsupported("stream", "a compaction is not streamed; leave stream out")
+    return ResponsesRequest(**{name: getattr(body, name) for name in body.__struct_fields__})

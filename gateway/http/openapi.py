@@ -1,0 +1,395 @@
+"""The gateway's OpenAPI 3.1 document, generated from the structs of its requests and responses."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from penstock.gateway.apis.answer import EmbeddingResponse
+from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, CompletionRequest
+from penstock.gateway.apis.chat.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from penstock.gateway.apis.images_requests import ImageGenerationRequest, VideoGenerationRequest
+from penstock.gateway.apis.images_responses import ImageProgressEvent, ImagesResponse
+from penstock.gateway.apis.messages.bodies import CountTokensRequest, MessagesRequest
+from penstock.gateway.apis.messages.objects import Message, MessageEvent, TokenCount
+from penstock.gateway.apis.requests import EmbeddingRequest
+from penstock.gateway.apis.responses.bodies import CompactionRequest, ResponsesRequest
+from penstock.gateway.apis.responses.objects import (
+    CompactedResponse,
+    DeletedResponse,
+    InputItemList,
+    InputTokens,
+    Response,
+    ResponseEvent,
+)
+from penstock.gateway.base.chat_objects import (
+    CancelResponse,
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    CompletionResponse,
+    ErrorBody,
+    ModelCard,
+    ModelList,
+    Status,
+)
+from penstock.gateway.http.request_list import RequestList
+from penstock.schemas.errors import Code
+
+_REF = "#/components/schemas/{name}"
+
+
+class Operation(Struct, frozen=True):
+    """An endpoint.
+
+    Attributes:
+        response: of a success; a media type if it is not JSON.
+        errors: codes that a client should handle.
+        streams: type of the server-sent events with "stream": true.
+    """
+
+    method: str
+    path: str
+    summary: str
+    body: type[Struct] | None = None
+    response: type[Struct] | str = "application/json"
+    errors: tuple[Code, ...] = ()
+    streams: type[Struct] | None = None
+    success: tuple[tuple[int, str], ...] = ((200, "success"),)  # (status, description)
+    parameters: tuple[tuple[str, str, str], ...] = ()  # (name, "path" | "query" | "header", description)
+
+
+_GENERATE = (
+    Code.invalid_api_key,
+    Code.rate_limit_exceeded,
+    Code.invalid_request,
+    Code.context_length_exceeded,
+    Code.unsupported,
+    Code.model_not_found,
+    Code.body_too_large,
+    Code.unsupported_encoding,
+    Code.queue_full,
+    Code.overloaded,
+    Code.engine_error,
+    Code.worker_lost,
+    Code.poisoned_request,
+    Code.revision_unavailable,
+    Code.broker_unavailable,
+    Code.deadline_exceeded,
+    Code.request_erased,  # a repeat with an Idempotency-Key
+)
+
+_DIFFUSE = tuple(code for code in _GENERATE if code is not Code.context_length_exceeded)
+
+_COMPUTE = (
+    Code.invalid_request,
+    Code.context_length_exceeded,
+    Code.unsupported,
+    Code.model_not_found,
+    Code.body_too_large,
+    Code.unsupported_encoding,
+)
+
+_COUNT = (
+    Code.invalid_request,
+    Code.unsupported,
+    Code.model_not_found,
+    Code.body_too_large,
+    Code.unsupported_encoding,
+)
+
+_RESPONSE_ID = ("id", "path", "the response's id")
+_ID = ("id", "path", "from X-Request-Id, or the response's id")
+
+OPERATIONS = (
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Create a chat completion",
+        body=ChatCompletionRequest,
+        response=ChatCompletionResponse,
+        errors=_GENERATE,
+        streams=ChatCompletionChunk,
+    ),
+    Operation(
+        "post",
+        "/v1/completions",
+        "Create a completion",
+        body=CompletionRequest,
+        response=CompletionResponse,
+        errors=_GENERATE,
+        streams=CompletionResponse,
+    ),
+    Operation(
+        "post",
+        "/v1/responses",
+        "Create a response",
+        body=ResponsesRequest,
+        response=Response,
+        errors=_GENERATE,
+        streams=ResponseEvent,
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{id}",
+        "Get a stored response, or its events",
+        response=Response,
+        errors=(Code.request_not_found, Code.invalid_request),
+        streams=ResponseEvent,
+        parameters=(
+            _RESPONSE_ID,
+            ("stream", "query", "true: send its events"),
+            ("starting_after", "query", "only those after this sequence number"),
+        ),
+    ),
+    Operation(
+        "delete",
+        "/v1/responses/{id}",
+        "Delete a response, and everything that is stored of it",
+        response=DeletedResponse,
+        errors=(Code.request_not_found, Code.broker_unavailable),
+        parameters=(_RESPONSE_ID,),
+    ),
+    Operation(
+        "post",
+        "/v1/responses/{id}/cancel",
+        "Cancel a background response",
+        response=Response,
+        errors=(Code.request_not_found, Code.invalid_request),
+        parameters=(_RESPONSE_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{id}/input_items",
+        "List what a response was made from",
+        response=InputItemList,
+        errors=(Code.request_not_found, Code.invalid_request),
+        parameters=(
+            _RESPONSE_ID,
+            ("limit", "query", "at most so many, 1 to 100; 20 if it is not given"),
+            ("order", "query", "desc (default) or asc"),
+            ("after", "query", "id of the last item of the page before"),
+        ),
+    ),
+    Operation(
+        "post",
+        "/v1/responses/compact",
+        "Summarise a conversation, to continue it with fewer tokens",
+        body=CompactionRequest,
+        response=CompactedResponse,
+        errors=_GENERATE,
+    ),
+    Operation(
+        "post",
+        "/v1/responses/input_tokens",
+        "Count the tokens of a response's prompt",
+        body=ResponsesRequest,
+        response=InputTokens,
+        errors=(
+            Code.invalid_request,
+            Code.unsupported,
+            Code.model_not_found,
+            Code.body_too_large,
+            Code.unsupported_encoding,
+        ),
+    ),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Create a message; errors have Anthropic's format",
+        body=MessagesRequest,
+        response=Message,
+        errors=_GENERATE,
+        streams=MessageEvent,
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "Count the tokens of a message's prompt",
+        body=CountTokensRequest,
+        response=TokenCount,
+        errors=(
+            Code.invalid_request,
+            Code.unsupported,
+            Code.model_not_found,
+            Code.body_too_large,
+            Code.unsupported_encoding,
+        ),
+    ),
+    Operation(
+        "post",
+        "/v1/embeddings",
+        "Make vectors of texts",
+        body=EmbeddingRequest,
+        response=EmbeddingResponse,
+        errors=_GENERATE,
+    ),
+    Operation(
+        "post",
+        "/tokenize",
+        "The tokens of a text, or of a chat's prompt",
+        body=TokenizeRequest,
+        response=Tokenized,
+        errors=_COMPUTE,
+    ),
+    Operation(
+        "post", "/detokenize", "The text of tokens", body=DetokenizeRequest, response=Detokenized, errors=_COMPUTE
+    ),
+    Operation(
+        "post",
+        "/v1/images/generations",
+        "Generate images from a text",
+        body=ImageGenerationRequest,
+        response=ImagesResponse,
+        errors=_DIFFUSE,
+        streams=ImageProgressEvent,
+    ),
+    Operation(
+        "post",
+        "/v1/videos/generations",
+        "Generate a video from a text",
+        body=VideoGenerationRequest,
+        response=ImagesResponse,
+        errors=_DIFFUSE,
+        streams=ImageProgressEvent,
+    ),
+    Operation(
+        "get",
+        "/v1/files/{name}",
+        "Download a generated image or video, within six hours",
+        response="application/octet-stream",
+        errors=(Code.request_not_found, Code.broker_unavailable),
+        parameters=(("name", "path", "from the response's url"),),
+    ),
+    Operation("get", "/v1/models", "List models", response=ModelList),
+    Operation(
+        "get",
+        "/v1/models/{name}",
+        "Get a model",
+        response=ModelCard,
+        errors=(Code.model_not_found,),
+        parameters=(("name", "path", "as listed by /v1/models"),),
+    ),
+    Operation(
+        "get",
+        "/v1/requests",
+        "List requests, the newest first (with --list-requests)",
+        response=RequestList,
+        errors=(Code.invalid_request, Code.unsupported),
+        parameters=(
+            ("limit", "query", "at most so many, 1 to 100; 20 if it is not given"),
+            ("after", "query", "`next_after` of the page before"),
+            ("model", "query", "as the client named it"),
+            ("state", "query", "queued, running, done, failed, cancelled; several with commas"),
+            ("since", "query", "accepted since: seconds since 1970, or an ISO 8601 time"),
+            ("until", "query", "accepted before"),
+            ("tenant", "query", "whose requests"),
+            ("user", "query", "the `user` field of the request"),
+            ("worker", "query", "id of its last worker, or the beginning of it"),
+            ("code", "query", "error code; any: every failure"),
+        ),
+    ),
+    Operation(
+        "get",
+        "/v1/requests/{id}",
+        "Get the state and result of a request",
+        response=Status,
+        errors=(
+            Code.request_not_found,
+            Code.request_erased,
+        ),
+        parameters=(_ID,),
+    ),
+    Operation(
+        "delete",
+        "/v1/requests/{id}",
+        "Cancel a request",
+        response=CancelResponse,
+        success=((202, "the request is being cancelled"), (200, "it has ended; `state` is how")),
+        errors=(
+            Code.request_not_found,
+            Code.request_erased,
+        ),
+        parameters=(_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/requests/{id}/stream",
+        "Read an answer again, from its beginning or after an event",
+        response="text/event-stream",
+        errors=(Code.request_not_found, Code.request_erased, Code.invalid_request),
+        parameters=(_ID, ("Last-Event-ID", "header", "id of the last event received")),
+    ),
+    Operation("get", "/health", "Each component that a request needs, and why it is not ready; 503: none is served"),
+    Operation("get", "/ping", "Whether the process runs"),
+    Operation("get", "/version", "The version of Penstock"),
+    Operation("get", "/health/live", "Whether the process runs"),
+    Operation("get", "/health/ready", "200: a request can be served now; 503: why not"),
+    Operation("get", "/metrics", "Counters for Prometheus", response="text/plain"),
+)
+
+
+def document(version: str, operations: Sequence[Operation] = OPERATIONS) -> dict[str, Any]:
+    """The document, ready for ``msgspec.json.encode``."""
+    kinds: dict[type[Struct], None] = {ErrorBody: None}
+    for operation in operations:
+        for kind in (operation.body, operation.response, operation.streams):
+            if isinstance(kind, type):
+                kinds[kind] = None
+    references, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    schema = dict(zip(kinds, references, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schema)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Penstock",
+            "version": version,
+            "description": "OpenAI-compatible serving on NATS JetStream. Errors have a code and say what to do.",
+        },
+        "paths": paths,
+        # An API key is needed as soon as the deployment has one; see docs/access.md.
+        "security": [{"bearer": []}, {"x-api-key": []}, {}],
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+
+
+def _operation(operation: Operation, schema: dict[Any, Any]) -> dict[str, Any]:
+    response = operation.response
+    media = response if isinstance(response, str) else "application/json"
+    content: dict[str, Any] = {media: {} if isinstance(response, str) else {"schema": schema[response]}}
+    if operation.streams is not None:
+        content["text/event-stream"] = {"schema": schema[operation.streams]}
+    out: dict[str, Any] = {
+        "summary": operation.summary,
+        "operationId": operation.method + operation.path.translate(str.maketrans("/{}.", "____")),
+        "responses": {
+            **{str(status): {"description": text, "content": content} for status, text in operation.success},
+            **_errors(operation.errors, schema),
+        },
+    }
+    if operation.body is not None:
+        out["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema[operation.body]}}}
+    if operation.parameters:
+        out["parameters"] = [
+            {"name": name, "in": where, "required": where == "path", "description": text, "schema": {"type": "string"}}
+            for name, where, text in operation.parameters
+        ]
+    return out
+
+
+def _errors(codes: Sequence[Code], schema: dict[Any, Any]) -> dict[str, Any]:
+    by_status: dict[str, list[str]] = {}
+    for code in codes:
+        by_status.setdefault(str(code.status), []).append(code.value)
+    return {
+        status: {"description": ", ".join(names), "content": {"application/json": {"schema": schema[ErrorBody]}}}
+        for status, names in sorted(by_status.items())
+    }

@@ -1,0 +1,248 @@
+"""Stored responses over HTTP: created, fetched, streamed again, cancelled, deleted, listed. All of it from the log."""
+
+import asyncio
+import time
+
+import msgspec
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.gateway.access.caller import caller_of
+from penstock.gateway.apis.chat.segments import WholeAnswer
+from penstock.gateway.apis.responses.answer import ResponseBuilder
+from penstock.gateway.apis.responses.bodies import InputItem
+from penstock.gateway.apis.responses.objects import DeletedResponse, InputItemList
+from penstock.gateway.apis.responses.objects import Response as ResponseObject
+from penstock.gateway.apis.responses.record import PREFIX, input_items, read_stored
+from penstock.gateway.apis.responses.render import ResponseRenderer, response
+from penstock.gateway.base.common import RESPONSE
+from penstock.gateway.base.errors import invalid
+from penstock.gateway.http.answers import (
+    JSON,
+    AcceptedRequest,
+    Receive,
+    Responder,
+    Scope,
+    Send,
+    answer_text,
+    id_headers,
+    send_error,
+)
+from penstock.gateway.http.status import running_progress
+from penstock.gateway.log.lookup import StoredRequest
+from penstock.gateway.service.service import Gateway
+from penstock.infra.text.detokenizer import Detokenizer
+from penstock.schemas import done
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import WHOLE_REQUEST
+from penstock.schemas.wire import TOKEN_BYTES
+
+log = structlog.get_logger("gateway")
+
+CANCELLED_S = 5.0  # how long a cancelled response is waited for
+LOOK_S = 0.05
+PAGE, MOST = 20, 100  # input items
+
+_json = msgspec.json.encode
+
+
+async def answer_response(gateway: Gateway, accepted: AcceptedRequest) -> str:
+    """Send the answer of a response; returns the code for the metrics. In the background, it is only announced.
+
+    Raises:
+        ServingError: the request failed, or the client disconnected, before anything was sent.
+    """
+    request = accepted.inflight.request
+    if accepted.prepared.stream or not read_stored(request.client_body).body.background:
+        return await answer_text(gateway, accepted)
+    if accepted.prepared.repeated:
+        gateway.release(accepted.inflight)
+    else:
+        gateway.tasks.spawn(_count(gateway, accepted), name="count", on_failure=_not_counted)
+    if accepted.prepared.repeated:
+        body = _json(await current_response(gateway, await gateway.look_up(request.id, request.tenant)))
+    else:
+        body = _json(ResponseBuilder(request, await _detokenizer(gateway, request)).response("queued"))
+    headers = [JSON, (b"content-length", b"%d" % len(body)), *id_headers(request)]
+    await accepted.send({"type": "http.response.start", "status": 200, "headers": headers})
+    await accepted.send({"type": "http.response.body", "body": body})
+    return ""
+
+
+async def _count(gateway: Gateway, accepted: AcceptedRequest) -> None:
+    """Count a response that runs in the background when it ends, as one with a client is."""
+    inflight, metrics = accepted.inflight, gateway.metrics.of(accepted.inflight.request.model)
+    tokens, cached, open_, code, started = 0, 0, inflight.request.n, "ok", False
+    try:
+        while open_ > 0:
+            for item in await inflight.take():
+                tokens += len(item.tokens) // TOKEN_BYTES if item.choice >= 0 else 0
+                if item.finish is not None:
+                    open_ = 0 if item.choice == WHOLE_REQUEST else open_ - 1
+                    cached, code = item.finish.cached_tokens, item.finish.code or code
+            if tokens and not started:
+                started = True
+                metrics.ttft.observe(time.monotonic() - accepted.began)
+    except ServingError as error:
+        code = error.code.value
+    finally:
+        gateway.release(inflight)
+    metrics.output.inc(tokens)
+    metrics.cached.inc(cached)
+    metrics.input_length.observe(accepted.prepared.prompt_tokens)
+    metrics.output_length.observe(tokens)
+    metrics.requests.labels("http", code).inc()
+    metrics.e2e.observe(time.monotonic() - accepted.began)
+
+
+def _not_counted(error: BaseException) -> None:
+    log.warning("response_not_counted", error=repr(error))
+
+
+class StoredResponses:
+    """``/v1/responses/{id}`` and what is below it."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET: as it is now; with ``stream=true`` its events, behind ``starting_after`` or ``Last-Event-ID``."""
+        request = Request(scope)
+        try:
+            found = await self._find(request)
+            if request.query_params.get("stream") != "true":
+                await _reply(_json(await current_response(self._gateway, found)))(scope, receive, send)
+                return
+            renderer = ResponseRenderer(found.request, await _detokenizer(self._gateway, found.request))
+            after = request.query_params.get("starting_after") or request.headers.get("last-event-id")
+            if after:
+                renderer.resume(after)
+            inflight = await self._gateway.attach(*found)
+            responder = Responder(self._gateway, inflight, scope, send, time.monotonic(), owner=False, again=True)
+            await responder.stream(renderer)
+        except ServingError as error:
+            await send_error(send, error)
+
+    async def cancel(self, request: Request) -> Response:
+        """The response as it ended, or as it is if that takes long. One that is over stays as it is.
+
+        Raises:
+            ServingError: invalid_request: it is not in the background, whether it runs or is over.
+        """
+        found = await self._find(request)
+        if not read_stored(found.request.client_body).body.background:
+            raise invalid("id", "only responses with background: true can be cancelled; to stop another, disconnect")
+        if found.record is None:
+            found = await self._stopped(found, request)
+        return _reply(_json(await current_response(self._gateway, found)))
+
+    async def delete(self, request: Request) -> Response:
+        """Erase it, or what is left of it; one that still runs is cancelled first."""
+        found = await self._find(request, deleted=True)
+        if found.record is None:
+            found = await self._stopped(found, request)
+        if found.record is None:
+            raise ServingError(
+                Code.broker_unavailable, f"response {PREFIX}{found.request.id} is being cancelled; delete it again"
+            )
+        await self._gateway.erase(found.request.id)
+        return _reply(_json(DeletedResponse(PREFIX + found.request.id)))
+
+    async def input_items(self, request: Request) -> Response:
+        """What the response was made from: its own input behind that and the output of those that it continues.
+
+        Responses that were deleted since, or have expired, are left out.
+        """
+        found = await self._find(request)
+        stored = read_stored(found.request.client_body)
+        turns = await self._gateway.conversations.remaining(stored.ancestors, caller_of(request.scope).sees)
+        items: list[InputItem] = []
+        for turn in turns:
+            items += [*input_items(turn.id, turn.input), *turn.output]
+        items += input_items(PREFIX + found.request.id, stored.body.input or ())
+        return _reply(_json(_page(items, request)))
+
+    async def _find(self, request: Request, *, deleted: bool = False) -> StoredRequest:
+        """
+        Args:
+            deleted: also one of which something is left.
+        Raises:
+            ServingError: request_not_found: unknown, expired, deleted, or made with store: false.
+        """
+        name = request.path_params["id"]
+        found: StoredRequest | None = None
+        try:
+            sees = caller_of(request.scope).sees
+            found = await self._gateway.look_up(name.removeprefix(PREFIX), sees, deleted=deleted)
+        except ServingError as error:
+            if error.code not in (Code.request_not_found, Code.request_erased):
+                raise
+        if found is None or found.request.endpoint != RESPONSE or found.request.no_store:
+            message = f"response {name[:80]!r} is not known: it was deleted, made with store: false, or has expired"
+            raise ServingError(Code.request_not_found, message, param="id")
+        return found
+
+    async def _stopped(self, found: StoredRequest, request: Request) -> StoredRequest:
+        """Cancel a response; returns when it has ended, or after ``CANCELLED_S``.
+
+        Raises:
+            ServingError: request_not_found: it was deleted meanwhile.
+        """
+        await self._gateway.cancel_surely(found.request.id, "cancelled by request")
+        until = time.monotonic() + CANCELLED_S
+        while found.record is None and time.monotonic() < until:
+            await asyncio.sleep(LOOK_S)
+            found = await self._find(request)
+        return found
+
+
+async def current_response(gateway: Gateway, found: StoredRequest) -> ResponseObject:
+    """A response as it is now, or as it ended."""
+    request, record = found
+    detokenizer = await _detokenizer(gateway, request)
+    whole = WholeAnswer(request, detokenizer, response)
+    if record is not None:
+        whole.push(done.items(record))
+        return response(request, whole.answer, record.timings.ended_ns)
+    progress = await running_progress(gateway, request, whole)
+    if progress is None:
+        return response(request, whole.answer)
+    return ResponseBuilder(request, detokenizer).response("in_progress" if progress.attempt > 0 else "queued")
+
+
+async def _detokenizer(gateway: Gateway, request: GenerateRequest) -> Detokenizer:
+    """
+    Raises:
+        ServingError: model_unavailable.
+    """
+    detokenizer = await gateway.fleet.detokenizer(request)
+    assert detokenizer is not None
+    return detokenizer
+
+
+def _page(items: list[InputItem], request: Request) -> InputItemList:
+    """
+    Raises:
+        ServingError: a parameter is wrong.
+    """
+    query = request.query_params
+    limit, order, after = query.get("limit", str(PAGE)), query.get("order", "desc"), query.get("after")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= MOST):
+        raise invalid("limit", f"limit {limit[:20]!r} must be a number from 1 to {MOST}")
+    if order not in ("asc", "desc"):
+        raise invalid("order", f"order {order[:20]!r} must be 'asc' or 'desc'")
+    ordered = items if order == "asc" else items[::-1]
+    start = 0
+    if after:
+        start = next((at + 1 for at, item in enumerate(ordered) if item.id == after), -1)
+        if start < 0:
+            raise invalid("after", f"after {after[:80]!r} is the id of no item of this response")
+    page = ordered[start : start + int(limit)]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return InputItemList(page, first, last, start + int(limit) < len(ordered))
+
+
+def _reply(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

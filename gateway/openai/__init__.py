@@ -1,1 +1,0 @@
-"""The OpenAI API: from a body to a request, and from tokens to a body."""

@@ -1,0 +1,156 @@
+"""The responses that a new one continues, from the log: by any gateway, for as long as their records are kept."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+from penstock.gateway.apis.responses.chat import Turn
+from penstock.gateway.apis.responses.record import PREFIX, check_turns, read_stored, turn_of
+from penstock.gateway.base.common import RESPONSE
+from penstock.gateway.base.errors import invalid
+from penstock.gateway.log.lookup import RequestLookup, StoredRequest
+from penstock.gateway.log.records import has_output
+from penstock.infra.text.detokenizer import Detokenizer
+from penstock.schemas import done
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+
+AT_ONCE = 16  # look-ups under way for one conversation
+FIELD = "previous_response_id"
+RECORD_S = 10.0  # within which the record of an answer that a client has read is stored: an election takes up to 9 s
+LOOK_S = 0.1
+
+
+class History(NamedTuple):
+    """``ancestors``: request ids of the turns. ``size``: about the bytes of their text."""
+
+    turns: Sequence[Turn] = ()
+    ancestors: tuple[str, ...] = ()
+    size: int = 0
+
+
+class Conversations:
+    """
+    Args:
+        answered: whether a response without a record has ended all the same, for who reads its tokens.
+        detokenizer: of the model that a response was made with: each may have another one.
+        max_bytes: of the input and output of all earlier responses.
+    """
+
+    def __init__(
+        self,
+        lookup: RequestLookup,
+        answered: Callable[[GenerateRequest], Awaitable[bool]],
+        detokenizer: Callable[[GenerateRequest], Awaitable[Detokenizer | None]],
+        max_bytes: int,
+    ) -> None:
+        self._lookup = lookup
+        self._answered = answered
+        self._detokenizer = detokenizer
+        self._max_bytes = max_bytes
+
+    async def history(self, response_id: str | None, sees: str | None = None) -> History:
+        """Everything up to and including this response.
+
+        Args:
+            sees: the tenant whose responses may be continued; None: everyone's.
+        Raises:
+            ServingError: one of them is unknown, was deleted, has not ended or failed; there are too many; the log
+                cannot be read.
+        """
+        if response_id is None:
+            return History()
+        last = await self._find(response_id.removeprefix(PREFIX), response_id, sees)
+        stored = read_stored(last.request.client_body)
+        check_turns(len(stored.ancestors) + 1)
+        size = stored.history_bytes + _size(last)
+        if size > self._max_bytes:
+            raise invalid(
+                FIELD,
+                f"the conversation has {size} bytes; the limit is {self._max_bytes} (--max-body-bytes). Begin a new "
+                "one with the items of this one that matter",
+            )
+        chain: list[StoredRequest] = []
+        for at in range(0, len(stored.ancestors), AT_ONCE):
+            batch = stored.ancestors[at : at + AT_ONCE]
+            chain += await asyncio.gather(*(self._find(each, response_id, sees) for each in batch))
+        turns = await self._turns([*chain, last])
+        return History(turns, (*stored.ancestors, last.request.id), size)
+
+    async def remaining(self, ancestors: Sequence[str], sees: str | None = None) -> list[Turn]:
+        """Those of these earlier responses that can still be read, the oldest first.
+
+        Raises:
+            ServingError: the log cannot be read.
+        """
+
+        async def find(request_id: str) -> StoredRequest | None:
+            try:
+                return await self._find(request_id, request_id, sees)
+            except ServingError as error:
+                if error.code is not Code.invalid_request:
+                    raise
+                return None
+
+        chain: list[StoredRequest] = []
+        for at in range(0, len(ancestors), AT_ONCE):
+            found = await asyncio.gather(*(find(each) for each in ancestors[at : at + AT_ONCE]))
+            chain += [each for each in found if each is not None]
+        return await self._turns(chain)
+
+    async def _turns(self, chain: Sequence[StoredRequest]) -> list[Turn]:
+        """
+        Raises:
+            ServingError: model_unavailable: the model that one was made with cannot be read.
+        """
+        found: list[tuple[GenerateRequest, done.Done, Detokenizer]] = []
+        for request, record in chain:
+            detokenizer = await self._detokenizer(request)
+            if record is not None and detokenizer is not None:
+                found.append((request, record, detokenizer))
+        return await asyncio.to_thread(lambda: [turn_of(*each) for each in found])
+
+    async def _find(self, request_id: str, continued: str, sees: str | None) -> StoredRequest:
+        """A response that can be continued."""
+        of = "" if continued.endswith(request_id) else f", which {continued} continues,"
+        name = f"response {PREFIX}{request_id[:80]}{of}"
+        try:
+            found = await self._lookup.find(request_id, sees)
+        except ServingError as error:
+            if error.code not in (Code.request_not_found, Code.request_erased):
+                raise
+            raise invalid(FIELD, f"{name} is not known: it was deleted, or its record has expired") from None
+        if found.request.endpoint != RESPONSE or found.request.no_store:
+            raise invalid(FIELD, f"{name} is not a stored response")
+        if found.record is None:
+            found = await self._recorded(found.request, name, sees)
+        assert found.record is not None
+        if found.record.code:
+            raise invalid(FIELD, f"{name} has failed or was cancelled; continue the one before it")
+        if not has_output(found.record):
+            raise invalid(FIELD, f"{name} cannot be continued: its output was too large for its record")
+        return found
+
+    async def _recorded(self, request: GenerateRequest, name: str, sees: str | None) -> StoredRequest:
+        """A response with its record, which is stored behind its last token: a client may have read that already.
+
+        Raises:
+            ServingError: invalid_request: it has not ended; broker_unavailable: its record does not come.
+        """
+        if not await self._answered(request):
+            raise invalid(FIELD, f"{name} has not ended yet; wait for it, or cancel it")
+        until = time.monotonic() + RECORD_S
+        while time.monotonic() < until:
+            found = await self._lookup.find(request.id, sees)
+            if found.record is not None:
+                return found
+            await asyncio.sleep(LOOK_S)
+        raise ServingError(
+            Code.broker_unavailable, f"{name} has ended, and its record is not stored yet; try again", retry_after=1.0
+        )
+
+
+def _size(found: StoredRequest) -> int:
+    record = found.record
+    return len(found.request.client_body) + 4 * (record.usage.completion if record is not None else 0)

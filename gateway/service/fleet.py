@@ -1,0 +1,424 @@
+"""What a gateway derives from the fleet's registrations: which models there are, and which workers it uses.
+
+A gateway serves the models that its operator named, and with ``learn_models``, or if none was named, every model that
+workers register. A model stays known for a while after its last worker has left, so that a request that arrives while a
+worker is being replaced waits in the queue.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
+
+import msgspec
+import structlog
+
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.access.caller import ANYONE, Caller
+from penstock.gateway.apis.embeddings import PATH as EMBEDDINGS
+from penstock.gateway.apis.images import PATHS as IMAGE_PATHS
+from penstock.gateway.base.common import BOM
+from penstock.gateway.base.errors import decode_body, model_missing, model_not_found
+from penstock.gateway.base.metrics import Metrics
+from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.service.model_store import ModelStore, Source
+from penstock.gateway.service.role_models import RoleModels
+from penstock.gateway.service.text_model import TextModel
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.registry import RegisteredWorker, WorkerRegistry
+from penstock.infra.bus.tasks import Tasks
+from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.text.detokenizer import Detokenizer
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import APART, DIFFUSION, EMBED, Registration, State
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.revisions import NO_TOKENS, reads
+from penstock.schemas.subjects import token
+
+log = structlog.get_logger("gateway")
+
+MAX_LEARNED = 256  # models that workers made known; the one without workers that was known longest is forgotten
+FORGET_S = 3_600.0  # after its last worker left
+NO_CONTEXT = 131_072  # tokens: what a body may hold while no model is known
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_decode_named = msgspec.json.Decoder(_Named).decode
+
+
+def named_in(body: bytes) -> str:
+    """The model that a body names; "": none.
+
+    Raises:
+        ServingError: invalid_request.
+    """
+    found: _Named = decode_body(_decode_named, body.removeprefix(BOM))
+    return found.model or ""
+
+
+class FleetView:
+    """Follows the workers bucket.
+
+    Args:
+        models: that the operator named, and the names of each for clients.
+        open_models: names of the models that have open requests here.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        models: Sequence[tuple[tuple[str, ...], ModelDir]],
+        gateway: str,
+        settings: GatewaySettings,
+        metrics: Metrics,
+        tasks: Tasks,
+        open_models: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
+        self.watch = WorkerRegistry(bus, joined=self._joined, left=self._left)
+        self.diffusion_models = RoleModels(DIFFUSION, lambda registration: registration.diffusion)
+        self.embedding_models = RoleModels(EMBED, lambda registration: registration.embedder)
+        self.learns = settings.learn_models or not models
+        self.store = ModelStore(
+            settings.max_models,
+            settings.unload_models_s,
+            tasks,
+            in_use=open_models,
+            loaded=self._loaded,
+            unloaded=self._unloaded,
+        )
+        self.on_models: Callable[[], None] = lambda: None
+        self._gateway = gateway
+        self._settings = settings
+        self._metrics = metrics
+        self._following = AsyncExitStack()
+        self._models: dict[str, TextModel] = {}  # by canonical name
+        self._by_name: dict[str, TextModel] = {}
+        self._tokens: frozenset[str] = frozenset()
+        self._only: TextModel | None = None
+        self._apart: frozenset[str] = frozenset()  # models that generate no text, with workers
+        self._empty_since: dict[str, float] = {}  # learned models without workers
+        self._sources: dict[str, Source] = {}  # by tokenizer digest, for answers that were made with it
+        self._ignored: bool | None = None  # whether some model ignores options; None: not computed
+        for names, model in models:
+            source = Source(names[0], str(model.path), model.tokenizer_digest)
+            self.store.add(source, model)
+            self._add(names, source)
+            self._metrics.of(names[0]).loaded.set(1)
+
+    async def open(self) -> None:
+        """
+        Raises:
+            ServingError: the workers bucket cannot be read.
+        """
+        await self._following.enter_async_context(self.watch)
+
+    async def close(self) -> None:
+        self.store.close()
+        await self._following.aclose()
+
+    def refresh(self) -> None:
+        """Remove workers whose lease expired, and models that nobody uses. Refusals and conflicts are logged even while
+        no request comes."""
+        self.watch.expire()
+        for model in self._models.values():
+            model.refresh()
+        self.store.unload_idle()
+        if self._empty_since:
+            self._forget()
+
+    # --- the models ---
+
+    @property
+    def models(self) -> Iterable[TextModel]:
+        """The models that generate text, those of the operator first."""
+        return self._models.values()
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Every name of a model that generates text."""
+        return list(self._by_name)
+
+    def find(self, name: str) -> TextModel | None:
+        """
+        Args:
+            name: canonical, or an alias.
+        """
+        return self._by_name.get(name)
+
+    def listed(self) -> Iterator[tuple[str, TextModel]]:
+        """Models that generate text, by each name, that requests may be made for."""
+        for name, model in self._by_name.items():
+            if model.configured or (model.expected and not model.problem):
+                yield name, model
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that prompt and output may have, of any model."""
+        only = self._only
+        if only is not None and (context := only.prepared_for()) is not None:
+            return context.max_model_len
+        return max((model.card.max_model_len for model in self._models.values()), default=0) or NO_CONTEXT
+
+    def only_context(self) -> PrepareContext | None:
+        """What bodies are prepared for where there is one model, in memory; None: a body has to say which it is for."""
+        return self._only.context() if self._only is not None else None
+
+    async def context_for(self, name: str, caller: Caller = ANYONE) -> PrepareContext:
+        """What a body is prepared for that names this model.
+
+        Args:
+            name: "": none.
+        Raises:
+            ServingError: model_not_found; invalid_request: several are served and it names none; model_unavailable.
+        """
+        model = self._chosen(name, caller)
+        return model.context() or await model.load()
+
+    def _chosen(self, name: str, caller: Caller) -> TextModel:
+        if not name:
+            usable = [each for each in self._models.values() if any(map(caller.may_name, each.names))]
+            if len(usable) == 1:
+                return usable[0]
+            raise model_missing([each.name for each in usable]) if usable else model_not_found("", ())
+        model = self._by_name.get(name)
+        if model is None or not caller.may_name(name):
+            path = self.elsewhere().get(name, "") if caller.may_name(name) else ""
+            raise model_not_found(name, [each for each in self._by_name if caller.may_name(each)], path)
+        return model
+
+    def elsewhere(self) -> dict[str, str]:
+        """Models that generate no text, and the path to ask them at."""
+        images = {name: IMAGE_PATHS[model.kind] for name, model in self.diffusion_models.known.items()}
+        return images | dict.fromkeys(self.embedding_models.known, EMBEDDINGS)
+
+    async def detokenizer(self, request: GenerateRequest) -> Detokenizer | None:
+        """What makes text of a request's tokens; None: its answer has none.
+
+        Raises:
+            ServingError: model_unavailable: the model cannot be read.
+        """
+        found = self.store.detokenizers.get(request.tokenizer)
+        if found is not None or request.output:
+            return found
+        source = self._source_of(request, self._by_name.get(request.model))
+        if source is None:
+            raise _unreadable(request)
+        return (await self.store.load(source)).detokenizer
+
+    def _source_of(self, request: GenerateRequest, model: TextModel | None) -> Source | None:
+        """Where the tokenizer of an earlier request can be read; None: it is not known."""
+        if request.tokenizer:
+            if model is not None and (own := model.source) is not None and own.tokenizer == request.tokenizer:
+                return own
+            return self._sources.get(request.tokenizer)
+        return model.source if model is not None else None
+
+    # --- their workers ---
+
+    def has_worker(self) -> bool:
+        """Whether a worker takes requests for some model. Those of images and vectors count where all are learned."""
+        if any(model.ready for model in self._models.values()):
+            return True
+        return not any(model.configured for model in self._models.values()) and self._ready_apart()
+
+    @property
+    def lacks(self) -> str:
+        """The role of a worker without which those that are there run no request; "": none, or other models run."""
+        if any(model.ready for model in self._models.values()):
+            return ""
+        return next((model.lacks for model in self._models.values() if model.lacks), "")
+
+    def name_in(self, body: bytes) -> str:
+        """Canonical name of the model that a body names; "": it names none that is served."""
+        try:
+            name = named_in(body)
+        except ServingError:
+            return ""
+        model = self._by_name.get(name)
+        return model.name if model is not None else name if name in self._apart else ""
+
+    def ignored_by(self, body: bytes) -> frozenset[str]:
+        """Options that a worker of the body's model announces as without effect there."""
+        if self._only is not None:
+            return self._only.ignored_options
+        if self._ignored is None:
+            self._ignored = any(model.ignored_options for model in self._models.values())
+        if not self._ignored:
+            return frozenset()
+        model = self._models.get(self.name_in(body))
+        return model.ignored_options if model is not None else frozenset()
+
+    def workers(self) -> list[tuple[Registration, str]]:
+        """All workers, by name, each with why it takes no requests of this gateway; "": it takes them."""
+        used = {worker.worker for model in self._models.values() for worker in model.used}
+        with_reasons = [(member.registration, self._reason(member, used)) for member in self.watch.members.values()]
+        return sorted(with_reasons, key=lambda entry: (entry[0].role, entry[0].name, entry[0].worker))
+
+    def _reason(self, member: RegisteredWorker, used: set[str]) -> str:
+        worker = member.registration
+        if worker.state is not State.ready:
+            return f"it is {worker.state.value}"
+        if worker.role in APART:
+            return ""
+        serving = self._serving(worker)
+        if not serving:
+            return f"it serves {worker.model!r}, this gateway {', '.join(map(repr, self._models)) or 'no model'}"
+        if worker.worker in used:
+            return next((model.problem for model in serving if model.problem), "")
+        if not any(reads(worker, model.tokenizer) for model in serving):
+            return "its tokenizer is another one than the gateway's"
+        return "it stands by: workers of another revision serve"
+
+    def _ready_apart(self) -> bool:
+        """Whether a worker takes requests for images or vectors."""
+        return bool(self.diffusion_models.ready() or self.embedding_models.ready())
+
+    def serves_elsewhere(self, model: str) -> bool:
+        """Whether workers serve this model (a subject token) and only other gateways of the namespace know it.
+
+        Models of images and vectors do not count: every gateway knows them.
+        """
+        if model in self._tokens:
+            return False
+        served = (member.registration for member in self.watch.members.values())
+        return any(model in (token(r.model), *map(token, r.aliases)) for r in served if r.role not in APART)
+
+    # --- changes ---
+
+    def _joined(self, member: RegisteredWorker) -> None:
+        registration = member.registration
+        self.diffusion_models.put(registration)
+        self.embedding_models.put(registration)
+        self._ignored = None
+        if registration.role in APART:
+            self._changed_apart()
+            return
+        serving = self._serving(registration)
+        if not serving and self.learns and registration.role not in NO_TOKENS and self._learn(registration.model):
+            serving = self._serving(registration)
+        for model in serving:
+            self._empty_since.pop(model.name, None)
+            before = model.names
+            model.put(registration)
+            if model.names != before:
+                self._names_changed()
+            self._note(model)
+
+    def _left(self, member: RegisteredWorker, why: str) -> None:
+        worker = member.registration.worker
+        log.info("worker_left", worker=worker, why=why)
+        self.diffusion_models.remove(worker)
+        self.embedding_models.remove(worker)
+        self._ignored = None
+        if member.registration.role in APART:
+            self._changed_apart()
+        for model in self._models.values():
+            model.remove(worker)
+            if not model.workers and not model.configured:
+                self._empty_since.setdefault(model.name, time.monotonic())
+
+    def counted(self, name: str) -> bool:
+        """Whether a model is served, and so has series of its own."""
+        return name in self._models or name in self._apart
+
+    def _changed_apart(self) -> None:
+        counts = self.diffusion_models.counts() + self.embedding_models.counts()
+        for name in counts.keys() | self._apart:
+            if name not in self._models:
+                self._metrics.of(name).workers.labels("serving", "").set(counts[name])
+        self._apart = frozenset(counts)
+        for model in self._models.values():
+            model.changed()
+
+    def _serving(self, registration: Registration) -> list[TextModel]:
+        """The models for which a worker takes requests."""
+        if registration.role in APART:
+            return []
+        names = (registration.model, *registration.aliases)
+        return [model for name in dict.fromkeys(names) if (model := self._models.get(name)) is not None]
+
+    def _learn(self, name: str) -> bool:
+        """A worker made a model known; False: there are too many."""
+        if sum(not each.configured for each in self._models.values()) >= MAX_LEARNED:
+            oldest = min(self._empty_since, key=self._empty_since.__getitem__, default=None)
+            if oldest is None:
+                log.error("too_many_models", model=name, limit=MAX_LEARNED, action="it is not served here")
+                return False
+            self._remove(oldest)
+        model = self._add((name,), None)
+        log.info("model_learned", model=name)
+        for member in self.watch.members.values():
+            if model in self._serving(member.registration):
+                model.put(member.registration)
+        self._names_changed()
+        return True
+
+    def _add(self, names: tuple[str, ...], source: Source | None) -> TextModel:
+        model = TextModel(
+            names, source, self._gateway, self._settings, self._metrics.of(names[0]), self.store, self.elsewhere
+        )
+        self._models[names[0]] = model
+        if source is not None:
+            self._sources[source.tokenizer] = source
+        self._names_changed()
+        return model
+
+    def _note(self, model: TextModel) -> None:
+        """Keep where a learned model can be read, and read it before it is asked for."""
+        source = model.source
+        if source is None or model.noted == source:
+            return
+        model.noted = source
+        self._sources.pop(source.tokenizer, None)
+        self._sources[source.tokenizer] = source
+        while len(self._sources) > 2 * MAX_LEARNED:
+            del self._sources[next(iter(self._sources))]
+        self.store.prefetch(source)
+
+    def _names_changed(self) -> None:
+        """A canonical name goes before the same alias of another model."""
+        by_name = {name: model for model in self._models.values() for name in model.names}
+        by_name |= self._models
+        # In the order of the models, the names of each together.
+        self._by_name = {name: by_name[name] for model in self._models.values() for name in model.names}
+        self._tokens = frozenset(map(token, self._by_name))
+        self._only = next(iter(self._models.values())) if len(self._models) == 1 else None
+        self._ignored = None
+        self.on_models()
+
+    def _forget(self) -> None:
+        before = time.monotonic() - FORGET_S
+        for name in [name for name, since in self._empty_since.items() if since < before]:
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        self._empty_since.pop(name, None)
+        if self._models.pop(name, None) is not None:
+            log.info("model_forgotten", model=name, why="it has had no worker for a while")
+            self._names_changed()
+
+    def _loaded(self, source: Source, seconds: float) -> None:
+        metrics = self._metrics.of(source.name)
+        metrics.loaded.set(1)
+        metrics.load_seconds.set(seconds)
+        if (model := self._models.get(source.name)) is not None:
+            model.changed()
+
+    def _unloaded(self, source: Source) -> None:
+        model = self._models.get(source.name)
+        if model is None or model.source == source:
+            self._metrics.of(source.name).loaded.set(0)
+        if model is not None:
+            model.changed()  # its context holds the model
+
+
+def _unreadable(request: GenerateRequest) -> ServingError:
+    return ServingError(
+        Code.model_unavailable,
+        f"the answer of request {request.id} cannot be read here: no worker serves model {request.model!r} with the "
+        f"tokenizer that made it; start one, or a gateway with --model {request.model}=FOLDER",
+        param="model",
+        retry_after=10.0,
+    )

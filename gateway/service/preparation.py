@@ -1,0 +1,353 @@
+"""From a body to a request without blocking the event loop: large bodies are prepared in threads.
+
+A thread helps where the work is Python or releases the interpreter, as the tokenizer does. Decoding JSON does neither,
+and takes about 40 ns per value: a body with far more values than the model's context has tokens is refused unread.
+Tenants take turns with the threads. A small body whose chat template takes long is prepared again in a thread.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.access.caller import ANYONE, Caller
+from penstock.gateway.apis.chat.prepare import (
+    PendingMediaRequest,
+    PreparedRequest,
+    attach_media,
+    prepare_chat,
+    prepare_completion,
+)
+from penstock.gateway.apis.embeddings import prepare_embedding
+from penstock.gateway.apis.images import PATHS, prepare_images
+from penstock.gateway.apis.messages import chat as anthropic_chat
+from penstock.gateway.apis.messages.prepare import prepare_message
+from penstock.gateway.apis.option_names import check_options
+from penstock.gateway.apis.requests import MAX_VALUES
+from penstock.gateway.apis.responses import chat as responses_api_chat
+from penstock.gateway.apis.responses.bodies import parse_compaction, parse_response
+from penstock.gateway.apis.responses.compaction import encode_kept
+from penstock.gateway.apis.responses.prepare import count_prompt_of, prepare_response, with_body
+from penstock.gateway.apis.responses.record import encode_stored
+from penstock.gateway.base.common import CHAT, COMPACTION, MESSAGE, RESPONSE
+from penstock.gateway.base.errors import invalid
+from penstock.gateway.base.places import rename
+from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.media.loader import MediaLoader
+from penstock.gateway.service.constraint_check import ConstraintCheck
+from penstock.gateway.service.conversations import Conversations
+from penstock.gateway.service.fair_threads import FairThreads
+from penstock.gateway.service.fleet import FleetView, named_in
+from penstock.infra.text.template_sandbox import cpu_budget
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import EMBEDDING
+from penstock.schemas.subjects import DEFAULT_TENANT
+
+LARGE_BODY = 8_192  # bytes; larger ones are prepared in a thread: to tokenise 1 KB takes 0.3 ms
+LARGE_PROMPT = 8_192  # tokens; longer ones with images get their block names in a thread
+THREADS = 3  # each competes with the event loop for the interpreter
+PER_TENANT = 2  # of them
+NAMED_INLINE = 131_072  # bytes; to find the model in a larger body takes more than 0.2 ms
+INLINE_CPU_S = 0.005  # of the event loop, for the chat template of a small body; most take 0.1 ms
+FEW_VALUES = 65_536  # in a body; so many are decoded in 3 ms
+PRIVATE_S = 120.0  # for all media of a request with no_store: routers erase what nobody asked for later than that
+COUNT_BYTES = 1 << 18  # searched for commas at once
+
+_NAMES = {RESPONSE: responses_api_chat.NAMES, MESSAGE: anthropic_chat.NAMES}  # of a chat's fields, for errors
+
+T = TypeVar("T")
+
+
+class RequestPreparer:
+    """Owns the threads, and the processes that try constraints; ``close`` it."""
+
+    def __init__(
+        self,
+        fleet: FleetView,
+        media_loader: MediaLoader,
+        conversations: Conversations,
+        gateway: str,
+        settings: GatewaySettings,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._fleet = fleet
+        self._media_loader = media_loader
+        self._conversations = conversations
+        self._gateway = gateway
+        self._settings = settings
+        self._now_ns = now_ns
+        self._constraints = ConstraintCheck()
+        self._threads = FairThreads(THREADS, PER_TENANT, "prepare")
+
+    async def close(self) -> None:
+        self._threads.close()
+        await self._constraints.close()
+
+    async def prepare(
+        self,
+        endpoint: str,
+        body: bytes,
+        *,
+        no_store: bool = False,
+        caller: Caller = ANYONE,
+    ) -> PreparedRequest:
+        """
+        Args:
+            no_store: as if the body asked for it.
+            caller: whose request it becomes.
+        Raises:
+            ServingError: the body cannot be served.
+        """
+        now_ns = self._now_ns()
+        request_id = new_request_id(now_ns, cell=self._settings.cell)
+        if self._settings.strict_options:
+            await self.run_for(body, check_options, endpoint, body, tenant=caller.tenant)
+        if endpoint in PATHS:
+            models = {name: each for name, each in self._fleet.diffusion_models.known.items() if caller.may_name(name)}
+            prepared = await self.run_for(
+                body,
+                prepare_images,
+                endpoint,
+                body,
+                models,
+                gateway=self._gateway,
+                default_deadline_s=self._settings.default_deadline_s,
+                now_ns=now_ns,
+                request_id=request_id,
+                no_store=no_store or self._settings.always_no_store,
+                tenant=caller.tenant,
+            )
+            return prepared if caller is ANYONE else prepared._replace(request=caller.own(prepared.request))
+        if endpoint == EMBEDDING:
+            return await self._embedding(body, caller, now_ns=now_ns, request_id=request_id, no_store=no_store)
+        context = await self._context(body, caller)
+        if no_store and not context.no_store:
+            context = context._replace(no_store=True)
+        prepared = await self._text(endpoint, body, context, caller.sees, now_ns=now_ns, request_id=request_id)
+        if prepared.wanted is not None:
+            field = rename(prepared.wanted.field, _NAMES.get(endpoint, {}))
+            tenant = prepared.request.tenant
+            if loosened := await self._constraints.check(prepared.wanted, tenant, field):
+                context = context._replace(loosened=loosened)
+                prepared = await self._text(endpoint, body, context, caller.sees, now_ns=now_ns, request_id=request_id)
+                if prepared.wanted is not None and await self._constraints.check(prepared.wanted, tenant, field):
+                    raise invalid("tools", "the tools' schemas cannot be compiled; make them simpler")
+        return prepared
+
+    async def _embedding(
+        self, body: bytes, caller: Caller, *, now_ns: int, request_id: str, no_store: bool
+    ) -> PreparedRequest:
+        fleet = self._fleet
+        work = partial(
+            prepare_embedding,
+            body,
+            {name: each for name, each in fleet.embedding_models.known.items() if caller.may_name(name)},
+            gateway=self._gateway,
+            default_deadline_s=self._settings.default_deadline_s,
+            now_ns=now_ns,
+            others=[name for name in (*fleet.names, *fleet.diffusion_models.known) if caller.may_name(name)],
+            no_store=no_store or self._settings.always_no_store,
+            request_id=request_id,
+        )
+        if len(body) <= LARGE_BODY:
+            prepared = work()
+        else:
+            checked = partial(_checked, body, MAX_VALUES, work, "the most that embeddings take")
+            prepared = await self._in_thread(caller.tenant, len(body), checked)
+        return prepared._replace(request=caller.own(prepared.request))
+
+    async def _text(
+        self,
+        endpoint: str,
+        body: bytes,
+        context: PrepareContext,
+        sees: str | None,
+        *,
+        now_ns: int,
+        request_id: str,
+    ) -> PreparedRequest:
+        if endpoint in (RESPONSE, COMPACTION):
+            return await self._response(endpoint, body, context, sees, now_ns=now_ns, request_id=request_id)
+        if endpoint == MESSAGE:
+            return await self._message(body, context, now_ns=now_ns, request_id=request_id)
+        prepare = prepare_chat if endpoint == CHAT else prepare_completion
+        prepared = await self._render_for(
+            body, prepare, body, context, now_ns=now_ns, request_id=request_id, tenant=context.tenant
+        )
+        if isinstance(prepared, PendingMediaRequest):
+            prepared = await self._with_media(prepared, context)
+        return prepared
+
+    async def _response(
+        self,
+        endpoint: str,
+        body: bytes,
+        context: PrepareContext,
+        sees: str | None,
+        *,
+        now_ns: int,
+        request_id: str,
+    ) -> PreparedRequest:
+        compacts = endpoint == COMPACTION
+        parse = parse_compaction if compacts else parse_response
+        asked = await self.run_for(body, parse, body, tenant=context.tenant)
+        if asked.background and context.no_store:  # by the header or the gateway's setting
+            raise invalid(
+                "background",
+                "a response in the background has to be stored, so that it can be fetched later, and this one must not "
+                "be (X-Penstock-No-Store, or --always-no-store of the gateway)",
+            )
+        history = await self._conversations.history(asked.previous_response_id, sees)
+        work = partial(
+            prepare_response,
+            asked,
+            history.turns,
+            context,
+            now_ns=now_ns,
+            request_id=request_id,
+            compacts=compacts,
+        )
+        if history.size > LARGE_BODY:
+            prepared = await self._in_thread(context.tenant, len(body) + history.size, work)
+        else:
+            prepared = await self._render_for(body, work, tenant=context.tenant)
+        if compacts:
+            stored = encode_kept(asked, history.turns, request_id)
+        else:
+            stored = encode_stored(asked, history.ancestors, history.size)
+        if isinstance(prepared, PendingMediaRequest):
+            prepared = await self._with_media(prepared, context)
+        return with_body(prepared, endpoint, stored)._replace(detached=bool(asked.background))
+
+    async def _message(self, body: bytes, context: PrepareContext, *, now_ns: int, request_id: str) -> PreparedRequest:
+        found = await self._render_for(
+            body, prepare_message, body, context, now_ns=now_ns, request_id=request_id, tenant=context.tenant
+        )
+        prepared = found.prepared
+        if isinstance(prepared, PendingMediaRequest):
+            prepared = await self._with_media(prepared, found.context)
+        return with_body(prepared, MESSAGE, found.client_body)
+
+    async def count_response(self, body: bytes, caller: Caller = ANYONE) -> int:
+        """Tokens of a response's prompt.
+
+        Raises:
+            ServingError: the body cannot be served.
+        """
+        asked = await self.run_for(body, parse_response, body, tenant=caller.tenant)
+        history = await self._conversations.history(asked.previous_response_id, caller.sees)
+        work = partial(count_prompt_of, asked, history.turns, await self._context(body, caller))
+        return await self._in_thread(caller.tenant, len(body) + history.size, work)
+
+    async def compute(self, work: Callable[[bytes, PrepareContext], T], body: bytes, caller: Caller = ANYONE) -> T:
+        """``work`` on a body and on what requests are prepared for.
+
+        Raises:
+            ServingError: the body cannot be served.
+        """
+        context = await self._context(body, caller)
+        return await self._render_for(body, work, body, context, tenant=caller.tenant)
+
+    async def _context(self, body: bytes, caller: Caller) -> PrepareContext:
+        """What a body is prepared for, by the model that it names.
+
+        Raises:
+            ServingError: see ``FleetView.context_for``; the body is not JSON.
+        """
+        base = self._fleet.only_context()
+        if base is None:
+            if len(body) <= NAMED_INLINE:
+                name = named_in(body)
+            else:
+                name = await self.run_for(body, named_in, body, tenant=caller.tenant)
+            base = await self._fleet.context_for(name, caller)
+        return caller.context(base)
+
+    async def run_for(
+        self, body: bytes, work: Callable[..., T], *args: Any, tenant: str = DEFAULT_TENANT, **options: Any
+    ) -> T:
+        """``work`` that decodes a body, in a thread if that is large.
+
+        Args:
+            tenant: whose turn of the threads it takes.
+        Raises:
+            ServingError: context_length_exceeded: it is not worth decoding. overloaded: too many wait for a thread.
+        """
+        if len(body) <= LARGE_BODY:
+            return work(*args, **options)
+        limit, meaning = max(FEW_VALUES, 2 * self._fleet.longest), _TWICE
+        if limit < MAX_VALUES and self._fleet.embedding_models.known:  # what is asked for is not known yet
+            limit, meaning = MAX_VALUES, "the most that embeddings take"
+        checked = partial(_checked, body, limit, partial(work, *args, **options), meaning)
+        return await self._in_thread(tenant, len(body), checked)
+
+    async def _render_for(
+        self, body: bytes, work: Callable[..., T], *args: Any, tenant: str = DEFAULT_TENANT, **options: Any
+    ) -> T:
+        """As ``run_for``, for work that renders a chat template; in a thread also if that takes long."""
+        if len(body) <= LARGE_BODY:
+            budget = cpu_budget(INLINE_CPU_S)
+            try:
+                with budget:
+                    return work(*args, **options)
+            except ServingError:
+                if not budget.spent:
+                    raise
+            return await self._in_thread(tenant, len(body), partial(work, *args, **options))
+        return await self.run_for(body, work, *args, tenant=tenant, **options)
+
+    async def _in_thread(self, tenant: str, size_bytes: int, work: Callable[[], T]) -> T:
+        return await self._threads.run(tenant, size_bytes, partial(_within, self._settings.template_cpu_s, work))
+
+    async def _with_media(self, pending: PendingMediaRequest, context: PrepareContext) -> PreparedRequest:
+        """The request once its media are loaded and stored."""
+        assert context.model.vision is not None
+        left_s = pending.deadline_s - (self._now_ns() - pending.now_ns) / 1e9
+        try:
+            async with asyncio.timeout(left_s):
+                owner = ""
+                if pending.no_store:
+                    assert pending.request_id is not None
+                    owner = pending.request_id
+                async with asyncio.timeout(PRIVATE_S if owner else None):
+                    media = await self._media_loader.load(pending.prompt.media, context.model.vision, left_s, owner)
+        except TimeoutError:
+            raise ServingError(Code.deadline_exceeded, "the images did not arrive before the deadline") from None
+        if len(pending.prompt.tokens) <= LARGE_PROMPT:
+            return attach_media(pending, media, context)
+        size_bytes = 8 * len(pending.prompt.tokens)
+        return await self._in_thread(context.tenant, size_bytes, partial(attach_media, pending, media, context))
+
+
+def _within(cpu_s: float, work: Callable[[], T]) -> T:
+    with cpu_budget(cpu_s):
+        return work()
+
+
+_TWICE = "twice what the model's context can hold"
+
+
+def _checked(body: bytes, limit: int, work: Callable[[], T], meaning: str = _TWICE) -> T:
+    check_values(body, limit, meaning)
+    return work()
+
+
+def check_values(body: bytes, limit: int, meaning: str = _TWICE) -> None:
+    """Refuse a body whose decoding would block the event loop. The number of commas nearly bounds the number of values.
+
+    Text has commas too, but at least two tokens for each, so whatever fits into the context passes.
+
+    Raises:
+        ServingError: context_length_exceeded: more than ``limit`` commas.
+    """
+    count = 0
+    for at in range(0, len(body), COUNT_BYTES):
+        count += body.count(b",", at, at + COUNT_BYTES)
+        if count > limit:
+            raise ServingError(
+                Code.context_length_exceeded,
+                f"the body has more than {limit} values or commas, which is {meaning}",
+            )

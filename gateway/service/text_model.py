@@ -1,0 +1,293 @@
+"""One model that generates text, as a gateway knows it: its workers, and what bodies are prepared for."""
+
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.base.metrics import ModelMetrics
+from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.service.model_store import Loaded, ModelStore, Source
+from penstock.gateway.service.roster import Roster, WorkerSelection
+from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.text.parsers.families import TABLE
+from penstock.infra.text.parsers.parser_detection import reasoning_parser, tool_call_parser
+from penstock.infra.text.parsers.registry import ParserNames, agreed_parsers
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import Registration, State
+from penstock.schemas.parser_names import AUTO
+from penstock.schemas.revisions import NO_TOKENS
+
+log = structlog.get_logger("gateway")
+
+
+class Card:
+    """What clients are told of a model, also while it is not in memory."""
+
+    __slots__ = ("images", "max_model_len")
+
+    def __init__(self, max_model_len: int = 0, images: bool = False) -> None:
+        self.max_model_len = max_model_len
+        self.images = images
+
+
+class TextModel:
+    """Derived values are computed again on the first access after a change.
+
+    Args:
+        names: for clients; the first is canonical. Of a model that workers made known they come from these.
+        source: where it is read from; None: its workers say.
+        elsewhere: models that generate no text, and the path to ask them at.
+
+    Attributes:
+        configured: the operator named it with ``--model``.
+        workers: that serve it, by id.
+        noted: the last source for which it was prefetched.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        source: Source | None,
+        gateway: str,
+        settings: GatewaySettings,
+        metrics: ModelMetrics,
+        store: ModelStore,
+        elsewhere: Callable[[], Mapping[str, str]],
+    ) -> None:
+        self.configured = source is not None
+        self.workers: dict[str, Registration] = {}
+        self.noted = source
+        self._names = names
+        self._source = source
+        self._looked = self.configured  # ``_source`` is as the workers say
+        self._gateway = gateway
+        self._settings = settings
+        self._store = store
+        self._elsewhere = elsewhere
+        self._roster = Roster(names[0], metrics)
+        self._selection: WorkerSelection | None = None
+        self._context: PrepareContext | None = None
+        self._loaded: Loaded | None = None
+        self._ignored: frozenset[str] | None = None
+        self._has_generated = self.configured  # a worker has been ready for it
+        self._card = Card()
+        self._parsers: ParserNames | None = None  # None: neither a worker nor the template has said
+        self._conflicts: set[frozenset[ParserNames]] = set()  # that were logged
+        self._unknown: set[str] = set()  # parsers, likewise
+
+    @property
+    def name(self) -> str:
+        return self._names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self._names
+
+    def put(self, registration: Registration) -> None:
+        """A worker that serves it registered, or changed."""
+        self.workers[registration.worker] = registration
+        self.changed()
+
+    def remove(self, worker: str) -> None:
+        if self.workers.pop(worker, None) is not None:
+            self.changed()
+
+    def changed(self) -> None:
+        self._selection = self._context = self._loaded = self._ignored = None
+        if not self.configured:
+            self._looked = False
+            aliases = (alias for each in self.workers.values() if each.model == self.name for alias in each.aliases)
+            self._names = tuple(dict.fromkeys((self.name, *aliases))) if self.workers else self._names
+
+    # --- its workers ---
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker takes requests for it."""
+        return self._select().ready
+
+    @property
+    def lacks(self) -> str:
+        """The role of a worker without which those that are there run no request; "": none."""
+        return self._select().lacks
+
+    @property
+    def used(self) -> list[Registration]:
+        return self._select().used
+
+    @property
+    def ignored_options(self) -> frozenset[str]:
+        """Options that a worker announces as without effect there; any worker may get a request."""
+        if self._ignored is None:
+            self._ignored = frozenset(name for each in self._select().used for name in each.ignored_options)
+        return self._ignored
+
+    @property
+    def tokenizer(self) -> str:
+        """Digest of the tokenizer that prompts are made with; "": unknown."""
+        source = self.source
+        loaded = self._store.peek(source) if source is not None else None
+        return loaded.tokenizer_digest if loaded is not None else source.tokenizer if source is not None else ""
+
+    def refresh(self) -> None:
+        """Conflicts are logged even while no request comes."""
+        self._select()
+        if self.source is not None and self._store.peek(self.source) is not None:
+            self.prepared_for()
+
+    def _select(self) -> WorkerSelection:
+        if self._selection is None:
+            self._selection = self._roster.select(self.workers.values(), self.tokenizer)
+            self._has_generated |= self._selection.ready
+        return self._selection
+
+    # --- the model itself ---
+
+    @property
+    def source(self) -> Source | None:
+        """Where it is read from; None: no worker has said."""
+        if not self._looked:
+            self._looked = True
+            self._source = self._learned() or self._source
+        return self._source
+
+    def _learned(self) -> Source | None:
+        """As the ready worker says that registered first, or else one that is leaving."""
+        known = [each for each in self.workers.values() if each.source and each.role not in NO_TOKENS]
+
+        def order(each: Registration) -> tuple[bool, bool, int, str]:
+            return each.state is not State.ready, each.model != self.name, each.epoch, each.worker
+
+        first = min(known, key=order, default=None)
+        if first is None:
+            return None
+        now = self._source
+        if now is not None and any(each.tokenizer == now.tokenizer and each.source == now.folder for each in known):
+            ready = {each.tokenizer for each in known if each.state is State.ready}
+            if not ready or now.tokenizer in ready:
+                return now  # it is in memory, and as good
+        return Source(self.name, first.source, first.tokenizer, first.host)
+
+    @property
+    def expected(self) -> bool:
+        """Whether requests for it are accepted although no worker may be there: one is, or was, or will be."""
+        return self._has_generated or self._select().ready
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot be served, however many workers it has; "": it can, or was not tried."""
+        source = self.source
+        if source is None:
+            return "its workers are of an earlier release and do not say where it can be read; use --model"
+        return self._store.why_not(source)
+
+    @property
+    def card(self) -> Card:
+        source = self.source
+        loaded = self._store.peek(source) if source is not None else None
+        if loaded is not None:
+            self._card = Card(loaded.max_model_len, loaded.vision is not None)
+        elif not self._card.max_model_len:
+            used = self._select().used
+            return Card(max((each.max_model_len for each in used), default=0), any(each.vision for each in used))
+        return self._card
+
+    def context(self) -> PrepareContext | None:
+        """What a body is prepared for; None: the model is not in memory."""
+        context, loaded = self._context, self._loaded
+        if context is None or loaded is None:
+            return self._contextualised()
+        if not loaded.pinned:
+            loaded.used = self._store.clock()
+        return context
+
+    def _contextualised(self) -> PrepareContext | None:
+        source = self.source
+        self._loaded = loaded = self._store.get(source) if source is not None else None
+        if loaded is None:
+            return None
+        self._context = context = self._make_context(loaded.model)
+        return context
+
+    def prepared_for(self) -> PrepareContext | None:
+        """The same, for what is no use of the model."""
+        source = self.source
+        model = self._store.peek(source) if source is not None else None
+        if model is None:
+            return None
+        if self._context is None:
+            self._context = self._make_context(model)
+        return self._context
+
+    async def load(self) -> PrepareContext:
+        """What a body is prepared for, once the model is in memory.
+
+        Raises:
+            ServingError: model_unavailable.
+        """
+        while True:
+            context = self.context()
+            if context is not None:
+                return context
+            if (source := self.source) is None:
+                raise _nowhere(self.name)
+            await self._store.load(source)
+
+    def _make_context(self, model: ModelDir) -> PrepareContext:
+        workers, revision = self._select()[:2]
+        settings = self._settings
+        parsers = self._agreed(model, workers)
+        return PrepareContext(
+            model,
+            self._names,
+            self._gateway,
+            block_size=workers[0].block_size if workers else settings.block_size,
+            default_max_tokens=settings.default_max_tokens,
+            default_deadline_s=settings.default_deadline_s,
+            worker_max_model_len=max((w.max_model_len for w in workers), default=0),
+            revision=revision if workers else "",
+            max_images=settings.max_images,
+            max_messages=settings.max_messages,
+            logits_processors=frozenset(name for w in workers for name in w.logits_processors) if workers else None,
+            parsers=parsers if any(parsers) else None,
+            special_tokens_as_text=settings.special_tokens_in_messages == "text",
+            no_store=settings.always_no_store,
+            reasoning_fields="" if settings.reasoning_fields == "auto" else settings.reasoning_fields,
+            elsewhere=self._elsewhere(),
+        )
+
+    def _agreed(self, model: ModelDir, workers: list[Registration]) -> ParserNames:
+        """How answers are written. It does not change because no worker is there at the moment: as the last one said,
+        or as any would say of this template. Else a forced call would be refused, and an answer's constraint be
+        another.
+        """
+        parsers, named = agreed_parsers(workers)
+        if named:
+            self._parsers = parsers
+        elif self._parsers is None:
+            template = model.template.suited(tools=True).source if model.template is not None else ""
+            self._parsers = ParserNames(reasoning_parser(AUTO, template), tool_call_parser(AUTO, template))
+        unknown = sorted({name for pair in named for name in pair if name and TABLE.find(name) is None} - self._unknown)
+        if unknown:
+            self._unknown.update(unknown)
+            log.warning(
+                "workers_name_unknown_parsers",
+                model=self.name,
+                parsers=unknown,
+                fix="give the gateway --parser-families too",
+            )
+        if len(named) > 1 and named not in self._conflicts:
+            self._conflicts.add(named)
+            log.warning("workers_name_different_parsers", model=self.name, parsers=sorted(named), used=parsers)
+        return self._parsers
+
+
+def _nowhere(name: str) -> ServingError:
+    return ServingError(
+        Code.model_unavailable,
+        f"model {name[:200]!r} cannot be served at the moment: its workers are of an earlier release and do not say "
+        f"where it can be read; start the gateway with --model {name}=FOLDER",
+        param="model",
+        retry_after=10.0,
+    )

@@ -1,1 +1,0 @@
-"""Benchmarks, each a module: ``python -m penstock.infra.bench.<name>``."""

@@ -1,1 +1,0 @@
-"""Times of an engine estimated from its model's config.json and its GPU's data sheet, without either."""

@@ -1,0 +1,305 @@
+"""Rewrites JSON schemas into keywords that llguidance has. Pure.
+
+Every value of the result is a value of the schema. Where the result allows less, it is by an order or a length: what an
+array ``contains`` comes first, and one with ``maxContains`` has no more items than that.
+"""
+
+import re
+from re import _parser as parser  # type: ignore[attr-defined]
+from typing import Any
+
+from penstock.infra.constraints.schema_kinds import texts
+
+Schema = dict[str, Any]
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "contains", "propertyNames", "then", "else")
+_MAY_BE_NULL = ("const", "default", "enum", "examples")  # other keywords with null say nothing
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains",
+           "maxContains")  # fmt: skip
+_TYPES = ("null", "boolean", "number", "string", "array", "object")
+_FORMATS = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
+)  # that llguidance enforces; others are annotations, as JSON schema says
+_MOST_COPIES = 32  # of what an array contains
+_MOST_PARTS = 8  # of a oneOf
+_MOST_STEPS = 1 << 22  # of matching patterns with names
+_FEW = 8  # repeats of a pattern that are told from any number
+_PLAIN = (parser.LITERAL, parser.NOT_LITERAL, parser.ANY, parser.IN, parser.AT)
+_NO_SCHEMA = ("const", "enum", "default", "examples")
+_OPPOSITE = {
+    "minimum": ("number", "exclusiveMaximum", 0),
+    "maximum": ("number", "exclusiveMinimum", 0),
+    "exclusiveMinimum": ("number", "maximum", 0),
+    "exclusiveMaximum": ("number", "minimum", 0),
+    "minLength": ("string", "maxLength", -1),
+    "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1),
+    "maxItems": ("array", "minItems", 1),
+}
+
+
+def rewritten(schema: Any) -> Any:
+    """The schema without what can be said by other keywords. What cannot stays, and is refused by the compiler.
+
+    Raises:
+        ValueError: a keyword that the compiler takes, and would not keep.
+    """
+    return _rewritten(_with_names(schema, schema))
+
+
+def _with_names(part: Any, root: Any) -> Any:
+    """A schema whose ``propertyNames`` have no references and combinations, where that can be said."""
+    if isinstance(part, list):
+        return [_with_names(each, root) for each in part]
+    if not isinstance(part, dict):
+        return part
+    out = {key: value if key in _NO_SCHEMA else _with_names(value, root) for key, value in part.items()}
+    names = part.get("propertyNames")
+    if isinstance(names, dict) and names.keys() & {"$ref", "allOf", "anyOf", "oneOf"}:
+        alternatives = texts(names, root)
+        if len(alternatives) == 1:
+            out["propertyNames"] = alternatives[0]
+        elif all(each.keys() <= {"enum", "const", "type"} and each.keys() & {"enum", "const"} for each in alternatives):
+            listed = [each.get("enum", [each["const"]] if "const" in each else []) for each in alternatives]
+            out["propertyNames"] = {"enum": [name for each in listed for name in each]}
+    return out
+
+
+def _rewritten(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    out = {key: value for key, value in schema.items() if value is not None or key in _MAY_BE_NULL}
+    for key in _MAPS:
+        if isinstance(out.get(key), dict):
+            out[key] = {name: _rewritten(value) for name, value in out[key].items()}
+    for key in _LISTS:
+        if isinstance(out.get(key), list):
+            out[key] = [_rewritten(value) for value in out[key]]
+    for key in _SINGLE:
+        if key in out:
+            out[key] = _rewritten(out[key])
+    for key in _COUNTS:
+        if isinstance(value := out.get(key), float) and value.is_integer():
+            out[key] = int(value)
+    if out.get("uniqueItems") is False:
+        del out["uniqueItems"]
+    if isinstance(kind := out.get("format"), str) and kind not in _FORMATS:
+        del out["format"]
+    _exactly_one(out, schema)
+    _conditions(out)
+    _negations(out)
+    _declared(out)
+    _property_names(out)
+    _dependencies(out)
+    _contains(out)
+    return out
+
+
+_NO_TEXT = ("title", "description", "$comment", "default", "examples", "example")
+
+
+def texts_of(schema: Any) -> list[str]:
+    """Texts of a schema that a value may have in it: of enums and constants, names of properties, and patterns."""
+    found: list[str] = []
+    left = [(schema, True)]  # a part, and whether it is a schema
+    while left:
+        part, is_schema = left.pop()
+        if isinstance(part, str):
+            found.append(part)
+        elif isinstance(part, list):
+            left += [(each, is_schema) for each in part]
+        elif isinstance(part, dict):
+            for key, value in part.items():
+                if not is_schema:
+                    found.append(key)
+                    left.append((value, False))
+                elif key in _MAPS and isinstance(value, dict):
+                    found += value
+                    left += [(each, True) for each in value.values()]
+                elif key not in _NO_TEXT:
+                    left.append((value, key not in ("enum", "const")))
+    return [*found, *(text.replace("\\", "") for text in found if "\\" in text)]
+
+
+def _also(schema: Schema, *others: Any) -> None:
+    schema["allOf"] = [*schema.get("allOf", ()), *others]
+
+
+def _conditions(schema: Schema) -> None:
+    """``if`` with ``then`` and ``else``; without one another they mean nothing."""
+    if "if" not in schema or not schema.keys() & {"then", "else"}:
+        for key in ("if", "then", "else"):
+            schema.pop(key, None)
+        return
+    condition, opposite = _rewritten(schema["if"]), negated(schema["if"])
+    if opposite is None:
+        return
+    del schema["if"]
+    then, otherwise = schema.pop("then", True), schema.pop("else", True)
+    _also(schema, {"anyOf": [{"allOf": [condition, then]}, {"allOf": [opposite, otherwise]}]})
+
+
+def _exactly_one(schema: Schema, original: Schema) -> None:
+    """``oneOf`` as each of its parts without the others, where that can be said. Else the compiler tells them apart."""
+    parts = original.get("oneOf")
+    if not isinstance(parts, list) or not 1 < len(parts) <= _MOST_PARTS:
+        return
+    opposites = [negated(part) for part in parts]
+    if None in opposites:
+        return
+    del schema["oneOf"]
+    alone = [
+        {"allOf": [_rewritten(part), *(each for other, each in enumerate(opposites) if other != number)]}
+        for number, part in enumerate(parts)
+    ]
+    _also(schema, {"anyOf": alone})
+
+
+def _negations(schema: Schema) -> None:
+    if "not" in schema and (opposite := negated(schema["not"])) is not None:
+        del schema["not"]
+        _also(schema, opposite)
+
+
+def negated(schema: Any) -> Any:
+    """A schema of values that another (not rewritten) does not have, of nearly all of them; None: it cannot be said."""
+    if isinstance(schema, bool) or schema == {}:
+        return schema is False
+    rest = {key: value for key, value in schema.items() if key not in ("title", "description", "$comment")}
+    if len(rest) != 1:
+        if set(rest) == {"properties", "required"} and len(rest["properties"]) == len(rest["required"]) == 1:
+            parts = [negated({"properties": rest["properties"]}), negated({"required": rest["required"]})]
+            return None if None in parts else {"anyOf": parts}
+        return None
+    [(key, value)] = rest.items()
+    if key == "type":
+        # Numbers that are no integers are left out: no keyword has them.
+        kinds = {"number" if kind == "integer" else kind for kind in ([value] if isinstance(value, str) else value)}
+        return {"type": [kind for kind in _TYPES if kind not in kinds]} if kinds < set(_TYPES) else False
+    if key in _OPPOSITE:
+        kind, other, offset = _OPPOSITE[key]
+        return {"type": kind, other: value + offset} if value + offset >= 0 or kind == "number" else False
+    if key == "required" and value:
+        return {"anyOf": [{"type": "object", "properties": {name: False}} for name in value]}
+    if key == "properties" and value:
+        parts = [(name, negated(each)) for name, each in value.items()]
+        if any(part is None for _, part in parts):
+            return None
+        return {"anyOf": [{"type": "object", "required": [n], "properties": {n: part}} for n, part in parts]}
+    if key == "not":
+        return _rewritten(value)
+    if key == "const" and isinstance(value, bool):
+        return {"anyOf": [{"const": not value}, {"type": [kind for kind in _TYPES if kind != "boolean"]}]}
+    if key in ("anyOf", "allOf"):
+        parts = [negated(each) for each in value]
+        return None if None in parts else {"allOf" if key == "anyOf" else "anyOf": parts}
+    return None
+
+
+def _property_names(schema: Schema) -> None:
+    names = schema.get("propertyNames")
+    if names is None or "patternProperties" in schema:
+        return
+    values, declared = schema.get("additionalProperties", True), schema.get("properties")
+    declared = declared if isinstance(declared, dict) else {}
+    if names is True or names == {}:
+        del schema["propertyNames"]
+    elif names is False:
+        schema.pop("propertyNames")
+        schema["properties"] = dict.fromkeys(declared, False)
+        schema["additionalProperties"] = False
+    elif isinstance(names, dict) and names.keys() <= {"enum", "const", "type"} and names.keys() & {"enum", "const"}:
+        allowed = [names["const"]] if "const" in names else names["enum"]
+        del schema["propertyNames"]
+        others = {name: values for name in allowed if isinstance(name, str)}
+        kept = {name: value if name in others else False for name, value in declared.items()}
+        schema["properties"] = kept | {name: value for name, value in others.items() if name not in kept}
+        schema["additionalProperties"] = False
+    elif isinstance(names, dict) and names.keys() <= {"pattern", "minLength", "maxLength", "type"}:
+        lengths = f"^(.|\\n){{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+        if "pattern" in names and names.keys() & {"minLength", "maxLength"}:
+            return
+        least, most = names.get("minLength", 0), names.get("maxLength", 1 << 31)
+        kept = {}
+        for name, value in declared.items():
+            fits = matches(names["pattern"], name) if "pattern" in names else least <= len(name) <= most
+            if fits is None:
+                return
+            kept[name] = value if fits else False
+        del schema["propertyNames"]
+        if kept:
+            schema["properties"] = kept
+        schema["patternProperties"] = {names.get("pattern", lengths): values}
+        schema["additionalProperties"] = False
+
+
+def _declared(schema: Schema) -> None:
+    """What ``patternProperties`` say about declared properties, too, which the compiler would not look at.
+
+    Raises:
+        ValueError: whether a pattern matches the names cannot be told.
+    """
+    declared, patterns = schema.get("properties"), schema.get("patternProperties")
+    if not isinstance(declared, dict) or not isinstance(patterns, dict):
+        return
+    if sum(len(name) ** 2 for name in declared) * len(patterns) > _MOST_STEPS:
+        raise ValueError("patternProperties beside so many properties are not supported")
+    for pattern, value in patterns.items():
+        for name in declared:
+            found = matches(pattern, name)
+            if found is None:
+                raise ValueError(
+                    f"patternProperties {pattern[:80]!r} beside properties is not supported: use a pattern without "
+                    "groups and alternatives, and with one * or + at most"
+                )
+            if found and value is not True and value != {}:
+                declared[name] = value if declared[name] in (True, {}) else {"allOf": [declared[name], value]}
+
+
+def matches(pattern: str, text: str) -> bool | None:
+    """Whether a regular expression occurs in a text; None: it might take long to tell."""
+    try:
+        parts = list(parser.parse(pattern))
+        repeats = [item for item in parts if item[0] in (parser.MAX_REPEAT, parser.MIN_REPEAT)]
+        items = [item for item in parts if item not in repeats] + [each for one in repeats for each in one[1][2]]
+        unbounded = sum(one[1][1] > _FEW for one in repeats)
+        if unbounded > 1 or len(repeats) > _FEW or any(item[0] not in _PLAIN for item in items):
+            return None
+        return re.search(pattern, text) is not None
+    except (re.error, RecursionError, OverflowError):
+        return None
+
+
+def _dependencies(schema: Schema) -> None:
+    """``dependentRequired``: without the one property, or with all of the others."""
+    needs = schema.get("dependentRequired")
+    if not isinstance(needs, dict) or len(needs) > 8:
+        return
+    del schema["dependentRequired"]
+    for name, others in needs.items():
+        if others:
+            with_all = {"type": "object", "required": [name, *others]}
+            other_kinds = {"type": [kind for kind in _TYPES if kind != "object"]}
+            without = {"type": "object", "properties": {name: False}}
+            _also(schema, {"anyOf": [without, with_all, other_kinds]})
+
+
+def _contains(schema: Schema) -> None:
+    if "contains" not in schema:
+        schema.pop("minContains", None)
+        schema.pop("maxContains", None)
+        return
+    least, most = schema.get("minContains", 1), schema.get("maxContains")
+    if "prefixItems" in schema or not isinstance(least, int) or least > _MOST_COPIES:
+        return
+    wanted, items = schema.pop("contains"), schema.get("items", True)
+    schema.pop("minContains", None)
+    schema.pop("maxContains", None)
+    if most is not None:
+        schema["maxItems"] = min(most, schema.get("maxItems", most))
+    if least:
+        first = wanted if items is True else {"allOf": [wanted, items]}
+        schema["prefixItems"] = [first] * least
+        schema["minItems"] = max(least, schema.get("minItems", 0))

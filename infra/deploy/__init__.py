@@ -1,1 +1,0 @@
-"""Files for other schedulers, made from one description of a deployment."""

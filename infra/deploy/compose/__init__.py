@@ -1,1 +1,0 @@
-"""A deployment by ``docker compose``, and the files of it that come from the code."""

@@ -1,1 +1,0 @@
-"""The Helm chart, and ``penstock kubernetes render``, which makes values for it."""

@@ -1,1 +1,0 @@
-"""Prometheus and Grafana: scrape targets, alert rules, dashboards."""

@@ -1,1 +1,0 @@
-"""Evaluations of answers through a running deployment."""

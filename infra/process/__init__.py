@@ -1,0 +1,1 @@
+"""Processes of one machine: children and their supervisor, signals, sockets, scheduling."""

@@ -1,0 +1,127 @@
+"""One child process of ours: its command, its environment and where its output goes."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from penstock.infra.process.deathsig import die_with_parent
+from penstock.infra.process.scheduling import ordinary
+from penstock.schemas.control import HURRY
+
+_ROTATE_BYTES = 32 << 20
+_LINE_BYTES = 1 << 20
+
+
+class Process:
+    """A command that can be started, waited for and started again; see ``supervisor.Child``.
+
+    Its output is appended to ``log_path``; with ``echo`` it also goes to our stdout, line by line. It inherits the
+    descriptors ``pass_fds``, under the same numbers, and our scheduling policy unless it is ``interactive``. An
+    ``environ`` that is a function is asked at each start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        command: Sequence[str],
+        environ: Mapping[str, str] | Callable[[], Mapping[str, str]],
+        log_path: Path,
+        *,
+        echo: bool = False,
+        pass_fds: Sequence[int] = (),
+        interactive: bool = False,
+    ) -> None:
+        self.name = name
+        self.role = role
+        self.log_path = log_path
+        self._command = command
+        self._environ = environ if callable(environ) else lambda: environ
+        self._echo = echo
+        self._pass_fds = tuple(pass_fds)
+        self._interactive = interactive
+        self._process: asyncio.subprocess.Process | None = None
+        self._copying: asyncio.Task[None] | None = None
+        self._log_start = 0
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def start(self) -> None:
+        assert not self.pid, f"{self.name} is already running"
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            self._log_start = self.log_path.stat().st_size
+            if self._log_start > _ROTATE_BYTES:
+                self.log_path.replace(self.log_path.with_suffix(".log.1"))
+                self._log_start = 0
+        with self.log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE if self._echo else log,
+                stderr=asyncio.subprocess.STDOUT,
+                env=dict(self._environ()),
+                limit=_LINE_BYTES,
+                pass_fds=self._pass_fds,
+                # Its own session: Ctrl-C on the terminal is for the supervisor, which stops children in order.
+                start_new_session=True,
+                preexec_fn=ordinary(die_with_parent()) if self._interactive else die_with_parent(),
+            )
+        if self._process.stdout is not None:
+            self._copying = asyncio.create_task(self._copy(self._process.stdout), name=f"log-{self.name}")
+
+    async def wait(self) -> int:
+        assert self._process is not None
+        status = await self._process.wait()
+        if self._copying is not None:
+            # A grandchild may hold the pipe open; do not wait for its output.
+            await asyncio.wait([self._copying], timeout=1.0)
+            self._copying.cancel()
+        return status
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def hurry(self) -> None:
+        if self.role == "worker":
+            self._signal(HURRY)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def last_lines(self, count: int = 8) -> list[str]:
+        """The end of what the last run wrote."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(self._log_start)
+                return log.read()[-65536:].decode(errors="replace").splitlines()[-count:]
+        except OSError:
+            return []
+
+    def _signal(self, signum: signal.Signals) -> None:
+        if self.pid and self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signum)
+
+    async def _copy(self, pipe: asyncio.StreamReader) -> None:
+        with self.log_path.open("ab", buffering=0) as log:
+            while chunk := await _lines(pipe):
+                log.write(chunk)
+                with contextlib.suppress(OSError, ValueError):  # the reader of our output has exited
+                    sys.stdout.buffer.write(chunk)
+                    sys.stdout.buffer.flush()
+
+
+async def _lines(pipe: asyncio.StreamReader) -> bytes:
+    """The next line, or as much of an overlong one as there is; empty at the end."""
+    try:
+        return await pipe.readuntil(b"\n")
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError as error:
+        return await pipe.readexactly(error.consumed)

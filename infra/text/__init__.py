@@ -1,0 +1,1 @@
+"""Between text and tokens: chat templates, tokenisation, detokenisation."""

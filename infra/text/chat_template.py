@@ -1,0 +1,299 @@
+"""A model's Jinja chat template: messages → prompt text. Compiled once; of the tokens, only special ones have a role.
+
+Renders as ``apply_chat_template`` of transformers does (``transformers/utils/chat_template_utils.py``, 5.17), which
+templates are written for: the same sandbox, extensions, filters, globals and variables. It needs jinja2 alone.
+"""
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from jinja2.exceptions import SecurityError
+
+from penstock.infra.text.resumed_rendering import LEAST_MESSAGES, ResumedRendering
+from penstock.infra.text.template_sandbox import Compiled, OutOfTime, TooLarge
+
+Message = dict[str, Any]
+
+_TOOL_USE, _RAG = "tool_use", "rag"  # names of templates beside the default one
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # its names; if a message has several, the first counts
+_REASONING_NAMES = frozenset(_REASONING)
+_PROBE, _SECOND = "probe text", "second text"
+_PROBE_CALL = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": {"x": 1}}}
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
+# What a template may need, as it is tried: nothing first.
+_GIVEN: Mapping[str, Mapping[str, list[Message]]] = {
+    "": {},
+    "tools": {"tools": [_PROBE_TOOL]},
+    "documents": {"documents": [{"title": "t", "text": "d"}]},
+}
+# By role, what stands before and behind a message of it: templates refuse what does not alternate.
+_AROUND: Mapping[str, tuple[list[Message], list[Message]]] = {
+    "user": ([], []),
+    "system": ([], [{"role": "user", "content": "u"}]),
+    "developer": ([], [{"role": "user", "content": "u"}]),
+    "assistant": ([{"role": "user", "content": "u"}], [{"role": "user", "content": "v"}]),
+    "tool": (
+        [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}],
+        [],
+    ),
+}
+
+
+class PromptEnd(Enum):
+    """Where a prompt ends: where the assistant's next message begins, behind the last message, or behind its text."""
+
+    generation = "generation"
+    last_message = "last_message"
+    last_text = "last_text"
+
+
+class TemplateError(Exception):
+    """The template cannot be used, or refuses these messages; the text is the template's own."""
+
+
+class TemplateBudgetError(TemplateError):
+    """Rendering these messages takes too long, or makes too much text. ``cpu_s``: the time it may take; 0: too much."""
+
+    def __init__(self, text: str, cpu_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.cpu_s = cpu_s
+
+
+class ChatTemplate:
+    """Renders conversations.
+
+    Attributes:
+        own_variables: names that ``render`` gives to the template itself, or that ``apply_chat_template`` reserves.
+        knows_developer: it mentions the role "developer", the newer name of "system".
+        source: its text.
+        needs: what it renders no conversation without: "tools", "documents", or a variable's name; "": nothing.
+        wants_parts: it takes a message's content as a list of typed parts and fails on plain strings.
+        walks_parts: roles in whose messages it takes a list of typed parts and writes their texts.
+        keeps_texts: it writes the text of each message, also of those long ago.
+        named: the model's templates for other occasions: "tool_use", "rag".
+    """
+
+    own_variables = frozenset(
+        {"self", "messages", "tools", "documents", "conversations", "chat_template", "add_generation_prompt", "kwargs"}
+        | {"return_assistant_tokens_mask", "continue_final_message"}
+    )
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], named: Mapping[str, str] | None = None) -> None:
+        """
+        Args:
+            special_tokens: "bos_token", "eos_token", ... → text, as templates refer to them.
+            named: sources of the model's other templates.
+        Raises:
+            TemplateError: one does not compile, or fails on every conversation that it is tried with.
+        """
+        try:
+            self._compiled = Compiled(source)
+        except Exception as error:  # of several kinds, SyntaxError and RecursionError among them
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
+        self._resumed = ResumedRendering(source)
+        self.source = source
+        self.knows_developer = "developer" in source
+        self._names_reasoning = _READS_REASONING.search(source) is not None
+        self._special_tokens = dict(special_tokens)
+        self.wants_parts = False
+        self.needs = self._probe()
+        self.walks_parts = frozenset(role for role in _AROUND if self._walks(role))
+        self.keeps_texts = self._keeps_texts()
+        self.named: dict[str, ChatTemplate] = {}
+        for name, other in (named or {}).items():
+            try:
+                self.named[name] = ChatTemplate(other, special_tokens)
+            except TemplateError as error:
+                raise TemplateError(f"template {name!r}: {error}") from error
+
+    def names(self, role: str) -> bool:
+        """Whether it mentions this role, so that it does something about it."""
+        return f"'{role}'" in self.source or f'"{role}"' in self.source
+
+    def suited(self, tools: object = None, documents: object = None) -> "ChatTemplate":
+        """The model's template for a conversation with these: "tool_use", as in ``apply_chat_template``, or "rag"."""
+        if tools and _TOOL_USE in self.named:
+            return self.named[_TOOL_USE]
+        return self.named[_RAG] if documents and _RAG in self.named else self
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        ends: PromptEnd = PromptEnd.generation,
+        documents: Sequence[Message] | None = None,
+        owner: str | None = None,
+        /,
+        **variables: Any,
+    ) -> str:
+        """The prompt.
+
+        Args:
+            messages, tools, documents, variables: plain JSON values; the template cannot change them.
+            ends: where it ends.
+            owner: who may have sent the beginning of this conversation before, which is then not rendered again; None:
+                nothing of it is kept.
+        Raises:
+            TemplateError: the template refuses these messages, or a variable has a reserved name.
+            TemplateBudgetError: they take too long; see ``template_sandbox.cpu_budget``.
+        """
+        if taken := self.own_variables & variables.keys():
+            raise TemplateError(f"these variables are set by the server: {', '.join(sorted(taken))}")
+        if self.wants_parts:
+            messages = [_in_parts(message) for message in messages]
+        mark = last = ""
+        if ends is PromptEnd.last_text:
+            mark = _MARK + secrets.token_hex(8).upper()
+            last, marked = _marked(messages[-1], f"{mark} ")
+            messages = [*messages[:-1], marked]
+        try:
+            given = {
+                **self._special_tokens,
+                **variables,
+                "messages": [self._with_reasoning(message) for message in messages],
+                "tools": tools,
+                "documents": documents,
+                "add_generation_prompt": ends is PromptEnd.generation,
+            }
+            if owner is None or len(messages) < LEAST_MESSAGES or mark:
+                text = self._compiled.render(given)
+            else:
+                text = self._resumed.render(given, owner, partial(self._compiled.render, given))
+        except RecursionError:
+            raise TemplateError("tools, arguments or variables are nested too deeply") from None
+        except OutOfTime as error:
+            raise TemplateBudgetError(str(error), error.cpu_s) from None
+        except TooLarge as error:
+            raise TemplateBudgetError(str(error)) from None
+        except Exception as error:  # templates are code and may raise anything
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
+        return _cut_at(text, mark, last) if mark else text
+
+    def _with_reasoning(self, message: Message) -> Message:
+        """Reasoning under every name that templates read it by, whatever the client called it."""
+        if _REASONING_NAMES.isdisjoint(message):
+            return message
+        reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+        if reasoning is None:
+            return message
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        if self._names_reasoning:
+            message["reasoning"] = reasoning
+        return message
+
+    def _probe(self) -> str:
+        """What it needs. Sets ``wants_parts``.
+
+        Raises:
+            TemplateError: it fails whatever it gets.
+        """
+        failures = []
+        rendered = []
+        message = {"role": "user", "content": _PROBE}
+        for needs, given in _GIVEN.items():
+            for parts in (False, True):
+                self.wants_parts = parts
+                try:
+                    text = self.render([message], given.get("tools"), PromptEnd.generation, given.get("documents"))
+                except TemplateError as error:
+                    failures.append(error)
+                    continue
+                if _PROBE in text.lower():
+                    return needs
+                rendered.append((parts, needs))
+        if rendered:  # a template of some other kind
+            self.wants_parts, needs = rendered[0]
+            return needs
+        self.wants_parts = False
+        if (variable := self._missing_variable(failures[0])) is None:
+            raise failures[0]
+        return variable
+
+    def _missing_variable(self, error: TemplateError) -> str | None:
+        """A variable that requests set with ``chat_template_kwargs``, and without which rendering failed."""
+        if isinstance(error.__cause__, SecurityError) or "ndefined" not in str(error):
+            return None
+        missing = self._compiled.variables() - self.own_variables - self._special_tokens.keys()
+        return next((name for name in sorted(missing) if name in self.source), None)
+
+    def _keeps_texts(self) -> bool:
+        texts = [f"{_PROBE} {number}." for number in range(12)]
+        roles = ("user", "assistant")
+        try:
+            text = self.render([{"role": roles[at % 2], "content": each} for at, each in enumerate([*texts, _SECOND])])
+        except TemplateError:
+            return False
+        return all(each in text for each in texts)
+
+    def _walks(self, role: str) -> bool:
+        if role == "developer" and not self.knows_developer:
+            return self._walks("system")  # which it is written as
+        before, after = _AROUND[role]
+        content = [{"type": "text", "text": _PROBE}, {"type": "text", "text": _SECOND}]
+        message: Message = {"role": role, "content": content}
+        if role == "tool":
+            message |= {"tool_call_id": _PROBE_CALL["id"], "name": "probe"}
+        try:
+            given = _GIVEN["tools" if role == "tool" else self.needs] if self.needs in _GIVEN else {}
+            text = self.render(
+                [*before, message, *after], given.get("tools"), PromptEnd.generation, given.get("documents")
+            )
+        except TemplateError:
+            return False
+        first, second = text.find(_PROBE), text.find(_SECOND)
+        # A template that prints the list itself, as Python or as JSON, has the type between the texts.
+        return 0 <= first < second and "type" not in text[first:second]
+
+
+_MARK = "ENDOFTEXT"
+_READS_REASONING = re.compile(r"[.'\"]reasoning\b")
+
+
+def _marked(message: Message, mark: str) -> tuple[str, Message]:
+    """The last text of a message, and a copy with a mark behind it.
+
+    Raises:
+        TemplateError: it has none.
+    """
+    content = message.get("content")
+    if isinstance(content, str) and (content.strip() or not message.get("tool_calls")):
+        return content, {**message, "content": content + mark}
+    if isinstance(content, list):
+        for at in reversed(range(len(content))):
+            if content[at].get("type") == "text":
+                text = content[at]["text"]
+                return text, {
+                    **message,
+                    "content": [*content[:at], {**content[at], "text": text + mark}, *content[at + 1 :]],
+                }
+    raise TemplateError("the last message has no text to continue")
+
+
+def _cut_at(text: str, mark: str, last: str) -> str:
+    """A prompt up to the mark, as ``continue_final_message`` of transformers cuts it.
+
+    Args:
+        last: the text before the mark. Behind the mark is a space: where the template removes that, it would have
+            removed those before the mark, too.
+    Raises:
+        TemplateError: the mark is not there.
+    """
+    at = text.rfind(mark)
+    if at < 0:
+        at = text.lower().rfind(mark.lower())
+    if at < 0:
+        raise TemplateError("the chat template leaves out the end of the last message, so it cannot be continued")
+    cut = text[:at]
+    return cut if text.startswith(" ", at + len(mark)) else cut.removesuffix(last[len(last.rstrip()) :])
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message

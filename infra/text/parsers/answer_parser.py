@@ -1,0 +1,215 @@
+"""Parses the text of one choice as it is generated."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from penstock.infra.text.parsers.delta_builder import REASONING, Delta, DeltaBuilder
+from penstock.infra.text.parsers.harmony import HarmonyMarks, read_harmony
+from penstock.infra.text.parsers.marks import NONE, Marks
+from penstock.infra.text.parsers.reader import SPACE, Reader, Steps
+from penstock.infra.text.parsers.reasoning import ThoughtMarks, read_reasoning
+from penstock.infra.text.parsers.tool_formats import ContentMarks, Offered, ToolFormat, read_content
+from penstock.schemas.requests import Parsing, Stop
+
+
+class AnswerFormat(NamedTuple):
+    """How the answers of a model are written, whatever the request.
+
+    Attributes:
+        reasoning: None: no reasoning is separated.
+        tools: None: no calls are parsed.
+        content: marks around the content and in it; None: there are none.
+        harmony: the text is in the harmony format, which has marks of its own for both; None: it is not.
+        harmony_calls: parse tool calls in harmony.
+        marks: that are tokens.
+    """
+
+    reasoning: ThoughtMarks | None = None
+    tools: ToolFormat | None = None
+    content: ContentMarks | None = None
+    harmony: HarmonyMarks | None = None
+    harmony_calls: bool = False
+    marks: Marks = NONE
+
+    @property
+    def marked_content(self) -> bool:
+        """There may be calls or marks in the content."""
+        return self.tools is not None or self.content is not None
+
+
+class AnswerParser:
+    """``push`` the text of each token, then ``finish``; without stop strings, in any pieces, or all of it to ``parse``.
+
+    Workers (to end a generation) and gateways (to show it) run this code over the same tokens. What it has found after
+    k tokens depends on those k tokens only, so another process can take over at any k.
+
+    Attributes:
+        marks: that are tokens, and come as their characters.
+        reasoning_tokens: pushed so far that reasoning and its marks took.
+    """
+
+    __slots__ = (
+        "_begins",
+        "_deltas",
+        "_in_reasoning",
+        "_reader",
+        "_steps",
+        "_unassigned",
+        "_unsearched",
+        "marks",
+        "reasoning_tokens",
+    )
+
+    def __init__(
+        self, form: AnswerFormat, parsing: Parsing, stop: Stop, call_id: Callable[[int], str], *, stops_shown: bool
+    ) -> None:
+        """
+        Args:
+            parsing, stop, stops_shown: of the request.
+            call_id: from a call's index to its id.
+        """
+        marked = form.marked_content
+        self._reader = Reader()
+        self._deltas = DeltaBuilder(
+            call_id,
+            tools=marked,
+            one_call=parsing.one_call,
+            stops=stop.strings,
+            stops_shown=stops_shown,
+            marks=form.marks,
+        )
+        self.marks = form.marks
+        self._in_reasoning = parsing.thinking
+        self._unassigned = 0  # tokens before there was anything of an answer
+        self.reasoning_tokens = 0
+        self._unsearched = max(stop.min_tokens - 1, 0)
+        self._deltas.searching = not self._unsearched
+        self._steps: Steps[None] | None = _steps_of(self._reader, self._deltas, form, parsing)
+        # Most answers are content from the first word on, whose first character tells so if all else is reasoning.
+        self._begins = ""
+        if form.reasoning is not None and not (marked or form.harmony or parsing.thinking or parsing.prefilled):
+            self._begins = form.reasoning.begins
+
+    @property
+    def passthrough(self) -> bool:
+        """All further text is content, unchanged."""
+        return self._steps is None and self._deltas.passthrough
+
+    @property
+    def has_calls(self) -> bool:
+        return self._deltas.calls > 0
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the content; nothing follows."""
+        return self._deltas.stop
+
+    def push(self, text: str) -> Delta | None:
+        """What the text of a token ("": it has none yet) adds; None: nothing yet."""
+        self.feed(text)
+        return self._deltas.take()
+
+    @property
+    def grew(self) -> int:
+        """What the last ``push``, ``feed`` or ``finish`` added: bits of REASONING, CONTENT, CALL and LAYOUT."""
+        return self._deltas.grew
+
+    def feed(self, text: str) -> None:
+        """As ``push``; what it adds is returned by the next ``push`` or ``finish``."""
+        self._deltas.grew = 0
+        self._take_in(text)
+        last = self._deltas.last
+        if not last:
+            self._unassigned += 1
+        elif last == REASONING:
+            self.reasoning_tokens += 1 + self._unassigned
+            self._unassigned = 0
+        elif self._unassigned:  # marks around reasoning without text
+            self.reasoning_tokens += self._unassigned if self._in_reasoning else 0
+            self._unassigned = 0
+
+    def _take_in(self, text: str) -> None:
+        if self._unsearched:
+            self._unsearched -= 1
+        elif not self._deltas.searching:
+            self._deltas.searching = True
+        if not text or self._deltas.stop is not None:
+            return
+        begins, self._begins = self._begins, ""
+        if begins and (first := text.lstrip(SPACE)[:1]) and first not in begins:
+            self._steps = None
+        if self._steps is None:
+            self._deltas.content(text)
+        else:
+            self._reader.feed(text)
+            self._step()
+
+    def finish(self, text: str = "", *, limited: bool = False, whole: bool = False) -> Delta | None:
+        """Parse the last piece, and the text held back before it.
+
+        Args:
+            limited: the answer was cut off by its length: the beginning of a call is not shown as text.
+            whole: nothing was shown yet. A call that was cut off is none then: its arguments are not what the model
+                meant. Behind complete calls it is left out, else it is content.
+        """
+        self._deltas.grew = 0
+        if self._steps is None:
+            self._deltas.content(text)
+        self._reader.feed(text)
+        self._reader.ended, self._reader.limited = True, limited
+        if self._steps is not None:
+            self._step()
+        if whole and limited and self._deltas.call_open:
+            self._deltas.drop_call()
+        self._deltas.finish(limited=limited)
+        return self._deltas.take()
+
+    def parse(self, *texts: str, limited: bool = False) -> Delta:
+        """What the deltas of a whole answer add up to.
+
+        Args:
+            texts: of each token; without stop strings, in any pieces.
+            limited: as for ``finish``.
+        """
+        for text in texts:
+            self.feed(text)
+        return self.finish(limited=limited, whole=True) or Delta()
+
+    def _step(self) -> None:
+        assert self._steps is not None
+        try:
+            next(self._steps)
+        except StopIteration:
+            self._steps = None
+            if remaining := self._reader.rest():
+                self._deltas.content(remaining)
+
+
+def _steps_of(reader: Reader, deltas: DeltaBuilder, form: AnswerFormat, parsing: Parsing) -> Steps[None]:
+    offered, prefilled = Offered(parsing.texts, frozenset(parsing.functions)), parsing.prefilled
+    if form.harmony is not None:
+        yield from read_harmony(
+            reader, deltas, form.harmony, offered.names, calls=form.harmony_calls, prefilled=prefilled
+        )
+        return
+    rest = ""
+    in_content = prefilled and not parsing.thinking
+    if form.reasoning is not None and not in_content:
+        if prefilled:
+            deltas.continue_reasoning()
+        rest = yield from read_reasoning(
+            reader,
+            deltas,
+            form.reasoning,
+            form.tools,
+            offered,
+            in_reasoning=parsing.thinking,
+            joined=parsing.joined,
+        )
+        if rest:  # the reasoning was not closed: it ends where this begins, which is all that is left
+            reader = reader.within(rest)
+    if form.marked_content:
+        content = form.content or ContentMarks()
+        yield from read_content(reader, deltas, form.tools, offered, marks=content, begun=in_content)
+    if rest:
+        deltas.content(reader.rest())

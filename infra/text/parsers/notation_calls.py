@@ -1,0 +1,163 @@
+"""Tool calls in a notation with a mark around texts: ``call:NAME{key:<|"|>text<|"|>,number:3}`` (Gemma 4).
+
+A call is emitted when it is complete: only then is it known to be one.
+"""
+
+import re
+from typing import Any
+
+import msgspec
+
+from penstock.infra.text.parsers.delta_builder import DeltaBuilder
+from penstock.infra.text.parsers.families import Calls
+from penstock.infra.text.parsers.json_text import encode
+from penstock.infra.text.parsers.marks import Marks
+from penstock.infra.text.parsers.reader import MalformedCall, Markers, Reader, Steps
+from penstock.infra.text.parsers.tool_formats import (
+    FUNCTION_NAME_CHARS,
+    CallReader,
+    Offered,
+    end_call,
+    parse_name,
+    read_closing,
+)
+
+_DEEPEST = 64  # objects within objects
+_SCALAR = re.compile(r"[^,\[\]{}]*")
+_KEY = re.compile(r"[^:,\[\]{}]*")
+
+
+def notation_calls(form: Calls, marks: Marks) -> CallReader:
+    """A reader of the calls of a row, with the marks of one vocabulary."""
+    close = marks.within(form.section[1].strip())
+    begin = marks.within(form.call[0].strip())
+    quote = marks.within(form.quote)
+    outside, inside = Markers(quote, "{", "}"), Markers(quote)
+
+    def calls(reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
+        yield from reader.space()
+        if not (yield from reader.literal(begin)):
+            raise MalformedCall
+        while True:
+            name = parse_name((yield from reader.run(FUNCTION_NAME_CHARS)))
+            yield from reader.space()
+            if not (yield from reader.literal("{")):
+                raise MalformedCall
+            parts, depth = ["{"], 1
+            while depth:
+                if not (mark := (yield from reader.until(outside, parts.append))):
+                    raise MalformedCall
+                parts.append(mark)
+                depth += {"{": 1, "}": -1}.get(mark, 0)
+                if mark == quote:
+                    if not (yield from reader.until(inside, parts.append)):
+                        raise MalformedCall
+                    parts.append(quote)
+            arguments = encode(_Notation("".join(parts), quote, deltas).whole()).decode()
+            deltas.begin_call(name)
+            deltas.arguments(arguments)
+            reader.commit()
+            end_call(reader, deltas)
+            mark = yield from read_closing(reader, deltas, close, begin)
+            if mark != begin:
+                return
+            reader.checkpoint_call(mark)
+
+    return calls
+
+
+class _Notation:
+    """Decodes the arguments of one call."""
+
+    def __init__(self, text: str, quote: str, deltas: DeltaBuilder) -> None:
+        self._text, self._quote, self._deltas = text, quote, deltas
+        self._at = 0
+
+    def whole(self) -> Any:
+        """
+        Raises:
+            MalformedCall: it is not an object of this notation.
+        """
+        made = self._value(0)
+        if self._at != len(self._text):
+            raise MalformedCall
+        return made
+
+    def _value(self, depth: int) -> Any:
+        if depth > _DEEPEST:
+            raise MalformedCall
+        self._space()
+        if self._takes(self._quote):
+            return self._quoted()
+        if self._takes("{"):
+            return self._object(depth)
+        if self._takes("["):
+            return self._array(depth)
+        return self._scalar()
+
+    def _object(self, depth: int) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        while not self._closed("}"):
+            self._space()
+            key = self._quoted() if self._takes(self._quote) else self._bare()
+            self._space()
+            if not key or not self._takes(":"):
+                raise MalformedCall
+            made[key] = self._value(depth + 1)
+            self._separated("}")
+        return made
+
+    def _bare(self) -> str:
+        """A key without its marks."""
+        return self._deltas.shown(self._run(_KEY)).strip().strip('"')
+
+    def _array(self, depth: int) -> list[Any]:
+        made: list[Any] = []
+        while not self._closed("]"):
+            made.append(self._value(depth + 1))
+            self._separated("]")
+        return made
+
+    def _quoted(self) -> str:
+        end = self._text.find(self._quote, self._at)
+        if end < 0:
+            raise MalformedCall
+        text, self._at = self._text[self._at : end], end + len(self._quote)
+        return self._deltas.shown(text)
+
+    def _scalar(self) -> Any:
+        """A number, a word, or a text without its marks."""
+        text = self._deltas.shown(self._run(_SCALAR)).strip()
+        if not text:
+            raise MalformedCall
+        word = {"true": True, "false": False, "null": None, "none": None}
+        if text.lower() in word:
+            return word[text.lower()]
+        try:
+            return msgspec.json.decode(text.encode())
+        except (msgspec.DecodeError, UnicodeError):
+            return text
+
+    def _separated(self, end: str) -> None:
+        self._space()
+        if not self._takes(",") and self._text[self._at : self._at + 1] != end:
+            raise MalformedCall
+
+    def _closed(self, end: str) -> bool:
+        self._space()
+        return self._takes(end)
+
+    def _takes(self, mark: str) -> bool:
+        taken = self._text.startswith(mark, self._at)
+        self._at += len(mark) if taken else 0
+        return taken
+
+    def _space(self) -> None:
+        while self._text[self._at : self._at + 1].isspace():
+            self._at += 1
+
+    def _run(self, pattern: "re.Pattern[str]") -> str:
+        found = pattern.match(self._text, self._at)
+        assert found is not None
+        self._at = found.end()
+        return found.group()

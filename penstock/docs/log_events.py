@@ -1,0 +1,476 @@
+"""The page docs/log-events.md: every event that processes log, from the calls in the code and the sentences here.
+
+Level, fields and role come from the syntax tree. What an event means is said in ``MEANINGS``; an event without a
+sentence, or a sentence without an event, is an error.
+"""
+
+import ast
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "log-events.md"
+LEVELS = ("error", "warning", "info")  # debug is for developers
+ADVICE = ("action", "fix", "effect")  # fields that say what happens next, or what to do
+
+# By where the call is; the longest that fits.
+ROLES = {
+    "gateway": "gateway",
+    "router": "router",
+    "workers": "worker",
+    "penstock/launch": "`up`",
+    "infra/broker": "`up`, `nats`",
+    "penstock/measure/planner": "`plan`",
+    "penstock/log/traces": "`trace`",
+    "penstock/operate/dashboard": "`dashboard`",
+    "infra/bus": "all",
+    "infra/metrics": "all",
+    "infra/model": "all",
+    "configs": "all",
+    "infra": "commands",
+}
+
+INTRO = """\
+# Log events
+
+Processes log to stderr: text on a terminal, else one JSON object a line (`--log-format`). Every line has `timestamp`,
+`level`, `event`, `logger` and `process`. Lines about a request have its id as `request`, `exception` is a traceback,
+and `action`, `fix` and `effect` say what happens next or what to do. `--log-level warning` leaves out the last table.
+These events have no text of prompts or answers; an engine's exception in `error` may quote some.
+
+```sh
+jq -c 'select(.level == "error")' .penstock/logs/*.log
+```
+
+Events of level `debug` are left out, and those of libraries (uvicorn, engines). This page is generated from the code
+(`python -m penstock.docs`).
+"""
+HEADINGS = {"error": "Errors", "warning": "Warnings", "info": "Information"}
+
+
+class Event(NamedTuple):
+    """One event at one level, of all calls that log it."""
+
+    name: str
+    level: str
+    roles: tuple[str, ...]
+    fields: tuple[str, ...]
+    advice: tuple[str, ...]  # texts of ``ADVICE`` that are written in the call
+
+
+class Call(NamedTuple):
+    """One call of a logger; ``role``: of the process that makes it."""
+
+    name: str
+    level: str
+    role: str
+    fields: tuple[str, ...]
+    advice: tuple[str, ...]
+
+
+def page() -> str:
+    """The whole page, as the code has it.
+
+    Raises:
+        ValueError: an event has no meaning, a meaning no event, or a call's event cannot be found.
+    """
+    found = events()
+    named = {event.name for event in found}
+    if missing := sorted(named - MEANINGS.keys()):
+        raise ValueError(f"say in MEANINGS of penstock/docs/log_events.py what these events mean: {', '.join(missing)}")
+    if left := sorted(MEANINGS.keys() - named):
+        raise ValueError(f"nothing logs these events of MEANINGS in penstock/docs/log_events.py: {', '.join(left)}")
+    return INTRO + "".join(map(_section, LEVELS, ([e for e in found if e.level == level] for level in LEVELS)))
+
+
+def events() -> list[Event]:
+    """Every event of the levels shown, sorted by name; an event with two levels comes twice."""
+    calls: dict[tuple[str, str], list[Call]] = {}
+    for folder in ("configs", "gateway", "infra", "router", "workers"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for call in calls_of(ast.parse(path.read_text(encoding="utf-8")), path.relative_to(ROOT).as_posix()):
+                if call.level in LEVELS:
+                    calls.setdefault((call.name, call.level), []).append(call)
+    return [
+        Event(
+            name,
+            level,
+            tuple(dict.fromkeys(call.role for call in same)),
+            tuple(dict.fromkeys(field for call in same for field in call.fields)),
+            tuple(dict.fromkeys(text for call in same for text in call.advice)),
+        )
+        for (name, level), same in sorted(calls.items())
+    ]
+
+
+def calls_of(tree: ast.Module, path: str) -> Iterator[Call]:
+    """Calls of a module's logger, which is always named ``log``."""
+    role = next(ROLES[part] for part in sorted(ROLES, key=len, reverse=True) if path.startswith(f"{part}/"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    seen: set[int] = set()
+    for function in reversed(functions):  # inner ones first: they come later
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Call) or id(node) in seen or not (levels := _levels(node.func)):
+                continue
+            seen.add(id(node))
+            shown = [word for word in node.keywords if word.arg != "exc_info"]
+            fields = [word.arg or "…" for word in shown]
+            if ast.unparse(node.func) == "log.exception" or len(shown) < len(node.keywords):
+                fields.append("exception")
+            advice = [text for word in shown if word.arg in ADVICE for text in _texts(word.value)]
+            names, passed = _names(node.args[0], function, tree)
+            if not names:
+                raise ValueError(f"{path}:{node.lineno}: the name of this event cannot be found")
+            fields = [field for field in fields if field != "…" or not passed] + passed
+            for name, level in itertools.product(names, levels):
+                yield Call(name, level, role, tuple(fields), tuple(advice))
+
+
+def _levels(function: ast.expr) -> tuple[str, ...]:
+    """The levels at which a call logs; none if it is no call of a logger."""
+    match function:
+        case ast.Attribute(value=ast.Name(id="log"), attr="exception"):
+            return ("error",)
+        case ast.Attribute(value=ast.Name(id="log"), attr=attr):
+            return (attr,) if attr in LEVELS else ()
+        case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id="log"), _]):  # chosen at run time
+            return ("error", "warning")
+    return ()
+
+
+def _names(
+    first: ast.expr, function: ast.FunctionDef | ast.AsyncFunctionDef, tree: ast.Module
+) -> tuple[list[str], list[str]]:
+    """What an event may be called, and the fields that callers pass on to a function that logs for them."""
+    match first:
+        case ast.Constant(value=str(name)):
+            return [name], []
+        case ast.IfExp(body=body, orelse=orelse):
+            return _names(body, function, tree)[0] + _names(orelse, function, tree)[0], []
+        case ast.Name(id=variable):
+            if any(argument.arg == variable for argument in function.args.args):
+                callers = [
+                    node
+                    for node in ast.walk(tree)
+                    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == function.name
+                ]
+                names = [name for call in callers for name in _names(call.args[0], function, tree)[0]]
+                return names, [word.arg for call in callers for word in call.keywords if word.arg]
+            values = [
+                node.value
+                for node in ast.walk(function)
+                if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [variable]
+            ]
+            return [name for value in values for name in _names(value, function, tree)[0]], []
+    return [], []
+
+
+def _texts(value: ast.expr) -> list[str]:
+    match value:
+        case ast.Constant(value=str(text)):
+            return [text]
+        case ast.JoinedStr(values=parts):
+            return ["".join(part.value if isinstance(part, ast.Constant) else "…" for part in parts)]  # type: ignore[misc]
+    return []
+
+
+def _section(level: str, found: list[Event]) -> str:
+    lines = [f"\n## {HEADINGS[level]}\n", "| event | where | fields | meaning |", "|---|---|---|---|"]
+    for event in found:
+        fields = " ".join(f if f == "…" else f"`{f}`" for f in event.fields) or "–"
+        texts = "; ".join((MEANINGS[event.name], *event.advice)).replace("|", "\\|")
+        lines.append(f"| `{event.name}` | {', '.join(event.roles)} | {fields} | {texts} |")
+    return "\n".join(lines) + "\n"
+
+
+MEANINGS = {
+    "abort_unanswered": "TensorRT-LLM did not confirm that it stopped a request",
+    "adopted_outputs": "how TensorRT-LLM's answers from another engine's KV begin, found by trying",
+    "another_planner_decides": "another planner of this model holds the lease; this one waits",
+    "answer_completed_from_record": "the end of an answer did not come as tokens and was taken from its record",
+    "answer_completed_from_tokens": "the rest of an answer was read from the stream of tokens",
+    "answer_lost": "a request has ended, and its record lacks a part of the text: the client gets an error",
+    "answer_not_completed": "looking for the rest of an answer failed; it is tried again",
+    "ask_without_reply": "a call over NATS had no reply subject and was dropped",
+    "asked_to_stop": "a node that only computes got SIGTERM; the worker drains",
+    "attempt_not_revoked": "a lost worker could not be told to stop; its output is ignored all the same",
+    "block_damaged": "a stopped broker's file has a damaged block; the rest was read",
+    "broker_restarts": "`up` starts the broker again after its disk was full",
+    "audit": "somebody changed something, or read what is another's; stored in the audit log, too",
+    "audit_entry_unreadable": "an entry of the audit log is of a later release, and is left out",
+    "audit_not_stored": "an entry is in this log only, because the broker does not store it",
+    "audit_stream_missing": "a change is not in the audit log, because the broker has no stream for it yet",
+    "budget_unreadable": "a key's stored counters cannot be read; they begin anew",
+    "bus_closed": "the connection to the broker is closed for good",
+    "bus_disconnected": "the connection to the broker is lost; the process reconnects",
+    "bus_error": "the broker or its client reported an error",
+    "bus_reconnected": "the connection to the broker is back",
+    "calls_of_models_not_taken": "calls that other gateways pass on for new models are not received; tried again",
+    "catch_up_failed": "past tokens could not be read; the requests concerned fail",
+    "caught_up": "the planner has read its predecessors' decisions",
+    "certificate_dates_unknown": "the dates of the HTTPS certificate cannot be read",
+    "certificate_expires_soon": "the HTTPS certificate expires soon",
+    "certificate_loaded": "new HTTPS certificate files are in use",
+    "certificate_not_loaded": "changed HTTPS certificate files cannot be used",
+    "certificate_not_valid": "clients refuse the HTTPS certificate: it is expired, or not valid yet",
+    "clock_differs": "this machine's clock is off by more than a second; the broker's time is used",
+    "close_incomplete": "closing the connection took too long and was given up",
+    "connections_limited": "fewer connections than asked for, because of the limit of open files",
+    "connections_refused": "connections beyond `--max-connections` were refused",
+    "consumer_lost": "a worker's consumer was deleted and could not be made again",
+    "consumer_made_again": "a consumer that the broker had lost was made again",
+    "consumer_missing": "a consumer is missing and cannot be made",
+    "content_not_stored": "the content of a `no_store` request could not be passed on",
+    "contents_left_deleted": "content that a gone gateway had left in memory storage was deleted",
+    "contents_not_deleted": "content of a `no_store` request could not be deleted; it expires",
+    "contents_not_put_again": "after the broker's restart, content of `no_store` requests could not be stored again",
+    "contents_put_again": "after the broker's restart, content of open `no_store` requests was stored again",
+    "cpu_threads": "how many threads torch uses",
+    "crash_journal_unusable": "what a worker runs cannot be noted: a crash will not name its requests",
+    "cuda_without_kernels": "the native engine runs without its own kernels, and slower",
+    "decision_not_stored": "the planner could not store its decision and did nothing",
+    "decision_unreadable": "a stored decision of a planner is of another release, or damaged",
+    "decode_without_graphs": "CUDA graphs for decode could not be captured: slower steps",
+    "deleted_request_erased_again": "part of a deleted request was stored again, or a broker had it after its restart, "
+    "or a replica was away",
+    "deleted_requests_not_erased": "what came back of deleted requests could not be erased; tried again",
+    "deletion_unreadable": "what a later release noted of a deleted request cannot be read and is skipped",
+    "deletion_waits": "a replica of a stream is away and would keep its copy: the request is erased when the replica "
+    "is there again, or after ten minutes; nobody is shown it meanwhile",
+    "deletions_unknown": "the bucket of deletions cannot be read: what comes back of a deleted request stays",
+    "diffusion_request_failed": "generating an image or a video failed",
+    "disk_check_failed": "free space on the broker's disk could not be read",
+    "disk_full": "the broker's disk is full, new requests get 503",
+    "disk_nearly_full": "the broker's disk is filling",
+    "drafts_without_graphs": "CUDA graphs for draft tokens could not be captured: slower steps",
+    "drain_cut_short": "the worker was asked not to wait for its requests",
+    "drain_timeout": "requests were left at the end of `--drain-s` and go to other workers",
+    "draining": "the worker takes no new requests and finishes its own",
+    "engine_argument": "an engine argument is wrong or slow, by the rules of `penstock recipe check`",
+    "engine_argument_dropped": "the installed engine does not know an argument",
+    "engine_dead": "the engine's processes have ended; the worker ends, too",
+    "engine_diagnosis": "a known problem in the engine's log, with advice",
+    "engine_failed": "the engine failed: the worker ends, and its requests go to others",
+    "engine_health": "where the worker reads whether TensorRT-LLM is alive",
+    "engine_queue_unreadable": "TensorRT-LLM's queue of events or statistics cannot be read",
+    "engine_ready": "the model is loaded",
+    "engine_shutdown_failed": "the engine did not shut down cleanly",
+    "engine_silent": "the engine has had work for a while and returned nothing",
+    "engine_stop_timeout": "the engine did not stop in time",
+    "engine_task_failed": "a task beside the engine failed",
+    "engine_tasks_still_running": "threads of the engine did not end in time",
+    "finish_publish_failed": "the end of a request could not be published; its job is delivered again",
+    "forced_exit": "a second signal: the process ends at once",
+    "gateway_listening": "the gateway serves",
+    "gateway_stopping": "the gateway drains",
+    "generation_default_ignored": "a default in the model's `generation_config.json` is out of range",
+    "handoff_state_unpackable": "TensorRT-LLM's state for a handoff has an unknown form: decode computes the prompt",
+    "handoff_state_unusable": "a ticket of another release of TensorRT-LLM",
+    "handoff_token_differs": "vLLM computed another first token than the prefill worker reported",
+    "http_handler_failed": "an HTTP request failed unexpectedly: 500",
+    "http_request": "one line for each HTTP request (`--access-log`)",
+    "index_damaged": "a stopped broker's index is damaged; its blocks were read instead",
+    "index_loaded": "a router has a worker's whole cache, from the worker",
+    "index_restored": "a router has its prefix index, from a snapshot",
+    "index_snapshot_not_saved": "the prefix index could not be stored: a slower next start",
+    "index_snapshot_wrong": "a stored prefix index is damaged; workers are asked instead",
+    "job_not_found": "a lost worker's job is not in the log any more: the request ends with an error",
+    "job_not_stored": "a job could not be published; the request is placed again",
+    "job_rejected": "a worker cannot run a job; its request ends, or goes to another worker",
+    "job_retention_failed": "unfinished jobs could not be published again; tried again",
+    "job_unreadable": "a job cannot be decoded",
+    "jobs_republished": "unfinished jobs were copied to the end of their stream, so that they do not expire",
+    "key_added": "an API key was made",
+    "key_changed": "an API key was changed",
+    "key_revoked": "an API key was revoked",
+    "key_unreadable": "a stored API key cannot be read, and is refused",
+    "keys_lost": "this gateway has known keys and the broker has none: every request is refused",
+    "keys_not_noted": "that keys exist could not be noted in the data folder",
+    "keys_read": "how many API keys there are at the start",
+    "kv_batch_unreadable": "a worker's KV events cannot be decoded; the worker is asked for its cache",
+    "kv_capacity_unknown": "the number of the engine's KV blocks is a guess",
+    "kv_event_malformed": "the engine sent a KV event that was skipped",
+    "kv_events_lost": "the engine's KV events have a gap",
+    "kv_events_off": "the engine announces no blocks: routing without cache hits",
+    "kv_events_publish_failed": "KV events could not be published; routers see the gap and ask for the worker's cache",
+    "kv_events_published": "where `--event-plane zmq` publishes KV events",
+    "kv_events_refused": "a publisher of KV events is not one that this worker expects",
+    "kv_events_thread_still_running": "the thread of the KV events did not end in time",
+    "kv_events_unreadable": "an engine's KV events cannot be decoded",
+    "kv_never_came": "blocks of a handoff never came: the request is computed here",
+    "kv_publisher_lost": "an engine's publisher of KV events is gone",
+    "last_life_ended": "why this worker's process ended last time",
+    "leader_lost": "node 0 of the engine is gone; this node ends, too",
+    "lease_expired": "a reader did not fetch its blocks in time; they are free",
+    "lease_lost": "a lease has ended: a worker registers again, and its requests continue elsewhere",
+    "lease_renewal_failed": "a worker's lease could not be renewed; tried again until it ends",
+    "lease_renewal_rejected": "the broker refused to renew a lease; tried again until it ends",
+    "lease_unknown": "the planner's lease could not be read",
+    "ledger_publish_failed": "lines of the ledger of handoffs are lost (`penstock leases` only)",
+    "load_unknown": "the planner could not read load or latencies and decides nothing",
+    "log_end_unknown": "the end of a stream could not be read; tried again",
+    "log_fell_behind": "a reader is far behind the end of a stream and reads larger batches",
+    "log_handler_failed": "one message of a stream was handled wrongly and skipped",
+    "log_repair_failed": "a gap in a stream could not be read again; tried again",
+    "log_unreadable": "the log could not be read; tried again",
+    "logits_processor_failed": "your logits processor raised an error",
+    "memory_streams_missing": "streams for `no_store` are missing: such requests are refused",
+    "memory_streams_renewed": "the broker had lost its memory streams",
+    "message_unreadable": "a message cannot be decoded and is left out of traces",
+    "messages_damaged": "messages of a stopped broker are damaged and left out",
+    "model_forgotten": "a learned model has had no worker for an hour: its requests are refused from now on",
+    "model_learned": "a worker registered a model that this gateway did not know, and serves from now on",
+    "model_loaded": "tokenizer and chat template of a model were read",
+    "model_not_loaded": "a model's tokenizer or chat template cannot be read: its requests get 503; it is tried again",
+    "model_unloaded": "a model left the gateway's memory; the next request reads it again",
+    "models_owned": "which models this router places now",
+    "native_metrics_off": "metrics of TensorRT-LLM are not on the page",
+    "no_disconnect_events": "no user of the system account",
+    "no_index_snapshot": "no stored prefix index: workers are asked for their caches",
+    "no_position": "the exporter of traces starts at the present",
+    "no_request_yet": "no request of the model has ended since the planner looks; it decides once one has",
+    "no_snapshot": "no stored state: the router reads the whole log",
+    "no_verdicts": "the bucket of poisonous requests is missing, or may not be read; tried again",
+    "node_ended": "the worker has ended, and with it this node",
+    "node_joined": "a node of the engine is there",
+    "node_refused": "a node has another engine, version or model than node 0",
+    "node_starts": "all nodes are there; the engine starts",
+    "node_stops": "another node of the engine was asked to stop; the worker drains",
+    "numpy_not_installed": "many targets, and no numpy",
+    "one_token_refused": "TensorRT-LLM refused to compute a prompt for a handoff",
+    "peer_connect_failed": "NIXL cannot connect to another worker: blocks from there are computed here",
+    "peer_connected": "NIXL is connected to another worker",
+    "placement_failed": "placing a request failed unexpectedly; it comes again",
+    "placement_postponed": "a request could not be placed now; it comes again",
+    "planning": "the planner runs",
+    "poisonous_request_repeated": "a request that crashed its workers was sent again",
+    "position_not_saved": "the exporter's position could not be stored: spans may be sent twice",
+    "process_at_a_standstill": "a process does not answer",
+    "process_drained": "a worker was drained and stays down",
+    "process_ended": "a process ended and is started again",
+    "process_killed": "a process did not stop in time",
+    "progress_publish_failed": "progress of an image could not be published",
+    "prompt_logprobs_incomplete": "the engine left out log-probabilities of a prompt",
+    "prompt_not_computed": "SGLang's prefill of a pair failed",
+    "prompt_not_fetched": "SGLang's decode did not get its prompt",
+    "prompts_without_cudnn": "attention of prompts runs without cuDNN, and slower",
+    "prompts_without_graphs": "CUDA graphs for prompts could not be captured: slower short prompts",
+    "publish_failed": "a message could not be published; it is sent again",
+    "publish_refused": "the broker refused a message: its stream is full, or the user may not",
+    "pull_failed": "asking for messages failed; tried again",
+    "pull_not_retired": "a pull could not be ended; its messages come again",
+    "pull_refused": "the broker ended a pull; a new one follows",
+    "pull_silent": "a pull did not answer; a new one follows",
+    "reader_task_failed": "a handoff's reader failed; the prompt is computed",
+    "ready": "`up`: all processes serve",
+    "reconnect_hook_failed": "a step after a reconnect failed",
+    "record_unreadable": "a record cannot be decoded and is not listed",
+    "recorded_request_unreadable": "a stored request is of a later release, or damaged",
+    "recording_lines_skipped": "lines of the mock engine's recording cannot be used",
+    "records_kept_shorter": "records will be deleted before the promised 7 days",
+    "recovery_postponed": "requests of a lost worker could not be placed again now; tried again",
+    "registration_unreadable": "a worker's registration is of a later release, or damaged; it is not used",
+    "renewal_callback_failed": "telling about a renewed NIXL agent failed",
+    "repeat_failed": "a submission over NATS could not be handled; it comes again",
+    "request_deleted": "`forget` or `DELETE`: a request was deleted",
+    "request_ended_by_router": "a router ended a request: its code says why",
+    "request_failed": "a request failed on this worker: a first attempt goes to another one",
+    "request_moved_to_revision": "a request's revision has no worker; it runs on the serving one",
+    "request_not_deleted": "a request could not be deleted",
+    "request_requeued": "a request continues on another worker",
+    "request_resteered": "a late prefill was taken back and given to another worker",
+    "request_retention_failed": "waiting requests could not be published again; tried again",
+    "request_stalled": "a worker makes no progress with a request, which goes to another one",
+    "request_unreadable": "a stored request cannot be decoded, and ends",
+    "requests_republished": "waiting requests were copied to the end of their stream, so that they do not expire",
+    "requests_shared": "a busy owner began or ended to have other routers place requests",
+    "response_not_counted": "a stored response is missing in the metrics",
+    "restart_failed": "a process could not be started",
+    "return_unreadable": "a worker returned a request in a message that cannot be decoded",
+    "revision_serving": "requests go to this revision of the model",
+    "revision_stands_by": "workers of another revision of the model are not used yet",
+    "rewritten": "what the native engine changed in the model",
+    "router_left": "a router is gone; others own its models",
+    "router_open": "the router takes requests",
+    "router_task_failed": "a task for one request failed; the request comes again",
+    "router_unreadable": "another router's registration cannot be read",
+    "routers_coordinated": "routers share models among them",
+    "routers_not_coordinated": "the bucket of routers is missing: every router takes any request",
+    "routers_unknown": "other routers could not be read; tried again",
+    "service_failed": "a call over NATS failed unexpectedly",
+    "session_lost": "the worker has lost its lease or consumer",
+    "settle_failed": "a handoff's lease could not be ended",
+    "sglang": "version and arguments of SGLang",
+    "sglang_ready": "the model is loaded",
+    "sglang_version": "another release of SGLang than was tested",
+    "snapshot_failed": "the dashboard could not read the broker",
+    "snapshot_not_saved": "a router's state could not be stored: a slower next start",
+    "span_export_failed": "the collector does not take traces",
+    "speculation_off": "draft tokens would make answers slower",
+    "stale_registration_removed": "a dead worker's registration was removed",
+    "stale_registrations_ignored": "registrations from before the broker's restart are not used",
+    "start_failed": "the process cannot start",
+    "state_not_written": "`state.json` could not be written",
+    "stop_incomplete": "a step of stopping took too long and was given up",
+    "stop_step_failed": "a step of stopping failed",
+    "stop_timeout": "stopping took too long",
+    "stopped_during_startup": "stopped while the model was loaded",
+    "stream_filling": "unfinished work takes half of a stream",
+    "stream_full": "unfinished work takes four fifths of a stream",
+    "stream_truncated": "a stream lost its end, as after a power failure, or was made anew: readers start over",
+    "structured_output_off": "the worker serves no constrained requests",
+    "submission_failed": "a submission over NATS failed unexpectedly; it comes again",
+    "submission_not_erased": "a refused submission stays on the broker's disk until its file is removed",
+    "sweep_failed": "a periodic check of the gateway failed; the next one follows",
+    "system_connection_closed": "the connection to the system account is closed",
+    "task_failed": "a background task failed: its process ends, or says what it goes without",
+    "tasks_still_running": "background tasks did not end in time",
+    "tenant_unreadable": "a tenant's stored limits cannot be read",
+    "tenant_weights_followed": "tenants' weights can be read now",
+    "tenant_weights_unknown": "tenants' weights may not be read; tried again",
+    "tensorrt_llm": "version and interface of TensorRT-LLM",
+    "tensorrt_llm_version": "another release of TensorRT-LLM than was tested",
+    "terminal_event_failed": "the end of a request could not be stored; its job comes again",
+    "terminal_event_unreadable": "a record is of a later release, or damaged",
+    "ticket_mismatch": "a handoff's blocks do not fit this worker; the prompt is computed",
+    "token_batch_unreadable": "tokens of an interrupted attempt cannot be decoded",
+    "too_many_models": "workers register more models than a gateway learns",
+    "trace_closed": "the exporter of traces ends; what it sent",
+    "trace_open": "the exporter of traces runs",
+    "traces_dropped": "traces that the collector did not take in time are lost",
+    "transfer_agent_renewed": "NIXL was set up anew after an error",
+    "transfer_cleanup_failed": "closing NIXL failed",
+    "transfer_failed": "reading blocks of another worker failed; the prompt is computed",
+    "transfer_thread_failed": "the transport's thread failed",
+    "transfer_thread_join_timeout": "the transport's thread did not end in time",
+    "transfer_unavailable": "this worker moves no blocks",
+    "trtllm_ready": "the model is loaded",
+    "trtllm_sampling": "which sampling options TensorRT-LLM applies, found by trying",
+    "unplaced_requests_not_returned": "a stopping router could not return requests",
+    "unplaced_requests_returned": "requests that a gone router had not placed were taken over",
+    "unstored_sweep_failed": "deleting the content of ended `no_store` requests failed; tried again",
+    "verdict_not_stored": "that a request crashes workers could not be stored",
+    "verdict_unreadable": "a stored verdict about a poisonous request cannot be read",
+    "verdict_withdrawn": "a request that had crashed workers was answered",
+    "verdicts_followed": "the bucket of poisonous requests is there now",
+    "visual_gen": "version and parameters of TensorRT-LLM's VisualGen",
+    "vllm": "version and arguments of vLLM",
+    "vllm_ready": "the model is loaded",
+    "vllm_version": "another release of vLLM than was tested",
+    "waiting_for_leader": "this node waits for node 0 of its engine",
+    "waiting_for_nodes": "the worker waits for the other nodes of its engine",
+    "weights_quantized": "the native engine quantized weights as it loaded them",
+    "work_header_unreadable": "a job's header cannot be decoded; its load is not counted",
+    "worker_end_not_stored": "that a worker's process ended could not be stored",
+    "worker_ended": "a worker's process ended: how, and with which requests",
+    "worker_left": "a worker is gone",
+    "worker_lost": "a worker is dead or out of reach; its requests continue elsewhere",
+    "worker_refused": "a worker serves the model's name with another tokenizer",
+    "worker_registered": "the worker takes requests",
+    "worker_task_failed": "loading a worker's cache failed; tried again",
+    "workers_name_different_parsers": "workers of one model disagree about its parsers",
+    "workers_name_unknown_parsers": "workers name parsers that this gateway does not have",
+    "workers_not_added": "`up` could not start more workers",
+}

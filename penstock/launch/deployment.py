@@ -1,0 +1,405 @@
+"""One deployment: started in order, supervised until a signal, stopped in order."""
+
+import asyncio
+import contextlib
+import os
+import site
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import structlog
+
+import penstock
+from penstock.cli.commands import unknown_variables
+from penstock.configs.settings import served_names
+from penstock.configs.up_settings import UpSettings
+from penstock.infra.broker.datadir import Lock
+from penstock.infra.broker.disk import DiskWatch
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.engine_args.tree import BadArguments, Tree, parse_yaml
+from penstock.infra.model.embedding_model import makes_vectors
+from penstock.infra.process.child import Process
+from penstock.infra.process.signals import Stop
+from penstock.infra.process.sockets import CannotListen
+from penstock.infra.process.supervisor import USAGE, Keeper
+from penstock.launch.crash_report import report_end
+from penstock.launch.groups import PlanError, assign, fleet_of, with_name
+from penstock.launch.growth import further
+from penstock.launch.listeners import Listeners
+from penstock.launch.machine import cores, free_port, free_run, gpus
+from penstock.launch.nats import apply_at, connect_operator
+from penstock.launch.plan import Planned, plan, worker_state
+from penstock.launch.readiness import Readiness, served_models
+from penstock.launch.recipes import catalogue
+from penstock.launch.show import Board, readable, welcome
+from penstock.launch.state import Running, State, login_of, read_resume, start_of, write_state
+from penstock.launch.stopping import stop_in_order
+from penstock.operate.dashboard.access import stored_token
+from penstock.schemas.subjects import Subjects
+
+log = structlog.get_logger("up")
+
+_TRIES = 3  # exits of one process before all is ready, after which the start has failed
+_POLL_S = 0.05
+REPORT_S = 5.0  # for reporting why a worker ended
+ROUTER_STANDSTILL_S = 2.0  # a stopped router is killed after this, so that its requests wait for at most 5 s
+
+
+class UpFailed(Exception):
+    """The deployment did not start; the text says which process and why.
+
+    Attributes:
+        status: exit status for ``penstock up``.
+    """
+
+    def __init__(self, text: str, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def read_args(path: str) -> Tree:
+    """A file of engine arguments.
+
+    Raises:
+        BadArguments: it cannot be read, or is not a YAML mapping.
+    """
+    try:
+        return parse_yaml(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadArguments([f"engine arguments: {error}"]) from error
+    except BadArguments as error:
+        raise BadArguments(f"{path}: {problem}" for problem in error.problems) from error
+
+
+def _makes_vectors(model: str) -> bool:
+    """Whether a model is for embeddings only; of a Hugging Face id, that is not known before it was downloaded."""
+    path = Path(model).expanduser()
+    return path.is_dir() and makes_vectors(path)
+
+
+def command(planned: Planned) -> list[str]:
+    """The command line of one process."""
+    return [sys.executable, "-m", "penstock", *planned.argv]
+
+
+class Deployment:
+    """Everything that one ``penstock up`` runs.
+
+    Raises:
+        PlanError, BadArguments: flags, recipe, engine arguments and this machine do not go together.
+    """
+
+    def __init__(self, settings: UpSettings, *, command: Callable[[Planned], Sequence[str]] = command) -> None:
+        self.settings = settings = with_name(settings)
+        self.data_dir = Path(settings.data_dir).resolve()
+        self.subjects = Subjects(settings.namespace)
+        members = catalogue.select(settings.recipe, catalogue.members()) if settings.recipe else ()
+        self._fleet = fleet_of(settings, members, read_args, _makes_vectors)
+        self._gpus = gpus(settings.gpus, os.environ)
+        assign(self._fleet.groups, self._gpus)  # raises before anything starts
+        self._ready_s = settings.ready_s or (3600.0 if self._fleet.slow or settings.diffusion else 120.0)
+        self._planned: list[Planned] = []
+        self._command = command
+        self._lock = Lock(self.data_dir / "up.lock")
+        self._broker: EmbeddedNats | None = None
+        self._keepers: list[Keeper] = []
+        self._model = "".join(served_names(settings.served_model_name)[:1])
+        self._makes = "text"
+        self._models: tuple[str, ...] = ()
+        self._listeners = Listeners(settings.http_host, tls=bool(settings.tls_cert))
+        self._board = Board(quiet=settings.log_format == "json")
+        self._failed: asyncio.Future[None] | None = None
+        self._ready = False
+        self._dashboard_url = ""
+        self._worker_url: Callable[[str], str] = lambda role: settings.nats_url
+        self._growing: set[asyncio.Task[None]] = set()
+        self._watches = contextlib.AsyncExitStack()
+
+    async def run(self) -> int:
+        """Start, wait for a signal, stop in order.
+
+        Raises:
+            UpFailed, ServerFailed, NoServerBinary, BrokerProblem, CannotListen, DataDirBusy, DataDirUnusable: it did
+                not start.
+        """
+        began = time.monotonic()
+        self._lock.acquire("penstock up")
+        self._failed = asyncio.get_running_loop().create_future()
+        with Stop(resume=self._resume) as stop:
+            signal = asyncio.create_task(stop.asked.wait(), name="signal")
+            try:
+                starting = asyncio.create_task(self._start(), name="start")
+                await asyncio.wait([starting, signal], return_when=asyncio.FIRST_COMPLETED)
+                if not starting.done():
+                    starting.cancel()
+                    await asyncio.wait([starting])
+                elif starting.result() is None:
+                    self._greet(time.monotonic() - began)
+                    await signal
+            finally:
+                signal.cancel()
+                cut_short = await self._stop(stop)
+                if not self._failed.cancel() and not self._failed.cancelled():
+                    self._failed.exception()  # retrieved: it ended the start, or came after it
+                self._lock.release()
+        return 130 if cut_short else 0
+
+    async def _start(self) -> None:
+        up = self.settings
+        self._listeners.open(up.http_port, up.gateways)
+        metrics_ports = self._metrics_ports()
+        with self._board:
+            if up.nats_url:
+                url: Callable[[str], str] = lambda role: up.nats_url  # noqa: E731
+                sys_url = ""
+            else:
+                self._board.starting("nats")
+                self._broker = EmbeddedNats(self.data_dir, up.namespace, up.nats_port, durability=up.durability)
+                await self._keep(Keeper(self._broker, self._on_change, give_up=self._give_up))
+                await self._watches.enter_async_context(DiskWatch(self._broker))
+                self._board.ready("nats", f"ready on port {self._broker.port}")
+                url, sys_url = self._broker.url, self._broker.sys_url
+                self._worker_url = url
+            self._board.starting("streams")
+            await apply_at(url("operator"), self.subjects, record=up.record, store_size=up.store_size)
+            self._board.ready("streams")
+            self._planned = plan(
+                up,
+                self._fleet,
+                ports=self._listeners.ports,
+                listen_fd=self._listeners.fd,
+                url=url,
+                sys_url=sys_url,
+                cores=cores(),
+                metrics_ports=metrics_ports,
+                gpus=self._gpus,
+            )
+            for planned in self._planned:
+                self._board.starting(planned.name)
+                # A lone stopped router blocks every request, and a restart loses nothing.
+                standstill_s = ROUTER_STANDSTILL_S if planned.role == "router" else None
+                keeper = Keeper(
+                    self._process(planned),
+                    self._on_change,
+                    standstill_s=standstill_s,
+                    give_up=self._give_up,
+                    ended=self._on_worker_ended if planned.role == "worker" else None,
+                )
+                await self._keep(keeper)
+            await self._until_ready()
+        if up.dashboard_port >= 0:
+            await self._start_dashboard()
+
+    async def _start_dashboard(self) -> None:
+        """Started when everything else is ready: its start takes CPU time, and nothing waits for it."""
+        port = free_port(self.settings.dashboard_port)
+        self._dashboard_url = f"http://127.0.0.1:{port}/?token={stored_token(self.data_dir)}"
+        argv = [sys.executable, "-m", "penstock", "dashboard", "--data-dir", str(self.data_dir), "--port", str(port)]
+        log_path = self.data_dir / "logs" / "dashboard.log"
+        process = Process("dashboard", "dashboard", argv, os.environ | _our_path(os.environ), log_path)
+        await self._keep(Keeper(process, self._on_change))
+
+    def _metrics_ports(self) -> list[int]:
+        """For workers and routers, in the order of their start."""
+        count = sum(group.number for group in self._fleet.groups) + self.settings.routers
+        return [] if self.settings.metrics_port < 0 else free_run(self.settings.metrics_port, count)
+
+    def _process(self, planned: Planned) -> Process:
+        def environ() -> dict[str, str]:
+            broker = self._broker
+            now = planned if broker is None else planned.logged_in(broker.url)  # its password may be another by now
+            return now.environ(_known(os.environ)) | _our_path(os.environ)
+
+        return Process(
+            planned.name,
+            planned.role,
+            self._command(planned),
+            environ,
+            self.data_dir / "logs" / f"{planned.name}.log",
+            echo=self.settings.log_format == "json",
+            pass_fds=(self._listeners.fd,) if planned.role == "gateway" else (),
+            interactive=planned.drives_gpu,
+        )
+
+    async def _keep(self, keeper: Keeper) -> None:
+        self._keepers.append(keeper)
+        await keeper.start()
+
+    async def _until_ready(self) -> None:
+        """Wait until every worker is registered and every gateway answers that it can serve a request."""
+        assert self._failed is not None
+        deadline = time.monotonic() + self._ready_s
+        names = [planned.name for planned in self._planned]
+        workers = [planned.name for planned in self._planned if planned.role == "worker"]
+        gateways = [planned.name for planned in self._planned if planned.role == "gateway"]
+        urls = dict(zip(gateways, self._listeners.urls, strict=True))
+        readiness = Readiness(workers, urls, self._board.ready)
+        nc = await connect_operator(self._state().nats_url)
+        try:
+            while readiness.waiting:
+                if self._failed.done():
+                    self._failed.result()
+                await readiness.look(nc, self.subjects)
+                if readiness.waiting and time.monotonic() > deadline:
+                    raise UpFailed(
+                        f"not ready after {self._ready_s:g} s (--ready-s):\n"
+                        + "".join(f"  {name}: {why}\n" for name, why in readiness.waiting.items())
+                        + f"  logs: {self.data_dir / 'logs'}"
+                    )
+                await asyncio.sleep(_POLL_S)
+        finally:
+            await nc.close()
+        for name in names:
+            self._board.ready(name)
+        served = await served_models(self._listeners.urls[0])
+        first = next((each for each in served if bool(self._fleet.model) == (each.makes == "text")), None)
+        self._model, self._makes = (first.id, first.makes) if first is not None else (self._model, "text")
+        self._models = tuple(dict.fromkeys(each.root or each.id for each in served))
+        self._ready = True
+        self._write_state()
+
+    def _greet(self, seconds: float) -> None:
+        if self.settings.log_format == "json":
+            log.info("ready", url=self._state().http_url, model=self._model, seconds=round(seconds, 2))
+        else:
+            self._board.print(welcome(self._state(), self.data_dir, seconds))
+
+    def _on_change(self, keeper: Keeper) -> None:
+        try:
+            self._write_state()
+        except OSError as error:  # a full disk: running processes must still be supervised
+            log.warning("state_not_written", error=str(error))
+
+    async def _on_worker_ended(self, keeper: Keeper) -> None:
+        """Bounded: the next start waits for it."""
+        folder, status = Path(worker_state(self.settings)), keeper.last_status or 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_S):
+                await report_end(folder, keeper.child.name, status, self._state().nats_url, self.subjects)
+
+    def _resume(self) -> None:
+        """Start the processes that ``write_resume`` has named: drained ones again, and workers that are new."""
+        names = read_resume(self.data_dir)
+        for keeper in self._keepers:
+            if keeper.child.name in names:
+                keeper.resume()
+        there = {keeper.child.name for keeper in self._keepers}
+        if self._ready and (new := [name for name in names if name not in there]):
+            task = asyncio.get_running_loop().create_task(self._grow(new), name="grow")
+            self._growing.add(task)
+            task.add_done_callback(self._growing.discard)
+
+    async def _grow(self, names: Sequence[str]) -> None:
+        try:
+            added = further(
+                self.settings,
+                self._fleet,
+                names,
+                self._planned,
+                url=self._worker_url,
+                cores=cores(),
+                metrics_ports=[] if self.settings.metrics_port < 0 else free_run(0, len(names)),
+                gpus=self._gpus,
+            )
+            for planned in added:
+                self._planned.append(planned)
+                process = self._process(planned)
+                keeper = Keeper(process, self._on_change, give_up=self._give_up, ended=self._on_worker_ended)
+                await self._keep(keeper)
+        except (PlanError, CannotListen, OSError) as error:
+            log.warning("workers_not_added", names=names, error=str(error))
+
+    def _give_up(self, keeper: Keeper) -> bool:
+        """Whether the start fails because a process exited: a retry would fail as well, or there were too many."""
+        hopeless = keeper.last_status == USAGE or keeper.exits >= _TRIES
+        if self._ready or not hopeless or self._failed is None:
+            return False
+        if not self._failed.done():
+            child = keeper.child
+            lines = child.last_lines() if isinstance(child, Process) else []
+            output = "\n".join(textwrap.indent(readable(line), "  ") for line in lines) or "  (no output)"
+            where = f"\n  (in {child.log_path})" if isinstance(child, Process) else ""
+            status = USAGE if keeper.last_status == USAGE else 1
+            self._failed.set_exception(
+                UpFailed(f"{child.name} exited with status {keeper.last_status} at start:\n{output}{where}", status)
+            )
+        return True
+
+    def _state(self) -> State:
+        nats_url = self.settings.nats_url
+        broker = self._broker
+        client_url = broker.url("client") if broker else nats_url
+        metrics = {
+            planned.name: f"http://127.0.0.1:{planned.metrics_port}/metrics"
+            for planned in self._planned
+            if planned.metrics_port
+        }
+        return State(
+            http_url=self._listeners.url,
+            nats_url=broker.url("operator") if broker else nats_url,
+            client_nats_url=client_url,
+            client_nats=login_of(client_url),
+            sys_nats_url=broker.sys_url if broker else "",
+            namespace=self.settings.namespace,
+            model=self._model,
+            processes=tuple(
+                Running(
+                    k.child.name,
+                    k.child.role,
+                    k.child.pid,
+                    metrics.get(k.child.name, ""),
+                    k.drained,
+                    start_of(k.child.pid),
+                )
+                for k in self._keepers
+            ),
+            makes=self._makes,
+            models=self._models,
+            http_urls=self._listeners.urls,
+            dashboard_url=self._dashboard_url,
+        )
+
+    def _write_state(self) -> None:
+        write_state(self.data_dir / "state.json", self._state())
+
+    async def _stop(self, stop: Stop) -> bool:
+        """Stop all processes that run. Returns whether a second signal cut it short."""
+        if not self._keepers:
+            self._listeners.close()
+            return False
+        failed = not stop.asked.is_set()
+        say = (lambda line: None) if failed else self._board.print
+        await self._watches.aclose()
+        for task in [*self._growing]:
+            task.cancel()
+        await asyncio.gather(*self._growing, return_exceptions=True)
+        self._listeners.close()  # first: from now on a connection is refused instead of left waiting
+        cut_short = await stop_in_order(self._keepers, self.settings.drain_s, stop.insisted, say, serving=self._ready)
+        if self._broker is not None:
+            await self._broker.stop()
+        with contextlib.suppress(OSError):
+            (self.data_dir / "state.json").unlink()
+        return cut_short
+
+
+def _known(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without misspelt settings: ``penstock up`` has warned of them, and its processes need not do so again."""
+    unknown = unknown_variables(environ)
+    return {name: value for name, value in environ.items() if name not in unknown}
+
+
+def _our_path(inherited: Mapping[str, str]) -> dict[str, str]:
+    """What a child finds the package by, whatever is in its working directory.
+
+    An installed package is found without help. A source tree is named if it is where this process has the package from.
+    Never the folder ``penstock`` itself: its parts would hide packages of others, and be loaded under two names.
+    """
+    root = Path(penstock.__path__[0]).resolve().parent
+    found = {Path(entry or ".").resolve() for entry in sys.path}
+    by_itself = {Path(entry).resolve() for entry in (*site.getsitepackages(), site.getusersitepackages())}
+    ours = [str(root)] if root in found - by_itself else []
+    path = os.pathsep.join(filter(None, [*ours, inherited.get("PYTHONPATH", "")]))
+    return {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": path} if path else {})

@@ -1,0 +1,64 @@
+"""What this machine has for a deployment: GPUs, and ports in a row."""
+
+import contextlib
+import random
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from penstock.infra.process.sockets import check_free
+from penstock.launch.groups import PlanError
+from penstock.workers.engines.budgets import usable_cores
+
+_HOST = "127.0.0.1"
+# Below the ports that Linux gives to outgoing connections (ip_local_port_range): those may be taken before a worker
+# that loads for minutes comes to listen.
+_FIRST, _LAST = 20_000, 32_000
+
+
+def gpus(named: Sequence[str], environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...] | None:
+    """GPUs that workers may use, as CUDA_VISIBLE_DEVICES writes them; None: do not assign any."""
+    if named:
+        return None if tuple(named) == ("none",) else tuple(named)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(part.strip() for part in visible.split(",") if part.strip())
+    count = sum(1 for path in devices.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", path.name))
+    return tuple(map(str, range(count)))  # CUDA counts those that it sees from 0
+
+
+def free_run(first: int, count: int) -> list[int]:
+    """Ports in a row on loopback that are free now: from ``first`` on, or (0) from anywhere.
+
+    Raises:
+        CannotListen: one of them is in use or reserved.
+        PlanError: there are no such ports.
+    """
+    if first:
+        ports = list(range(first, first + count))
+        if ports and ports[-1] > 65535:
+            raise PlanError(f"{count} processes from --metrics-port {first} on go beyond port 65535")
+        for port in ports:
+            check_free(_HOST, port, port_flag="--metrics-port")
+        return ports
+    for _ in range(100):
+        start = random.randrange(_FIRST, _LAST - count)
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(start, start + count):
+                held.enter_context(socket.socket()).bind((_HOST, port))
+            return list(range(start, start + count))
+    raise PlanError(f"no {count} free ports in a row for metrics: name the first with --metrics-port (-1: none)")
+
+
+def free_port(preferred: int) -> int:
+    """``preferred`` if it is free on loopback now, else another free port; 0: any."""
+    for port in dict.fromkeys((preferred, 0)):
+        with contextlib.suppress(OSError), socket.create_server((_HOST, port)) as listener:
+            return int(listener.getsockname()[1])
+    return 0
+
+
+def cores() -> int:
+    """CPU cores that native workers may compute on: those that are neither limited nor busy now."""
+    return usable_cores()

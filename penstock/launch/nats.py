@@ -1,0 +1,262 @@
+"""``penstock nats`` and ``penstock streams apply``."""
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+
+from penstock.cli.commands import StreamsSettings
+from penstock.configs.logs import setup
+from penstock.configs.settings import NatsSettings
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.binary import MINIMUM, dotted
+from penstock.infra.broker.config import LAME_DUCK_S, USERS, Cluster, ServerConfig, Tls, render
+from penstock.infra.broker.datadir import DataDirBusy, DataDirUnusable, load_secrets, prepare
+from penstock.infra.broker.disk import DiskWatch
+from penstock.infra.broker.failures import NoServerBinary, ServerFailed
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.roles import ROLES
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.audit import recorded
+from penstock.infra.bus.client import BusClient
+from penstock.infra.bus.connection import Refused, authenticate, note_refusal, refusals, why_unreachable
+from penstock.infra.process.signals import Stop
+from penstock.infra.process.sockets import CannotListen
+from penstock.infra.process.supervisor import USAGE, Keeper
+from penstock.schemas.errors import ServingError
+from penstock.schemas.streams import GIB, topology
+from penstock.schemas.subjects import Subjects, inbox_prefix
+
+CONNECT_S = 10.0
+PRINTED = ("cluster", "node", "tenants_file", "tls_cert", "tls_key", "tls_ca")  # what only a printed configuration has
+CLIENTS_PORT, ROUTES_PORT = 4222, 6222
+
+
+def run(settings: NatsSettings) -> int:
+    """Run the embedded broker in the foreground; it is restarted if it exits."""
+    if settings.print_config:
+        return print_config(settings)
+    if printed := [name for name in PRINTED if getattr(settings, name)]:
+        flag = f"--{printed[0].replace('_', '-')}"
+        print(f"penstock nats: {flag} is for --print-config: the broker that runs here is one server", file=sys.stderr)
+        return USAGE
+    setup("auto", "info", name="nats")
+    try:
+        return asyncio.run(_serve(settings))
+    except (
+        ServerFailed,
+        NoServerBinary,
+        DataDirBusy,
+        DataDirUnusable,
+        CannotListen,
+        BrokerProblem,
+        ValueError,
+    ) as error:
+        print(f"penstock nats: {error}", file=sys.stderr)
+        permanent = isinstance(error, DataDirUnusable) or (isinstance(error, CannotListen) and error.permanent)
+        return USAGE if permanent else 1
+
+
+def print_config(settings: NatsSettings) -> int:
+    """Print the configuration of a server that somebody else runs; the exit status."""
+    try:
+        data_dir = Path(settings.data_dir).resolve()
+        prepare(data_dir)
+        made = _made(data_dir / "secrets.json")
+        print(own_config(settings, load_secrets(data_dir / "secrets.json", USERS)), end="")
+    except (ValueError, DataDirUnusable) as error:
+        print(f"penstock nats: {error}", file=sys.stderr)
+        return USAGE
+    print(
+        f"passwords of {', '.join(ROLES)} and sys, two users each: {data_dir / 'secrets.json'}{made}", file=sys.stderr
+    )
+    return 0
+
+
+def _made(path: Path) -> str:
+    """Since when the passwords are as they are: a configuration with other ones shuts every process out."""
+    if not path.exists():
+        return ", made now: servers that run already need the folder of their own passwords (--data-dir)"
+    return f", of {time.strftime('%Y-%m-%d %H:%M', time.localtime(path.stat().st_mtime))}"
+
+
+def own_config(settings: NatsSettings, secrets: Mapping[str, str]) -> str:
+    """
+    Raises:
+        ValueError: flags contradict each other.
+    """
+    if bool(settings.tls_cert) != bool(settings.tls_key) or (settings.tls_ca and not settings.tls_cert):
+        raise ValueError("--tls-cert and --tls-key are needed together, and --tls-ca with both")
+    if settings.cluster and settings.tls_cert and not settings.tls_ca:
+        raise ValueError("--tls-ca: the servers of a cluster verify each other; name the file with their authority")
+    if settings.cluster and settings.node not in settings.cluster:
+        raise ValueError(f"--node: name the server that the configuration is for: {', '.join(settings.cluster)}")
+    if settings.node and not settings.cluster:
+        raise ValueError("--node is one of --cluster; name all of them there")
+    if len(set(settings.cluster)) != len(settings.cluster):
+        raise ValueError("--cluster names a server twice")
+    routes = tuple(each if ":" in each else f"{each}:{ROUTES_PORT}" for each in settings.cluster)
+    cluster = None
+    if settings.cluster:
+        port = int(routes[settings.cluster.index(settings.node)].rpartition(":")[2])
+        cluster = Cluster(f"penstock-{settings.namespace}", settings.node, port, routes)
+    config = ServerConfig(
+        name=f"penstock-{settings.namespace}",
+        port=settings.nats_port or CLIENTS_PORT,
+        host=_listens_on(settings),
+        store_dir=settings.store_dir,
+        secrets=secrets,
+        subjects=Subjects(settings.namespace),
+        monitor_port=settings.monitor_port,
+        monitor_host=settings.monitor_host,
+        sync_always=settings.durability == "power",
+        cluster=cluster,
+        tenants_file=settings.tenants_file,
+        lame_duck_s=LAME_DUCK_S if cluster is not None else 0,
+        tls=Tls(settings.tls_cert, settings.tls_key, settings.tls_ca) if settings.tls_cert else None,
+    )
+    made = f"# Made by `penstock nats --print-config`, for nats-server {dotted(MINIMUM)} or newer. It holds passwords."
+    return render(config).replace("# Generated by penstock at every start; edits are lost.", made, 1)
+
+
+def _listens_on(settings: NatsSettings) -> str:
+    """All addresses, for a cluster whose servers are on other machines, unless one is named."""
+    elsewhere = any(not each.startswith(("127.", "localhost")) for each in settings.cluster)
+    return "0.0.0.0" if elsewhere and settings.nats_host == NatsSettings().nats_host else settings.nats_host
+
+
+async def _serve(settings: NatsSettings) -> int:
+    broker = EmbeddedNats(
+        settings.data_dir,
+        settings.namespace,
+        settings.nats_port,
+        settings.monitor_port,
+        settings.monitor_host,
+        durability=settings.durability,
+        host=settings.nats_host,
+    )
+    keeper = Keeper(broker)
+    with Stop() as stop:
+        try:
+            await keeper.start()
+            url, size = broker.url("operator"), settings.store_size
+            await apply_at(url, broker.subjects, record=settings.record, store_size=size)
+            print(f"nats-server on {settings.nats_host}:{broker.port}; log: {broker.log_path}")
+            print(f"passwords of {', '.join(ROLES)} and sys: {broker.data_dir / 'secrets.json'}")
+            async with DiskWatch(broker):
+                await stop.asked.wait()
+        finally:
+            await keeper.stop(timeout_s=30)
+            await broker.stop()
+    return 0
+
+
+def run_apply(settings: StreamsSettings) -> int:
+    """Create the streams on a broker and print the changes."""
+    try:
+        subjects = Subjects(settings.namespace)
+        work = apply_at(
+            settings.nats_url, subjects, settings.replicas, record=settings.record, store_size=settings.store_size
+        )
+        done = asyncio.run(work)
+    except (BrokerProblem, ValueError) as error:
+        print(f"penstock streams apply: {error}", file=sys.stderr)
+        return 1
+    for line in done or [f"nothing to do: all streams of namespace {settings.namespace!r} are there"]:
+        print(line)
+    return 0
+
+
+async def apply_at(
+    url: str, subjects: Subjects, replicas: int = 1, *, record: bool = False, store_size: float = 0.0
+) -> list[str]:
+    """Connect as the operator, apply, close.
+
+    Args:
+        store_size: GiB of all streams together that are created now; 0: their own sizes.
+    Raises:
+        BrokerProblem: as ``apply``, or no server answers there.
+    """
+    async with as_operator(url, "streams apply") as nc:
+        size = int(store_size * GIB)
+        done = await apply(nc, topology(subjects, record=record), replicas, size_bytes=size)
+        if done:
+            async with recorded(nc, subjects, "streams apply", f"namespace {subjects.namespace}", _told(done)):
+                pass
+        return done
+
+
+@contextlib.asynccontextmanager
+async def as_operator(url: str, command: str) -> AsyncIterator[Client]:
+    """A connection for administration, which ends with the block. What the broker refuses to this user ends it at once.
+
+    Args:
+        command: who asks, without ``penstock``.
+    Raises:
+        BrokerProblem: as ``connect_operator``, or the user may not do it; the text names the role that may.
+    """
+    on_refused: list[Refused] = []
+    nc = await connect_operator(url, on_refused)
+    user = urlsplit(url.partition(",")[0]).username or ""
+    try:
+        with refusals(on_refused, user, command, "operator"):
+            yield nc
+    except ServingError as error:
+        raise BrokerProblem(error.message) from None
+    finally:
+        await nc.close()
+
+
+def _told(done: Sequence[str]) -> str:
+    """What was done, for the audit log: what was created as one list."""
+    created = [each.removeprefix("created ") for each in done if each.startswith("created ")]
+    parts = [f"created {', '.join(created)}"] if created else []
+    return "; ".join([*parts, *(each for each in done if not each.startswith("created "))])
+
+
+async def connect_operator(url: str, on_refused: Sequence[Refused] = ()) -> Client:
+    """A connection for administration: fails after a few seconds, where a serving process would retry.
+
+    Args:
+        on_refused: each is called with what the broker says when it refuses a subject to this user.
+    Raises:
+        BrokerProblem: no server answers there, or it refuses the credentials.
+    """
+    problems: list[Exception] = []
+
+    async def note(error: Exception) -> None:
+        problems.append(error)
+        note_refusal(error, on_refused)
+
+    client = BusClient()
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            await client.connect(
+                url.split(","),
+                name="penstock-operator",
+                inbox_prefix=inbox_prefix("operator"),
+                error_cb=note,
+                max_reconnect_attempts=2,
+                reconnect_time_wait=0.2,
+                **authenticate(client, url.partition(",")[0], "operator"),
+            )
+            return client
+    except ServingError as error:
+        raise BrokerProblem(error.message) from None
+    except (OSError, TimeoutError, NatsError) as error:
+        client.drop_link()
+        reason = why_unreachable(problems[-1] if problems else error)
+        raise BrokerProblem(
+            f"no connection to {_without_password(url)} ({reason}): "
+            "start the broker, or check the address and the credentials"
+        ) from None
+
+
+def _without_password(url: str) -> str:
+    return ",".join(part.rpartition("@")[2] for part in url.split(","))

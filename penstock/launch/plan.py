@@ -1,0 +1,151 @@
+"""What ``penstock up`` starts: a pure function from its settings to the settings of each child."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.configs.flags import PREFIX, flags_of, to_argv, to_environ
+from penstock.configs.settings import Common, GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
+from penstock.configs.up_settings import UpSettings
+from penstock.launch.groups import EXTERNAL, Fleet, assign
+
+SECRET = (
+    "nats_url",
+    "sys_nats_url",
+    "api_key",
+)  # with passwords: passed in the environment, which ps hides from other users
+USERS = {"trace": "reader"}  # broker users not named after the role
+# Children get the flags of ``up`` that they have under the same name, except these: they mean something else there.
+_NOT_PASSED = {"model", "served_model_name", "engine", "http_port", "metrics_port", "threads", "nats_url"}
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One child process.
+
+    Attributes:
+        role: a sub-command of penstock.
+        gpus: visible to the child; None: all.
+    """
+
+    name: str
+    role: str
+    settings: Common
+    gpus: tuple[str, ...] | None = None
+
+    @property
+    def argv(self) -> list[str]:
+        return [self.role, *to_argv(self.settings, hidden=SECRET)]
+
+    @property
+    def metrics_port(self) -> int:
+        """0: none. A gateway serves its metrics on its HTTP port."""
+        return int(getattr(self.settings, "metrics_port", 0))
+
+    @property
+    def drives_gpu(self) -> bool:
+        settings = self.settings
+        return isinstance(settings, WorkerSettings) and (bool(self.gpus) or settings.engine in EXTERNAL)
+
+    def logged_in(self, url: Callable[[str], str]) -> "Planned":
+        """The same with the broker's URLs as they are now.
+
+        Args:
+            url: from a user of the broker to its NATS URL.
+        """
+        changes = {"nats_url": url(USERS.get(self.role, self.role))}
+        if getattr(self.settings, "sys_nats_url", ""):
+            changes["sys_nats_url"] = url("sys")
+        return replace(self, settings=msgspec.structs.replace(self.settings, **changes))
+
+    def environ(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """The child's environment. Variables for flags of ``up`` are removed: ``up`` passes their values on."""
+        settled = {flag.variable for flag in flags_of(UpSettings)} | {PREFIX + "NAME", PREFIX + "MODE"}
+        kept = {key: value for key, value in inherited.items() if key not in settled}
+        secrets = [name for name in SECRET if hasattr(self.settings, name)]
+        visible = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
+        if isinstance(self.settings, WorkerSettings) and self.settings.otlp_endpoint:
+            kept.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")  # engines would take it for gRPC
+        return kept | to_environ(self.settings, secrets) | {"PYTHONUNBUFFERED": "1"} | visible
+
+
+def plan(
+    up: UpSettings,
+    fleet: Fleet,
+    *,
+    ports: Sequence[int],
+    listen_fd: int = -1,
+    url: Callable[[str], str],
+    sys_url: str,
+    cores: int,
+    metrics_ports: Sequence[int] = (),
+    gpus: Sequence[str] | None = None,
+) -> list[Planned]:
+    """The children, in the order in which they start.
+
+    Args:
+        ports: one per gateway.
+        listen_fd: a listening socket that all gateways inherit.
+        url: from a user of the broker to its NATS URL.
+        cores: of the machine, for the threads of native engines.
+        metrics_ports: of workers, then routers; empty: they serve no metrics.
+        gpus: for workers, as in CUDA_VISIBLE_DEVICES; None: none are assigned.
+
+    Raises:
+        PlanError: there are too few GPUs.
+    """
+    children: list[Planned] = []
+    free = iter(metrics_ports)
+    assigned = assign(fleet.groups, gpus)
+
+    def add(process: str, name: str, kind: type[Common], /, **settings: Any) -> None:
+        values = passed(up, kind) | {"name": name, "nats_url": url(USERS.get(process, process))} | settings
+        children.append(Planned(name, process, kind(**values), assigned.get(name)))
+
+    for name, settings in workers(up, fleet, cores):  # first: they take longest to start
+        add("worker", name, WorkerSettings, **settings, metrics_port=next(free, 0), state_dir=worker_state(up))
+    for index in range(up.routers):
+        router = {"mode": up.router_mode, "sys_nats_url": sys_url, "metrics_port": next(free, 0)}
+        add("router", f"router-{index}", RouterSettings, **router)
+    gateway = {
+        "model": fleet.models or ((fleet.model,) if fleet.model else ()),
+        "served_model_name": up.served_model_name if fleet.model else "",
+        "learn_models": True,
+        "block_size": fleet.block_size,
+        "listen_fd": listen_fd,
+        "state_dir": str(Path(up.data_dir).resolve() / "gateways"),
+        "tracing": "all" if up.otlp_endpoint else "asked",
+    }
+    for index, port in enumerate(ports):
+        add("gateway", f"gateway-{index}", GatewaySettings, **gateway, http_port=port)
+    if up.otlp_endpoint:
+        add("trace", "trace-0", TraceSettings)
+    return children
+
+
+def worker_state(up: UpSettings) -> str:
+    """The folder in which workers note what they run."""
+    return str(Path(up.data_dir).resolve() / "workers")
+
+
+def _model(up: UpSettings, fleet: Fleet) -> dict[str, Any]:
+    return {"model": fleet.model, "served_model_name": up.served_model_name}
+
+
+def workers(up: UpSettings, fleet: Fleet, cores: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and settings of each worker. Native engines share the cores, encoders aside."""
+    native = sum(group.number for group in fleet.groups if group.engine == "native" and group.role != "encode")
+    threads = up.threads or max(1, cores // max(1, native))
+    for group in fleet.groups:
+        more = {"threads": threads} if group.engine == "native" else {}
+        for name in group.names:
+            yield name, {**_model(up, fleet), **more, **group.settings}
+
+
+def passed(up: UpSettings, kind: type[Common]) -> dict[str, Any]:
+    """The settings of ``up`` that a child has under the same name."""
+    up_only = {flag.field for flag in flags_of(UpSettings)} - _NOT_PASSED
+    return {flag.field: getattr(up, flag.field) for flag in flags_of(kind) if flag.field in up_only}

@@ -1,0 +1,1 @@
+"""Recorded requests as files, and back."""

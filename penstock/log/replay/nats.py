@@ -1,0 +1,163 @@
+"""Replays requests on a Penstock deployment: publishes them as a gateway does, and reads its log."""
+
+import argparse
+import contextlib
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.publisher import Publisher
+from penstock.log.export.export import limits_of, workers
+from penstock.log.export.media import move_media
+from penstock.log.export.read_lines import copy_messages
+from penstock.log.export.recording import Recording, Run
+from penstock.log.replay.changes import Changes, Target, as_new
+from penstock.log.replay.comparison import Comparison, compare
+from penstock.log.replay.nats_sender import MAX_OPEN, NatsSender, Planned, Sent
+from penstock.log.replay.report import Replayed
+from penstock.log.sources.log_line import LogLine
+from penstock.log.sources.open_log import Log, Source, open_log, running
+from penstock.log.sources.selection import Selection
+from penstock.schemas.fleet import Registration
+from penstock.schemas.requests import GenerateRequest
+
+READ = ("REQUESTS", "WORK", "TOKENS", "DONE")
+
+
+async def collect(log: Log, chosen: Selection) -> Recording:
+    """The selected requests of a log.
+
+    Raises:
+        ServingError: the log cannot be read.
+    """
+    recording = Recording()
+
+    def add(record: LogLine) -> None:
+        part = record if chosen.everything else chosen.part(record)
+        if part is not None:
+            recording.add(part)
+
+    for stream in READ:
+        limits = await limits_of(log.bus, stream)
+        if limits is not None and limits.messages:
+            await copy_messages(log, stream, limits.last_seq, chosen, add)
+    return recording
+
+
+async def replay_over_nats(
+    args: argparse.Namespace,
+    log: Log,
+    runs: Sequence[Run],
+    skipped: Counter[str],
+    changes: Changes,
+    speed: float,
+) -> Replayed:
+    """Run recorded requests on the target that the flags name.
+
+    Args:
+        log: where they were recorded.
+        skipped: receives the requests whose images no longer exist.
+        speed: times the recorded pace; 0: as fast as possible.
+    Raises:
+        ValueError: there is no target, or it does not serve the model.
+        ServingError: its broker does not answer.
+    """
+    async with _target(args, log) as there:
+        missing = await move_media(log.bus, there.bus, runs, _keep_s(runs, speed, args.timeout_s))
+        if missing:
+            skipped["with images that are gone: deployments keep them for 2 h, exports for good"] += len(missing)
+            runs = [run for run in runs if run.id not in missing]
+            if not runs:
+                raise ValueError("no recorded request can run again: the images of all are gone")
+        sent = await _send(there.bus, runs, await workers(there.bus), changes, speed, args)
+        again = await collect(there, Selection(frozenset(sent.ids.values()), kv=False))
+        where = f"namespace {there.bus.subjects.namespace}" + (f" of {args.target}" if args.target else "")
+    pairs = [_pair(run, sent, again) for run in runs]
+    comparisons = [_refused(compare(old, new), sent.refused.get(old.id, "")) for old, new in pairs]
+    return Replayed(where, pairs, comparisons, sent.seconds)
+
+
+def _keep_s(runs: Sequence[Run], speed: float, timeout_s: float) -> float:
+    """Seconds for which the images are needed."""
+    times = [run.request.created_ns for run in runs if run.request is not None]
+    return timeout_s + ((max(times) - min(times)) / 1e9 / speed if speed and times else 0.0)
+
+
+@contextlib.asynccontextmanager
+async def _target(args: argparse.Namespace, log: Log) -> AsyncIterator[Log]:
+    """The deployment that runs the requests."""
+    source = Source.of(args)
+    where, namespace = args.target, args.target_namespace
+    if not where and not log.stopped and namespace in ("", log.bus.subjects.namespace):
+        yield log
+        return
+    if not where and log.stopped and not source.file:
+        raise ValueError("the recorded deployment is stopped: name one that runs with --target")
+    if where.startswith(("nats://", "tls://")):
+        url = where
+    elif not where and not log.stopped:
+        url = log.url
+    else:
+        folder = Path(where) if where else source.data_dir
+        try:
+            url, options = running(Source(folder), folder.resolve())
+        except ValueError:
+            raise ValueError(f"no deployment runs in {folder}: name one with --target") from None
+        namespace = namespace or options
+    async with open_log(Source(source.data_dir, url, namespace), name="replay", role="operator") as there:
+        yield there
+
+
+async def _send(
+    bus: Bus,
+    runs: Sequence[Run],
+    fleet: Sequence[Registration],
+    changes: Changes,
+    speed: float,
+    args: argparse.Namespace,
+) -> Sent:
+    gateway = f"replay-{secrets.token_hex(4)}"
+    targets = {name: _model(name, fleet, changes) for name in {run.request.model for run in runs if run.request}}
+    first = runs[0].request
+    assert first is not None
+
+    def planned(run: Run) -> Planned:
+        request = run.request
+        assert request is not None
+
+        def make(name: str, now_ns: int) -> GenerateRequest:
+            return as_new(request, name, gateway, now_ns, targets[request.model], changes)
+
+        at_s = (request.created_ns - first.created_ns) / 1e9 / speed if speed else 0.0
+        return Planned(run.id, at_s, make)
+
+    concurrency = MAX_OPEN if speed else max(1, args.concurrency)
+    async with Publisher(bus) as publisher:
+        sender = NatsSender(bus, publisher, concurrency=concurrency, timeout_s=args.timeout_s)
+        return await sender.send([planned(run) for run in runs])
+
+
+def _model(recorded: str, fleet: Sequence[Registration], changes: Changes) -> Target:
+    """
+    Raises:
+        ValueError: no worker of the target serves the model.
+    """
+    model = changes.model or recorded
+    for worker in fleet:
+        if model in (worker.model, *worker.aliases) and worker.role != "encode":
+            return Target(worker.model, worker.revision, worker.block_size, worker.tokenizer)
+    served = ", ".join(sorted({worker.model for worker in fleet})) or "no model"
+    raise ValueError(f"no worker of the target serves {model}; it has {served}: choose one with --model")
+
+
+def _pair(run: Run, sent: Sent, again: Recording) -> tuple[Run, Run]:
+    name = sent.ids.get(run.id, "")
+    return run, again.runs.get(name, Run(name, run.request, stored={}))
+
+
+def _refused(comparison: Comparison, why: str) -> Comparison:
+    return msgspec.structs.replace(comparison, message=why) if why else comparison

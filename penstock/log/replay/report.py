@@ -1,0 +1,171 @@
+"""The report of a replay, as data. Pure."""
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.log.export.recording import Run
+from penstock.log.replay.comparison import ERROR, OUTCOMES, RECOVERED, SAME, UNANSWERED, Comparison
+
+SHOWN = 500  # comparisons in a report, those that differ first
+QUANTILES = (0.5, 0.9, 0.99)
+POINTS = 200  # of a distribution in a report
+
+
+class Series(msgspec.Struct, frozen=True):
+    """A distribution, milliseconds. ``points``: at most 200 values at equal steps of its share, for a plot."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+    points: tuple[float, ...]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """A figure of the recorded and of the replayed requests. None: not recorded."""
+
+    ttft: Series | None
+    itl: Series | None
+    e2e: Series | None
+    cached_tokens: int
+    prompt_tokens: int
+
+
+class Replayed(NamedTuple):
+    """The replayed requests.
+
+    Attributes:
+        target: where they ran, as text.
+        runs: recorded and replayed, those of ``comparisons``.
+        seconds: from the first request to the last end.
+    """
+
+    target: str
+    runs: Sequence[tuple[Run, Run]]
+    comparisons: Sequence[Comparison]
+    seconds: float
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The report of one replay.
+
+    Attributes:
+        source, target: where requests were recorded, and where they were replayed.
+        settings: changes and pace, as text.
+        skipped: requests that were not run again, by reason.
+        outcomes: how many, by outcome.
+        seconds: the replay took; ``rate``: requests per second.
+        moved: requests that ran on other workers; ``routes``: number of requests by (recorded, replayed) worker.
+        logprob_gap: the largest; None: not recorded.
+        comparisons: those that differ, then others, at most ``SHOWN``.
+    """
+
+    source: str
+    target: str
+    settings: dict[str, str]
+    requests: int
+    skipped: dict[str, int]
+    outcomes: dict[str, int]
+    compared_tokens: int
+    seconds: float
+    rate: float
+    recorded: Measured
+    replayed: Measured
+    moved: int
+    routes: tuple[tuple[str, str, int], ...]
+    logprob_gap: float | None
+    logprob_differences: int
+    comparisons: tuple[Comparison, ...]
+    texts: dict[str, dict[str, str]] = {}  # of differences, by recorded id: "before", "recorded", "replayed"
+
+    @property
+    def differences(self) -> int:
+        """The requests whose answers differ."""
+        return sum(count for name, count in self.outcomes.items() if name not in (SAME, RECOVERED))
+
+    @property
+    def errors(self) -> int:
+        return self.outcomes[ERROR] + self.outcomes[UNANSWERED]
+
+
+def make_report(
+    replayed: Replayed, *, source: str, settings: Mapping[str, str], skipped: Mapping[str, int], tolerance: float
+) -> Report:
+    """
+    Args:
+        tolerance: of log-probabilities; what differs by more is counted.
+    """
+    comparisons, seconds = replayed.comparisons, replayed.seconds
+    counted = Counter(each.outcome for each in comparisons)
+    gaps = [each.logprob_gap for each in comparisons if each.logprob_gap is not None]
+    routes = Counter(
+        (" → ".join(each.recorded_route), " → ".join(each.replayed_route))
+        for each in comparisons
+        if each.recorded_route and each.replayed_route
+    )
+    names = same_routes(routes)
+    moved = sum(count for (old, new), count in routes.items() if names.get(old) != new)
+    differing = [each for each in comparisons if each.outcome not in (SAME, RECOVERED)]
+    rest = [each for each in comparisons if each.outcome in (SAME, RECOVERED)]
+    return Report(
+        source,
+        replayed.target,
+        dict(settings),
+        len(comparisons),
+        dict(skipped),
+        {name: counted[name] for name in OUTCOMES},
+        sum(each.compared for each in comparisons),
+        seconds,
+        len(comparisons) / seconds if seconds else 0.0,
+        measured([old for old, _ in replayed.runs]),
+        measured([new for _, new in replayed.runs]),
+        moved,
+        tuple((old, new, count) for (old, new), count in routes.most_common()),
+        max(gaps, default=None),
+        sum(gap > tolerance for gap in gaps),
+        tuple((differing + rest)[:SHOWN]),
+    )
+
+
+def same_routes(routes: Mapping[tuple[str, str], int]) -> dict[str, str]:
+    """Map routes of the replay to recorded ones: an equal route if there is one, otherwise the most frequent.
+
+    Workers get new ids at each start. A route whose requests stay together has not moved.
+    """
+    same: dict[str, str] = {old: new for old, new in routes if old == new}
+    taken = set(same.values())
+    for (old, new), _ in sorted(routes.items(), key=lambda item: -item[1]):
+        if old not in same and new not in taken:
+            same[old] = new
+            taken.add(new)
+    return same
+
+
+def measured(runs: Sequence[Run]) -> Measured:
+    itl: array[float] = array("d")
+    for run in runs:
+        itl.extend(run.itl_ms())
+    return Measured(
+        series([value for run in runs if (value := run.ttft_ms) is not None]),
+        series(itl),
+        series([value for run in runs if (value := run.e2e_ms) is not None]),
+        sum(run.cached_tokens for run in runs),
+        sum(len(run.request.prompt) // 4 for run in runs if run.request is not None),
+    )
+
+
+def series(values: Sequence[float]) -> Series | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    count = len(ordered)
+    points = min(count, POINTS)
+    p50, p90, p99 = (ordered[min(count - 1, int(share * count))] for share in QUANTILES)
+    shown = tuple(ordered[index * (count - 1) // max(1, points - 1)] for index in range(points))
+    return Series(count, sum(ordered) / count, p50, p90, p99, ordered[-1], shown)

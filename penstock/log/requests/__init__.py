@@ -1,0 +1,1 @@
+"""Requests in the log: listed, searched, inspected, followed."""

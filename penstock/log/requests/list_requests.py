@@ -1,0 +1,205 @@
+"""``penstock requests``: lists the requests of a deployment, which may be running or stopped."""
+
+import argparse
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+
+from penstock.cli.figures import duration_ns, moment_ns
+from penstock.cli.terminal import stdout
+from penstock.configs.flags import Parser
+from penstock.infra.bus.direct_get import Readable, get_last, read
+from penstock.log.requests.find_requests import LoggedRequest, ended, of_entry, unfinished
+from penstock.log.requests.request_lines import RequestLine, lines
+from penstock.log.requests.summary_cache import cache_folder, summaries
+from penstock.log.requests.texts import Texts
+from penstock.log.sources.open_log import Log, Source, add_flags, add_verify_flag, open_log, run_command
+from penstock.schemas.summary import QUEUED, RUNNING, STATES, Criteria, as_dict
+
+POLL_S = 0.5
+WRITTEN_TOGETHER = 500  # lines
+_encode = msgspec.json.Encoder().encode
+SNIPPET = 60  # characters of what --grep found
+BEFORE = 10  # of them in front of it, so that a narrow terminal shows the match
+
+
+class Options(NamedTuple):
+    """What to list and how. ``limit``: at most so many; 0: all. ``cache``: folder of summaries; None: no cache."""
+
+    criteria: Criteria
+    limit: int
+    follow: bool
+    as_json: bool
+    grep: re.Pattern[str] | None
+    texts: Texts
+    cache: Path | None
+
+
+def run(argv: Sequence[str]) -> int:
+    """List requests; returns the exit status."""
+    parser = Parser(
+        prog="penstock requests",
+        description="list requests: unfinished ones first, then those that have ended, the last to end first",
+    )
+    _add_flags(parser)
+    args = parser.parse_args(argv)
+    console = stdout()
+    return run_command("requests", lambda: _run(Source.of(args), _options(args), console))
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--since", default="", help="accepted since: 15m, 2h, 7d ago, or 2026-11-22T09:30")
+    parser.add_argument("--until", default="", help="accepted before; written like --since")
+    parser.add_argument("--model", default="", help="as the client named it")
+    parser.add_argument("--tenant", default="", help="whose requests")
+    parser.add_argument("--worker", default="", help="id of its last worker, or the beginning of it")
+    parser.add_argument("--user", default="", help="the client's `user` field")
+    parser.add_argument("--state", action="append", choices=STATES, default=[], help="may be given several times")
+    parser.add_argument("--code", default="", help="error code, such as deadline_exceeded; `any`: every failure")
+    parser.add_argument("--min-duration", default="0s", help="took at least, from acceptance to the end: 300ms, 20s")
+    parser.add_argument("--min-ttft", default="0s", help="took at least so long to its first token")
+    parser.add_argument("--grep", default="", help="regular expression that its prompt or its answer contains")
+    parser.add_argument("--ignore-case", "-i", action="store_true", help="of --grep")
+    parser.add_argument(
+        "--model-path", default="", help="directory of the tokenizer for --grep; default: by the model's name"
+    )
+    parser.add_argument("--limit", "-n", type=int, default=50, help="at most so many; 0: all")
+    parser.add_argument("--follow", "-f", action="store_true", help="then print requests as they end, until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    add_flags(parser)
+    add_verify_flag(parser)
+
+
+def _options(args: argparse.Namespace) -> Options:
+    now_ns = time.time_ns()
+    criteria = Criteria(
+        moment_ns(args.since, now_ns) if args.since else 0,
+        moment_ns(args.until, now_ns) if args.until else 0,
+        args.model,
+        args.tenant,
+        args.worker,
+        args.user,
+        frozenset(args.state),
+        args.code,
+        duration_ns(args.min_duration) / 1e6,
+        duration_ns(args.min_ttft) / 1e6,
+    )
+    if args.limit < 0:
+        raise ValueError(f"--limit {args.limit}: give a number of requests, or 0 for all")
+    try:
+        grep = re.compile(args.grep, re.IGNORECASE if args.ignore_case else 0) if args.grep else None
+    except re.error as error:
+        raise ValueError(f"--grep {args.grep!r} is not a regular expression: {error}") from error
+    cache = None if args.file or args.verify else cache_folder(None if args.nats_url else Path(args.data_dir))
+    return Options(criteria, args.limit, args.follow, args.json, grep, Texts(args.model_path), cache)
+
+
+async def _run(source: Source, options: Options, console: Console) -> None:
+    async with open_log(source, name="requests", streams=("REQUESTS", "WORK", "DONE"), files=True) as log:
+        if options.follow and log.stopped:
+            raise ValueError("the deployment is stopped: there is nothing to follow")
+        last = await get_last(log.reader, log.reader.subjects.stream("DONE"), log.reader.subjects.all("done"))
+        lines = [line async for line in _list(log, options)]
+        _print(lines, options, console, header=True)
+        if not lines and not options.as_json and not options.follow:
+            console.print("no request matches")
+        if options.follow:
+            await _follow(log.reader, last.seq if last is not None else 0, options, console)
+
+
+async def _list(log: Log, options: Options) -> AsyncGenerator[RequestLine, None]:
+    count = 0
+    criteria = options.criteria
+    states = criteria.states
+    requests = []
+    if _may_be_unfinished(criteria):
+        requests = await unfinished(log.reader, criteria, stopped=log.stopped, cache=options.cache)
+    for each in requests:
+        if (line := _line(each, options)) is not None:
+            yield line
+            count += 1
+            if count == options.limit:
+                return
+    if states and not states - {QUEUED, RUNNING}:
+        return
+    async for line in _ended(log.reader, options):
+        yield line
+        count += 1
+        if count == options.limit:
+            return
+
+
+async def _ended(bus: Readable, options: Options) -> AsyncGenerator[RequestLine, None]:
+    if options.grep is None and options.cache is not None:
+        async for summary in summaries(bus, options.criteria, options.cache):
+            yield RequestLine(summary)
+        return
+    async for _, each in ended(bus, options.criteria):  # with what --grep searches
+        if (line := _line(each, options)) is not None:
+            yield line
+
+
+def _may_be_unfinished(criteria: Criteria) -> bool:
+    if criteria.code or criteria.min_ms:
+        return False
+    return not criteria.states or bool(criteria.states & {QUEUED, RUNNING})
+
+
+async def _follow(bus: Readable, after: int, options: Options, console: Console) -> None:
+    stream, subject = bus.subjects.stream("DONE"), bus.subjects.all("done")
+    while True:
+        new = []
+        async for entry in read(bus, stream, subject, after=after):
+            after = entry.seq
+            request = of_entry(entry)
+            if request is not None and options.criteria.accepts(request.summary):
+                line = _line(request, options)
+                new += [line] if line is not None else []
+        _print(new, options, console, header=False)
+        await asyncio.sleep(POLL_S)
+
+
+def _line(request: LoggedRequest, options: Options) -> RequestLine | None:
+    if options.grep is None:
+        return RequestLine(request.summary)
+    texts = [options.texts.prompt(request.request)] if request.request is not None else []
+    texts += options.texts.outputs(request.record) if request.record is not None else []
+    for text in texts:
+        if match := options.grep.search(text):
+            start = max(0, match.start() - BEFORE)
+            end = max(match.end(), start + SNIPPET)
+            return RequestLine(request.summary, " ".join(text[start:end].split()))
+    return None
+
+
+def _print(request_lines: Sequence[RequestLine], options: Options, console: Console, *, header: bool) -> None:
+    written: Iterable[str]
+    if options.as_json:
+        written = (_encode(_as_dict(line)).decode() for line in request_lines)
+    elif request_lines:
+        width, colours = console.width, console.color_system is not None and not console.no_color
+        name = ("text" if options.grep is not None else "error") if header else ""
+        written = lines(request_lines, width=width, now_ns=time.time_ns(), header=name, colours=colours)
+    else:
+        return
+    for part in _batched(written, WRITTEN_TOGETHER):  # standard output is flushed at each line's end
+        console.file.write("\n".join(part) + "\n")
+    console.file.flush()
+
+
+def _batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
+    """The items in lists of ``size``."""
+    rest = iter(items)
+    while part := list(islice(rest, size)):
+        yield part
+
+
+def _as_dict(line: RequestLine) -> dict[str, object]:
+    return as_dict(line.summary) | ({"match": line.match} if line.match else {})

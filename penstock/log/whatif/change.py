@@ -1,0 +1,140 @@
+"""Decides recorded routing decisions again, with a change such as other weights or fewer workers. Pure.
+
+A job records the inputs of its decision: the score table with the loads of the cheapest targets, which of them can hand
+KV to each other, the seed, and the weights' terms. So a decision can be repeated without the index or the loads of
+that time. Loads stay as recorded: the effect of an earlier changed decision on them is not simulated; ``penstock bench
+router`` does that.
+"""
+
+from collections.abc import Collection
+from typing import Literal
+
+import msgspec
+
+from penstock.log.whatif.decided_again import candidates_of, decide_again, recorded_pools, recorded_route
+from penstock.router.placement.routing import Weights, draw
+from penstock.router.state.depths import TargetId
+from penstock.router.state.load import ENCODE
+from penstock.schemas.jobs import Job
+
+Mode = Literal["kv", "round_robin", "random", "least_loaded"]
+
+
+class Change(msgspec.Struct, frozen=True):
+    """
+    Attributes:
+        without: workers, by id or name, that are missing.
+        killed: workers that are missing from ``at_ns`` on (Unix time).
+    """
+
+    weights: Weights = Weights()
+    mode: Mode = "kv"
+    without: frozenset[str] = frozenset()
+    killed: frozenset[str] = frozenset()
+    at_ns: int = 0
+
+    def removes(self, worker: str, at_ns: int) -> bool:
+        """Whether a worker is missing at a time. Its id is its name and eight hexadecimal digits."""
+        gone = self.without | self.killed if at_ns >= self.at_ns else self.without
+        return worker in gone or worker.rpartition("-")[0] in gone
+
+    def unknown(self, workers: Collection[str]) -> list[str]:
+        """Names in the change that match none of ``workers``, so that the change would have no effect."""
+        names = {*workers, *(worker.rpartition("-")[0] for worker in workers)}
+        return sorted((self.without | self.killed) - names)
+
+
+class ChosenTargets(msgspec.Struct, frozen=True):
+    """The target of one request, or its prefill and its decode target. Counts are prompt tokens.
+
+    Attributes:
+        cached: held by the computing target, or about to be computed there for another request.
+        ahead: to be computed there before the first token of this request, relative to a worker of usual speed.
+    """
+
+    route: tuple[TargetId, ...]
+    cached: int
+    ahead: float
+
+    @property
+    def worker(self) -> str:
+        """The worker that computes the prompt."""
+        return self.route[0][0]
+
+
+class Redecided(msgspec.Struct, frozen=True):
+    """A recorded decision and its repetition. ``then`` None: no target is left, so the request would wait."""
+
+    at_ns: int
+    prompt_tokens: int
+    recorded: ChosenTargets
+    reproduced: bool  # without the change, this build decides as recorded
+    then: ChosenTargets | None
+
+
+def redecide(job: Job, change: Change, number: int) -> Redecided | None:
+    """Decide a job's decision again.
+
+    Args:
+        number: number of the decision, for round robin.
+    Returns:
+        None: the record does not suffice (``penstock.log.whatif.decided_again.insufficient`` says why).
+    """
+    again = decide_again(job)
+    if again is None or job.inputs is None:
+        return None
+    decision = job.decision
+    request = msgspec.msgpack.decode(job.request, type=_Prompt)
+    tokens = len(request.prompt) // 4 or request.prompt_length
+    recorded = recorded_route(job)
+    without = {each.worker for each in decision.candidates if change.removes(each.worker, decision.at_ns)}
+    then = () if _without_encoder(job, without) else _choose(job, without, change, number)
+    return Redecided(
+        decision.at_ns,
+        tokens,
+        _choice(job, recorded, tokens),
+        again.route == recorded,
+        _choice(job, then, tokens) if then else None,
+    )
+
+
+class _Prompt(msgspec.Struct):
+    prompt: bytes = b""
+    prompt_length: int = 0  # of one that was not kept
+
+
+def _choose(job: Job, without: Collection[str], change: Change, number: int) -> tuple[TargetId, ...]:
+    """Choose the targets for prompt and tokens. Empty: none is left."""
+    pools = recorded_pools(job, change.weights, without)
+    if pools is not None:
+        return pools.decide(recorded_route(job), change.mode, number)
+    if change.mode == "kv":
+        again = decide_again(job, change.weights, without)
+        return again.route if again is not None else ()
+    left = [each for each in candidates_of(job) if each.worker not in without]
+    if not left or job.inputs is None:
+        return ()
+    order = sorted(left, key=lambda each: (each.worker, each.rank))  # as routers number their targets
+    match change.mode:
+        case "round_robin":
+            chosen = order[number % len(order)]
+        case "random":
+            chosen = order[draw(job.inputs.seed) % len(order)]
+        case _:
+            chosen = min(order, key=lambda each: each.running / max(1, each.slots))
+    return ((chosen.worker, chosen.rank),)
+
+
+def _without_encoder(job: Job, without: Collection[str]) -> bool:
+    """Whether the request has media and no encode worker is left."""
+    route = job.decision.route
+    if not route or route[0].role != ENCODE:
+        return False
+    return all(each.worker in without for each in job.decision.candidates if each.role == ENCODE and not each.excluded)
+
+
+def _choice(job: Job, route: tuple[TargetId, ...], prompt_tokens: int) -> ChosenTargets:
+    at = next(each for each in job.decision.candidates if (each.worker, each.rank) == route[0])
+    block_size = job.inputs.block_size if job.inputs is not None else 0
+    cached = min(at.overlap_blocks * block_size, prompt_tokens)
+    return ChosenTargets(route, cached, at.slowness * (at.prefill_tokens + max(1, prompt_tokens - cached)))

@@ -1,0 +1,1 @@
+"""Benchmarks, profiles, simulations, and the planner that follows from them."""

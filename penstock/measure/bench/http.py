@@ -1,0 +1,232 @@
+"""``penstock bench http``: closed-loop load on any OpenAI-compatible URL, and what it costs each process."""
+
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from penstock.launch.state import read_state
+from penstock.measure.bench.http_report import Stage, figures, report
+from penstock.measure.bench.tally import Tally
+from penstock.measure.generator.cpu import cpu_of, own_seconds
+from penstock.measure.generator.event_loop import loop_factory
+from penstock.measure.generator.exchange import Exchange
+from penstock.measure.generator.pool import ClosedLoop, Pool
+from penstock.measure.generator.target import BadTarget, Target, ask, parse_target
+from penstock.measure.generator.words import WORDS
+
+_STUCK_S = 60.0
+_SHOW_S = 0.25
+
+
+class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``penstock bench http``."""
+
+    url: Annotated[str, Meta(description="server, with or without /v1; default: the one in --state")] = ""
+    model: Annotated[str, Meta(description="model to ask; default: the first of /v1/models")] = ""
+    api_key: Annotated[str, Meta(description="bearer token, if the server requires one")] = ""
+    insecure: Annotated[bool, Meta(description="accept any certificate of an https server")] = False
+    concurrency: Annotated[
+        tuple[Annotated[int, Meta(ge=1)], ...], Meta(description="connections, one stage for each number")
+    ] = (
+        1,
+        16,
+        64,
+    )
+    requests: Annotated[int, Meta(ge=0, description="requests per stage; 0: as many as --duration-s allows")] = 0
+    duration_s: Annotated[float, Meta(gt=0, description="seconds per stage")] = 10.0
+    warm_up_s: Annotated[float, Meta(ge=0, description="seconds before each stage that are not measured")] = 1.0
+    prompt_words: Annotated[int, Meta(ge=1, description="words per prompt")] = 200
+    shared_prefix: Annotated[float, Meta(ge=0, le=1, description="share of each prompt common to all")] = 0.5
+    output_tokens: Annotated[int, Meta(ge=1, description="tokens per answer; fewer or more count as an error")] = 64
+    stream: Annotated[bool, Meta(description="stream answers as server-sent events")] = True
+    ignore_eos: Annotated[bool, Meta(description="ask for exactly --output-tokens (an extension)")] = True
+    seed: Annotated[int, Meta(description="seed of the words")] = 1
+    state: Annotated[str, Meta(description="state.json of the deployment to load and measure")] = ""
+    pids: Annotated[tuple[int, ...], Meta(description="process ids to measure as well")] = ()
+    json: Annotated[str, Meta(description="file to write the figures to")] = ""
+
+
+class BenchFailed(Exception):
+    """The benchmark cannot run as asked."""
+
+
+def run(settings: Settings) -> int:
+    """Measure all stages and print a table. Returns 1 if a request failed."""
+    try:
+        target, processes = _target(settings)
+        with contextlib.ExitStack() as stack:
+            runner = stack.enter_context(asyncio.Runner(loop_factory=loop_factory()))
+            stages = runner.run(_measure(settings, target, processes))
+    except BenchFailed as error:
+        print(f"penstock bench http: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    report(stages, processes)
+    if settings.json:
+        figures = {"settings": settings, "stages": stages}
+        Path(settings.json).write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
+    return 1 if any(stage.failed for stage in stages) else 0
+
+
+def _target(settings: Settings) -> tuple[Target, dict[str, int]]:
+    """The server to load, and the processes to measure (name -> pid)."""
+    url, processes = settings.url, {f"pid {pid}": pid for pid in settings.pids}
+    if settings.state:
+        try:
+            state = read_state(Path(settings.state))
+        except FileNotFoundError:
+            raise BenchFailed(
+                f"--state {settings.state}: no deployment runs there; start one with `penstock up`, or name a --url"
+            ) from None
+        except (OSError, msgspec.DecodeError) as error:
+            raise BenchFailed(f"--state {settings.state}: {error}") from None
+        url = url or state.http_url
+        processes = {process.name: process.pid for process in state.processes if process.pid} | processes
+    if not url:
+        raise BenchFailed("name the server: --url http://127.0.0.1:8000 or --state .penstock/state.json")
+    try:
+        return parse_target(url, api_key=settings.api_key, insecure=settings.insecure), processes
+    except BadTarget as error:
+        raise BenchFailed(f"--url {error}") from None
+
+
+class Requests:
+    """Makes the bytes of requests; equal seeds make equal requests."""
+
+    def __init__(self, settings: Settings, target: Target, model: str) -> None:
+        self._random = random.Random(settings.seed)
+        shared = round(settings.prompt_words * settings.shared_prefix)
+        self._shared = " ".join(self._random.choices(WORDS, k=shared))
+        self._own = settings.prompt_words - shared
+        body: dict[str, Any] = {"model": model, "max_tokens": settings.output_tokens, "temperature": 0}
+        if settings.stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if settings.ignore_eos:
+            body["ignore_eos"] = True
+        body["messages"] = [{"role": "user", "content": "\0"}]
+        self._before, self._after = json.dumps(body, separators=(",", ":")).split("\\u0000")
+        self._head = target.head("/v1/chat/completions")
+
+    def make(self) -> bytes:
+        prompt = " ".join([self._shared, *self._random.choices(WORDS, k=self._own)])
+        body = f"{self._before}{prompt}{self._after}"
+        return f"{self._head}{len(body)}\r\n\r\n{body}".encode()
+
+
+@dataclass(slots=True)
+class Load:
+    """One running stage."""
+
+    requests: Requests
+    settings: Settings
+    tally: Tally = field(default_factory=Tally)
+    warming: Tally = field(default_factory=Tally)
+    counting: bool = False
+    sent: int = 0
+
+    def following(self) -> Exchange | None:
+        """The next request to send, with the counter of its result."""
+        if self.counting and self.settings.requests and self.sent >= self.settings.requests:
+            return None
+        tally = self.warming
+        if self.counting or not self.settings.requests:
+            self.sent += 1
+            tally = self.tally
+        return Exchange(self.requests.make(), partial(tally.count, expected_tokens=self.settings.output_tokens))
+
+    def count(self) -> None:
+        """End the warm-up. In a stage with a duration, every later answer counts, whenever its request was sent."""
+        self.counting = True
+        self.sent = 0
+        self.tally.clear()
+
+
+async def _measure(settings: Settings, target: Target, processes: Mapping[str, int]) -> list[Stage]:
+    model = settings.model or await _first_model(target)
+    requests = Requests(settings, target, model)
+    stages = []
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        auto_refresh=False,  # no thread that takes time from the load
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        for concurrency in settings.concurrency:
+            stages.append(await _stage(requests, target, settings, concurrency, processes, bar))
+    return stages
+
+
+async def _stage(
+    requests: Requests,
+    target: Target,
+    settings: Settings,
+    concurrency: int,
+    processes: Mapping[str, int],
+    bar: Progress,
+) -> Stage:
+    line = bar.add_task(f"{concurrency} connections", total=1.0, state="warming up")
+    bar.refresh()
+    load = Load(requests, settings)
+    async with Pool(target, timeout_s=_STUCK_S) as pool:
+        loop = ClosedLoop(pool, concurrency, load.following)
+        await asyncio.sleep(settings.warm_up_s)
+        load.count()
+        cpu, own, began = cpu_of(processes.values()), own_seconds(), time.perf_counter()
+
+        def show(done: float, rate: float) -> None:
+            bar.update(line, completed=done, state=f"{rate:.0f} req/s", refresh=True)
+
+        await _watch(load, loop, began, show)
+        # For a duration, what is still under way would be measured under falling load: it does not count.
+        seconds, counted = time.perf_counter() - began, load.tally.copy()
+        after = cpu_of(processes.values())
+        spent = {name: after[pid] - cpu[pid] for name, pid in processes.items()}
+        own = own_seconds() - own
+        loop.stop()
+        await loop.ended(_STUCK_S)
+    if not counted.requests and not counted.failed:
+        counted.fail("no request was answered in time")
+    return figures(concurrency, seconds, counted, spent, own)
+
+
+async def _watch(load: Load, loop: ClosedLoop, began: float, show: Callable[[float, float], None]) -> None:
+    """Wait for the end of the stage (its time, or its last answer), and show the progress."""
+    settings = load.settings
+    while True:
+        took, count = time.perf_counter() - began, load.tally.requests + load.tally.failed
+        done = count / settings.requests if settings.requests else took / settings.duration_s
+        show(min(1.0, done), count / max(took, 1e-9))
+        if done >= 1.0:
+            return
+        left = _SHOW_S if settings.requests else min(_SHOW_S, settings.duration_s - took)
+        if await loop.ended(left):
+            return
+
+
+async def _first_model(target: Target) -> str:
+    status, body = await ask(target, "/v1/models")
+    try:
+        return str(json.loads(body)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        if not status:
+            raise BenchFailed(f"no server answers at {target.url}: start one, or correct --url") from None
+        said = body[:200].decode(errors="replace")
+        raise BenchFailed(f"{target.url}/v1/models names no model: {said}; name it with --model") from None

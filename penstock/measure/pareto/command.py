@@ -1,0 +1,136 @@
+"""``penstock bench pareto``: throughput per GPU and cost against tokens/s per user, from the results of sweeps."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from penstock.cli.terminal import stdout
+from penstock.configs.flags import Parser
+from penstock.measure.pareto import deployment, plots, report
+from penstock.measure.pareto.cost import BadPrices, Prices, read
+from penstock.measure.pareto.deployment import BadDeployment
+from penstock.measure.pareto.front import Gain
+from penstock.measure.pareto.records import Record, fronts, gains, marked, records
+from penstock.measure.plots import PlotsMissing
+from penstock.measure.sweep.results import BadResults, Series, read_series
+
+_WIDTH = 160
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write plots, records and summary; 1 if results, a description or a price cannot be used."""
+    args = _parser().parse_args(argv)
+    folders = [Path(each) for each in args.results]
+    out = Path(args.out) if args.out else folders[0] / "plots"
+    try:
+        prices = _prices(Path(args.prices)) if args.prices else None
+        series = read_series(folders)
+        points = _records(series, deployment.parse(args.deployment), prices)
+        lines = fronts(points)
+        baseline = _baseline(args.baseline, list(lines))
+        higher = gains(lines, baseline, args.pace)
+        plots.draw_efficiency(points, higher, baseline, out / "pareto.png")
+        if prices is not None:
+            plots.draw_cost(points, plots.AGAINST[args.cost_against], prices.currency, out / "cost.png")
+    except (BadResults, BadDeployment, BadPrices, PlotsMissing) as error:
+        print(f"penstock bench pareto: {error}", file=sys.stderr)
+        return 1
+    currency = prices.currency if prices else ""
+    (out / "pareto.json").write_bytes(as_json(points, higher, baseline, prices))
+    with (out / "pareto.txt").open("w", encoding="utf-8") as file:
+        report.print_report(points, higher, baseline, currency, Console(file=file, width=_WIDTH))
+    report.print_report(points, higher, baseline, currency, stdout())
+    if len(loads := _workloads(series)) > 1:
+        print(f"The loads differ, so the fronts are not comparable: {'; '.join(loads)}.")
+    print(f"\npareto.png,{' cost.png,' if prices else ''} pareto.json and pareto.txt in {out}")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="penstock bench pareto",
+        description="compare deployments that `penstock bench sweep` has measured by GPU and by cost",
+        epilog="a deployment.json beside the results says the same as --deployment",
+    )
+    parser.add_argument("results", metavar="DIR", nargs="+", help="--out of a sweep, or the folder of one endpoint")
+    parser.add_argument(
+        "--deployment",
+        metavar="NAME:FIELD=VALUE,…",
+        action="append",
+        default=[],
+        help="kind, total_gpus, gpu, workers, prefill_workers, decode_workers of an endpoint, or any other setting",
+    )
+    parser.add_argument("--baseline", metavar="KIND", default="", help="to compare with (default: the first one)")
+    parser.add_argument(
+        "--pace", metavar="N", type=float, default=0.0, help="tokens/s per user to compare at (default: largest ratio)"
+    )
+    parser.add_argument("--prices", metavar="FILE", default="", help="YAML file with prices, for the cost curve")
+    parser.add_argument(
+        "--cost-against",
+        choices=sorted(plots.AGAINST),
+        default="pace",
+        help="plot cost against tokens/s per user (pace), p50 of the latency, or p99 of TTFT (default: pace)",
+    )
+    parser.add_argument("--out", metavar="FOLDER", default="", help="for the files; default: plots in the first DIR")
+    return parser
+
+
+def _prices(path: Path) -> Prices:
+    try:
+        return read(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadPrices(f"{path}: {error.strerror}") from None
+    except (UnicodeDecodeError, BadPrices) as error:
+        raise BadPrices(f"{path}: {error}") from None
+
+
+def _records(
+    series: Sequence[Series], descriptions: Mapping[str, dict[str, str]], prices: Prices | None
+) -> list[Record]:
+    names = [each.name for each in series]
+    if unknown := sorted(descriptions.keys() - set(names)):
+        raise BadDeployment(f"--deployment: no endpoint is called {', '.join(unknown)}; there are {', '.join(names)}")
+    measured: list[Record] = []
+    for each in series:
+        made_of = deployment.override(deployment.find(each.folder), descriptions.get(each.name, {}))
+        measured += records(each, made_of, prices)
+    if not measured:
+        raise BadResults("no level has streamed answers, so none has a pace per user; sweep with --stream")
+    return marked(measured)
+
+
+def _baseline(name: str, kinds: Sequence[str]) -> str:
+    if name and name not in kinds:
+        raise BadDeployment(f"--baseline {name}: no deployment is of that kind; there are {', '.join(kinds)}")
+    return name or kinds[0]
+
+
+def _workloads(series: Sequence[Series]) -> list[str]:
+    loads = (
+        f"trace {result.trace}" if result.trace else f"ISL {result.workload.isl}, OSL {result.workload.osl}"
+        for each in series
+        for result in each.results
+    )
+    return list(dict.fromkeys(loads))
+
+
+def as_json(measured: Sequence[Record], higher: Mapping[str, Gain], baseline: str, prices: Prices | None) -> bytes:
+    """``pareto.json``: the records, the gains, and the prices they were computed with."""
+    page = {
+        "records": measured,
+        "baseline": baseline,
+        "gains": {
+            kind: {
+                "ratio": gain.ratio,
+                "output_tokens_per_s_per_user": gain.x,
+                "output_tokens_per_s_per_gpu": gain.ours,
+                "baseline_output_tokens_per_s_per_gpu": gain.theirs,
+            }
+            for kind, gain in higher.items()
+        },
+        "prices": prices,
+    }
+    return msgspec.json.format(msgspec.json.encode(page), indent=2) + b"\n"

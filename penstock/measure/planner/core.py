@@ -1,0 +1,207 @@
+"""How many workers there should be: a function of the state, what was seen of the last interval, and the time.
+
+No clock, no broker. A decision takes these steps:
+
+1. The request rate a start's time ahead is predicted. Lengths and hit rate are averages over recent requests. What
+   waits is to be served within ``drain_s``, and counts as further rate.
+2. The predicted latencies of the workers there are, against the observed percentile, give a correction: it covers
+   what the model leaves out, and that a limit is on a percentile while the model gives means. Nothing is learnt
+   while rate or workers change or requests queue.
+3. Of each role the fewest workers are taken whose predicted latency, corrected, is within its limit.
+4. More workers are asked for at once. Fewer are kept only when the load with ``hysteresis`` on top has needed no more
+   for ``down_after_s``, and not again within ``down_cooldown_s``.
+5. Minimum, maximum and the GPU budget bound the result.
+"""
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import Struct
+
+from penstock.measure.planner import prediction
+from penstock.measure.planner.capacity import BUSY, Need, latency, needed
+from penstock.measure.planner.timing import EngineTiming
+from penstock.schemas.plans import (
+    Bounds,
+    Change,
+    Correction,
+    Decision,
+    Demand,
+    Latency,
+    Observation,
+    Role,
+    Rules,
+    Times,
+)
+
+LEAST_ENDED = 10  # requests from which observed latencies count
+EVEN = 0.3  # change of the rate within ``SETTLED`` intervals up to which latencies are those of the rate
+SETTLED = 2  # intervals without a change; what ends in one may have come in the one before
+_LENGTHS = 0.3  # weight of a full interval in the averages of lengths
+_CORRECTION = 0.3  # weight of an interval in the correction
+_LEAST, _MOST = 0.5, 4.0  # of a correction
+_FIRST = {"mean": 1.0, "p50": 1.0, "p95": 1.2}  # before anything was observed: a tail is above the mean
+
+
+class PlannerState(Struct, frozen=True, omit_defaults=True):
+    """What a planner remembers. Averages are of tokens; times are those given to ``step``."""
+
+    rates: tuple[float, ...] = ()
+    sizes: tuple[dict[Role, int], ...] = ()  # workers that were ready, in the last intervals
+    isl: float = 0.0
+    osl: float = 0.0
+    hit_rate: float = 0.0
+    correction: Correction = Correction()
+    kept: dict[Role, tuple[tuple[float, int], ...]] = {}  # when, and how many would have been kept
+    raised_at: dict[Role, float] = {}
+    lowered_at: dict[Role, float] = {}
+
+
+class Planner:
+    """
+    Args:
+        timings: of the roles that are planned: prefill and decode, or aggregated.
+    """
+
+    def __init__(self, rules: Rules, timings: Mapping[Role, EngineTiming]) -> None:
+        self.rules = rules
+        self.timings = dict(timings)
+
+    def begin(self) -> PlannerState:
+        """The state before the first interval."""
+        first = _FIRST[self.rules.percentile]
+        return PlannerState(correction=Correction(first, first))
+
+    def step(self, state: PlannerState, seen: Observation, now_s: float) -> tuple[PlannerState, Decision | None]:
+        """The state after an interval, and what to do; None: no request was seen yet, so nothing is known."""
+        state = _learnt(state, seen)
+        if not state.osl:
+            return state, None
+        predicted = self._predicted(state, seen)
+        if _settled(state):
+            state = msgspec.structs.replace(state, correction=self._corrected(state.correction, seen, predicted))
+        demand = self._demand(state, seen)
+        changes: dict[Role, Change] = {}
+        for role in self.timings:
+            state, changes[role] = self._change(state, role, demand, seen, now_s)
+        changes = self._within_budget(changes)
+        for role, change in changes.items():
+            state = _remembered(state, role, change, now_s)
+        return state, Decision(
+            demand=demand, observed=seen, correction=state.correction, predicted=predicted, changes=changes
+        )
+
+    def _demand(self, state: PlannerState, seen: Observation) -> Demand:
+        rules = self.rules
+        ahead = 1 + rules.start_s / rules.interval_s
+        rate = prediction.predict(rules.predictor, state.rates, ahead) + seen.backlog / rules.drain_s
+        return Demand(rate, state.isl, state.osl, state.hit_rate)
+
+    def _predicted(self, state: PlannerState, seen: Observation) -> Latency:
+        """Of the interval that was seen, with the workers that were ready."""
+        demand = Demand(seen.rate, seen.isl or state.isl, seen.osl or state.osl, seen.hit_rate)
+        found = [
+            latency(role, timing, demand, max(1, seen.pools[role].ready))
+            for role, timing in self.timings.items()
+            if role in seen.pools
+        ]
+        return Latency(
+            sum(each.ttft_ms for each in found),
+            sum(each.itl_ms for each in found),
+            max((each.busy for each in found), default=0.0),
+        )
+
+    def _corrected(self, old: Correction, seen: Observation, predicted: Latency) -> Correction:
+        """Not learnt from intervals without a steady state: their latencies are of the backlog."""
+        if not seen.steady or seen.queued or seen.ended < LEAST_ENDED or predicted.busy > BUSY:
+            return old
+        return Correction(
+            self._ratio(old.ttft, seen.ttft, predicted.ttft_ms), self._ratio(old.itl, seen.itl, predicted.itl_ms)
+        )
+
+    def _ratio(self, old: float, seen: Times | None, predicted_ms: float) -> float:
+        if seen is None or not 0 < predicted_ms < math.inf:
+            return old
+        observed = float(getattr(seen, self.rules.percentile))
+        ratio = min(_MOST, max(_LEAST, observed / predicted_ms))
+        return round(old + _CORRECTION * (ratio - old), 4)
+
+    def _change(
+        self, state: PlannerState, role: Role, demand: Demand, seen: Observation, now_s: float
+    ) -> tuple[PlannerState, Change]:
+        rules = self.rules
+        bounds = rules.bounds.get(role, Bounds())
+        current = seen.pools[role].count if role in seen.pools else 0
+        need = self._needed(state, role, demand)
+        more = msgspec.structs.replace(demand, rate=demand.rate * (1 + rules.hysteresis))
+        kept = max(need.workers, self._needed(state, role, more).workers)
+        window = (*state.kept.get(role, ()), (now_s, kept))
+        window = tuple(each for each in window if each[0] > now_s - rules.down_after_s)
+        state = msgspec.structs.replace(state, kept=state.kept | {role: window})
+        reasons = [] if need.reachable else ["out_of_reach"]
+        target = current
+        if need.workers > current:
+            waits = now_s - state.raised_at.get(role, -math.inf) < rules.up_cooldown_s
+            target = current if waits else need.workers
+            reasons += ["cooling_down"] if waits else ["more_load"]
+        elif current > (stable := max(count for _, count in window)):
+            waits = now_s - state.lowered_at.get(role, -math.inf) < rules.down_cooldown_s
+            step = max(1, int(current * rules.max_down))
+            target = current if waits else max(stable, current - step)
+            reasons += ["cooling_down"] if waits else ["less_load"]
+        bounded = min(max(target, bounds.least), bounds.most)
+        if bounded != target or (need.workers == bounds.most and not need.reachable):
+            reasons.append("minimum" if bounded > target else "maximum")
+        busy = latency(role, self.timings[role], demand, max(1, bounded)).busy
+        return state, Change(current, need.workers, kept, bounded, round(busy, 4), tuple(reasons))
+
+    def _needed(self, state: PlannerState, role: Role, demand: Demand) -> Need:
+        rules = self.rules
+        ttft_ms, itl_ms = rules.ttft_ms / state.correction.ttft, rules.itl_ms / state.correction.itl
+        most = rules.bounds.get(role, Bounds()).most
+        return needed(role, self.timings[role], demand, ttft_ms, itl_ms, max(1, most))
+
+    def _within_budget(self, changes: dict[Role, Change]) -> dict[Role, Change]:
+        """Fewer workers of the role that is least short of them, until the GPUs are enough."""
+        budget = self.rules.gpu_budget
+        out = dict(changes)
+        while budget and sum(self.timings[role].gpus * each.target for role, each in out.items()) > budget:
+            can = [role for role in out if out[role].target > self.rules.bounds.get(role, Bounds()).least]
+            if not can:
+                break
+            role = max(can, key=lambda role: (out[role].target / max(1, out[role].needed), out[role].target))
+            reasons = tuple(dict.fromkeys((*out[role].reasons, "gpu_budget")))
+            out[role] = msgspec.structs.replace(out[role], target=out[role].target - 1, reasons=reasons)
+        return out
+
+
+def _learnt(state: PlannerState, seen: Observation) -> PlannerState:
+    """With the interval's rate and lengths."""
+    rates = (*state.rates, seen.rate)[-prediction.HISTORY :]
+    sizes = (*state.sizes, {role: pool.ready for role, pool in seen.pools.items()})[-SETTLED:]
+    state = msgspec.structs.replace(state, rates=rates, sizes=sizes)
+    if not seen.ended:
+        return state
+    share = _LENGTHS * min(1.0, seen.ended / LEAST_ENDED) if state.osl else 1.0
+    return msgspec.structs.replace(
+        state,
+        isl=state.isl + share * (seen.isl - state.isl),
+        osl=state.osl + share * (seen.osl - state.osl),
+        hit_rate=state.hit_rate + share * (seen.hit_rate - state.hit_rate),
+    )
+
+
+def _settled(state: PlannerState) -> bool:
+    """Whether rate and workers were much the same for some intervals."""
+    rates = state.rates[-SETTLED:]
+    same = len(state.sizes) == SETTLED and all(each == state.sizes[0] for each in state.sizes)
+    return same and max(rates) - min(rates) <= EVEN * max(rates)
+
+
+def _remembered(state: PlannerState, role: Role, change: Change, now_s: float) -> PlannerState:
+    if change.target > change.current:
+        return msgspec.structs.replace(state, raised_at=state.raised_at | {role: now_s})
+    if change.target < change.current:
+        return msgspec.structs.replace(state, lowered_at=state.lowered_at | {role: now_s})
+    return state

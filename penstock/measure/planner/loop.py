@@ -1,0 +1,225 @@
+"""The planner's shell: looks at the deployment, decides, has workers started and drained, and logs each decision."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.publisher import Publisher
+from penstock.measure.planner.connectors import Connector, ConnectorFailed
+from penstock.measure.planner.core import Planner, PlannerState
+from penstock.measure.planner.lease import RENEW_S, TTL_S, Lease
+from penstock.measure.planner.observe import LoadReader
+from penstock.measure.planner.prediction import HISTORY
+from penstock.schemas import plans
+from penstock.schemas.errors import ServingError
+from penstock.schemas.plans import Decision, Planned, Role, Rules
+from penstock.schemas.wire import encode
+
+log = structlog.get_logger("plan")
+
+STANDBY_S = 2.5  # between two looks at a lease that another planner holds
+STORE_S = 10.0
+PATIENCE = 3  # intervals without a decision after which a planner that is to make some ends
+_NO_REQUEST = "no request has ended yet, and only those that did tell how long prompts and answers are"
+_UNREACHABLE = (ServingError, NatsError, TimeoutError, OSError)
+
+
+class NoDecision(Exception):
+    """A planner that was to make some decisions could make none for ``PATIENCE`` intervals."""
+
+
+class PlannerLoop:
+    """
+    Args:
+        planner_id: of this process.
+        model: whose workers are planned.
+        say: called with each decision.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        planner: Planner,
+        connector: Connector,
+        *,
+        planner_id: str,
+        model: str,
+        say: Callable[[Planned], None],
+    ) -> None:
+        self._bus = bus
+        self._planner = planner
+        self._connector = connector
+        self._id = planner_id
+        self._model = model
+        self._say = say
+        self._lease = Lease(bus, model, planner_id)
+        self._state = planner.begin()
+        self._reader = LoadReader(bus, model)
+        self._why_not = "its lease could not be taken"
+        self._until = math.inf
+
+    @property
+    def rules(self) -> Rules:
+        return self._planner.rules
+
+    async def run(self, decisions: int = 0) -> None:
+        """Decide once an interval, for as long as the lease is held; wait for it otherwise.
+
+        Args:
+            decisions: end after so many; 0: never.
+
+        Raises:
+            NoDecision: ``decisions``, and none was made for ``PATIENCE`` intervals.
+        """
+        made = 0
+        # What another planner left behind when it died lasts as long as its lease.
+        self._wait_for_the_next(decisions, TTL_S + STANDBY_S)
+        async with Publisher(self._bus) as publisher:
+            try:
+                while True:
+                    await self._until_held()
+                    if not await self._begin():
+                        await self._stand_by()
+                        continue
+                    self._wait_for_the_next(decisions)
+                    while await self._interval():
+                        if await self._decide(publisher):
+                            made += 1
+                            if made == decisions:
+                                return
+                            self._wait_for_the_next(decisions)
+                        self._check()
+            finally:
+                await self._lease.give_up()
+
+    def _wait_for_the_next(self, decisions: int, more_s: float = 0.0) -> None:
+        if decisions:
+            self._until = time.monotonic() + PATIENCE * self.rules.interval_s + more_s
+
+    def _check(self) -> None:
+        if time.monotonic() >= self._until:
+            raise NoDecision(f"no decision in {PATIENCE} intervals of {self.rules.interval_s:g} s: {self._why_not}")
+
+    async def _stand_by(self) -> None:
+        self._check()
+        await asyncio.sleep(STANDBY_S)
+
+    async def _until_held(self) -> None:
+        logged = ""
+        while other := await self._take():
+            if other not in (logged, "?"):
+                log.info("another_planner_decides", planner=other, model=self._model)
+                logged = other
+                self._why_not = f"another planner, {other}, decides for {self._model}"
+            await self._stand_by()
+
+    async def _begin(self) -> bool:
+        """Read what the last planner knew; False: the broker does not answer."""
+        try:
+            await self._catch_up()
+            await self._reader.begin()
+        except _UNREACHABLE as error:
+            self._unknown(error)
+            return False
+        return True
+
+    def _unknown(self, error: Exception) -> None:
+        self._why_not = f"the load is unknown ({str(error) or repr(error)})"
+        log.warning("load_unknown", error=str(error) or repr(error))
+
+    async def _take(self) -> str:
+        try:
+            return await self._lease.take()
+        except _UNREACHABLE as error:
+            self._why_not = f"the lease is unknown ({str(error) or repr(error)})"
+            log.warning("lease_unknown", error=str(error) or repr(error))
+            return "?"
+
+    async def _interval(self) -> bool:
+        """Wait for the end of the interval; False: the lease was lost."""
+        until = time.monotonic() + self.rules.interval_s
+        while (left := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(RENEW_S, left))
+            if await self._take() and not self._lease.held:
+                log.warning("lease_lost", model=self._model)
+                return False
+        return self._lease.held
+
+    async def _catch_up(self) -> None:
+        """Know what the last planner knew: fold the observations of its decisions."""
+        rules = self.rules
+        since_ns = time.time_ns() - int(HISTORY * rules.interval_s * 1e9)
+        self._state = self._planner.begin()
+        stream, subject = self._bus.subjects.stream("PLAN"), self._bus.subjects.plan(self._model)
+        count = 0
+        async for entry in read(self._bus, stream, subject, since_ns=since_ns):
+            try:
+                planned = plans.decode(entry.data)
+            except msgspec.MsgspecError as error:  # of another build
+                log.warning("decision_unreadable", seq=entry.seq, error=str(error))
+                continue
+            self._state = folded(self._planner, self._state, planned)
+            count += 1
+        if count:
+            log.info("caught_up", decisions=count, model=self._model)
+
+    async def _decide(self, publisher: Publisher) -> bool:
+        """Whether something could be decided."""
+        try:
+            seen = await self._reader.look(await self._connector.counts())
+        except (ConnectorFailed, *_UNREACHABLE) as error:
+            self._unknown(error)
+            return False
+        at_ns = time.time_ns()
+        self._state, decision = self._planner.step(self._state, seen, at_ns / 1e9)
+        if decision is None:
+            if self._why_not != _NO_REQUEST:
+                log.info("no_request_yet", model=self._model)
+            self._why_not = _NO_REQUEST
+            return False
+        planned = Planned(
+            planner=self._id,
+            model=self._model,
+            at_ns=at_ns,
+            connector=self._connector.name,
+            rules=self.rules,
+            decision=decision,
+            failure=await self._apply(decision),
+        )
+        self._say(planned)
+        try:
+            subject = self._bus.subjects.plan(self._model)
+            await (await publisher.send(subject, encode(planned), f"{self._id}:{at_ns}", timeout=STORE_S))
+        except ServingError as error:
+            log.warning("decision_not_stored", error=str(error))
+        return True
+
+    async def _apply(self, decision: Decision) -> str:
+        """Why workers could not be changed; "": they were, or nothing was to be done."""
+        if not decision.moves:
+            return ""
+        if not self._lease.held:
+            return "another planner may decide"
+        try:
+            await self._connector.apply(moved(decision))
+        except (ConnectorFailed, *_UNREACHABLE) as error:
+            return str(error) or repr(error)
+        return ""
+
+
+def moved(decision: Decision) -> Mapping[Role, int]:
+    """The targets that differ from what there is."""
+    return {role: change.target for role, change in decision.changes.items() if change.target != change.current}
+
+
+def folded(planner: Planner, state: PlannerState, planned: Planned) -> PlannerState:
+    """The state behind a logged decision."""
+    after, _ = planner.step(state, planned.decision.observed, planned.at_ns / 1e9)
+    return after

@@ -1,0 +1,129 @@
+"""What a deployment's log and fleet say of the last interval: the inputs of a decision.
+
+Requests are counted by the sequence of their stream, which all models share: where there are several, a model's part is
+its part of the requests that ended.
+"""
+
+import time
+from collections.abc import Mapping
+
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import stream_end
+from penstock.measure.planner.observation import times
+from penstock.operate.ended import Ended
+from penstock.operate.workers import registrations
+from penstock.schemas.fleet import Registration, State
+from penstock.schemas.plans import ROLES, Observation, Pool, Role
+from penstock.schemas.requests import Priority
+from penstock.schemas.summary import DONE, RequestSummary
+
+MOST = 2000  # ends that are looked at of one interval
+
+
+class LoadReader:
+    """
+    Args:
+        model: whose requests and workers count; any of its names.
+    """
+
+    def __init__(self, bus: Bus, model: str) -> None:
+        self._bus = bus
+        self._model = model
+        self._accepted = 0
+        self._ended = 0
+        self._ends_seen = Ended(bus, MOST)
+        self._at = 0.0
+
+    async def begin(self) -> None:
+        """The first interval begins now.
+
+        Raises:
+            ServingError: a stream cannot be read.
+        """
+        await self._ends_seen.open()
+        self._ends_seen.take()
+        self._accepted, self._ended = await self._ends()
+        self._at = time.monotonic()
+
+    async def look(self, counts: Mapping[Role, int] | None = None) -> Observation:
+        """What happened since the last look, or since ``begin``.
+
+        Args:
+            counts: workers that were asked for, by role; those that are not registered are starting.
+
+        Raises:
+            ServingError: a stream or the fleet cannot be read.
+        """
+        accepted, ended = await self._ends()
+        now = time.monotonic()
+        fleet = await registrations(self._bus)
+        mine = [each for each in fleet if self._model in (each.model, *each.aliases)]
+        names = {self._model, *(name for each in mine for name in (each.model, *each.aliases))}
+        seen_ended = self._ends_seen.take()
+        records = [each for each in seen_ended if each.model in names]
+        others = len(seen_ended) - len(records)
+        share = len(records) / (len(records) + others) if others else 1.0
+        seen = observation(
+            records,
+            seconds=now - self._at,
+            arrived=round((accepted - self._accepted) * share),
+            ended=round((ended - self._ended) * share),
+            queued=await self._queued(),
+            pools=pools(mine, counts or {}),
+        )
+        self._accepted, self._ended, self._at = accepted, ended, now
+        return seen
+
+    async def _ends(self) -> tuple[int, int]:
+        stream = self._bus.subjects.stream
+        return (await stream_end(self._bus, stream("REQUESTS")))[0], (await stream_end(self._bus, stream("DONE")))[0]
+
+    async def _queued(self) -> int:
+        """Requests of any model that no worker has."""
+        total = 0
+        for priority in Priority:
+            consumer = await self._bus.js.consumer_info(
+                self._bus.subjects.stream("REQUESTS"), f"router-{priority.value}"
+            )
+            total += (consumer.num_pending or 0) + (consumer.num_ack_pending or 0)
+        return total
+
+
+def observation(
+    records: list[RequestSummary], *, seconds: float, arrived: int, ended: int, queued: int, pools: dict[Role, Pool]
+) -> Observation:
+    """
+    Args:
+        records: of requests that ended; only those that finished say how long they were and took.
+    """
+    done = [each for each in records if each.state == DONE and each.completion_tokens]
+    prompt = sum(each.prompt_tokens for each in done)
+    ttft = [each.ttft_ms for each in done if each.ttft_ms is not None]
+    itl = [
+        (each.duration_ms - each.ttft_ms) / (each.completion_tokens - 1)
+        for each in done
+        if each.duration_ms is not None and each.ttft_ms is not None and each.completion_tokens > 1
+    ]
+    return Observation(
+        seconds=round(seconds, 3),
+        arrived=max(0, arrived),
+        ended=max(0, ended) if done else 0,
+        isl=prompt / len(done) if done else 0.0,
+        osl=sum(each.completion_tokens for each in done) / len(done) if done else 0.0,
+        hit_rate=sum(each.cached_tokens for each in done) / prompt if prompt else 0.0,
+        ttft=times(ttft),
+        itl=times(itl),
+        queued=queued,
+        pools=pools,
+    )
+
+
+def pools(fleet: list[Registration], counts: Mapping[Role, int]) -> dict[Role, Pool]:
+    """Workers by role; roles of which none is there or was asked for are left out."""
+    found: dict[Role, Pool] = {}
+    for role in ROLES:
+        ready = [each for each in fleet if each.role == role and each.state is State.ready]
+        starting = max(0, counts.get(role, 0) - len(ready))
+        if ready or starting:
+            found[role] = Pool(len(ready), starting, sum(each.load.waiting for each in ready))
+    return found

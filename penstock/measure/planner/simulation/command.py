@@ -1,0 +1,216 @@
+"""``penstock plan simulate``: the planner on a trace in simulated time, beside fleets of a fixed size."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from rich.table import Table
+
+from penstock.cli.terminal import stdout
+from penstock.configs import planner_settings as flags
+from penstock.configs.planner_settings import BadRules, rules_of
+from penstock.measure.planner.simulation.plots import draw
+from penstock.measure.planner.simulation.run import Engines, Outcome, Simulated, simulate
+from penstock.measure.planner.simulation.shapes import Shape, generate
+from penstock.measure.planner.timing import EngineTiming
+from penstock.measure.plots import PlotsMissing
+from penstock.measure.profile.data import BadProfile, load
+from penstock.measure.simulation.trace import Trace, TraceError, read
+from penstock.schemas.plans import Predictor, Role, Rules
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``penstock plan simulate``."""
+
+    shape: Annotated[Shape, Meta(description="of the load: a day, bursts of two minutes, or always --high")] = "diurnal"
+    trace: Annotated[str, Meta(description="file in Mooncake's format, instead of --shape")] = ""
+    speed: Annotated[float, Meta(gt=0, description="of a trace: how many times faster it comes")] = 1.0
+    requests: Annotated[int, Meta(ge=0, description="of a trace: the first so many; 0: all")] = 0
+    seconds: Annotated[float, Meta(gt=0, description="of a shape: its length")] = 3600.0
+    low: Annotated[float, Meta(gt=0, description="of a shape: requests per second at its quietest")] = 1.0
+    high: Annotated[float, Meta(gt=0, description="of a shape: requests per second at its busiest")] = 10.0
+    isl: Annotated[int, Meta(ge=64, description="of a shape: mean tokens per prompt")] = 4000
+    osl: Annotated[int, Meta(ge=2, description="of a shape: mean tokens per answer")] = 300
+    shared: Annotated[float, Meta(ge=0, lt=1, description="of a shape: common share of the prompts")] = 0.3
+    seed: Annotated[int, Meta(ge=0, description="of arrivals, lengths and ties")] = 0
+    workers: Annotated[int, Meta(ge=0, description="aggregated workers at the beginning")] = 2
+    prefill: Annotated[int, Meta(ge=0, description="prefill workers at the beginning, instead of --workers")] = 0
+    decode: Annotated[int, Meta(ge=0, description="decode workers at the beginning, beside them")] = 0
+    fixed: Annotated[
+        tuple[str, ...], Meta(description="fleets of a fixed size to compare: 8, or 2+6 for prefill and decode")
+    ] = ()
+    predictors: Annotated[tuple[Predictor, ...], Meta(min_length=1, description="a planned run each")] = ("holt",)
+    profile: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="folder or file of `penstock profile endpoint` or `profile sla --out`, two for prefill and "
+            "decode: workers take as long as it says, instead of the mock's model"
+        ),
+    ] = ()
+    slowness: Annotated[float, Meta(gt=0, description="factor on the time of each step of the mock's model")] = 2.0
+    gpus: Annotated[int, Meta(ge=1, description="of each worker of the mock's model")] = 1
+    transfer_us_per_token: Annotated[float, Meta(ge=0, description="handoff from prefill to decode")] = 0.5
+    ttft: flags.Ttft = 1000.0
+    itl: flags.Itl = 40.0
+    percentile: flags.Percentile = "p95"
+    interval_s: flags.IntervalS = 30.0
+    start_s: flags.StartS = 30.0
+    drain_s: flags.DrainS = 60.0
+    hysteresis: flags.Hysteresis = 0.15
+    down_cooldown_s: flags.Cooldown = 60.0
+    down_after_s: flags.DownAfter = 180.0
+    max_down: flags.MaxDown = 0.25
+    min_workers: flags.Least = 1
+    max_workers: flags.Most = 32
+    gpu_budget: flags.Budget = 0
+    json: Annotated[str, Meta(description="file for figures and decisions")] = ""
+    plot: Annotated[str, Meta(description="PNG file of the first planned run; needs penstock[bench]")] = ""
+
+
+class BadSettings(ValueError):
+    """Flags that do not fit together."""
+
+
+def run(settings: Settings) -> int:
+    """Simulate, print a table; 2 for flags that do not fit, 1 if a trace or a plot is missing."""
+    try:
+        counts = counts_of(settings)
+        rules = {each: rules_of(settings, tuple(counts), each) for each in settings.predictors}
+        sizes = [fixed_of(each, counts) for each in settings.fixed]
+        engines = _engines(settings, counts)
+        trace = _trace(settings)
+    except (BadSettings, BadRules) as error:
+        print(f"penstock plan simulate: {error}", file=sys.stderr)
+        return 2
+    except (TraceError, BadProfile) as error:
+        print(f"penstock plan simulate: {error}", file=sys.stderr)
+        return 1
+    found: list[Simulated] = []
+    for each in _runs(settings, engines, trace, counts, rules, sizes):
+        found.append(each)
+        print(f"{len(found)} of {len(rules) + len(sizes)}: {each.outcome.name}", file=sys.stderr)
+    stdout().print(table([each.outcome for each in found]))
+    if settings.json:
+        data = {"settings": settings, "runs": [{"outcome": each.outcome, "steps": _steps(each)} for each in found]}
+        Path(settings.json).write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n")
+    if settings.plot:
+        try:
+            draw(found[0], found[1:], rules[settings.predictors[0]], Path(settings.plot))
+        except PlotsMissing as error:
+            print(f"penstock plan simulate: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def counts_of(settings: Settings) -> dict[Role, int]:
+    """Workers at the beginning, by role.
+
+    Raises:
+        BadSettings: prefill without decode, or nothing at all.
+    """
+    if bool(settings.prefill) != bool(settings.decode):
+        raise BadSettings("--prefill and --decode go together")
+    if settings.prefill:
+        return {"prefill": settings.prefill, "decode": settings.decode}
+    if not settings.workers:
+        raise BadSettings("--workers 0: start with at least one")
+    return {"aggregated": settings.workers}
+
+
+def fixed_of(text: str, counts: dict[Role, int]) -> dict[Role, int]:
+    """
+    Args:
+        text: "8", or "2+6" for prefill and decode.
+
+    Raises:
+        BadSettings: it is neither, or has other roles than ``counts``.
+    """
+    parts = text.split("+")
+    if len(parts) != len(counts) or not all(part.isdecimal() and int(part) for part in parts):
+        wanted = "two numbers such as 2+6" if len(counts) > 1 else "a number of workers"
+        raise BadSettings(f"--fixed {text}: give {wanted}")
+    return dict(zip(counts, map(int, parts), strict=True))
+
+
+def table(outcomes: list[Outcome]) -> Table:
+    """A row a fleet."""
+    drawn = Table(box=None, pad_edge=False)
+    drawn.add_column("fleet")
+    headings = ("requests", "within both", "TTFT kept", "ITL kept", "TTFT p50", "p95 ms", "ITL p50", "p95 ms")
+    for heading in (*headings, "GPU-hours", "mean GPUs", "peak", "starts"):
+        drawn.add_column(heading, justify="right")
+    for each in outcomes:
+        drawn.add_row(
+            each.name,
+            f"{each.requests:,}" + (f" ({each.unserved} not served)" if each.unserved else ""),
+            f"{each.attained:.1%}",
+            f"{each.attained_ttft:.1%}",
+            f"{each.attained_itl:.1%}",
+            f"{each.ttft_p50_ms:,.0f}",
+            f"{each.ttft_p95_ms:,.0f}",
+            f"{each.itl_p50_ms:.1f}",
+            f"{each.itl_p95_ms:.1f}",
+            f"{each.gpu_hours:.2f}",
+            f"{each.mean_gpus:.2f}",
+            str(each.peak_gpus),
+            str(each.starts),
+        )
+    return drawn
+
+
+def _trace(settings: Settings) -> Trace:
+    if settings.trace:
+        return read(Path(settings.trace)).limited(settings.requests)
+    if settings.low > settings.high:
+        raise BadSettings(f"--low {settings.low:g} is above --high {settings.high:g}")
+    return generate(
+        settings.shape,
+        seed=settings.seed,
+        seconds=settings.seconds,
+        low=settings.low,
+        high=settings.high,
+        isl=settings.isl,
+        osl=settings.osl,
+        shared=settings.shared,
+    )
+
+
+def _engines(settings: Settings, counts: dict[Role, int]) -> Engines:
+    """
+    Raises:
+        BadSettings: more profiles than roles.
+        BadProfile: one cannot be used.
+    """
+    if len(settings.profile) > len(counts):
+        raise BadSettings(
+            f"--profile: {len(settings.profile)} for {' and '.join(counts)}; give one, or one for each role"
+        )
+    profiles: dict[Role, EngineTiming] = {}
+    if settings.profile:
+        for number, role in enumerate(counts):
+            profiles[role] = EngineTiming(load(Path(settings.profile[min(number, len(settings.profile) - 1)])))
+    return Engines(settings.slowness, settings.gpus, round(settings.transfer_us_per_token * 1e3), profiles)
+
+
+def _runs(
+    settings: Settings,
+    engines: Engines,
+    trace: Trace,
+    counts: dict[Role, int],
+    rules: dict[Predictor, Rules],
+    sizes: list[dict[Role, int]],
+) -> Iterator[Simulated]:
+    speed = settings.speed if settings.trace else 1.0
+    for predictor, own in rules.items():
+        yield simulate(f"planned, {predictor}", trace, speed, engines, counts, own, planned=True, seed=settings.seed)
+    first = rules[settings.predictors[0]]
+    for size in sizes:
+        name = f"fixed {'+'.join(map(str, size.values()))}"
+        yield simulate(name, trace, speed, engines, size, first, planned=False, seed=settings.seed)
+
+
+def _steps(found: Simulated) -> list[dict[str, object]]:
+    return [{"at_s": step.at_s, "observed": step.observed, "decision": step.decision} for step in found.steps]

@@ -1,0 +1,183 @@
+"""How long prompts and decode steps take by the rates of a GPU. Pure arithmetic, no measurement.
+
+Products of a step with ``rows`` tokens: the time to read the weights and the time to compute with them, joined by a
+norm, because neither hides the other wholly. Attention: of prompts 2 x heads x (query and value width) x tokens² / 2
+operations a layer; of a decode step the bytes of the KV read. Tensor ranks add two all-reduces a layer (ring: 2 (n-1)/n
+of the activations), expert ranks two all-to-all a layer. Pipeline stages split the rows into as many groups: a group's
+time is that of all stages, so stages save memory and not time.
+"""
+
+from msgspec import Struct
+
+from penstock.infra.engine_args import memory_estimate
+from penstock.infra.engine_args.memory_estimate import GIB, Memory
+from penstock.infra.engine_args.model_shape import Shape, UnknownShape
+from penstock.infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.tree import decode
+from penstock.measure.profile.gpus import Efficiency, Gpu
+
+ACTIVATION_BYTES = 2
+_MLA_WIDTH = 320  # query and value width of a head with multi-head latent attention: 128 + 64, and 128
+_OPERATIONS = 2  # a multiplication and an addition
+MAX_BATCH = 512
+
+
+class Mapping(Struct, frozen=True, kw_only=True):
+    """How one engine is spread over GPUs.
+
+    Attributes:
+        tp: tensor ranks; with ``attention_dp`` each attends to sequences of its own.
+        pp: pipeline stages.
+        ep: ranks over which the experts are spread; 1: each expert is split over the tensor ranks.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    attention_dp: bool = False
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def ranks(self) -> int:
+        """That attend to sequences of their own."""
+        return self.tp if self.attention_dp else 1
+
+    @property
+    def name(self) -> str:
+        kind = "dep" if self.attention_dp else "tep" if self.ep > 1 else "tp"
+        return f"{kind}{self.tp}" + (f"pp{self.pp}" if self.pp > 1 else "")
+
+
+class Engine(Struct, frozen=True):
+    """A model on GPUs."""
+
+    shape: Shape
+    gpu: Gpu
+    mapping: Mapping
+    efficiency: Efficiency = Efficiency()
+
+    def arguments(self, length: int) -> EngineArgs:
+        """As an engine would be started for contexts of ``length`` tokens."""
+        mapping = self.mapping
+        tree = {
+            "tensor_parallel_size": mapping.tp,
+            "pipeline_parallel_size": mapping.pp,
+            "max_batch_size": MAX_BATCH,
+            "max_seq_len": length,
+            "enable_attention_dp": mapping.attention_dp,
+        }
+        if mapping.ep > 1:
+            tree["moe_expert_parallel_size"] = mapping.ep
+        return decode(tree)
+
+    def memory(self, length: int) -> Memory:
+        """Of one GPU."""
+        gpu_bytes = int(self.gpu.memory_gib * GIB)
+        return memory_estimate.estimate(self.arguments(length), self.shape, gpu_bytes, length=length)
+
+    def sequences(self, length: int) -> int:
+        """Contexts of ``length`` tokens that the KV caches of all ranks hold at once; 0: not even the weights fit."""
+        return self.memory(length).sequences * self.mapping.ranks
+
+    def prefill_ms(self, tokens: int) -> float:
+        """From the beginning of a prompt's computation to its first token; one prompt on each rank."""
+        own = self.efficiency
+        rate = self.gpu.bf16_tflops * 1e9 * own.attention
+        ranks = 1 if self.mapping.attention_dp else self.mapping.tp
+        attention = sum(self._attended(tokens, window) for window in self.shape.windows) / ranks
+        return self._products_ms(tokens) + attention / rate + self._exchange_ms(tokens) + own.prompt_ms
+
+    def step_ms(self, sequences: float, context: float) -> float:
+        """Of a decode step, in which ``sequences`` on each rank have ``context`` tokens each."""
+        rows = max(1.0, sequences / self.mapping.pp)
+        own = self.efficiency
+        args = self.arguments(max(1, round(context)))
+        value = memory_estimate.kv_bytes(args, self.shape)
+        layer = memory_estimate.kv_values(self.shape, args.attention_ranks) * value
+        kept = sum(min(context, window) if window else context for window in self.shape.windows)
+        read_ms = rows * kept * layer / (self.gpu.hbm_gb_s * 1e6 * own.memory)
+        return self._products_ms(rows) + read_ms + self._exchange_ms(rows) + own.step_ms
+
+    def handoff_ms(self, tokens: int) -> float:
+        """To move a prompt's KV to a worker of another pool, all ranks at once."""
+        layer = (self.shape.latent or 2 * self.shape.kv_heads * self.shape.head_dim) * ACTIVATION_BYTES
+        senders = 1 if self.shape.latent else self.mapping.tp
+        size = self.shape.layers * layer * tokens / senders
+        return size / (self.gpu.link_gb_s * 1e6 * self.efficiency.handoff)
+
+    def _products_ms(self, rows: float) -> float:
+        """Of all layers and the head, ``rows`` tokens on each rank."""
+        shape, mapping = self.shape, self.mapping
+        shared = 1 if mapping.attention_dp else mapping.tp
+        all_rows = rows * mapping.ranks
+        attention = shape.layers * shape.attention / shared
+        common = attention + shape.dense / mapping.tp + self._head / shared
+        computed = rows * attention + all_rows * shape.dense / mapping.tp
+        total_ms = self._joined(common, computed, shape.linear_bits)
+        if (experts := shape.experts) is None:
+            return total_ms
+        if not experts.per_token:
+            raise UnknownShape("config.json has no num_experts_per_tok: how many experts compute a token is unknown")
+        # Rows choose experts at random: of so many rows this share of the experts is chosen by at least one.
+        chosen = 1 - (1 - experts.per_token / experts.count) ** all_rows
+        read = experts.layers * experts.count * chosen * experts.parameters / mapping.tp
+        used = experts.layers * experts.per_token * experts.parameters * all_rows / mapping.tp
+        total_ms += self._joined(read, used, shape.expert_bits)
+        beside = experts.layers * experts.shared / shared
+        return total_ms + self._joined(beside, rows * beside, shape.linear_bits)
+
+    @property
+    def _head(self) -> float:
+        """Parameters of the output layer; the input's are looked up, not read."""
+        return float(self.shape.vocab * self.shape.hidden)
+
+    def _joined(self, read: float, used: float, bits: float) -> float:
+        """
+        Args:
+            read: parameters that are read.
+            used: parameters that are multiplied with a row, over all rows.
+        """
+        own = self.efficiency
+        reading = read * bits / 8 / (self.gpu.hbm_gb_s * 1e6 * own.memory)
+        computing = _OPERATIONS * used / (self.gpu.tflops(bits) * 1e9 * own.products)
+        return float((reading**own.blend + computing**own.blend) ** (1 / own.blend))
+
+    def _attended(self, tokens: int, window: int) -> float:
+        """Operations of one layer's attention over a prompt."""
+        width = _MLA_WIDTH if self.shape.latent else 2 * self.shape.head_dim
+        seen = tokens * tokens / 2 if not window or window >= tokens else tokens * window
+        return _OPERATIONS * self.shape.heads * width * seen
+
+    def _exchange_ms(self, rows: float) -> float:
+        """Of activations between ranks."""
+        shape, mapping, own = self.shape, self.mapping, self.efficiency
+        rate = self.gpu.link_gb_s * 1e6 * own.link
+        row_bytes = shape.hidden * ACTIVATION_BYTES
+        other = (mapping.tp - 1) / mapping.tp
+        total = 0.0
+        if mapping.tp > 1 and not mapping.attention_dp:
+            total += 2 * shape.layers * (own.reduce_ms + 2 * other * rows * row_bytes / rate)
+        if mapping.attention_dp and shape.experts is not None:
+            sent = rows * min(shape.experts.per_token, mapping.tp) * row_bytes * other
+            total += 2 * shape.experts.layers * (own.reduce_ms + sent / rate)
+        if mapping.pp > 1:
+            total += (mapping.pp - 1) * (own.reduce_ms + rows * row_bytes / rate)
+        return total
+
+
+def fits(engine: Engine, length: int) -> str:
+    """Why contexts of ``length`` tokens cannot be served; "": they can."""
+    found = engine.memory(length)
+    if found.weights + found.reserve >= found.gpu:
+        return f"weights of {found.weights / GIB:.0f} GiB a GPU do not fit into {found.gpu / GIB:.0f} GiB"
+    if not found.sequences:
+        return f"no context of {length} tokens fits into the {found.pool / GIB:.1f} GiB that are left for KV"
+    return ""
+
+
+def most(engine: Engine, length: int) -> int:
+    """Sequences at once, over all ranks."""
+    return min(engine.sequences(length), MAX_BATCH * engine.mapping.ranks)

@@ -1,0 +1,213 @@
+"""Deployments by configuration and size, and how many requests each serves within the SLA. Pure.
+
+A deployment is a pool of aggregated workers, or one of prefill and one of decode workers. Its rate is the highest one
+whose mean latencies, queueing included (``penstock.measure.planner.capacity``), are within the SLA while workers are busy
+for at most a share of their time. Of the sizes of one pair of configurations, the smallest is kept that serves nearly
+as much per GPU as the best.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+
+from msgspec import Struct
+
+from penstock.measure.planner.capacity import latency
+from penstock.measure.planner.timing import EngineTiming
+from penstock.schemas.plans import Demand, Latency, Role
+
+NEARLY = 0.95
+_LARGEST = 8  # workers of a pool, unless a rate is asked for
+_STEPS = 24
+
+# Requests per second that so many workers of the configuration with a number serve.
+Rate = Callable[[Role, int, int], float]
+
+
+class Sla(Struct, frozen=True, kw_only=True):
+    """Mean latencies that must not be exceeded, for prompts of ``isl`` and answers of ``osl`` tokens."""
+
+    ttft_ms: float
+    itl_ms: float
+    isl: int
+    osl: int
+
+
+class Configuration(Struct, frozen=True):
+    """One worker.
+
+    Attributes:
+        handoff_ms: to move the KV of a prompt to another pool.
+    """
+
+    name: str
+    timing: EngineTiming
+    handoff_ms: float = 0.0
+
+    @property
+    def gpus(self) -> int:
+        return self.timing.gpus
+
+
+class PoolSize(Struct, frozen=True):
+    """``concurrency``: requests that decode at a worker at once, at the rate of the deployment."""
+
+    role: Role
+    configuration: str
+    workers: int
+    gpus: int
+    concurrency: int = 0
+
+
+class Candidate(Struct, frozen=True, kw_only=True):
+    """A deployment at the highest rate within the SLA, or at the rate that was asked for."""
+
+    pools: tuple[PoolSize, ...]
+    ttft_ms: float
+    itl_ms: float
+    requests_per_s: float
+
+    @property
+    def gpus(self) -> int:
+        return sum(pool.gpus for pool in self.pools)
+
+    @property
+    def per_gpu(self) -> float:
+        """Requests per second."""
+        return self.requests_per_s / self.gpus
+
+    @property
+    def name(self) -> str:
+        short = {"aggregated": "", "prefill": "prefill ", "decode": "decode "}
+        return " + ".join(f"{short[pool.role]}{pool.workers} × {pool.configuration}" for pool in self.pools)
+
+
+class Scope(Struct, frozen=True, kw_only=True):
+    """
+    Attributes:
+        total_gpus: of the deployment, at most.
+        rate: requests per second that it has to serve; 0: as many as it can.
+        utilization: share of its time that a worker computes prompts, and of its memory that decodes, at most.
+        hit_rate: prompt tokens that are found in a cache.
+    """
+
+    total_gpus: int
+    rate: float = 0.0
+    utilization: float = 0.8
+    hit_rate: float = 0.0
+
+
+def candidates(found: Sequence[Configuration], sla: Sla, scope: Scope) -> list[Candidate]:
+    """The best size of each configuration and of each pair, the best first."""
+
+    @cache
+    def rate_of(role: Role, number: int, workers: int) -> float:
+        return highest_rate(role, found[number], workers, sla, scope)
+
+    best = [
+        each
+        for sizes in (*_aggregated(found, sla, scope, rate_of), *_split(found, sla, scope, rate_of))
+        if (each := _kept(sizes, scope)) is not None
+    ]
+    if scope.rate:
+        return sorted(best, key=lambda each: (each.gpus, len(each.pools), each.ttft_ms))
+    # Within a hundredth they are the same, and the smaller or the quicker one is first.
+    return sorted(best, key=lambda each: (-round(100 * math.log(each.per_gpu)), each.gpus, each.itl_ms))
+
+
+def why_not(configuration: Configuration, sla: Sla) -> str:
+    """Which limit a lone request already breaks in a configuration; "": none."""
+    timing = configuration.timing
+    ttft, itl = timing.prefill_ms(sla.isl), timing.itl_ms(sla.isl + sla.osl / 2, 1)
+    slow = [f"TTFT {ttft:.1f} ms"] * (ttft > sla.ttft_ms) + [f"ITL {itl:.2f} ms"] * (itl > sla.itl_ms)
+    return ", ".join(slow) + " of a lone request" if slow else ""
+
+
+def highest_rate(role: Role, configuration: Configuration, workers: int, sla: Sla, scope: Scope) -> float:
+    """Within the SLA; 0.0: not even a lone request is."""
+
+    def good(rate: float) -> bool:
+        seen = _at(role, configuration, workers, rate, sla, scope)
+        return seen.busy <= scope.utilization and seen.ttft_ms <= sla.ttft_ms and seen.itl_ms <= sla.itl_ms
+
+    low, high = 0.0, 1 / 64
+    if not good(high):
+        return 0.0
+    while good(high):
+        low, high = high, 2 * high
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if good(middle) else (low, middle)
+    return low
+
+
+def _at(role: Role, configuration: Configuration, workers: int, rate: float, sla: Sla, scope: Scope) -> Latency:
+    demand = Demand(rate, sla.isl, sla.osl, scope.hit_rate)
+    seen = latency(role, configuration.timing, demand, workers)
+    handoff = configuration.handoff_ms if role == "prefill" else 0.0
+    return Latency(seen.ttft_ms + handoff, seen.itl_ms, seen.busy)
+
+
+def _aggregated(found: Sequence[Configuration], sla: Sla, scope: Scope, rate_of: Rate) -> Iterator[list[Candidate]]:
+    """Of each configuration, its sizes."""
+    for number, each in enumerate(found):
+        sizes = range(1, _most(scope, each.gpus, 0) + 1)
+        rates = [(size, rate_of("aggregated", number, size)) for size in sizes]
+        yield [_candidate([("aggregated", each, size)], rate, sla, scope) for size, rate in rates]
+
+
+def _split(found: Sequence[Configuration], sla: Sla, scope: Scope, rate_of: Rate) -> Iterator[list[Candidate]]:
+    """Of each pair of configurations, its sizes."""
+    for first, prefill in enumerate(found):
+        for second, decode in enumerate(found):
+            yield list(_pairs(first, prefill, second, decode, sla, scope, rate_of))
+
+
+def _pairs(
+    first: int, prefill: Configuration, second: int, decode: Configuration, sla: Sla, scope: Scope, rate_of: Rate
+) -> Iterator[Candidate]:
+    """All sizes of a prefill and a decode pool."""
+    for many in range(1, _most(scope, prefill.gpus, decode.gpus) + 1):
+        for more in range(1, _most(scope, decode.gpus, many * prefill.gpus) + 1):
+            rate = min(rate_of("prefill", first, many), rate_of("decode", second, more))
+            yield _candidate([("prefill", prefill, many), ("decode", decode, more)], rate, sla, scope)
+            if rate < rate_of("decode", second, more):
+                break  # further decode workers would idle
+
+
+def _most(scope: Scope, gpus: int, others: int) -> int:
+    most = (scope.total_gpus - others) // gpus
+    return most if scope.rate else min(most, _LARGEST)
+
+
+def _candidate(pools: Sequence[tuple[Role, Configuration, int]], rate: float, sla: Sla, scope: Scope) -> Candidate:
+    served = min(rate, scope.rate) if scope.rate else rate
+    seen = [_at(role, configuration, size, served, sla, scope) for role, configuration, size in pools]
+    sizes = tuple(
+        PoolSize(
+            role,
+            configuration.name,
+            size,
+            size * configuration.gpus,
+            0 if role == "prefill" else round(served * sla.osl * found.itl_ms / 1e3 / size),
+        )
+        for (role, configuration, size), found in zip(pools, seen, strict=True)
+    )
+    return Candidate(
+        pools=sizes,
+        ttft_ms=sum(each.ttft_ms for each in seen),
+        itl_ms=max(each.itl_ms for each in seen),
+        requests_per_s=rate,
+    )
+
+
+def _kept(sizes: list[Candidate], scope: Scope) -> Candidate | None:
+    """The smallest that serves the rate, or nearly as much per GPU as the best; None: none does."""
+    if scope.rate:
+        enough = [each for each in sizes if each.requests_per_s >= scope.rate]
+        return min(enough, key=lambda each: (each.gpus, each.ttft_ms), default=None)
+    served = [each for each in sizes if each.requests_per_s > 0]
+    if not served:
+        return None
+    best = max(each.per_gpu for each in served)
+    return min((each for each in served if each.per_gpu >= NEARLY * best), key=lambda each: (each.gpus, -each.per_gpu))

@@ -1,0 +1,220 @@
+"""What percentiles a deployment gives, and how large it must be for given ones: simulated, with the router's policy.
+
+Means of a queueing model say nothing of the tail. So requests that arrive at random (Poisson) are run through simulated
+engines that take as long as the profiles say. What arrives before the fleet is as full as it will be does not count.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from penstock.cli.quantile import quantile
+from penstock.measure.planner.simulation.profiled import worker_of
+from penstock.measure.planner.simulation.shapes import generate
+from penstock.measure.search.candidates import Candidate, Configuration, PoolSize, Scope, Sla
+from penstock.measure.simulation.fleet import simulate
+from penstock.measure.simulation.placement import PlacementPolicy
+from penstock.measure.simulation.policy import Fleet
+from penstock.schemas.plans import Role
+
+Percentile = Literal["mean", "p50", "p75", "p90", "p95", "p99"]
+BLOCK_SIZE = 64
+_WARM, _COUNTED, _AFTER = 1.2, 1.0, 0.5  # of the time that a request takes, at least
+_LATE = 4.0  # of that time: what has not ended then is not served
+_HELD, _HELD_S = 50, 2.0  # requests that wait for a worker, and seconds of the rate: a fleet with more is too small
+_STEPS = 6  # of the bisection of a rate
+_GROWTH = 12  # a pool grows by a twelfth, or by one worker
+
+Pools = Sequence[tuple[Role, Configuration, int]]
+
+
+class Seen(Struct, frozen=True):
+    """Percentiles, ms; infinite if requests were left over. ``requests`` that counted."""
+
+    ttft_ms: float
+    itl_ms: float
+    requests: int
+
+
+class Load(Struct, frozen=True, kw_only=True):
+    """
+    Attributes:
+        sigma: of the logarithm of lengths; 0: all prompts and all answers are alike.
+        requests: that count, at least; five times as many for p99, whose tail is thin.
+    """
+
+    sla: Sla
+    scope: Scope
+    percentile: Percentile
+    sigma: float = 0.0
+    seed: int = 0
+    requests: int = 1_000
+
+    @property
+    def share(self) -> float:
+        return int(self.percentile.removeprefix("p")) / 100
+
+
+def measure(pools: Pools, rate: float, load: Load) -> Seen:
+    """The percentiles of a deployment at so many requests per second."""
+    sla = load.sla
+    lasts_s = (sla.ttft_ms + sla.osl * sla.itl_ms) / 1e3
+    wanted = load.requests * (5 if load.percentile == "p99" else 1)
+    begins_s = _WARM * lasts_s
+    ends_s = begins_s + max(_COUNTED * lasts_s, wanted / rate)
+    trace = generate(
+        *("flat",),
+        seed=load.seed,
+        seconds=ends_s + _AFTER * lasts_s,
+        low=rate,
+        high=rate,
+        isl=sla.isl,
+        osl=sla.osl,
+        shared=load.scope.hit_rate,
+        sigma=load.sigma,
+    )
+    handoff_ms = next((each.handoff_ms for role, each, _ in pools if role == "prefill"), 0.0)
+    workers = [spec for role, each, count in pools for spec in [worker_of(role, each.timing, BLOCK_SIZE)] * count]
+    fleet = Fleet(tuple(workers), BLOCK_SIZE, round(handoff_ms * 1e6 / sla.isl))
+    found = simulate(
+        fleet,
+        trace.requests(BLOCK_SIZE),
+        PlacementPolicy(load.seed),
+        until_ns=round((ends_s + _LATE * lasts_s) * 1e9),
+        most_held=max(_HELD, round(_HELD_S * rate)),
+    ).served
+    counted = [each for each in found if begins_s <= each.request.arrival_ns / 1e9 < ends_s]
+    if not counted or not all(each.complete for each in counted):
+        return Seen(math.inf, math.inf, len(counted))
+    # A prefill worker streams the first token itself: it is there before the next worker has the prompt.
+    ttft = sorted((each.prompt_ns - each.request.arrival_ns) / 1e6 for each in counted)
+    itl = sorted(
+        (each.last_ns - each.prompt_ns) / 1e6 / (each.request.output_tokens - 1)
+        for each in counted
+        if each.request.output_tokens > 1
+    )
+    return Seen(quantile(ttft, load.share, math.inf), quantile(itl, load.share, 0.0), len(counted))
+
+
+def search(
+    found: Sequence[Candidate],
+    configurations: Sequence[Configuration],
+    load: Load,
+    show: int,
+    tell: Callable[[str], None],
+) -> list[Candidate]:
+    """The candidates of means, best first, as percentiles have them; the best first.
+
+    With a rate, pools grow until it is served within the limits; without, the rate falls until they are kept. A
+    candidate that could not beat the best one any more, because its means do not, is not simulated.
+
+    Args:
+        show: candidates that are simulated, at most.
+        tell: called before each simulation with what is tried.
+    """
+    by_name = {each.name: each for each in configurations}
+    kept: list[Candidate] = []
+    for each in found[:show]:
+        if kept and _cannot_win(each, kept[0], load.scope):
+            break
+        better = _larger(each, by_name, load, tell) if load.scope.rate else _slower(each, by_name, load, tell)
+        if better is not None:
+            kept = sorted([*kept, better], key=lambda one: _order(one, load.scope))
+    return kept
+
+
+def _order(candidate: Candidate, scope: Scope) -> tuple[float, float]:
+    return (candidate.gpus if scope.rate else -candidate.per_gpu, candidate.ttft_ms)
+
+
+def _cannot_win(candidate: Candidate, best: Candidate, scope: Scope) -> bool:
+    return candidate.gpus > best.gpus if scope.rate else candidate.per_gpu <= best.per_gpu
+
+
+def _larger(
+    candidate: Candidate, by_name: dict[str, Configuration], load: Load, tell: Callable[[str], None]
+) -> Candidate | None:
+    """With as many workers as the rate needs; None: more GPUs than there may be."""
+    rate, sla = load.scope.rate, load.sla
+    sizes = [pool.workers for pool in candidate.pools]
+    grown: tuple[int, int] | None = None  # which pool grew last, and from how many workers
+    while True:
+        now = _sized(candidate, sizes, by_name)
+        if now.gpus > load.scope.total_gpus:
+            return None
+        tell(f"{now.name} at {rate:.4g} requests/s")
+        seen = measure(_pools(now, by_name), rate, load)
+        late, slow = seen.ttft_ms > sla.ttft_ms, seen.itl_ms > sla.itl_ms
+        if not (late or slow):
+            break
+        # The decode pool, the last one, has the time per token; the first one that to the first token.
+        at = len(sizes) - 1 if slow and not (late and seen.ttft_ms / sla.ttft_ms > seen.itl_ms / sla.itl_ms) else 0
+        grown = at, sizes[at]
+        sizes[at] += max(1, sizes[at] // _GROWTH)
+    best, best_seen = now, seen
+    if grown is not None:  # the last step may have been longer than needed
+        at, low = grown
+        high = sizes[at]
+        while high - low > 1:
+            sizes[at] = (low + high) // 2
+            now = _sized(candidate, sizes, by_name)
+            tell(f"{now.name} at {rate:.4g} requests/s")
+            seen = measure(_pools(now, by_name), rate, load)
+            if seen.ttft_ms <= sla.ttft_ms and seen.itl_ms <= sla.itl_ms:
+                high, best, best_seen = sizes[at], now, seen
+            else:
+                low = sizes[at]
+    return _with(best, rate, best_seen, load)
+
+
+def _slower(
+    candidate: Candidate, by_name: dict[str, Configuration], load: Load, tell: Callable[[str], None]
+) -> Candidate | None:
+    """At the highest rate, up to that of the means, that keeps the limits; None: there is none."""
+    sla, pools = load.sla, _pools(candidate, by_name)
+
+    def tried(rate: float) -> Seen | None:
+        tell(f"{candidate.name} at {rate:.4g} requests/s")
+        seen = measure(pools, rate, load)
+        return seen if seen.ttft_ms <= sla.ttft_ms and seen.itl_ms <= sla.itl_ms else None
+
+    high = candidate.requests_per_s
+    if (seen := tried(high)) is not None:
+        return _with(candidate, high, seen, load)
+    low, best = 0.0, None
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        if (seen := tried(middle)) is not None:
+            low, best = middle, seen
+        else:
+            high = middle
+    return None if best is None else _with(candidate, low, best, load)
+
+
+def _pools(candidate: Candidate, by_name: dict[str, Configuration]) -> Pools:
+    return [(pool.role, by_name[pool.configuration], pool.workers) for pool in candidate.pools]
+
+
+def _sized(candidate: Candidate, sizes: Sequence[int], by_name: dict[str, Configuration]) -> Candidate:
+    def pools() -> Iterator[PoolSize]:
+        for pool, workers in zip(candidate.pools, sizes, strict=True):
+            gpus = workers * by_name[pool.configuration].gpus
+            yield msgspec.structs.replace(pool, workers=workers, gpus=gpus)
+
+    return msgspec.structs.replace(candidate, pools=tuple(pools()))
+
+
+def _with(candidate: Candidate, rate: float, seen: Seen, load: Load) -> Candidate:
+    """With what the simulation showed; requests at once follow from the rate and the time of an answer."""
+    pools = tuple(
+        pool
+        if pool.role == "prefill"
+        else msgspec.structs.replace(pool, concurrency=round(rate * load.sla.osl * seen.itl_ms / 1e3 / pool.workers))
+        for pool in candidate.pools
+    )
+    return msgspec.structs.replace(
+        candidate, pools=pools, ttft_ms=seen.ttft_ms, itl_ms=seen.itl_ms, requests_per_s=rate
+    )

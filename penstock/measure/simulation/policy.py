@@ -1,0 +1,104 @@
+"""The interface between a simulated fleet and a routing policy."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from penstock.measure.simulation.cache import StoredRun
+from penstock.measure.simulation.engine import MAX_SEQUENCES
+from penstock.measure.simulation.timing import PassTimes
+from penstock.measure.simulation.trace import Request
+
+Target = tuple[int, int]  # number of the worker in the fleet, rank
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """
+    Attributes:
+        role: "aggregated", "prefill" or "decode".
+        blocks: KV blocks of each rank.
+        ranks: attention data-parallel ranks, each a target of its own; their passes run in step.
+        slowness: factor on the duration of each pass.
+        decode_slowness: a further factor on its decode part.
+        times: of its passes; None: the mock's.
+    """
+
+    role: str = "aggregated"
+    blocks: int = 16384
+    ranks: int = 1
+    slowness: float = 1.0
+    decode_slowness: float = 1.0
+    max_sequences: int = MAX_SEQUENCES
+    times: PassTimes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """
+    Attributes:
+        transfer_ns_per_token: of a prompt that is handed from a prefill to a decode worker.
+        encoders: workers that encode media before the prompt can be computed.
+        encode_cache: media whose embeddings each of them keeps.
+    """
+
+    workers: tuple[WorkerSpec, ...]
+    block_size: int = 64
+    transfer_ns_per_token: int = 0
+    encoders: int = 0
+    encode_ms: float = 60.0
+    encode_cache: int = 256
+
+    @property
+    def targets(self) -> list[Target]:
+        return [(number, rank) for number, worker in enumerate(self.workers) for rank in range(worker.ranks)]
+
+    def with_role(self, *roles: str) -> list[Target]:
+        return [target for target in self.targets if self.workers[target[0]].role in roles]
+
+    @property
+    def entrances(self) -> list[Target]:
+        """Targets that a new request can be sent to by a simple rule: those that compute prompts."""
+        return self.with_role("aggregated", "prefill")
+
+
+class Placement(NamedTuple):
+    """Where a request goes.
+
+    Attributes:
+        decode: takes over from a prefill worker; None: the policy is asked when the prompt is computed.
+        whole: a prefill worker runs the request to its end.
+    """
+
+    target: Target
+    decode: Target | None = None
+    encoder: int | None = None
+    whole: bool = False
+
+
+class Policy(Protocol):
+    """A routing policy. Times are ns of simulated time; a request is known by its ``index``."""
+
+    def start(self, fleet: Fleet, requests: Sequence[Request]) -> None:
+        """Before the run. The requests are all there will be; a fair policy does not look at them."""
+
+    def arrive(self, request: Request, now_ns: int) -> Placement | None:
+        """Place a request; None: hold it."""
+
+    def decode(self, request: Request, now_ns: int) -> Target:
+        """Choose the decode worker of a prompt that was placed without one."""
+
+    def pump(self, now_ns: int) -> Iterable[tuple[Request, Placement]]:
+        """Placements of held requests; asked after each instant with an event."""
+
+    def wake(self) -> int | None:
+        """When ``pump`` is to be asked even without an event; asked only while requests are held."""
+
+    def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
+        """Blocks that a target has stored and removed in the passes that ended now."""
+
+    def prefilled(self, request: Request, now_ns: int) -> None:
+        """The prompt is computed."""
+
+    def finished(self, request: Request, now_ns: int) -> None:
+        """The request has ended."""

@@ -1,0 +1,96 @@
+"""``penstock bench compare``: two sweeps of the same load, level by level, with confidence intervals."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from penstock.cli.terminal import stdout
+from penstock.configs.flags import Parser
+from penstock.measure.intervals import Interval
+from penstock.measure.sweep.comparison import Difference, compare
+from penstock.measure.sweep.results import BadResults, Series, read_series
+
+SLOWER = 3
+_STYLES = {"faster": "green", "slower": "red", "within noise": "dim", "unknown": "yellow"}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print one table per level. Returns 1 if there is nothing to compare, 3 if B is slower with --fail-if-slower."""
+    parser = Parser(
+        prog="penstock bench compare",
+        description="say where B is faster or slower than A, and where the difference is within noise",
+        epilog="run the sweeps with --repeat 5: single runs show no noise",
+    )
+    parser.add_argument("a", metavar="A", help="folder of an endpoint, such as bench-results/before")
+    parser.add_argument("b", metavar="B", help="folder of the other one")
+    parser.add_argument("--least", metavar="SHARE", type=float, default=0.0, help="smallest change that counts: 0.02")
+    parser.add_argument("--json", metavar="FILE", default="", help="file for the differences")
+    parser.add_argument("--fail-if-slower", action="store_true", help="exit with status 3 if B is slower in any metric")
+    args = parser.parse_args(argv)
+    try:
+        a, b = (_one(Path(folder)) for folder in (args.a, args.b))
+    except BadResults as error:
+        print(f"penstock bench compare: {error}", file=sys.stderr)
+        return 1
+    differences = compare(a.results, b.results, args.least)
+    if not differences:
+        print("penstock bench compare: A and B have no level in common", file=sys.stderr)
+        return 1
+    for level in dict.fromkeys(each.level for each in differences):
+        stdout().print(table(level, [each for each in differences if each.level == level]))
+    if note := _note(a, b, differences):
+        print(note)
+    slower = sorted({each.level for each in differences if each.verdict == "slower"})
+    counts = {verdict: sum(each.verdict == verdict for each in differences) for verdict in _STYLES}
+    print(", ".join(f"{verdict}: {count}" for verdict, count in counts.items() if count))
+    if args.json:
+        Path(args.json).write_bytes(msgspec.json.format(msgspec.json.encode(differences), indent=2) + b"\n")
+    return SLOWER if slower and args.fail_if_slower else 0
+
+
+def table(level: str, differences: Sequence[Difference]) -> Table:
+    shown = Table(title=level, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("metric")
+    for heading in ("A", "B", "B against A", "95 % interval"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    shown.add_column("B is")
+    for each in differences:
+        shown.add_row(
+            each.metric,
+            f"{each.a:,.1f}",
+            f"{each.b:,.1f}",
+            f"{each.change.mean:+.1%}",
+            bounds(each.change),
+            each.verdict,
+            style=_STYLES[each.verdict],
+        )
+    return shown
+
+
+def bounds(change: Interval) -> str:
+    """The bounds of an interval as text; empty for a single run."""
+    return f"{change.low:+.1%} … {change.high:+.1%}" if change.low > -1.0 else ""
+
+
+def _one(folder: Path) -> Series:
+    series = read_series([folder])
+    if len(series) > 1:
+        names = ", ".join(str(each.folder) for each in series)
+        raise BadResults(f"{folder} has several endpoints; name one of {names}")
+    return series[0]
+
+
+def _note(a: Series, b: Series, differences: Sequence[Difference]) -> str:
+    notes = []
+    if any(min(each.runs_a, each.runs_b) < 2 for each in differences):
+        notes.append("A single run shows no noise: repeat both sweeps with --repeat 5.")
+    elif not all(each.pairs for each in differences):
+        notes.append("The runs are not pairs (other requests, or another number of runs): intervals are wider.")
+    here, there = ({result.level.folder for result in each.results} for each in (a, b))
+    if odd := sorted(here ^ there):
+        notes.append(f"Only in one of them, and not compared: {', '.join(odd)}.")
+    return " ".join(notes)

@@ -1,0 +1,167 @@
+"""The figures of one run of a level, from the measurements of each request. Times are in ms, lengths in tokens."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+
+from penstock.cli.quantile import quantile
+from penstock.measure.generator.exchange import Exchange
+from penstock.measure.sweep.bodies import Planned
+
+_MOST_REASONS = 20
+
+
+class Record(Struct, frozen=True, omit_defaults=True):
+    """One request; a line of ``records-<run>.jsonl``.
+
+    Attributes:
+        number: of the request within the run.
+        due_ms: when it should have been sent, after the run's first request; -1: as soon as possible.
+        sent_ms: when it was sent.
+        ttft_ms: to the first text; -1: not streamed.
+        itl_ms: mean time per token after the first one; -1: fewer than two.
+        gaps_ms: between reads that carried text.
+        isl, osl: as the server counted them; -1: it did not say.
+        cached: of ``isl``, those that the server says were in its cache; -1: it did not say.
+        error: "": answered.
+    """
+
+    number: int
+    sent_ms: float
+    latency_ms: float = -1.0
+    due_ms: float = -1.0
+    ttft_ms: float = -1.0
+    itl_ms: float = -1.0
+    gaps_ms: tuple[float, ...] = ()
+    isl_asked: int = 0
+    osl_asked: int = 0
+    isl: int = -1
+    osl: int = -1
+    cached: int = -1
+    events: int = 0
+    error: str = ""
+
+
+class Distribution(Struct, frozen=True):
+    mean: float
+    stddev: float
+    min: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+
+class Figures(Struct, frozen=True, kw_only=True):
+    """
+    Attributes:
+        seconds: from the first request's start to the last answer's end.
+        tokens_counted: by the answers' usage, or as events (or single answers) that carried text.
+        tokens_per_s_per_user: mean over the requests of 1 / ITL: the pace at which a reader sees text.
+        tokens_per_s_per_gpu: of output; None: --gpus was not given.
+        itl_ms: of each request, its mean; ``gap_ms``: of all requests, between two reads that carried text.
+        isl, osl: as the server counted them; None: it did not.
+        cached_share: of all prompt tokens, by the answers' usage; None: it does not say.
+    """
+
+    requests: int
+    failed: int
+    errors: dict[str, int]
+    seconds: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    tokens_per_s_per_user: float | None
+    tokens_per_s_per_gpu: float | None
+    ttft_ms: Distribution | None
+    itl_ms: Distribution | None
+    gap_ms: Distribution | None
+    latency_ms: Distribution | None
+    isl: Distribution | None
+    osl: Distribution | None
+    isl_asked: Distribution | None
+    osl_asked: Distribution | None
+    cached_share: float | None
+    tokens_counted: str
+
+
+def record(exchange: Exchange, planned: Planned, began: float) -> Record:
+    """Make the record of an exchange. ``began`` is when the run's first request was sent, as ``perf_counter``."""
+    streamed = bool(exchange.events)
+    tokens = exchange.output_tokens if exchange.output_tokens >= 0 else len(exchange.gaps_s) + bool(exchange.first)
+    itl = -1.0
+    if streamed and tokens > 1 and exchange.first:
+        itl = (exchange.last - exchange.first) / (tokens - 1) * 1e3
+    return Record(
+        number=exchange.key,
+        sent_ms=_ms(exchange.sent - began) if exchange.sent else -1.0,
+        latency_ms=_ms(exchange.ended - exchange.sent) if exchange.ended and exchange.sent else -1.0,
+        due_ms=_ms(exchange.due - began) if exchange.due else -1.0,
+        ttft_ms=_ms(exchange.first - exchange.sent) if streamed and exchange.first else -1.0,
+        itl_ms=round(itl, 4),
+        gaps_ms=tuple(_ms(gap) for gap in exchange.gaps_s) if streamed else (),
+        isl_asked=planned.isl,
+        osl_asked=planned.osl,
+        isl=exchange.prompt_tokens,
+        osl=exchange.output_tokens,
+        cached=exchange.cached_tokens,
+        events=exchange.events,
+        error=exchange.error or ("" if exchange.first or exchange.output_tokens > 0 else "answered without text"),
+    )
+
+
+def figures(records: Sequence[Record], gpus: int) -> Figures:
+    """The figures of the requests that were answered; failed ones are only counted.
+
+    Args:
+        gpus: that the endpoint uses; 0: unknown.
+    """
+    done = [each for each in records if not each.error]
+    errors = Counter(each.error for each in records if each.error)
+    counted = all(each.osl >= 0 for each in done)
+    output = sum(each.osl if counted else len(each.gaps_ms) + 1 for each in done)
+    prompts = sum(each.isl if each.isl >= 0 else each.isl_asked for each in done)
+    begin = min((each.sent_ms for each in done), default=0.0)
+    seconds = max((each.sent_ms + each.latency_ms for each in done), default=0.0) / 1e3 - begin / 1e3
+    rate = 1 / seconds if seconds > 0 else 0.0
+    itl = [each.itl_ms for each in done if each.itl_ms > 0]
+    cached = [each for each in done if each.cached >= 0 and each.isl > 0]
+    return Figures(
+        requests=len(done),
+        failed=len(records) - len(done),
+        errors=dict(errors.most_common(_MOST_REASONS)),
+        seconds=round(seconds, 3),
+        requests_per_s=len(done) * rate,
+        output_tokens_per_s=output * rate,
+        total_tokens_per_s=(output + prompts) * rate,
+        tokens_per_s_per_user=statistics.fmean(1e3 / value for value in itl) if itl else None,
+        tokens_per_s_per_gpu=output * rate / gpus if gpus else None,
+        ttft_ms=distribution(each.ttft_ms for each in done if each.ttft_ms >= 0),
+        itl_ms=distribution(itl),
+        gap_ms=distribution(gap for each in done for gap in each.gaps_ms),
+        latency_ms=distribution(each.latency_ms for each in done),
+        isl=distribution(each.isl for each in done if each.isl >= 0),
+        osl=distribution(each.osl for each in done if each.osl >= 0),
+        isl_asked=distribution(each.isl_asked for each in done),
+        osl_asked=distribution(each.osl_asked for each in done),
+        cached_share=sum(each.cached for each in cached) / sum(each.isl for each in cached) if cached else None,
+        tokens_counted="usage" if counted else "events",
+    )
+
+
+def distribution(values: Iterable[float]) -> Distribution | None:
+    """The distribution of some values. None: there are none."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    p50, p90, p95, p99 = (quantile(ordered, share, 0.0) for share in (0.5, 0.9, 0.95, 0.99))
+    return Distribution(
+        statistics.fmean(ordered), statistics.pstdev(ordered), ordered[0], p50, p90, p95, p99, ordered[-1]
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

@@ -1,0 +1,208 @@
+"""The files of a sweep: ``<out>/<name>/c<N>/result.json``, and beside it one ``records-<run>.jsonl`` for each run.
+
+A result is written whole, or not at all, after each run: finished runs survive Ctrl-C and are not repeated.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from penstock.measure.sweep.endpoints import RESERVED
+from penstock.measure.sweep.figures import Figures, Record
+from penstock.measure.sweep.knee import Point
+from penstock.measure.sweep.server_metrics import ServerFigures
+from penstock.measure.sweep.smoke import Api
+from penstock.measure.sweep.workload import Level, Workload
+
+SCHEMA = 1
+
+
+class BadResults(Exception):
+    """A result tree that cannot be used; the text names the file."""
+
+
+class ClientFigures(Struct, frozen=True, kw_only=True):
+    """Whether the load generator was the limit.
+
+    Attributes:
+        cpu_share: of one core.
+        loop_late_p99_ms: how late its event loop ran.
+        sent_late_p99_ms: how late requests with a due time were sent; None: they had none.
+    """
+
+    cpu_share: float = 0.0
+    loop_late_p99_ms: float = 0.0
+    sent_late_p99_ms: float | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class Run(Struct, frozen=True, kw_only=True):
+    """One run of a level.
+
+    Attributes:
+        number: 1 for the first; runs of the same number at several endpoints sent the same requests.
+        began: UTC, ISO 8601.
+        aborted: why it ended early; "": it did not.
+    """
+
+    number: int
+    began: str
+    figures: Figures
+    server: ServerFigures = ServerFigures()
+    client: ClientFigures = ClientFigures()
+    aborted: str = ""
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """``result.json``: a level at an endpoint, with all its runs.
+
+    Attributes:
+        endpoint: its name.
+        gpus: number of its GPUs; 0: unknown.
+        generator: what sent the load: "penstock", or the tool whose results were converted.
+        trace: name of the trace that was sent instead of ``workload``; "": none.
+        warnings: limitations of the server that the smoke request showed.
+    """
+
+    endpoint: str
+    url: str
+    model: str
+    api: Api
+    level: Level
+    workload: Workload
+    seed: int
+    gpus: int = 0
+    generator: str = "penstock"
+    trace: str = ""
+    stream: bool = True
+    warnings: tuple[str, ...] = ()
+    runs: tuple[Run, ...] = ()
+    schema: int = SCHEMA
+
+    def same_load(self, other: "Result") -> bool:
+        """Whether the runs of both belong into one file."""
+        return all(
+            getattr(self, name) == getattr(other, name)
+            for name in ("model", "api", "level", "workload", "seed", "generator", "trace", "stream", "schema")
+        )
+
+    @property
+    def complete(self) -> tuple[Run, ...]:
+        """The runs that were not aborted."""
+        return tuple(run for run in self.runs if not run.aborted and run.figures.requests)
+
+
+def level_folder(out: Path, endpoint: str, level: Level) -> Path:
+    return out / endpoint / level.folder
+
+
+def load(folder: Path) -> Result | None:
+    """Load the result in the folder of a level. None: there is none.
+
+    Raises:
+        BadResults: the file is damaged or of a later schema.
+    """
+    path = folder / "result.json"
+    try:
+        result = msgspec.json.decode(path.read_bytes(), type=Result)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise BadResults(f"{path}: {error}") from None
+    if result.schema > SCHEMA:
+        raise BadResults(f"{path}: schema {result.schema}; this version reads up to {SCHEMA}")
+    return result
+
+
+def save(folder: Path, result: Result) -> None:
+    _write(folder / "result.json", msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+
+
+def save_records(folder: Path, run: int, records: Sequence[Record]) -> None:
+    _write(folder / f"records-{run}.jsonl", b"".join(msgspec.json.encode(each) + b"\n" for each in records))
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(content)
+    os.replace(new, path)
+
+
+class Series(Struct, frozen=True):
+    """All levels of one endpoint of one tree, in ascending order."""
+
+    name: str
+    folder: Path
+    results: tuple[Result, ...]
+
+
+def read_series(folders: Sequence[Path]) -> list[Series]:
+    """The endpoints in these folders, each the ``--out`` of a sweep or one endpoint's folder in it.
+
+    Raises:
+        BadResults: a folder has no results.
+    """
+    series: list[Series] = []
+    for folder in folders:
+        here = [each for each in (_series(path) for path in _candidates(folder)) if each]
+        if not here:
+            raise BadResults(f"{folder}: no results of `penstock bench sweep`")
+        series += here
+    names = [each.name for each in series]
+    return [
+        msgspec.structs.replace(each, name=f"{each.folder.parent.name}/{each.name}")
+        if names.count(each.name) > 1
+        else each
+        for each in series
+    ]
+
+
+def _candidates(folder: Path) -> Iterator[Path]:
+    yield folder
+    if folder.is_dir():
+        yield from sorted(path for path in folder.iterdir() if path.is_dir() and path.name not in RESERVED)
+
+
+def _series(folder: Path) -> Series | None:
+    levels = sorted(path.parent for path in folder.glob("*/result.json"))
+    results = [result for path in levels if (result := load(path)) is not None and result.complete]
+    if not results:
+        return None
+    results.sort(key=lambda result: (result.level.kind, result.level.value))
+    return Series(results[0].endpoint, folder, tuple(results))
+
+
+def mean(result: Result, figure: str, part: str = "") -> float | None:
+    """A figure of a level, averaged over its runs; None: a run has none.
+
+    Args:
+        figure: a field of ``Figures``.
+        part: of a ``Distribution``, such as "p99".
+    """
+    values = values_of(result, figure, part)
+    return sum(values) / len(values) if values else None
+
+
+def values_of(result: Result, figure: str, part: str = "") -> list[float]:
+    """A figure of each complete run, in order; empty if a run has none."""
+    values = []
+    for run in result.complete:
+        value = getattr(run.figures, figure)
+        if value is not None and part:
+            value = getattr(value, part)
+        if value is None:
+            return []
+        values.append(float(value))
+    return values
+
+
+def point(result: Result) -> Point:
+    """A level as a point for the search of the knee."""
+    tail = mean(result, "ttft_ms", "p99")
+    if tail is None:
+        tail = mean(result, "latency_ms", "p99")
+    return Point(result.level.value, mean(result, "output_tokens_per_s") or 0.0, tail or 0.0)

@@ -1,0 +1,142 @@
+"""``penstock audit``: who changed what, and who read what of others."""
+
+import argparse
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import structlog
+from rich.console import Console
+
+from penstock.cli.figures import clock, moment_ns
+from penstock.cli.terminal import escape, print_hanging, stdout
+from penstock.configs.flags import Parser
+from penstock.infra.bus.direct_get import read
+from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
+from penstock.schemas.audit import AuditEntry, decode
+from penstock.schemas.keys import PREFIX
+
+log = structlog.get_logger("audit")
+
+TOGETHER_NS = 30_000_000_000  # how far apart an entry and what the broker says of it may be
+
+
+class Line(NamedTuple):
+    """An entry, and who it is of. ``user`` "*": whoever may write to that bucket."""
+
+    at_ns: int
+    user: str
+    entry: AuditEntry
+    seen_by: str = ""  # the router that the broker told of it; "": the user wrote it itself
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the audit log; the exit status."""
+    parser = Parser(
+        prog="penstock audit",
+        description="who changed keys, tenants, streams and workers, deleted requests, or read those of other tenants, "
+        "the newest last. A user of the broker writes entries under its own name only; what the broker itself says is "
+        "marked with *.",
+    )
+    parser.add_argument("--since", default="7d", metavar="TIME", help="15m, 2h, 7d ago, or a date (default: 7d)")
+    parser.add_argument("--user", default="", metavar="NAME", help="only of this user of the broker, or API key")
+    parser.add_argument("--all", action="store_true", help="also what the broker says of something that its user noted")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    return run_command("audit", lambda: _run(args, stdout()))
+
+
+async def _run(args: argparse.Namespace, console: Console) -> None:
+    since_ns = moment_ns(args.since, time.time_ns())
+    lines: list[Line] = []
+    async with open_log(Source.of(args), name="audit", role="viewer", streams=("AUDIT",), files=True) as opened:
+        subjects = opened.reader.subjects
+        async for each in read(opened.reader, subjects.stream("AUDIT"), subjects.all("audit"), since_ns=since_ns):
+            try:
+                entry = decode(each.data)
+            except msgspec.MsgspecError as error:
+                log.warning("audit_entry_unreadable", seq=each.seq, error=str(error))
+                continue
+            writer = each.subject.rpartition(".")[2]
+            lines.append(Line(each.time_ns, entry.user or writer, entry, writer if entry.user else ""))
+    shown = lines if args.all else unexplained(lines)
+    for line in shown:
+        if args.user and args.user not in (line.user, line.entry.key):
+            continue
+        if args.json:
+            console.file.write(msgspec.json.encode(_fields(line)).decode() + "\n")
+        else:
+            _print(line, console)
+
+
+def unexplained(lines: Sequence[Line]) -> list[Line]:
+    """Without what the broker says of something that its user has noted as well."""
+    noted = [line for line in lines if not line.seen_by]
+    return [line for line in lines if not line.seen_by or not any(_explains(one, line) for one in noted)]
+
+
+# What a noted action makes the broker say; a command is not known by its name, but by what it does.
+_MAKES = {
+    "forget": ("stream msg delete", "stream purge"),
+    "streams set": ("stream update",),
+    "streams apply": ("stream create", "stream update", "stream delete", "consumer create", "consumer durable create"),
+    "tenants add": ("stream create", "stream update", "consumer create", "consumer durable create"),
+    "tenants remove": ("stream update",),
+}
+
+
+def _explains(noted: Line, seen: Line) -> bool:
+    if abs(noted.at_ns - seen.at_ns) > TOGETHER_NS:
+        return False
+    if seen.entry.action == "stored":
+        bucket, _, name = seen.entry.what.partition(".")
+        return noted.entry.action.startswith(f"{bucket} ") and noted.entry.what.removeprefix(PREFIX) == name
+    return noted.user == seen.user and seen.entry.detail in _MAKES.get(noted.entry.action, ())
+
+
+def _fields(line: Line) -> dict[str, object]:
+    return {"at_ns": line.at_ns, "user": line.user, "seen_by": line.seen_by} | {
+        name: value for name, value in msgspec.structs.asdict(line.entry).items() if name != "user"
+    }
+
+
+def _print(line: Line, console: Console) -> None:
+    entry = line.entry
+    who = f"{line.user}{'*' if line.seen_by and line.user != '*' else ''}" + (f" {entry.key}" if entry.key else "")
+    action, what, detail = told(entry)
+    parts: Iterable[str] = (
+        what,
+        detail,
+        f"{entry.count} times" if entry.count > 1 else "",
+        f"by {entry.by}" if entry.by else "",
+        f"({entry.connection})" if entry.connection else "",
+        f"failed: {entry.error}" if entry.error else "",
+    )
+    head = f"{clock(line.at_ns, time.time_ns())}  {escape(who)}  [bold]{escape(action)}[/]  "
+    print_hanging(console, head, escape("  ".join(part for part in parts if part)))
+
+
+def told(entry: AuditEntry) -> tuple[str, str, str]:
+    """Action, subject and detail as other commands name them: those that the broker says are in its own words."""
+    if entry.action == "stored":  # in a bucket, by no command
+        bucket, _, name = entry.what.partition(".")
+        key = bucket == "keys"
+        verb = "deleted" if entry.detail.endswith(", deleted") else "stored"
+        return f"{'key' if key else 'tenant'} {verb}", f"{PREFIX if key else ''}{name}", ""
+    if entry.action != "api":
+        return entry.action, entry.what, entry.detail
+    stream, _, rest = entry.what.partition(".")
+    if rest and entry.detail.startswith("consumer"):
+        consumer, _, subject = rest.partition(".")
+        return entry.detail, _stream(stream), f"{consumer}{f' reads {subject}' if subject else ''}"
+    return entry.detail or entry.action, _stream(stream), rest
+
+
+def _stream(name: str) -> str:
+    """Of a bucket, what it is."""
+    for prefix, kind in (("KV_", "bucket"), ("OBJ_", "files")):
+        if name.startswith(prefix):
+            return f"{kind} {name.removeprefix(prefix)}"
+    return name

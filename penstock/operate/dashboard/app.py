@@ -1,0 +1,203 @@
+"""The dashboard's pages and its stream of changes, over HTTP."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from pathlib import Path
+
+import msgspec
+from markupsafe import Markup
+from nats.errors import Error as NatsError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from penstock.cli.figures import clock, duration_ns, moment_ns
+from penstock.infra.bus.connection import refusals, why_unreachable
+from penstock.log.requests import inspection_page
+from penstock.log.requests.find_requests import ended, unfinished
+from penstock.log.requests.inspection import inspect
+from penstock.log.requests.leases import leases, stopped_ns
+from penstock.log.sources.open_log import Log
+from penstock.log.timeline.read import read_timeline
+from penstock.operate.dashboard import pages
+from penstock.operate.dashboard.access import Access
+from penstock.operate.dashboard.live import Live, Moment
+from penstock.operate.dashboard.reports import list_reports
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.summary import Criteria
+
+MAX_WATCHERS = 64
+FILTERS = ("state", "since", "until", "model", "tenant", "worker", "code", "min_duration", "min_ttft")
+# Nothing from elsewhere, and no script but ours: a prompt on a page must not become one.
+POLICY = (
+    "default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; connect-src 'self'; img-src data:; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+
+# A report is one file with its own style, from wherever it was copied: no script runs in it.
+REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Dashboard:
+    """Answers from one open log.
+
+    Args:
+        live: None for a stopped deployment.
+        reports: folder of HTML reports to list; None: there is none.
+    """
+
+    def __init__(self, log: Log, live: Live | None, access: Access, reports: Path | None = None) -> None:
+        self._reports = reports
+        self._bus = log.bus
+        self._stopped = log.stopped
+        self._live = live
+        self._access = access
+        self._namespace = log.bus.subjects.namespace
+
+    def application(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route("/", self._guarded(self._overview)),
+            Route("/live", self._guarded(self._follow)),
+            Route("/requests", self._guarded(self._requests)),
+            Route("/requests/{id}", self._guarded(self._request)),
+            Route("/find", self._guarded(self._find)),
+            Route("/leases", self._guarded(self._leases)),
+            Route("/reports", self._guarded(self._list_reports)),
+            Route("/reports/{name}", self._guarded(self._report)),
+            Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
+        ]
+        return Starlette(routes=routes)
+
+    def _guarded(self, endpoint: Endpoint) -> Endpoint:
+        async def answer(request: Request) -> Response:
+            refusal = self._access.refusal(request)
+            if refusal is not None:
+                return refusal
+            try:
+                with refusals(self._bus.on_refused, self._bus.user, "dashboard", "reader"):
+                    response = await endpoint(request)
+            except ServingError as error:
+                refused = error.code is Code.permission_denied
+                title = "Not for this role" if refused else "The broker does not answer"
+                response = self._problem(title, error.message, 403 if refused else 503)
+            except (NatsError, OSError, TimeoutError) as error:
+                response = self._problem("The broker does not answer", why_unreachable(error), 503)
+            response.headers.setdefault("Content-Security-Policy", POLICY)
+            response.headers["Referrer-Policy"] = "no-referrer"
+            response.headers["Cache-Control"] = "no-store"
+            return response
+
+        return answer
+
+    def _problem(self, title: str, text: str, status: int) -> Response:
+        return HTMLResponse(pages.problem(title, text, namespace=self._namespace), status)
+
+    # --- pages ---
+
+    async def _overview(self, request: Request) -> Response:
+        moment = self._live.now if self._live is not None else Moment(())
+        return HTMLResponse(pages.overview(moment, stopped=self._stopped, namespace=self._namespace))
+
+    async def _requests(self, request: Request) -> Response:
+        query = {name: request.query_params.get(name, "").strip() for name in (*FILTERS, "before")}
+        try:
+            criteria, before = _criteria(query), _sequence(query["before"])
+        except ValueError as error:
+            page = pages.requests([], query, older=0, error=str(error), namespace=self._namespace)
+            return HTMLResponse(page, 400)
+        running = [] if before else await unfinished(self._bus, criteria, stopped=self._stopped)
+        older = 0
+        async for seq, each in ended(self._bus, criteria, before=before):
+            if len(running) >= pages.PER_PAGE:
+                break
+            running.append(each)
+            older = seq
+        else:
+            older = 0
+        return HTMLResponse(pages.requests(running, query, older=older, error="", namespace=self._namespace))
+
+    async def _request(self, request: Request) -> Response:
+        request_id = request.path_params["id"]
+        try:
+            timeline = await read_timeline(self._bus, request_id, with_tokens=True)
+        except ValueError as error:
+            return self._problem("Not found", str(error), 404)
+        body = inspection_page.body(inspect(timeline))
+        return HTMLResponse(pages.request(request_id, Markup(body), namespace=self._namespace))
+
+    async def _find(self, request: Request) -> Response:
+        request_id = request.query_params.get("id", "").strip()
+        return RedirectResponse(f"/requests/{request_id}" if request_id and "/" not in request_id else "/requests", 303)
+
+    async def _leases(self, request: Request) -> Response:
+        now_ns = await stopped_ns(self._bus) if self._stopped else time.time_ns()
+        by_ticket = await leases(self._bus, now_ns)
+        return HTMLResponse(pages.leases(by_ticket, now_ns, stopped=self._stopped, namespace=self._namespace))
+
+    async def _list_reports(self, request: Request) -> Response:
+        reports = await asyncio.to_thread(list_reports, self._reports)
+        return HTMLResponse(pages.reports(reports, self._reports, namespace=self._namespace))
+
+    async def _report(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in [report.name for report in await asyncio.to_thread(list_reports, self._reports)]:
+            return self._problem("Not found", f"there is no report {name}", 404)
+        assert self._reports is not None
+        text = await asyncio.to_thread((self._reports / name).read_text, encoding="utf-8", errors="replace")
+        return HTMLResponse(text, headers={"Content-Security-Policy": REPORT_POLICY})
+
+    # --- changes ---
+
+    async def _follow(self, request: Request) -> Response:
+        if self._live is None:
+            return PlainTextResponse("the deployment is stopped\n", 404)
+        if self._live.watchers >= MAX_WATCHERS:
+            return PlainTextResponse(f"{MAX_WATCHERS} browsers watch already\n", 503, {"Retry-After": "10"})
+        return StreamingResponse(_events(self._live), media_type="text/event-stream")
+
+
+async def _events(live: Live) -> AsyncGenerator[bytes, None]:
+    yield b"retry: 2000\n\n"
+    async for moment in live.follow():
+        if not moment.history:
+            continue
+        now_ns = time.time_ns()
+        event = {"clock": clock(now_ns, now_ns)[:8], "sections": pages.live_sections(moment)}
+        yield b"event: live\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _sequence(text: str) -> int:
+    """
+    Raises:
+        ValueError: no number that a stream's sequence can be.
+    """
+    if not text:
+        return 0
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise ValueError(f"before: {text[:40]!r} is not a sequence")
+    return int(text)
+
+
+def _criteria(query: Mapping[str, str]) -> Criteria:
+    """
+    Raises:
+        ValueError: a time or duration that cannot be read.
+    """
+    now_ns = time.time_ns()
+    return Criteria(
+        since_ns=moment_ns(query["since"], now_ns) if query["since"] else 0,
+        until_ns=moment_ns(query["until"], now_ns) if query["until"] else 0,
+        model=query["model"],
+        tenant=query["tenant"],
+        worker=query["worker"],
+        states=frozenset([query["state"]] if query["state"] else []),
+        code=query["code"],
+        min_ms=duration_ns(query["min_duration"]) / 1e6 if query["min_duration"] else 0.0,
+        min_ttft_ms=duration_ns(query["min_ttft"]) / 1e6 if query["min_ttft"] else 0.0,
+    )

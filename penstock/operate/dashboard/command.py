@@ -1,0 +1,71 @@
+"""``penstock dashboard``: serve it until Ctrl-C."""
+
+import argparse
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Sequence
+
+import uvicorn
+
+from penstock.configs.flags import Parser
+from penstock.infra.broker.datadir import prepare
+from penstock.infra.process.sockets import CannotListen, bind
+from penstock.launch.http import base_url
+from penstock.log.sources.open_log import REQUEST_STREAMS, Source, add_flags, open_log, run_command
+from penstock.operate.dashboard.access import Access, stored_token
+from penstock.operate.dashboard.app import Dashboard
+from penstock.operate.dashboard.live import Live
+from penstock.operate.dashboard.reports import FOLDER
+from penstock.operate.observe import Observer
+
+PORT = 8480
+INTERVAL_S = 1.0
+STREAMS = (*REQUEST_STREAMS, "TOKENS")  # what its pages read
+CLOSE_S = 1  # for open pages, at the end
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serve the dashboard; the exit status."""
+    parser = Parser(
+        prog="penstock dashboard",
+        description="show a deployment in the browser: live workers, queues and streams, and every request with what "
+        "happened to it. It only reads. A stopped deployment's requests are shown as they were.",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=PORT, help="0: any free one (default: %(default)s)")
+    parser.add_argument(
+        "--token", default="", help="what browsers must bring; default: that of the data folder, made if there is none"
+    )
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    return run_command("dashboard", lambda: _run(args))
+
+
+async def _run(args: argparse.Namespace) -> None:
+    source = Source.of(args)
+    try:
+        listener = bind(args.host, args.port, port_flag="--port", host_flag="--host")
+    except CannotListen as error:
+        raise ValueError(str(error)) from None
+    port = listener.getsockname()[1]
+    with contextlib.closing(listener):
+        token = args.token or (secrets.token_urlsafe(18) if args.nats_url else _token_of(source))
+        async with open_log(source, name="dashboard", role="reader", streams=STREAMS, patient=True) as log:
+            live = None if log.stopped else Live(Observer(log.bus), INTERVAL_S)
+            reports = None if args.nats_url else source.data_dir / FOLDER
+            app = Dashboard(log, live, Access(token, port), reports).application()
+            config = uvicorn.Config(
+                app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=CLOSE_S
+            )
+            print(f"dashboard: {base_url(args.host, port)}/?token={token}", flush=True)
+            async with asyncio.TaskGroup() as group:
+                looking = group.create_task(live.run(), name="look") if live is not None else None
+                await uvicorn.Server(config).serve([listener])
+                if looking is not None:
+                    looking.cancel()
+
+
+def _token_of(source: Source) -> str:
+    prepare(source.data_dir.resolve())
+    return stored_token(source.data_dir)

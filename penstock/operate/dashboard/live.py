@@ -1,0 +1,99 @@
+"""The newest snapshot of a deployment, shared by all open pages.
+
+Without an open page nothing is read. However many are open, the broker is asked once per interval.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from typing import NamedTuple
+
+import structlog
+
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.operate.observe import Observer, Snapshot
+from penstock.schemas.errors import ServingError
+
+log = structlog.get_logger("dashboard")
+
+HISTORY = 180  # snapshots
+AGAIN_S = 2.0  # after the broker did not answer
+KEPT_S = 10.0  # without a watcher: what was seen before is no longer how things are, nor does its line go on
+
+
+class Moment(NamedTuple):
+    """The last snapshots, and the reason if there is no newer one ("": there is)."""
+
+    history: tuple[Snapshot, ...]
+    problem: str = ""
+
+
+class Live:
+    """Run ``run`` in a task; iterate over ``follow`` for every watcher."""
+
+    def __init__(self, observer: Observer, interval_s: float) -> None:
+        self._observer = observer
+        self._interval_s = interval_s
+        self._history: deque[Snapshot] = deque(maxlen=HISTORY)
+        self._problem = ""
+        self._changed = asyncio.Condition()
+        self._watchers = 0
+        self._watched = asyncio.Event()
+        self._number = 0  # of looks
+        self._left = float("-inf")  # monotonic: when the last watcher went
+
+    @property
+    def now(self) -> Moment:
+        """The last snapshots; empty if no page was open lately."""
+        if self._is_old:
+            return Moment((), "")
+        return Moment(tuple(self._history), self._problem)
+
+    @property
+    def _is_old(self) -> bool:
+        return not self._watchers and time.monotonic() - self._left > KEPT_S
+
+    @property
+    def watchers(self) -> int:
+        return self._watchers
+
+    async def run(self) -> None:
+        """Look again and again while anybody watches."""
+        while True:
+            await self._watched.wait()
+            try:
+                if not self._history:  # rates are between two looks
+                    await self._observer.look()
+                    await asyncio.sleep(self._interval_s / 2)
+                self._history.append(await self._observer.look())
+                self._problem = ""
+            except (ServingError, BrokerProblem) as error:
+                self._problem = str(error)
+                log.warning("snapshot_failed", error=str(error))
+            async with self._changed:
+                self._number += 1
+                self._changed.notify_all()
+            await asyncio.sleep(AGAIN_S if self._problem else self._interval_s)
+
+    async def follow(self) -> AsyncGenerator[Moment, None]:
+        """Yield the present moment, and a new one after each read."""
+        if self._is_old:
+            self._history.clear()
+        self._watchers += 1
+        self._watched.set()
+        seen = self._number if self._history else -1
+        try:
+            if self._history:
+                yield self.now
+            while True:
+                async with self._changed:
+                    while self._number == seen:
+                        await self._changed.wait()
+                    seen = self._number
+                yield self.now
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                self._left = time.monotonic()
+                self._watched.clear()

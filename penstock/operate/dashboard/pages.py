@@ -1,0 +1,151 @@
+"""HTML of the dashboard's pages. Everything that comes from requests is escaped by the templates."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from penstock.cli.figures import clock, show_duration, span
+from penstock.cli.sizes import show_size
+from penstock.log.requests.find_requests import LoggedRequest
+from penstock.log.timeline.ticket_lease import TicketLease
+from penstock.operate.dashboard.charts import sparkline
+from penstock.operate.dashboard.live import Moment
+from penstock.operate.dashboard.reports import ReportFile
+from penstock.operate.observe import Snapshot, tenant_rows, unsteady
+from penstock.schemas.summary import STATES
+
+PER_PAGE = 100
+
+
+def _meter(part: float, whole: float, label: str) -> Markup:
+    """A share as a bar and a percentage."""
+    if not whole:
+        return Markup("–")
+    share = min(1.0, part / whole)
+    return Markup(
+        '<span class="meter" role="meter" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{}" aria-label="{}">'
+        '<span class="{}" style="width:{}%"></span></span> {}'
+    ).format(f"{share:.0%}"[:-1], label, "fill high" if share >= 0.8 else "fill", f"{share * 100:.1f}", f"{share:.0%}")
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _environment() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.globals |= {"meter": _meter}
+    made.filters |= {
+        "ms": lambda value: span(value) or "–",
+        "share": _share,
+        "size": show_size,
+        "duration": show_duration,
+        "clock": lambda at_ns: clock(at_ns, time.time_ns()),
+    }
+    return made
+
+
+_pages = _environment()
+
+
+def overview(moment: Moment, *, stopped: bool, namespace: str) -> str:
+    """The first page."""
+    sections = live_sections(moment) if moment.history else {}
+    return _render("overview.html", sections=sections, stopped=stopped, namespace=namespace, here="overview")
+
+
+def live_sections(moment: Moment) -> dict[str, str]:
+    """The HTML of the parts of the overview that change, by the id of their element."""
+    latest = moment.history[-1]
+    values: dict[str, Any] = {"seen": latest, "rates": latest.rates, "charts": charts(moment.history)}
+    values["tenants"] = tenant_rows(latest.queues)
+    values["unsteady"] = unsteady(latest.workers)
+    sections = {name: _render(f"live/{name}.html", **values) for name in _LIVE}
+    return sections | {"problem": _render("live/problem.html", problem=moment.problem)}
+
+
+_LIVE = ("summary", "workers", "queues", "streams", "recent")
+
+
+def charts(history: Sequence[Snapshot]) -> dict[str, Markup]:
+    """One line for each rate that the summary shows."""
+    series: dict[str, list[float | None]] = {
+        "ended": [each.rates.ended_per_s for each in history],
+        "tokens": [each.rates.output_tokens_per_s for each in history],
+        "ttft": [each.rates.ttft_p95_ms for each in history],
+        "hits": [each.rates.hit_rate for each in history],
+        "waiting": [float(sum(queue.held + queue.unread for queue in each.queues)) for each in history],
+        "failed": [each.rates.failed_share for each in history],
+    }
+    labels = {
+        "ended": "requests per second",
+        "tokens": "output tokens per second",
+        "ttft": "time to first token",
+        "hits": "share of cached prompt tokens",
+        "waiting": "requests that wait for a worker",
+        "failed": "share of failed requests",
+    }
+    return {name: Markup(sparkline(values, label=f"{labels[name]}, lately")) for name, values in series.items()}
+
+
+def requests(found: Sequence[LoggedRequest], query: dict[str, str], *, older: int, error: str, namespace: str) -> str:
+    """A page of the list.
+
+    Args:
+        query: the filters, by the names of the form's fields.
+        older: sequence before which the next page begins; 0: this is the last one.
+    """
+    return _render(
+        "requests.html",
+        found=[each.summary for each in found],
+        query=query,
+        states=STATES,
+        older=older,
+        error=error,
+        namespace=namespace,
+        here="requests",
+    )
+
+
+def request(request_id: str, body: Markup, *, namespace: str) -> str:
+    """The page of one request."""
+    return _render("request.html", id=request_id, body=body, namespace=namespace, here="requests")
+
+
+def leases(found: Mapping[str, TicketLease], now_ns: int, *, stopped: bool, namespace: str) -> str:
+    """KV blocks that workers hold for each other, open leases first."""
+    ordered = sorted(found.items(), key=lambda each: (not each[1].is_open(now_ns), -each[1].offer.at_ns))
+    return _render(
+        "leases.html",
+        found=ordered[:PER_PAGE],
+        open=sum(lease.is_open(now_ns) for lease in found.values()),
+        count=len(found),
+        now_ns=now_ns,
+        stopped=stopped,
+        namespace=namespace,
+        here="leases",
+    )
+
+
+def reports(found: Sequence[ReportFile], folder: Path | None, *, namespace: str) -> str:
+    """The list of reports."""
+    return _render("reports.html", found=found, folder=folder, namespace=namespace, here="reports")
+
+
+def problem(title: str, text: str, *, namespace: str) -> str:
+    """An error page."""
+    return _render("problem.html", title=title, text=text, namespace=namespace, here="")
+
+
+def _render(name: str, **values: Any) -> str:
+    return _pages.get_template(name).render(values)

@@ -1,0 +1,138 @@
+"""Checks of the broker: reachable, authorised, new enough, with its streams, room and the same clock."""
+
+import socket
+import time
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from penstock.cli.sizes import show_size
+from penstock.infra.broker.apply import check, stream_configs, widened
+from penstock.infra.broker.jetstream_api import BrokerProblem, existing_config, request
+from penstock.infra.broker.retention import StreamUse, uses
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import parse_time
+from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
+from penstock.operate.doctor.certificates import check_broker_certificate
+from penstock.operate.doctor.finding import Finding, ok, problem, warning
+from penstock.schemas.streams import topology
+
+NEARLY_FULL = 0.8
+SKEW_S = 1.0
+APPLY = "run `penstock streams apply` with the operator's credentials"
+ENDLESS = (
+    "DONE",
+    "KV",
+    "TOKENS",
+    "HANDOFF",
+    "PLAN",
+)  # these discard their oldest when they are full, which is harmless
+
+
+def check_address(url: str) -> Finding:
+    """Why nothing answers at a URL: its name, its port, or what listens there."""
+    parts = urlsplit(url.split(",")[0])
+    host, port = parts.hostname or "", parts.port or 4222
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError:
+        return problem("broker", f"{host} is no known host", "check the name, in Kubernetes also the namespace")
+    try:
+        with socket.create_connection((host, port), timeout=3) as link:
+            link.settimeout(3)
+            greeting = link.recv(5)
+    except OSError as error:
+        fix = "start it (`penstock up` or `penstock nats`), or check the port and firewalls"
+        return problem("broker", f"nothing answers at {host}:{port} ({error.strerror or 'timed out'})", fix)
+    if greeting != b"INFO ":
+        return problem("broker", f"what listens at {host}:{port} is no NATS server", "check the port")
+    return ok("broker", f"{host}:{port} answers")
+
+
+def _version(bus: Bus) -> str:
+    version = bus.nc.connected_server_version
+    return f"{version.major}.{version.minor}.{version.patch}"
+
+
+async def check_broker(bus: Bus) -> list[Finding]:
+    """All checks of a broker that is connected."""
+    findings = [ok("broker", f"connected to nats-server {_version(bus)}"), *check_broker_certificate(bus)]
+    expected = topology(bus.subjects)
+    try:
+        await check(bus.nc, expected)
+    except BrokerProblem as error:
+        return [*findings, problem("broker settings", str(error), "change the server's configuration as it says")]
+    findings.append(ok("broker settings", "JetStream, limits and version are as needed"))
+    try:
+        findings.append(await _streams(bus))
+        in_memory = {spec.name for spec in expected.streams if spec.memory}
+        streams = await uses(bus, expected)
+        findings += _fill(streams, bus.subjects.stream("REQUESTS"), in_memory)
+        findings.append(_replicas(streams))
+        findings.append(await _clock(bus))
+    except BrokerProblem as error:
+        findings.append(problem("streams", str(error), APPLY))
+    return findings
+
+
+async def _streams(bus: Bus) -> Finding:
+    """Whether all streams and consumers are there, as this release wants them."""
+    expected = topology(bus.subjects)
+    missing, other = [], []
+    for config in stream_configs(expected):
+        existing = await existing_config(bus.nc, f"STREAM.INFO.{config['name']}", STREAM_NOT_FOUND)
+        if existing is None:
+            missing.append(config["name"])
+        else:
+            merged = widened(existing, config)
+            other += [config["name"]] if any(merged[key] != existing.get(key) for key in config) else []
+    for consumer in expected.consumers:
+        label = f"{consumer.stream}.{consumer.name}"
+        if consumer.stream not in missing and not await existing_config(
+            bus.nc, f"CONSUMER.INFO.{label}", CONSUMER_NOT_FOUND
+        ):
+            missing.append(label)
+    if missing:
+        return problem("streams", f"missing: {', '.join(missing)}", APPLY)
+    if other:
+        return warning("streams", f"of an earlier release: {', '.join(other)}", APPLY)
+    return ok("streams", "all there")
+
+
+def _fill(streams: list[StreamUse], queue: str, in_memory: Collection[str]) -> list[Finding]:
+    findings = []
+    for use in streams:
+        if not use.max_bytes or use.bytes < NEARLY_FULL * use.max_bytes or use.name.endswith(ENDLESS):
+            continue
+        text = f"{use.name} is {use.bytes / use.max_bytes:.0%} full"
+        effect = "gateways refuse requests when it is full" if use.name == queue else "it discards its oldest messages"
+        stem = use.name.rpartition("_")[2]
+        findings.append(
+            warning("stream size", text, f"enlarge it: `penstock streams set {stem} --max-bytes …`; {effect}")
+        )
+    stored = [use for use in streams if use.name not in in_memory]
+    size, limit = (show_size(sum(getattr(use, name) for use in stored)) for name in ("bytes", "max_bytes"))
+    text = f"no stream is nearly full; on the disk they have {size} and may grow to {limit} for each copy"
+    return findings or [ok("stream size", text)]
+
+
+def _replicas(streams: list[StreamUse]) -> Finding:
+    """Whether another server of a cluster may be stopped now."""
+    servers = sorted({server for use in streams for server in use.incomplete})
+    if not servers:
+        return ok("replicas", "each copy of each stream is there and current")
+    count = sum(bool(use.incomplete) for use in streams)
+    text = f"of {count} of {len(streams)} streams, the copy of {' and '.join(servers)} is away or behind"
+    return warning("replicas", text, "start that server, and wait until this is gone before you stop another one")
+
+
+async def _clock(bus: Bus) -> Finding:
+    """The broker's clock against this machine's, as far as the round trip allows."""
+    began = time.time()
+    info = await request(bus.nc, f"STREAM.INFO.{bus.subjects.stream('DONE')}", {})
+    ended = time.time()
+    server_time = parse_time(info["ts"]) / 1e9
+    skew = server_time - ended if server_time > ended else server_time - began if server_time < began else 0.0
+    if abs(skew) > SKEW_S:
+        text = f"the broker's is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}"
+        return warning("clock", text, "synchronise clocks (chrony, NTP): deadlines and timings compare them")
+    return ok("clock", "this machine's and the broker's agree")

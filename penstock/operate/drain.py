@@ -1,0 +1,109 @@
+"""``penstock drain``: take workers out of service without failing a request."""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+
+from nats.errors import Error as NatsError
+from rich.console import Console
+
+from penstock.cli.figures import duration_ns
+from penstock.cli.terminal import stdout
+from penstock.configs.flags import Parser
+from penstock.infra.bus.audit import recorded
+from penstock.infra.bus.connection import Bus
+from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
+from penstock.operate.workers import alone, chosen, registrations
+from penstock.schemas import control, wire
+from penstock.schemas.fleet import Registration, State
+
+POLL_S = 0.25
+ANSWER_S = 5.0
+REPORT_S = 5.0  # between two lines about what is still running
+
+
+class DrainFailed(ValueError):
+    """A worker did not answer, or did not end in time; the text names it."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Drain workers; the exit status."""
+    parser = Parser(
+        prog="penstock drain",
+        description="take workers out of service: each takes no new request, finishes what it runs (for at most its "
+        "--drain-s), returns the rest to the router and ends. `penstock up` does not start it again until "
+        "`penstock restart NAME`.",
+    )
+    parser.add_argument("workers", nargs="+", metavar="WORKER", help="name or id, as `penstock top` shows them")
+    parser.add_argument("--force", action="store_true", help="also if no other worker can serve its model")
+    parser.add_argument("--timeout", default="10m", metavar="TIME", help="how long to wait (default: %(default)s)")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    return run_command("drain", lambda: _run(args, stdout()))
+
+
+async def _run(args: argparse.Namespace, console: Console) -> None:
+    timeout_s = duration_ns(args.timeout) / 1e9
+    async with open_log(Source.of(args), name="drain", role="planner", streams=()) as log:
+        if log.stopped:
+            raise ValueError("the deployment is stopped: no worker runs")
+        registered = await registrations(log.bus)
+        leaving = [chosen(registered, name) for name in dict.fromkeys(args.workers)]
+        last = alone(registered, leaving)
+        if last is not None and not args.force:
+            raise ValueError(
+                f"{last.name} is the last ready {last.role} worker of model {last.model!r}: its requests would wait "
+                "for another one; start one first, or use --force"
+            )
+        for each in leaving:
+            async with recorded(log.bus.nc, log.bus.subjects, "drain", each.name or each.worker, change_of(each)):
+                await ask(log.bus, each, control.Drain(stay_down=True))
+        waits = (gone(log.bus, each, timeout_s, console) for each in leaving)
+        failures = [each for each in await asyncio.gather(*waits, return_exceptions=True) if each is not None]
+        if failures:  # of each that is late a line
+            raise DrainFailed("; ".join(map(str, failures)))
+
+
+def change_of(worker: Registration) -> str:
+    """What a drain changes, for the audit log."""
+    return f"{worker.state.value} → {State.draining.value}, id {worker.worker}"
+
+
+async def ask(bus: Bus, worker: Registration, order: control.Drain) -> None:
+    """Have a worker drain; it answers at once.
+
+    Raises:
+        DrainFailed: it does not answer.
+    """
+    try:
+        await bus.nc.request(bus.subjects.drain(worker.worker), wire.encode(order), timeout=ANSWER_S)
+    except (NatsError, TimeoutError) as error:
+        raise DrainFailed(f"{worker.name} does not answer within {ANSWER_S:g} s ({error!r})") from error
+
+
+async def gone(bus: Bus, worker: Registration, timeout_s: float, console: Console) -> None:
+    """Wait until a worker is no longer registered.
+
+    Raises:
+        DrainFailed: it still is after ``timeout_s`` seconds.
+    """
+    began = reported = time.monotonic()
+    while True:
+        now = next((each for each in await registrations(bus) if each.worker == worker.worker), None)
+        waited_s = time.monotonic() - began
+        if now is None:
+            console.print(f"{worker.name}: drained after {waited_s:.1f} s", highlight=False)
+            return
+        if waited_s > timeout_s:
+            raise DrainFailed(f"{worker.name} still runs {_work(now)} after {timeout_s:g} s (--timeout); it goes on")
+        if time.monotonic() - reported > REPORT_S:
+            reported = time.monotonic()
+            state = "" if now.state is State.draining else ", not yet draining"
+            console.print(f"{worker.name}: waiting for {_work(now)}{state}", highlight=False)
+        await asyncio.sleep(POLL_S)
+
+
+def _work(worker: Registration) -> str:
+    count = worker.load.running + worker.load.waiting
+    return f"{count} request{'' if count == 1 else 's'}"

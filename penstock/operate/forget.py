@@ -1,0 +1,135 @@
+"""``penstock forget``: delete what the log holds of requests that have ended.
+
+Jobs are deleted first, then requests, then records: a router that starts in between must not find a job without its
+end, which it would place again. The broker overwrites a deleted message's bytes on the disk. Summaries that
+``penstock requests`` has cached on this machine go too; they are read from the log again.
+"""
+
+import argparse
+import asyncio
+import datetime
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from penstock.cli.counts import counted
+from penstock.cli.terminal import confirmed, stdout
+from penstock.configs.flags import Parser
+from penstock.infra.broker.jetstream_api import BrokerProblem, request
+from penstock.infra.bus.audit import recorded
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.erase import Eraser, check_stores
+from penstock.infra.bus.forget import Ended, find_ended, forget_messages
+from penstock.log.requests.summary_cache import cache_folder
+from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
+from penstock.schemas.errors import ServingError
+from penstock.schemas.ids import request_of_answer, time_of
+from penstock.schemas.subjects import HEADER_NO_STORE
+
+WHAT = 1000  # characters of ids in the audit log
+TOGETHER = 500  # requests: what is noted of them is kept for half an hour, and erasing them takes minutes
+
+
+class Forgotten(NamedTuple):
+    """How many messages were deleted; when the last of their tokens leave the log (Unix time, ns; 0: none is left)."""
+
+    requests: int
+    messages: int
+    tokens_gone_ns: int
+
+
+def run(argv: Sequence[str]) -> int:
+    """Delete stored requests and return the exit status."""
+    parser = Parser(
+        prog="penstock forget",
+        description="delete the prompts, jobs and records of requests that have ended, at once and for good. Their "
+        "tokens are in messages that they share with other requests; those leave the log by their age, and the command "
+        "prints when. Each message takes the broker a while, so that other clients do not notice.",
+    )
+    parser.add_argument("ids", nargs="*", metavar="ID", help="requests")
+    parser.add_argument("--tenant", default="", metavar="NAME", help="all requests of a tenant that have ended")
+    parser.add_argument("--yes", "-y", action="store_true", help="delete without asking")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    if bool(args.ids) == bool(args.tenant):
+        parser.error("give ids of requests, or --tenant")
+    return run_command("forget", lambda: _run(args, stdout()))
+
+
+async def _run(args: argparse.Namespace, console: Console) -> None:
+    async with open_log(Source.of(args), name="forget", role="operator", streams=()) as log:
+        if log.stopped:
+            raise ValueError("the deployment is stopped: start it, then forget its requests")
+        ended = await _of_tenant(log.bus, args.tenant) if args.tenant else await _named(log.bus, args.ids)
+        if not ended:
+            raise ValueError(f"no request of tenant {args.tenant!r} has ended")
+        whose = f" of tenant {args.tenant!r}" if args.tenant else ""
+        question = f"Delete everything that is stored of {counted(len(ended), 'request')}{whose}?"
+        if not args.yes and not confirmed(question):
+            raise ValueError("nothing was deleted; --yes deletes without asking")
+        what = f"tenant {args.tenant}" if args.tenant else " ".join(args.ids)[:WHAT]
+        try:
+            async with recorded(log.bus.nc, log.bus.subjects, "forget", what, counted(len(ended), "request")):
+                forgotten = await forget(log.bus, ended)
+        except (BrokerProblem, ServingError) as error:
+            raise ValueError(f"{error}; repeat the command to delete the rest") from error
+    await asyncio.to_thread(shutil.rmtree, cache_folder(None if args.nats_url else Path(args.data_dir)), True)
+    tokens = "their tokens, too"
+    if forgotten.tokens_gone_ns:
+        gone = datetime.datetime.fromtimestamp(forgotten.tokens_gone_ns / 1e9)
+        tokens = f"the last of their tokens leave the log by {gone:%Y-%m-%d %H:%M:%S}"
+    console.print(
+        f"deleted {counted(forgotten.messages, 'message')} of {counted(forgotten.requests, 'request')}; {tokens}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+async def _named(bus: Bus, ids: Iterable[str]) -> list[Ended]:
+    """
+    Raises:
+        ValueError: not the id of a request, or it has not ended, or is not in the log.
+    """
+    ended = []
+    for request_id in dict.fromkeys(map(request_of_answer, ids)):
+        time_of(request_id)
+        found = await find_ended(bus, request_id)
+        if found is None:
+            raise ValueError(
+                f"request {request_id} has not ended, or the log no longer has it; `penstock requests` lists those "
+                f"that run, and DELETE /v1/requests/{request_id} cancels one"
+            )
+        ended.append(found)
+    return ended
+
+
+async def _of_tenant(bus: Bus, tenant: str) -> list[Ended]:
+    stream, subject = bus.subjects.stream("DONE"), bus.subjects.done(tenant, "model", "id")
+    pattern = ".".join([*subject.split(".")[:-2], "*", "*"])
+    return [
+        Ended(entry.subject.rpartition(".")[2], entry.subject, entry.time_ns, HEADER_NO_STORE in entry.headers)
+        async for entry in read(bus, stream, pattern)
+    ]
+
+
+async def forget(bus: Bus, ended: Sequence[Ended]) -> Forgotten:
+    """Delete the jobs, requests and records of these requests.
+
+    Raises:
+        ServingError: a stream cannot be read, or the broker's disk is full.
+        BrokerProblem: the broker refuses to delete, or does not answer. What was not deleted is found again.
+    """
+    await check_stores(bus, "forget")
+    eraser, messages = Eraser(bus), 0
+    for at in range(0, len(ended), TOGETHER):
+        messages += await forget_messages(bus, ended[at : at + TOGETHER], eraser)
+    for each in ended if any(one.apart for one in ended) else ():
+        subject = bus.subjects.contents("*", each.id, ">")
+        await request(bus.nc, f"STREAM.PURGE.{bus.subjects.stream('MEMORY_CONTENTS')}", {"filter": subject})
+    config = (await request(bus.nc, f"STREAM.INFO.{bus.subjects.stream('TOKENS')}", {}))["config"]
+    shared_ns = max((each.ended_ns for each in ended if not each.apart), default=0)
+    return Forgotten(len(ended), messages, shared_ns + config["max_age"] if shared_ns else 0)

@@ -1,0 +1,344 @@
+"""A running deployment at a glance, from the broker alone: workers, queues, rates and streams.
+
+Rates come from the sequences of streams. Times, hit rates and failures come from the requests that end between two
+looks, at most ``SAMPLED_PER_LOOK`` at a time. Nothing that is read has a prompt or an answer.
+"""
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from nats.errors import Error as NatsError
+
+from penstock.cli.quantile import quantile
+from penstock.infra.broker import retention
+from penstock.infra.broker.retention import StreamUse
+from penstock.infra.bus.connection import Bus
+from penstock.operate.ended import Ended
+from penstock.operate.routers import routers
+from penstock.operate.workers import registrations
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import Registration
+from penstock.schemas.pace import SLOW, compare
+from penstock.schemas.routers import TENANTS, HeldByTenant, LostLeases, Member, held_by_tenant
+from penstock.schemas.streams import topology
+from penstock.schemas.summary import FAILED, RequestSummary
+
+SAMPLED_PER_LOOK = 50  # records
+SAMPLED = 200  # records of the window that are kept
+STREAMS_AGAIN = 5  # looks until all streams are asked again, not only those that are counted
+LOOK_S = 5.0  # a user is waiting for the result
+STALLED_MS = 10_000  # without a step, from which on a worker is shown as stalled
+WINDOW_S = 10.0  # the window of rates, times and shares
+CLASSES = ("interactive", "standard", "batch")
+
+
+class WorkerView(msgspec.Struct, frozen=True):
+    """A worker. Its load is as of its last lease renewal; blocks are KV blocks of all its ranks.
+
+    Attributes:
+        hit_rate: share of the prompt tokens that came from its cache, of requests that ended within the window; None:
+            none ended.
+        tokens_per_s: its part of the deployment's output tokens per second.
+        state: "ready", "draining"; "stalled": its lease is renewed, but its engine does nothing; "lost": it is not
+            registered, and lost its lease within ten minutes.
+        lost: how often the worker of this name lost its lease within ten minutes.
+        slowest_step_ms: of its engine, within a minute; 0: unknown.
+        quiet_ms: since its engine did something, while it has something to do.
+        latency_ms: from one token of a sequence to the next, at prefill workers the time of a prompt; None: unknown.
+        slowness: how many times slower than its peers it is, as ``penstock.schemas.pace`` has it; None: unknown.
+    """
+
+    name: str
+    id: str
+    role: str
+    model: str
+    engine: str
+    state: str
+    running: int
+    waiting: int
+    slots: int
+    used_blocks: int
+    cached_blocks: int
+    total_blocks: int
+    hit_rate: float | None
+    tokens_per_s: float
+    lost: int = 0
+    slowest_step_ms: int = 0
+    quiet_ms: int = 0
+    latency_ms: float | None = None
+    slowness: float | None = None
+
+    @property
+    def is_slow(self) -> bool:
+        return self.slowness is not None and self.slowness >= SLOW
+
+
+class QueueView(msgspec.Struct, frozen=True):
+    """Requests of one priority class that no worker has: ``unread`` by any router, ``held`` by one.
+
+    Attributes:
+        tenants: names and held requests of the tenants that have most, as routers reported them with their last
+            lease; what is unread has no tenant, since only its body names one.
+        others: held requests of all other tenants.
+    """
+
+    priority: str
+    unread: int
+    held: int
+    tenants: tuple[tuple[str, int], ...] = ()
+    others: int = 0
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Within the window. Times in ms, of requests that ended; None: none did."""
+
+    accepted_per_s: float
+    ended_per_s: float
+    failed_share: float | None
+    output_tokens_per_s: float
+    hit_rate: float | None
+    ttft_p50_ms: float | None
+    ttft_p95_ms: float | None
+    duration_p50_ms: float | None
+    duration_p95_ms: float | None
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """What ``look`` saw. ``at_ns``: Unix time."""
+
+    at_ns: int
+    namespace: str
+    workers: tuple[WorkerView, ...]
+    queues: tuple[QueueView, ...]
+    rates: Rates
+    streams: tuple[StreamUse, ...]
+    recent: tuple[RequestSummary, ...]  # ended within the window, the newest first
+
+
+class Count(msgspec.Struct, frozen=True):
+    """Last sequences at one moment."""
+
+    at_s: float
+    accepted: int
+    ended: int
+
+
+class Observer:
+    """Looks at a deployment as often as ``look`` is called."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._topology = topology(bus.subjects)
+        self._counts: list[Count] = []
+        self._recent: list[RequestSummary] = []
+        self._ended = Ended(bus, SAMPLED_PER_LOOK)
+        self._streams: tuple[StreamUse, ...] = ()
+        self._looks = 0  # since all streams were asked
+
+    async def look(self) -> Snapshot:
+        """The deployment now.
+
+        Raises:
+            ServingError: the broker does not answer within ``LOOK_S``.
+            BrokerProblem: it refuses.
+        """
+        try:
+            async with asyncio.timeout(LOOK_S):
+                return await self._look()
+        except TimeoutError:
+            raise ServingError(
+                Code.broker_unavailable, f"the broker does not answer within {LOOK_S:g} s; check that it runs"
+            ) from None
+
+    async def _look(self) -> Snapshot:
+        await self._ended.open()
+        streams = await self._uses()
+        self._count(streams)
+        since_ns = time.time_ns() - int(WINDOW_S * 1e9)
+        recent = [*self._recent, *self._ended.take()]
+        self._recent = [each for each in recent if each.ended_ns >= since_ns][-SAMPLED:]
+        now = rates(self._counts, self._recent)
+        members = await routers(self._bus)
+        return Snapshot(
+            time.time_ns(),
+            self._bus.subjects.namespace,
+            tuple(workers(await registrations(self._bus), self._recent, now.output_tokens_per_s, lost_leases(members))),
+            tuple(await self._queues(members)),
+            now,
+            streams,
+            tuple(reversed(self._recent)),
+        )
+
+    async def _uses(self) -> tuple[StreamUse, ...]:
+        counted = [self._bus.subjects.stream(name) for name in ("REQUESTS", "DONE")] if self._looks else None
+        now = await retention.uses(self._bus, self._topology, counted)
+        if counted is not None:
+            by_name = {use.name: use for use in now}
+            now = [by_name.get(use.name, use) for use in self._streams]
+        self._streams = tuple(now)
+        self._looks = (self._looks + 1) % STREAMS_AGAIN
+        return self._streams
+
+    def _count(self, streams: Sequence[StreamUse]) -> None:
+        # Asking for the last message of a wildcard would make the broker look through the subjects of all records.
+        now, last = time.monotonic(), {use.name: use.last_seq for use in streams}
+        stream = self._bus.subjects.stream
+        if self._counts and now - self._counts[-1].at_s > WINDOW_S:
+            self._counts.clear()  # rates over hours in which nobody looked would say nothing of now
+        self._counts.append(Count(now, last.get(stream("REQUESTS"), 0), last.get(stream("DONE"), 0)))
+        # One count from before the window stays, for its beginning.
+        while len(self._counts) > 2 and self._counts[1].at_s < now - WINDOW_S:
+            self._counts.pop(0)
+
+    async def _queues(self, members: Sequence[Member]) -> list[QueueView]:
+        views = []
+        stream = self._bus.subjects.stream("REQUESTS")
+        held = held_by_class(members)
+        for priority in CLASSES:
+            try:
+                info = await self._bus.js.consumer_info(stream, f"router-{priority}")
+            except (NatsError, TimeoutError) as error:
+                raise ServingError(
+                    Code.broker_unavailable, f"the queue of class {priority} cannot be read ({error!r})"
+                ) from error
+            tenants = held[priority]
+            waiting = (info.num_pending or 0, info.num_ack_pending or 0)
+            views.append(QueueView(priority, *waiting, tenants.tenants, tenants.others))
+        return views
+
+
+def held_by_class(members: Iterable[Member]) -> dict[str, HeldByTenant]:
+    """What all routers hold, by class."""
+    counts: dict[str, Counter[str]] = {name: Counter() for name in CLASSES}
+    others: Counter[str] = Counter()
+    for held in (held for member in members for held in member.held if held.priority in counts):
+        counts[held.priority].update(dict(held.tenants))
+        others[held.priority] += held.others
+    return {name: held_by_tenant(name, counts[name], others[name]) for name in CLASSES}
+
+
+def tenant_rows(queues: Sequence[QueueView]) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and held requests by class of at most ``TENANTS`` tenants, those that have most of all classes first; the
+    last row, "", is of all others. 0: none, or too few to be named in this class."""
+    rows: dict[str, list[int]] = {}
+    for at, queue in enumerate(queues):
+        for tenant, held in queue.tenants:
+            rows.setdefault(tenant, [0] * len(queues))[at] = held
+    named = sorted(rows, key=lambda tenant: (-sum(rows[tenant]), tenant))[:TENANTS]
+    shown = [(tenant, tuple(rows[tenant])) for tenant in named]
+    others = tuple(
+        queue.others + sum(held for tenant, held in queue.tenants if tenant not in named) for queue in queues
+    )
+    return [*shown, ("", others)] if any(others) else shown
+
+
+def workers(
+    registered: Iterable[Registration],
+    recent: Sequence[RequestSummary],
+    tokens_per_s: float,
+    lost: Sequence[LostLeases] = (),
+) -> list[WorkerView]:
+    """Registered workers, each with what ``recent`` requests say of it, and those that lost their lease.
+
+    Args:
+        tokens_per_s: of the deployment.
+        lost: as ``lost_leases`` has it.
+    """
+    losses = {each.worker: each.count for each in lost if each.count}
+    by_worker: dict[str, list[RequestSummary]] = defaultdict(list)
+    for summary in recent:
+        by_worker[summary.worker].append(summary)
+    sampled = sum(summary.completion_tokens for summary in recent) or 1
+    registered = list(registered)
+    paces = compare(registered)
+    views = [
+        WorkerView(
+            each.name,
+            each.worker,
+            each.role,
+            each.model,
+            each.engine,
+            "stalled" if each.load.quiet_ms >= STALLED_MS else each.state.value,
+            each.load.running,
+            each.load.waiting,
+            each.slots * each.dp_size,
+            each.load.used_blocks,
+            each.load.cached_blocks,
+            each.total_blocks * each.dp_size,
+            hit_rate(by_worker[each.worker]),
+            tokens_per_s * sum(summary.completion_tokens for summary in by_worker[each.worker]) / sampled,
+            losses.get(each.name, 0),
+            each.load.slowest_step_ms,
+            each.load.quiet_ms,
+            each.load.latency_us / 1e3 or None,
+            paces[each.worker].slowness if each.worker in paces else None,
+        )
+        for each in registered
+    ]
+    there = {each.name for each in views}
+    gone = [
+        WorkerView(each.worker, "", each.role, each.model, "", "lost", 0, 0, 0, 0, 0, 0, None, 0.0, each.count)
+        for each in lost
+        if each.worker not in there
+    ]
+    return sorted([*views, *gone], key=lambda view: (view.name, view.id)) if gone else views
+
+
+def lost_leases(members: Iterable[Member]) -> list[LostLeases]:
+    """What routers have counted, by worker, most first. Each counts all workers; one that began later has seen less."""
+    found: dict[str, LostLeases] = {}
+    for each in (each for member in members for each in member.lost):
+        before = found.get(each.worker, each)
+        most = each if each.count > before.count else before
+        found[each.worker] = msgspec.structs.replace(most, together=max(each.together, before.together))
+    return sorted(found.values(), key=lambda each: (-each.count, each.worker))
+
+
+def unsteady(workers: Sequence[WorkerView]) -> list[str]:
+    """A line for each worker that lost its lease within ten minutes, holds it without progress, or is much slower than
+    its peers."""
+    lines = []
+    for worker in workers:
+        name = worker.name or worker.id
+        if worker.lost:
+            times = "once" if worker.lost == 1 else f"{worker.lost} times"
+            now = "; it is not there now" if worker.state == "lost" else ""
+            lines.append(f"{name} lost its lease {times} in ten minutes{now}")
+        if worker.state == "stalled":
+            lines.append(f"{name} holds its lease, but its engine did nothing for {worker.quiet_ms / 1000:.0f} s")
+        elif worker.is_slow:
+            lines.append(f"{name} is {worker.slowness:.0f} times slower than its peers")
+    return lines
+
+
+def rates(counts: Sequence[Count], recent: Sequence[RequestSummary]) -> Rates:
+    """Rates between the first and the last count, and what ``recent`` requests say."""
+    first, last = counts[0], counts[-1]
+    seconds = last.at_s - first.at_s
+    ended_per_s = (last.ended - first.ended) / seconds if seconds else 0.0
+    ttfts = sorted(each.ttft_ms for each in recent if each.ttft_ms is not None)
+    durations = sorted(each.duration_ms for each in recent if each.duration_ms is not None)
+    tokens = sum(each.completion_tokens for each in recent) / len(recent) if recent else 0.0
+    return Rates(
+        (last.accepted - first.accepted) / seconds if seconds else 0.0,
+        ended_per_s,
+        sum(each.state == FAILED for each in recent) / len(recent) if recent else None,
+        ended_per_s * tokens,
+        hit_rate(recent),
+        quantile(ttfts, 0.5, None),
+        quantile(ttfts, 0.95, None),
+        quantile(durations, 0.5, None),
+        quantile(durations, 0.95, None),
+    )
+
+
+def hit_rate(recent: Iterable[RequestSummary]) -> float | None:
+    """Share of the prompt tokens that came from a cache; None: there are no prompt tokens."""
+    prompt = cached = 0
+    for each in recent:
+        prompt += each.prompt_tokens
+        cached += each.cached_tokens
+    return cached / prompt if prompt else None

@@ -1,0 +1,150 @@
+"""``penstock streams list`` and ``penstock streams set``: what the streams hold, and for how long."""
+
+import argparse
+import time
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from penstock.cli.counts import counted
+from penstock.cli.figures import duration_ns, show_duration
+from penstock.cli.fitting_table import Column, fitting_table
+from penstock.cli.sizes import parse_size, show_size
+from penstock.cli.terminal import confirmed, stdout
+from penstock.configs.flags import Parser
+from penstock.infra.broker import retention
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.retention import Loss, StreamUse
+from penstock.infra.bus.audit import recorded
+from penstock.log.sources.log_copy import recorded_max_age_s
+from penstock.log.sources.open_log import Log, Source, add_flags, open_log, run_command
+from penstock.schemas.streams import topology
+
+NONE = "none"
+FULL = 0.8  # shown in yellow from here on
+
+
+def run_list(argv: Sequence[str]) -> int:
+    """Show all streams; the exit status."""
+    parser = Parser(prog="penstock streams list", description="what each stream holds, and for how long")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    return run_command("streams list", lambda: _list(Source.of(args), stdout(), as_json=args.json))
+
+
+def run_set(argv: Sequence[str]) -> int:
+    """Set the limits of one stream; the exit status."""
+    parser = Parser(
+        prog="penstock streams set",
+        description="set how long a stream keeps its messages and how large it may become. Its oldest messages beyond "
+        "the new limits are deleted at once. Limits that are set here are not changed by later starts.",
+    )
+    parser.add_argument("stream", metavar="STREAM", help=f"one of {', '.join(retention.SETTABLE)}")
+    parser.add_argument("--max-age", default="", metavar="TIME", help="such as 12h or 14d")
+    parser.add_argument("--max-bytes", default="", metavar="SIZE", help="such as 512MiB or 16GiB")
+    parser.add_argument("--yes", "-y", action="store_true", help="delete messages without asking")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    return run_command("streams set", lambda: _set(args, stdout()))
+
+
+async def _list(source: Source, console: Console, *, as_json: bool) -> None:
+    async with open_log(source, name="streams", role="viewer", streams=retention.SETTABLE) as log:
+        uses = await _uses(log)
+    if log.stopped and not source.file:  # the copy that is read keeps its messages for good
+        data_dir = source.data_dir.resolve()
+        uses = [msgspec.structs.replace(use, max_age_s=recorded_max_age_s(data_dir, use.name)) for use in uses]
+    if as_json:
+        for use in uses:
+            console.file.write(msgspec.json.encode(use).decode() + "\n")
+        return
+    console.print(_table(uses, console.width))
+
+
+async def _uses(log: Log) -> list[StreamUse]:
+    try:
+        return await retention.uses(log.bus, topology(log.bus.subjects))
+    except BrokerProblem as error:
+        raise ValueError(str(error)) from error
+
+
+_COLUMNS = (
+    Column("stream"),
+    Column("messages", right=True),
+    Column("size", right=True),
+    Column("of", 3, right=True),
+    Column("full", 1, right=True),
+    Column("oldest", 2, right=True),
+    Column("kept for", right=True),
+    Column("consumers", 4, right=True),
+    Column("", 5),
+)
+
+
+def _table(uses: Sequence[StreamUse], width: int) -> Table:
+    rows = []
+    for use in uses:
+        full = use.bytes / use.max_bytes if use.max_bytes else 0.0
+        row = (
+            use.name,
+            f"{use.messages:,}",
+            show_size(use.bytes),
+            show_size(use.max_bytes) + ("*" if "max_bytes" in use.operator_set else "") if use.max_bytes else "-",
+            f"[{'yellow' if full >= FULL else 'default'}]{full:.0%}[/]" if use.max_bytes else "-",
+            show_duration(use.oldest_s) if use.messages else "-",
+            show_duration(use.max_age_s) + ("*" if "max_age" in use.operator_set else "") if use.max_age_s else "-",
+            str(use.consumers),
+            use.description,
+        )
+        rows.append(row)
+    table = fitting_table(_COLUMNS, rows, width)
+    if any(use.operator_set for use in uses):
+        table.caption = "* set by the operator"
+        table.caption_justify = "left"
+    return table
+
+
+async def _set(args: argparse.Namespace, console: Console) -> None:
+    max_age_s = duration_ns(args.max_age) / 1e9 if args.max_age else None
+    max_bytes = parse_size(args.max_bytes) if args.max_bytes else None
+    stream = args.stream.rpartition("_")[2]  # `streams list` shows names with the namespace
+    retention.check(stream, max_age_s, max_bytes)
+    async with open_log(Source.of(args), name="streams", role="operator", streams=()) as log:
+        if log.stopped:
+            raise ValueError("the deployment is stopped: start it, then set the limits of its streams")
+        name = log.bus.subjects.stream(stream)
+        if args.stream not in (stream, name):
+            raise ValueError(f"{args.stream} is of another namespace: choose it with --namespace")
+        use = next((use for use in await _uses(log) if use.name == name), None)
+        if use is None:
+            raise ValueError(f"there is no stream {name}: run `penstock streams apply`")
+        lost = await retention.loss(log.bus, use, max_age_s, max_bytes)
+        if lost and not args.yes and not confirmed(f"{_what(lost, use)} Continue?"):
+            raise ValueError("nothing was changed; --yes deletes without asking")
+        try:
+            async with recorded(log.bus.nc, log.bus.subjects, "streams set", name, _changes(use, max_age_s, max_bytes)):
+                await retention.set_limits(log.bus.nc, name, max_age_s, max_bytes)
+        except BrokerProblem as error:
+            raise ValueError(str(error)) from error
+    age = show_duration(max_age_s if max_age_s is not None else use.max_age_s)
+    console.print(f"{name} keeps messages for {age}, at most {show_size(max_bytes or use.max_bytes)}", highlight=False)
+
+
+def _changes(use: StreamUse, max_age_s: float | None, max_bytes: int | None) -> str:
+    """As in "max-age: 1h → 2h", for the audit log."""
+    parts = []
+    if max_age_s is not None:
+        parts.append(f"max-age: {show_duration(use.max_age_s) if use.max_age_s else NONE} → {show_duration(max_age_s)}")
+    if max_bytes is not None:
+        parts.append(f"max-bytes: {show_size(use.max_bytes) if use.max_bytes else NONE} → {show_size(max_bytes)}")
+    return ", ".join(parts)
+
+
+def _what(lost: Loss, use: StreamUse) -> str:
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - use.oldest_s))
+    parts = [f"{counted(lost.messages, 'message')} older than that"] if lost.messages else []
+    parts += [f"its oldest {show_size(lost.bytes)}"] if lost.bytes else []
+    return f"This deletes {' and '.join(parts)} from {use.name} (messages since {since})."

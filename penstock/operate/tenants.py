@@ -1,0 +1,397 @@
+"""``penstock tenants``: manages tenants of the NATS API and their limits.
+
+On the broker of a data folder everything is done at once. With ``--nats-url`` (a broker of your own) streams, limits
+and accounts are kept there. ``tenants.conf`` is made of them, for the ``accounts`` block of the servers' configuration.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+
+from penstock.configs.flags import Parser
+from penstock.infra.broker import tenants
+from penstock.infra.broker.apply import apply_submissions
+from penstock.infra.broker.config import USERS, second_tenant_user, tenant_user
+from penstock.infra.broker.datadir import load_secrets
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.passwords import client_passwords, user_in_use
+from penstock.infra.broker.reload import reload, running_pid
+from penstock.infra.broker.tenants import Accounts, Copies, Tenant, Tenants
+from penstock.infra.bus.audit import recorded
+from penstock.launch.nats import as_operator
+from penstock.launch.state import read_state
+from penstock.schemas import wire
+from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
+from penstock.schemas.tenants import LEAST_WEIGHT, MAX_PENDING, MOST_WEIGHT, Limits, check_name
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which deployment. ``own``: the broker is not that of the data folder."""
+
+    data_dir: Path
+    operator_url: str
+    subjects: Subjects
+    own: bool
+
+
+def run(argv: Sequence[str]) -> int:
+    """Do what the first argument says; the exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        place = _place(args)
+        with tenants.held(place.data_dir):
+            if args.verb == "list" and not place.own:
+                _list(tenants.load(place.data_dir))
+                return 0
+            name = check_name(args.name) if "name" in args else ""
+            if name == DEFAULT_TENANT:
+                where = "credentials are" if place.own else "clients use client_nats_url of state.json;"
+                raise ValueError(f"{DEFAULT_TENANT!r} is always there: its {where} in the data folder")
+            asyncio.run(_do(place, name, args))
+    except (BrokerProblem, ValueError, OSError) as error:
+        print(f"penstock tenants: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="penstock tenants", description="manage tenants of both APIs, their limits and their passwords for NATS"
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{add,list,rotate,remove,restore,conf}")
+    for verb, about in (
+        ("add", "add a tenant or change its limits, and write its credentials"),
+        ("list", "list all tenants but the default one"),
+        ("rotate", "give a tenant a new password; the old one ends at once, or with --keep-old later"),
+        ("remove", "end the access of a tenant; its submissions stay until they expire"),
+        ("restore", "after a broker lost its disk: bring back the tenants that the data folder knows, as they were"),
+        ("conf", "write tenants.conf again, from the accounts that a broker of your own keeps"),
+    ):
+        one = verbs.add_parser(verb, help=about, description=about)
+        if verb not in ("list", "conf", "restore"):
+            one.add_argument("name", metavar="NAME", help="lower-case letters, digits and '-'")
+        if verb == "restore":
+            one.add_argument("names", nargs="*", metavar="NAME", help="default: all that are listed in the folder")
+            about_replace = "also where the broker has the tenant with another password"
+            one.add_argument("--replace", action="store_true", help=about_replace)
+        if verb == "add":
+            about_models = "models it may use, '' for all; default: as it was, or all"
+            one.add_argument("--models", metavar="A,B", help=about_models)
+            one.add_argument(
+                "--max-pending",
+                type=_positive,
+                metavar="N",
+                help=f"submissions that may wait, beyond which it gets errors; default: as it was, or {MAX_PENDING}",
+            )
+            one.add_argument(
+                "--weight",
+                type=_weight,
+                metavar="X",
+                help="share of the work while requests wait, against tenants with 1; default: as it was, or 1",
+            )
+            one.add_argument(
+                "--shared-cache",
+                action=argparse.BooleanOptionalAction,
+                default=None,
+                help="share KV with the default tenant and others that share; default: as it was, or not",
+            )
+            about_new = "make a password although the folder has one, of a tenant that the broker does not know"
+            one.add_argument("--new-password", action="store_true", help=about_new)
+        if verb == "rotate":
+            either = one.add_mutually_exclusive_group()
+            either.add_argument("--keep-old", action="store_true", help="the old one stays valid until --end-old")
+            either.add_argument("--end-old", action="store_true", help="make no new one; end the one before it")
+        one.add_argument(
+            "--data-dir",
+            default=".penstock",
+            metavar="FOLDER",
+            help="data folder of `penstock up` or `penstock nats` (default: %(default)s)",
+        )
+        one.add_argument("--nats-url", default="", metavar="URL", help="your own broker, with operator's credentials")
+        one.add_argument(
+            "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the deployment's, or ps"
+        )
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= MAX_PENDING:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_PENDING}")
+    return int(text)
+
+
+def _weight(text: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
+    return weight
+
+
+def _place(args: argparse.Namespace) -> Place:
+    """
+    Raises:
+        BrokerProblem: no broker runs on the data folder, and no other is named.
+        ValueError: no such namespace.
+    """
+    data_dir = Path(args.data_dir).resolve()
+    namespace = args.namespace
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        namespace = namespace or read_state(data_dir / "state.json").namespace
+    subjects = Subjects(namespace or "ps")
+    if args.nats_url:
+        return Place(data_dir, args.nats_url, subjects, own=True)
+    running_pid(data_dir)
+    secrets = load_secrets(data_dir / "secrets.json", USERS)
+    user = user_in_use(secrets, "operator")
+    port = int((data_dir / "nats.port").read_text())
+    return Place(data_dir, f"nats://{user}:{secrets[user]}@127.0.0.1:{port}", subjects, own=False)
+
+
+async def _do(place: Place, name: str, args: argparse.Namespace) -> None:
+    """
+    Raises:
+        BrokerProblem: the broker refuses it.
+        ValueError: there is no such tenant, or another operator changes it, too.
+    """
+    async with as_operator(place.operator_url, f"tenants {args.verb}") as nc:
+        try:
+            await _asked(nc, place, name, args)
+        except (NatsError, TimeoutError) as error:
+            raise BrokerProblem(f"the broker does not take it: {error}") from error
+
+
+async def _asked(nc: Client, place: Place, name: str, args: argparse.Namespace) -> None:
+    """
+    Raises:
+        NatsError, TimeoutError: the broker refuses it.
+        ServingError, ValueError: as ``_do``.
+    """
+    accounts: Accounts | None = None
+    known = tenants.copies(place.data_dir)
+    existing = tenants.load(place.data_dir)
+    if place.own:
+        _warn_of_secrets(place)
+        lost = bool(known.tenants) and await Accounts.missing(nc, place.subjects, known.tenants)
+        if lost and args.verb != "restore":
+            raise ValueError(
+                f"the broker knows no tenants, and {place.data_dir} has {', '.join(sorted(known.tenants))}: if it "
+                "lost its disk, `penstock tenants restore` brings them back; another broker needs another --data-dir"
+            )
+        password = known.client_password or _secrets_of(place).get("client") or tenants.new_password()
+        accounts = await Accounts.open(nc, place.subjects, {} if lost else existing, password)
+        existing = accounts.tenants
+    elif args.verb == "conf":
+        raise ValueError("the broker of a data folder reads its accounts itself; --nats-url names one of your own")
+    match args.verb:
+        case "list":
+            _list(existing)
+        case "conf":
+            _write_accounts(place, accounts, existing)
+        case "restore":
+            await _restore(nc, place, accounts, known, args)
+        case _:
+            forgotten = accounts is not None and name not in existing and name in known.tenants
+            if args.verb == "add" and forgotten and not args.new_password:
+                raise ValueError(
+                    f"the broker does not know {name!r}, and {place.data_dir} has its password: `penstock tenants "
+                    f"restore {name}` keeps that, --new-password makes another one"
+                )
+            async with recorded(nc, place.subjects, f"tenants {args.verb}", name, _detail(existing.get(name), args)):
+                await _change(nc, place, accounts, existing, name, args)
+
+
+def _secrets_of(place: Place) -> dict[str, str]:
+    """The passwords in the folder; none are made: those of a broker of one's own are made with its configuration."""
+    path = place.data_dir / "secrets.json"
+    return load_secrets(path, ()) if path.exists() else {}
+
+
+def _warn_of_secrets(place: Place) -> None:
+    """Say so if the folder's passwords are not those of this broker, which has let the operator in."""
+    parts = urlsplit(place.operator_url.partition(",")[0])
+    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    stored = _secrets_of(place).get(user)
+    if stored is not None and password and stored != password:
+        print(
+            f"warning: {place.data_dir / 'secrets.json'} has another password of {user} than this broker: it is old, "
+            "or of another deployment; `penstock nats --print-config` and `systemd env` would write wrong passwords",
+            file=sys.stderr,
+        )
+
+
+async def _restore(
+    nc: Client, place: Place, accounts: Accounts | None, known: Copies, args: argparse.Namespace
+) -> None:
+    """Bring back what the data folder knows and the broker does not.
+
+    Raises:
+        BrokerProblem, ValueError: as ``_do``.
+    """
+    if unknown := [each for each in args.names if each not in known.tenants]:
+        raise ValueError(
+            f"{place.data_dir} knows no tenant {unknown[0]!r}; it has {', '.join(sorted(known.tenants)) or 'none'}"
+        )
+    wanted = args.names or sorted(known.tenants.keys() - known.only_credentials)
+    existing = known.tenants if accounts is None else accounts.tenants
+    for name in wanted:
+        tenant, there = known.tenants[name], existing.get(name)
+        if accounts is not None and there is not None and there.login != tenant.login and not args.replace:
+            print(f"{name}: left, the broker has another password; --replace takes that of {place.data_dir}")
+            continue
+        if accounts is not None and there is not None:
+            tenant = msgspec.structs.replace(there, **tenant.passwords)
+        elif name in known.without_limits and (limits := await tenants.limits_at(nc, place.subjects, name)):
+            tenant = msgspec.structs.replace(tenant, **msgspec.structs.asdict(limits))
+        async with recorded(nc, place.subjects, "tenants restore", name):
+            await apply_submissions(nc, place.subjects, name, tenant.max_pending)
+            await _publish(nc, place.subjects, name, wire.encode(tenant.limits))
+            if accounts is not None:
+                await accounts.put(name, tenant)
+        unlimited = name in known.without_limits and there is None and tenant.limits == Limits()
+        print(f"restored {name}" + ("; its limits are not known: `penstock tenants add` sets them" * unlimited))
+    if accounts is not None and known.client_password not in ("", accounts.client_password):
+        if args.replace:
+            await accounts.put_client(known.client_password)
+        else:
+            print(f"client: left, the broker has another password; --replace takes that of {place.data_dir}")
+    left = sorted(known.only_credentials - {*args.names, *existing})
+    if left:
+        print(f"left out: {', '.join(left)}, of which the folder has the credentials only: name what is to come back")
+    _write_accounts(place, accounts, existing if accounts is None else accounts.tenants)
+    if accounts is not None:
+        for name in wanted:
+            _write_login(place, name, accounts.tenants[name])
+
+
+def _detail(old: Tenant | None, args: argparse.Namespace) -> str:
+    """What is changed, for the audit log, as in "weight: 1 → 3"; of a new tenant without the values before."""
+    if args.verb == "rotate":
+        return "the old password ends" if args.end_old else "both passwords are valid" if args.keep_old else ""
+    parts = []
+    for field, value in _named_limits(args).items():
+        before = "" if old is None else f"{_shown(getattr(old, field))} → "
+        parts.append(f"{field.replace('_', '-')}: {before}{_shown(value)}")
+    return ", ".join(parts)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value) or "all"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+async def _change(
+    nc: Client, place: Place, accounts: Accounts | None, existing: Tenants, name: str, args: argparse.Namespace
+) -> None:
+    """
+    Raises:
+        BrokerProblem, ValueError: as ``_do``.
+    """
+    if args.verb != "add" and name not in existing:
+        raise ValueError(f"no tenant {name!r}; there are: {', '.join(sorted(existing)) or 'none'}")
+    if args.verb == "remove":
+        if accounts is not None:
+            await accounts.remove(name)
+        else:
+            del existing[name]
+        _write_accounts(place, accounts, existing)  # first: nothing is accepted from it any more
+        await _forget(nc, place.subjects, name)
+        tenants.credentials_path(place.data_dir, name).unlink(missing_ok=True)
+        print(f"removed {name}")
+        return
+    old = existing.get(name)
+    tenant = _changed(old, args)
+    await apply_submissions(nc, place.subjects, name, tenant.max_pending)
+    await _publish(nc, place.subjects, name, wire.encode(tenant.limits))
+    if accounts is not None:
+        await accounts.put(name, tenant)
+    else:
+        existing[name] = tenant
+    _write_accounts(place, accounts, existing)  # last: when it can connect, everything is there
+    path = _write_login(place, name, tenant)
+    print(f"{'changed' if old is not None else 'added'} {name}; credentials: {path}")
+
+
+def _write_login(place: Place, name: str, tenant: Tenant) -> Path:
+    password, second = tenant.login
+    user = second_tenant_user(name) if second else tenant_user(name)
+    url = tenants.with_user(place.operator_url, user, password)
+    return tenants.write_credentials(place.data_dir, name, url)
+
+
+def _changed(old: Tenant | None, args: argparse.Namespace) -> Tenant:
+    """
+    Raises:
+        ValueError: the tenant has not the passwords that the flags are about.
+    """
+    tenant = old or Tenant(password=tenants.new_password())
+    if args.verb == "add":
+        return msgspec.structs.replace(tenant, **_named_limits(args))
+    if args.end_old:
+        return tenant.without_old()
+    return tenant.with_password(tenants.new_password(), keep_old=args.keep_old)
+
+
+def _named_limits(args: argparse.Namespace) -> dict[str, Any]:
+    """Those that flags name; the others stay, so that a change of one does not let a tenant use more models."""
+    if args.verb != "add":
+        return {}
+    models = None if args.models is None else tuple(model for model in args.models.split(",") if model)
+    limits = {
+        "models": models,
+        "max_pending": args.max_pending,
+        "weight": args.weight,
+        "shared_cache": args.shared_cache,
+    }
+    return {name: value for name, value in limits.items() if value is not None}
+
+
+def _write_accounts(place: Place, accounts: Accounts | None, existing: Tenants) -> None:
+    if accounts is None:
+        tenants.save(place.data_dir, existing)
+        secrets = load_secrets(place.data_dir / "secrets.json", USERS)
+        tenants.write_accounts(place.data_dir, client_passwords(secrets), place.subjects)
+        reload(place.data_dir)
+        return
+    tenants.save(place.data_dir, accounts.tenants)  # a copy, for a broker that loses its disk
+    tenants.write_accounts(place.data_dir, (accounts.client_password, ""), place.subjects, accounts.tenants)
+    url = tenants.with_user(place.operator_url, "client", accounts.client_password)
+    tenants.write_credentials(place.data_dir, DEFAULT_TENANT, url)
+    path = place.data_dir / tenants.INCLUDE
+    print(f"include {path} in the accounts block of each server and reload it twice (see docs/nats.md)")
+
+
+async def _publish(nc: Client, subjects: Subjects, name: str, value: bytes, **headers: str) -> None:
+    named = {key.replace("_", "-"): text for key, text in headers.items()}
+    await nc.jetstream().publish(f"$KV.{subjects.bucket('tenants')}.{name}", value, headers=named or None)
+
+
+async def _forget(nc: Client, subjects: Subjects, name: str) -> None:
+    await _publish(nc, subjects, name, b"", KV_Operation="DEL")
+
+
+def _list(existing: Tenants) -> None:
+    if not existing:
+        print("there is no tenant but 'default'")
+        return
+    print(f"{'tenant':<32}  {'max-pending':>11}  {'weight':>6}  {'cache':<6}  models")
+    for name, tenant in sorted(existing.items()):
+        cache, models = "shared" if tenant.shared_cache else "own", ",".join(tenant.models) or "all"
+        print(f"{name:<32}  {tenant.max_pending:>11}  {tenant.weight:>6g}  {cache:<6}  {models}")

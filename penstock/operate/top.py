@@ -1,0 +1,221 @@
+"""``penstock top``: a running deployment in the terminal."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.figures import clock, duration_ns, show_duration, span
+from penstock.cli.fitting_table import Column, fitting_table
+from penstock.cli.sizes import show_size
+from penstock.cli.terminal import escape, stdout
+from penstock.configs.flags import Parser
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
+from penstock.operate.observe import Observer, QueueView, Rates, Snapshot, WorkerView, tenant_rows, unsteady
+
+BAR = 10  # characters
+FULL = 0.8  # shown in yellow from here on
+ENDED_SHOWN = 8
+_STATES = {"ready": "green", "draining": "yellow", "stalled": "red", "lost": "red"}
+_ENDS = {"done": "green", "failed": "red", "cancelled": "yellow"}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Show the deployment until Ctrl-C; the exit status."""
+    parser = Parser(
+        prog="penstock top", description="a running deployment, live: workers, queues, rates, streams and last requests"
+    )
+    parser.add_argument("--interval", default="1s", metavar="TIME", help="between two looks (default: %(default)s)")
+    parser.add_argument("--once", action="store_true", help="print one picture and end")
+    parser.add_argument("--json", action="store_true", help="one JSON object per look instead")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    interval_s = max(0.2, duration_ns(args.interval) / 1e9)
+    return run_command("top", lambda: _run(Source.of(args), stdout(), interval_s, once=args.once, as_json=args.json))
+
+
+async def _run(source: Source, console: Console, interval_s: float, *, once: bool, as_json: bool) -> None:
+    async with open_log(source, name="top", role="viewer", streams=()) as log:
+        if log.stopped:
+            raise ValueError("the deployment is stopped: `penstock requests` shows what it did")
+        observer = Observer(log.bus)
+        try:
+            if as_json or not console.is_terminal or once:
+                await _print(observer, console, interval_s, once=once, as_json=as_json)
+            else:
+                await _live(observer, console, interval_s)
+        except BrokerProblem as error:
+            raise ValueError(str(error)) from error
+
+
+async def _print(observer: Observer, console: Console, interval_s: float, *, once: bool, as_json: bool) -> None:
+    await observer.look()  # rates need two
+    while True:
+        await asyncio.sleep(interval_s)
+        snapshot = await observer.look()
+        if as_json:
+            console.file.write(msgspec.json.encode(snapshot).decode() + "\n")
+            console.file.flush()
+        else:
+            console.print(picture(snapshot, console.width))
+        if once:
+            return
+
+
+async def _live(observer: Observer, console: Console, interval_s: float) -> None:
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            began = time.monotonic()
+            live.update(picture(await observer.look(), console.width), refresh=True)
+            await asyncio.sleep(max(0.0, interval_s - (time.monotonic() - began)))
+
+
+def picture(snapshot: Snapshot, width: int) -> Group:
+    """A snapshot as it is printed on so many columns."""
+    ready = sum(worker.state == "ready" for worker in snapshot.workers)
+    head = Text.assemble(
+        (f"penstock {snapshot.namespace}", "bold"),
+        f"   {ready} of {len(snapshot.workers)} workers ready   {clock(snapshot.at_ns, snapshot.at_ns)[:8]}",
+    )
+    problems = [Text(line, style="red") for line in unsteady(snapshot.workers)]
+    tables = (
+        _workers(snapshot.workers, width),
+        _queues(snapshot.queues, width),
+        _streams(snapshot, width),
+        *([_ended(snapshot, width)] if snapshot.recent else []),
+    )
+    return Group(head, *problems, _rates(snapshot.rates), *(part for table in tables for part in (Text(), table)))
+
+
+def _rates(rates: Rates) -> Text:
+    def ms(value: float | None) -> str:
+        return span(value) or "-"
+
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.0%}"
+
+    return Text(
+        f"accepted {rates.accepted_per_s:,.1f}/s   ended {rates.ended_per_s:,.1f}/s   "
+        f"failed {share(rates.failed_share)}   output {rates.output_tokens_per_s:,.0f} tokens/s   "
+        f"cached {share(rates.hit_rate)}\n"
+        f"first token p50 {ms(rates.ttft_p50_ms)}, p95 {ms(rates.ttft_p95_ms)}   "
+        f"whole answer p50 {ms(rates.duration_p50_ms)}, p95 {ms(rates.duration_p95_ms)}"
+    )
+
+
+_WORKERS = (
+    Column("worker"),
+    Column("role", 3),
+    Column("model", 7),
+    Column("state"),
+    Column("running", 1, right=True),
+    Column("waiting", 5, right=True),
+    Column("slots", 2),
+    Column("KV in use"),
+    Column("tokens/s", 4, right=True),
+    Column("cached", 6, right=True),
+    Column("latency", 8, right=True),
+    Column("slowest step", 9, right=True),
+    Column("lost", 10, right=True),
+)
+_STREAMS = (
+    Column("stream"),
+    Column("messages", right=True),
+    Column("size", right=True),
+    Column("full"),
+    Column("oldest", 1, right=True),
+)
+_ENDED = (
+    Column("ended last"),
+    Column("state"),
+    Column("worker", 4),
+    Column("out", 2, right=True),
+    Column("first token", 3, right=True),
+    Column("duration", 1, right=True),
+)
+
+
+def _workers(workers: Sequence[WorkerView], width: int) -> Table:
+    rows = [
+        (
+            escape(worker.name or worker.id),
+            worker.role,
+            escape(worker.model),
+            f"[{_STATES.get(worker.state, 'default')}]{worker.state}[/]",
+            str(worker.running),
+            str(worker.waiting),
+            bar(worker.running, worker.slots),
+            bar(worker.used_blocks, worker.total_blocks),
+            f"{worker.tokens_per_s:,.0f}",
+            "-" if worker.hit_rate is None else f"{worker.hit_rate:.0%}",
+            latency(worker),
+            span(worker.slowest_step_ms) or "-" if worker.slowest_step_ms else "-",
+            str(worker.lost or "-"),
+        )
+        for worker in workers
+    ]
+    return fitting_table(_WORKERS, rows, width)
+
+
+def latency(worker: WorkerView) -> str:
+    """The time between two tokens of a worker, or of a prompt, and how many times that of its peers if that is many."""
+    if worker.latency_ms is None:
+        return "-"
+    text = span(worker.latency_ms) or "-"
+    return f"[red]{text} x{worker.slowness:.0f}[/]" if worker.is_slow else text
+
+
+def _queues(queues: Sequence[QueueView], width: int) -> Table:
+    """A column for each class."""
+    columns = (Column("queue"), *(Column(queue.priority, right=True) for queue in queues))
+    rows = [("held", *(str(queue.held) for queue in queues))]
+    for tenant, held in tenant_rows(queues):
+        rows.append((f"  {escape(tenant) or 'others'}", *(str(count or "-") for count in held)))
+    rows.append(("unread", *(str(queue.unread) for queue in queues)))
+    return fitting_table(columns, rows, width)
+
+
+def _streams(snapshot: Snapshot, width: int) -> Table:
+    rows = [
+        (
+            use.name,
+            f"{use.messages:,}",
+            show_size(use.bytes),
+            bar(use.bytes, use.max_bytes),
+            show_duration(use.oldest_s) if use.messages else "-",
+        )
+        for use in snapshot.streams
+        if use.description  # the buckets behind the registry and the object stores are `penstock streams list`'s
+    ]
+    return fitting_table(_STREAMS, rows, width)
+
+
+def _ended(snapshot: Snapshot, width: int) -> Table:
+    rows = [
+        (
+            each.id,
+            f"[{_ENDS[each.state]}]{each.code or each.state}[/]",
+            escape(each.worker),
+            str(each.completion_tokens),
+            span(each.ttft_ms),
+            span(each.duration_ms),
+        )
+        for each in snapshot.recent[:ENDED_SHOWN]
+    ]
+    return fitting_table(_ENDED, rows, width)
+
+
+def bar(part: float, whole: float) -> str:
+    """A share as a bar and a percentage; "-" if there is nothing to have a share of."""
+    if not whole:
+        return "-"
+    share = min(1.0, part / whole)
+    filled = round(share * BAR)
+    colour = "yellow" if share >= FULL else "cyan"
+    return f"[{colour}]{'█' * filled}[/][dim]{'░' * (BAR - filled)}[/] {share:.0%}"

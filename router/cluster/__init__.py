@@ -1,1 +1,0 @@
-"""The cluster as the logs and the workers bucket show it."""

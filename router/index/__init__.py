@@ -1,1 +1,0 @@
-"""Which target caches which prefix."""

@@ -1,1 +1,0 @@
-"""What each target has to do."""

@@ -1,1 +1,0 @@
-"""Which targets a request goes to."""

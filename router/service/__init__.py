@@ -1,0 +1,1 @@
+"""The way of a request through a router, and what a router does at intervals."""

@@ -1,0 +1,163 @@
+"""What a router does at intervals: deadlines, claims on held requests, retention in the streams, snapshots."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+from nats.errors import Error as NatsError
+
+from penstock.configs.settings import RouterSettings
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.loop_lag import TimeSlice
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.puller import ACK, IN_PROGRESS
+from penstock.infra.bus.tasks import Tasks
+from penstock.router.held.held_requests import HeldRequests
+from penstock.router.placement.pending import PendingRequest
+from penstock.router.recovery.request_retention import RequestRetention
+from penstock.router.recovery.retention import JobRetention
+from penstock.router.recovery.terminal_publisher import TerminalPublisher
+from penstock.router.state.background import BackgroundTasks
+from penstock.router.state.cluster_state import ClusterState
+from penstock.router.state.metrics import Metrics
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.streams import ROUTER_ACK_WAIT_S
+
+log = structlog.get_logger("router")
+
+CLAIM_S = ROUTER_ACK_WAIT_S / 3  # between two extensions of a held message's ack_wait
+SWEEP_S = 0.1
+RETENTION_S = 1.0
+SNAPSHOT_S = 10.0
+PACE_S = 5.0
+
+
+class Maintenance:
+    """
+    Args:
+        place: ends a request whose deadline has passed, unless another router has placed it.
+        place_held: places held requests, soon.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        publisher: Publisher,
+        settings: RouterSettings,
+        *,
+        cluster: ClusterState,
+        held: HeldRequests,
+        terminal: TerminalPublisher,
+        background: BackgroundTasks,
+        metrics: Metrics,
+        place: Callable[[PendingRequest], Awaitable[bool]],
+        place_held: Callable[[], None],
+    ) -> None:
+        self._bus = bus
+        self._revision_wait_s = settings.revision_wait_s
+        self._cluster = cluster
+        self._held = held
+        self._terminal = terminal
+        self._background = background
+        self._metrics = metrics
+        self._place = place
+        self._place_held = place_held
+        self._jobs = JobRetention(bus, publisher)
+        self._requests = RequestRetention(bus, publisher)
+        self._time_slice = TimeSlice()
+
+    def start(self, tasks: Tasks) -> None:
+        tasks.spawn(self._sweep_forever(), name="sweep")
+        tasks.spawn(self._retain_forever(), name="retention")
+        tasks.spawn(self._save_forever(), name="snapshots")
+        tasks.spawn(self._compare_forever(), name="paces")
+
+    @property
+    def work_is_full(self) -> bool:
+        """Unfinished jobs fill WORK: no new requests may be read."""
+        return self._jobs.full
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await self.sweep(self._bus.clock.now_ns(), time.monotonic())
+
+    async def sweep(self, now_ns: int, now: float) -> None:
+        await self._cluster.maintain(now_ns)
+        for pending in self._held.expired(now_ns):
+            await self._place(pending)
+        for pending in self._held:
+            if self._revision_is_gone(pending, now):
+                if self._held.remove(pending.request.id) is not None:
+                    self._end_without_revision(pending)
+                continue
+            if pending.reply and now - pending.claimed > CLAIM_S and self._bus.connected:
+                pending.claimed = now
+                await self._claim(pending.reply)
+            await self._time_slice.yield_if_spent()
+        self._metrics.waiting.set(len(self._held))
+        caches = self._cluster.caches
+        if caches.index is not None:
+            self._metrics.blocks.set(caches.index.blocks)
+            self._metrics.index_sequence.set(caches.check.kv_seq)
+            self._metrics.index_checksum.set(caches.check.checksum)
+        self._metrics.workers.set(self._cluster.tracker.size)
+        self._metrics.lost_leases(self._cluster.losses.recent(now_ns))
+        self._place_held()
+
+    def _revision_is_gone(self, pending: PendingRequest, now: float) -> bool:
+        """Whether a request that is streaming has waited long enough for a worker of its revision."""
+        request, pinned = pending.request, pending.pinned_revision
+        if pending.streaming and pinned:
+            present = self._cluster.tracker.revisions(request.model, request.tokenizer).present
+            if pinned not in present:
+                pending.missing_since = pending.missing_since or now
+                return now - pending.missing_since >= self._revision_wait_s
+        pending.missing_since = 0.0
+        return False
+
+    def _end_without_revision(self, pending: PendingRequest) -> None:
+        self._terminal.end(
+            pending,
+            Code.revision_unavailable,
+            f"the first {pending.resumed_tokens} tokens came from revision {pending.pinned_revision} of "
+            f"{pending.request.model!r}, whose last worker left; no worker of that revision came back within "
+            f"{self._revision_wait_s:g} s (--revision-wait-s), and another revision cannot continue the answer: send "
+            "the request again",
+        )
+
+    async def _claim(self, reply: str) -> None:
+        """Keep the broker from delivering a held request to another router."""
+        try:
+            await self._bus.nc.publish(reply, IN_PROGRESS)
+        except (NatsError, OSError) as error:  # the connection has just failed
+            log.debug("claim_failed", error=repr(error))
+
+    async def _retain_forever(self) -> None:
+        while True:
+            await asyncio.sleep(RETENTION_S)
+            try:
+                await self._jobs.check(self._cluster.tracker.active())
+            except ServingError as error:
+                log.warning("job_retention_failed", error=error.message)
+            try:
+                await self._retain_requests()
+            except ServingError as error:
+                log.warning("request_retention_failed", error=error.message)
+
+    async def _retain_requests(self) -> None:
+        unacknowledged = self._held.unacknowledged(reading=not self.work_is_full)
+        for request_id, reply in await self._requests.check(unacknowledged):
+            self._held.release(request_id, reply)
+            self._background.acknowledge(reply, ACK)
+
+    async def _save_forever(self) -> None:
+        while True:
+            await asyncio.sleep(SNAPSHOT_S)
+            await self._cluster.save()
+
+    async def _compare_forever(self) -> None:
+        while True:
+            self._metrics.paces(self._cluster.registrations())
+            await asyncio.sleep(PACE_S)

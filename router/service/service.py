@@ -1,0 +1,472 @@
+"""A router replica: reads requests, decides where each one goes, and publishes its job to the first worker.
+
+All state is a fold of logs (KV events, WORK, DONE) and of the workers bucket, so any number of replicas decide alike.
+Each model's requests are held and placed by one of them, its owner (``ownership``). When a replica dies, another one
+gets the requests that it had not placed; those that it had placed are in WORK.
+"""
+
+import asyncio
+import functools
+import heapq
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+
+from penstock.configs.settings import RouterSettings
+from penstock.infra.bus import memory
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.loop_lag import TimeSlice
+from penstock.infra.bus.memory import MemoryStreams
+from penstock.infra.bus.publisher import Ack, Publisher
+from penstock.infra.bus.puller import ACK, NAK, TERM, sequence, stored_ns
+from penstock.router.held.held_order import HeldOrder
+from penstock.router.held.held_requests import HeldRequests
+from penstock.router.held.tenant_weights import TenantWeights
+from penstock.router.ownership.intake import Intake
+from penstock.router.placement.decider import Decider
+from penstock.router.placement.filters import describe
+from penstock.router.placement.job_message import build_job, build_load, sends_keys
+from penstock.router.placement.pending import PendingRequest
+from penstock.router.placement.routing import LOCAL_PREFILL_TOKENS, RoutingDecision
+from penstock.router.recovery.recovery import Recovery
+from penstock.router.recovery.resteering import resteer
+from penstock.router.recovery.terminal_publisher import TerminalPublisher
+from penstock.router.recovery.watchdog import watch
+from penstock.router.service.deletion import Deletion
+from penstock.router.service.maintenance import Maintenance
+from penstock.router.state.background import BackgroundTasks
+from penstock.router.state.cluster_listener import ClusterListener
+from penstock.router.state.cluster_state import ClusterState
+from penstock.router.state.holders import keys_view
+from penstock.router.state.load import ENCODE
+from penstock.router.state.metrics import Metrics
+from penstock.router.state.suspects import Standing, standing
+from penstock.schemas import contents, jobs, requests, wire
+from penstock.schemas.blocks import keys_text
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import time_of
+from penstock.schemas.jobs import DecisionInputs
+from penstock.schemas.requests import GenerateRequest, Priority
+from penstock.schemas.streams import CLOCK_SKEW_NS
+
+log = structlog.get_logger("router")
+
+CANCELS_REMEMBERED = 50_000
+LONGEST_REASON = 200  # characters
+DRAIN_S = 3.0
+DEFERRAL_NS = 2_000_000_000  # until the broker delivers a request again for which there is no space
+
+
+class Router:
+    """Works by itself after ``open``; ``close`` returns the requests that are not placed to the broker."""
+
+    def __init__(self, bus: Bus, publisher: Publisher, settings: RouterSettings, metrics: Metrics) -> None:
+        self.id = f"{settings.name or 'router'}-{secrets.token_hex(4)}"
+        self._bus = bus
+        self._publisher = publisher
+        self._settings = settings
+        self._metrics = metrics
+        self._cancels: OrderedDict[str, str] = OrderedDict()  # request -> reason
+        self._time_slice = TimeSlice()
+        self._placing_held = False
+        self._placed = 0  # jobs sent by this router
+        self.tasks = bus.tasks.group("router")
+        self._background = BackgroundTasks(bus, self.tasks)
+        self._memory = MemoryStreams(bus)
+        self._deletion = Deletion(bus)
+        self.cluster = ClusterState(bus, settings, self._deletion.deleted, self._deletion.came_back)
+        self._decider = Decider(self.cluster, settings, metrics)
+        self._tenants = TenantWeights(bus)
+        self._held = self._make_held()
+        self.intake = self._make_intake()
+        self.cluster.places = self.intake.places
+        self.cluster.disconnects.link_broke = self.intake.membership.link_broke
+        self._terminal = TerminalPublisher(
+            bus, publisher, self.id, cluster=self.cluster, background=self._background, metrics=metrics
+        )
+        self._recovery = Recovery(
+            bus,
+            publisher,
+            self.id,
+            cluster=self.cluster,
+            terminal=self._terminal,
+            background=self._background,
+            metrics=metrics,
+            max_attempts=settings.max_attempts,
+            owns=lambda worker: self.intake.owns(self.cluster.model_of(worker)),
+            misses_output=self._misses_output,
+            place=self.place,
+        )
+        self._maintenance = Maintenance(
+            bus,
+            publisher,
+            settings,
+            cluster=self.cluster,
+            held=self._held,
+            terminal=self._terminal,
+            background=self._background,
+            metrics=metrics,
+            place=self.place,
+            place_held=self._place_held_soon,
+        )
+
+    def _make_held(self) -> HeldRequests:
+        settings, cluster = self._settings, self.cluster
+        order = HeldOrder[PendingRequest](
+            cluster.tracker,
+            self._decider.arrays,
+            cluster.caches.overlaps,
+            by_size=settings.mode == "kv",
+            weights=self._tenants.weights,
+        )
+        limit = settings.local_prefill_tokens
+        return HeldRequests(settings.max_pending, LOCAL_PREFILL_TOKENS if limit < 0 else limit, order)
+
+    def _make_intake(self) -> Intake:
+        return Intake(
+            self._bus,
+            self.id,
+            tracker=self.cluster.tracker,
+            held=self._held,
+            background=self._background,
+            handle=self._on_request,
+            space=self._space,
+            placed=lambda: self._placed,
+            placed_by_all=lambda: self.cluster.positions().work,
+            owners_changed=self.cluster.owners_changed,
+            taken_over=self._on_taken_over,
+            lost_leases=lambda: self.cluster.losses.recent(self._bus.clock.now_ns()),
+        )
+
+    async def open(self) -> None:
+        """
+        Raises:
+            ServingError: a stream or the workers bucket cannot be read.
+        """
+        recovery = self._recovery
+        await self._memory.open()
+        await self._deletion.open(self.tasks)
+        await self.cluster.start(
+            ClusterListener(
+                self._place_held_soon,
+                recovery.on_returned,
+                recovery.on_worker_lost,
+                recovery.on_stranded,
+            )
+        )
+        self.tasks.spawn(recovery.scan(), name="recovery")
+        self.tasks.spawn(self._tenants.start(), name="tenant-weights")
+        self._maintenance.start(self.tasks)
+        stalled_after_s = self._settings.stalled_after_s
+        if stalled_after_s:
+            watching = watch(self._bus, self.cluster, self._metrics, stalled_after_s, recovery.on_stalled)
+            self.tasks.spawn(watching, name="watchdog")
+        if self._settings.resteer_after_s:
+            resteering = resteer(self._bus, self.cluster, self._settings.resteer_after_s, recovery.on_late)
+            self.tasks.spawn(resteering, name="resteering")
+        await self.intake.start(self.tasks)
+        await self._deletion.start(self.tasks)
+        log.info("router_open", router=self.id, mode=self._settings.mode)
+
+    async def close(self) -> None:
+        await self.intake.stop()  # otherwise the requests that are returned below would come here again
+        await self._terminal.drain(DRAIN_S)
+        await self.tasks.aclose()
+        for pending in self._held:
+            if pending.reply and self._bus.connected:
+                await self._bus.nc.publish(pending.reply, NAK)
+        await self._tenants.stop()
+        await self._deletion.stop()
+        await self.cluster.stop()
+
+    def _space(self, priority: Priority) -> int:
+        """Further requests of a class that may be read from the log."""
+        return 0 if self._maintenance.work_is_full else self._held.space(priority)
+
+    # The way of a request: decode, check, decide, publish its job or hold it, acknowledge.
+
+    async def _on_request(self, message: Any) -> None:
+        """Place a request as it comes from the log, for the first time or redelivered."""
+        try:
+            request = requests.decode(message.data)
+        except msgspec.MsgspecError as error:
+            log.error("request_unreadable", subject=message.subject, error=str(error))
+            await self._bus.nc.publish(message.reply, TERM)
+            return
+        if request.id in self._deletion.deleted:  # it comes again until it is gone
+            self._deletion.came_back(self._bus.subjects.stream("REQUESTS"), sequence(message.reply), request.id)
+            return
+        if not self.intake.places(request.model):  # passed on by a router that takes this one for the owner
+            await self.cluster.fold_unowned()
+        await self.cluster.folded()
+        active = self.cluster.tracker.request(request.id)
+        if active is not None and not active.echoed:  # its job is being stored, and acknowledges it then, not before
+            return
+        if active is not None or self.cluster.tracker.ended(request.id):  # its acknowledgement was lost
+            await self._bus.nc.publish(message.reply, ACK)
+            return
+        if request.id in self._terminal or self._held.delivered_again(request.id, message.reply):
+            return
+        await self.place(PendingRequest(request, message.data, message.reply, self._bus.clock.now_ns()))
+        await self._time_slice.yield_if_spent()
+
+    async def place(self, pending: PendingRequest, *, held: bool = False) -> bool:
+        """Give a request to a worker, end it, or hold it; False: it is held. Errors concern this request only.
+
+        Args:
+            held: it has waited for its turn, and may wait further for a better worker.
+        """
+        request = pending.request
+        try:
+            now_ns = self._bus.clock.now_ns()
+            if self._is_over(pending, now_ns):
+                return True
+            if self._must_wait(pending, now_ns):
+                self._hold(pending)
+                return False
+            if pending.suspect is Standing.poisonous:
+                self._end_poisonous(pending)
+                return True
+            if not held and self._settings.mode == "kv" and self._held.is_waiting(pending):
+                self._hold(pending)
+                self._place_held_soon()  # it may be due before those
+                return False
+            if self._misses_content(pending):  # it is being put again
+                self._hold(pending)
+                return False
+            keys = keys_view(request.digests)
+            waited_s = max(0, now_ns - request.created_ns) / 1e9 if held else None
+            decision, inputs = self._decider.decide(
+                pending,
+                keys,
+                now_ns,
+                held=len(self._held),
+                waited_s=waited_s,
+                part=self.intake.part(request.model),
+            )
+            self._metrics.decision.observe((self._bus.clock.now_ns() - now_ns) / 1e9)
+            if decision.route and all(stage.worker != pending.gone for stage in decision.route):
+                await self._publish_job(pending, decision, inputs, keys, now_ns)
+                return True
+            if decision.code is not None and not decision.route:
+                message = f"no worker can ever run this request: {describe(decision.reason)}"
+                self._terminal.end(pending, decision.code, message)
+                return True
+            self._hold(pending)
+            return False
+        except (NatsError, OSError, TimeoutError) as error:  # the connection has just failed
+            log.warning("placement_postponed", request=request.id, error=repr(error))
+            self.cluster.tracker.release(request.id, pending.attempt)
+            self._hold(pending)
+            return False
+        except Exception as error:
+            log.exception("placement_failed", request=request.id)
+            self.cluster.tracker.release(request.id, pending.attempt)
+            what = f"the router could not place the request ({type(error).__name__}); its log has the details"
+            self._terminal.end(pending, Code.internal, what)
+            return True
+
+    def _misses_content(self, pending: PendingRequest) -> bool:
+        """Whether a broker without a cluster has just restarted, and this request is from before."""
+        request = pending.request
+        if not request.no_store or not self._memory.settling:
+            return False
+        return self._memory.misses(stored_ns(pending.reply)) if pending.reply else self._misses_output(request.id)
+
+    def _misses_output(self, request_id: str) -> bool:
+        """The same by a request's id, whose time is by its gateway's clock."""
+        try:
+            made_ns = time_of(request_id)
+        except ValueError:
+            made_ns = 0
+        return self._memory.misses(made_ns - CLOCK_SKEW_NS)
+
+    def _must_wait(self, pending: PendingRequest, now_ns: int) -> bool:
+        """Look how a request may run, and whether it has to wait for that."""
+        repeats, watched = pending.request.repeats_poison, pending.request.watched
+        if pending.attempt == 1 and not repeats:
+            return False
+        request_id, waited_s = pending.request.id, (now_ns - pending.since_ns) / 1e9
+        returned = self.cluster.returned.of(request_id)
+        pending.suspect = standing(
+            returned, pending.lost, self.cluster.is_back, waited_s, repeats=repeats, watched=watched
+        )
+        if pending.suspect is Standing.alone:
+            return self.cluster.tracker.another_alone(pending.request.model, request_id)
+        return pending.suspect is Standing.unknown
+
+    def _end_poisonous(self, pending: PendingRequest) -> None:
+        crashes = self.cluster.returned.crashes(pending.request.id)
+        self._terminal.end(
+            pending,
+            Code.poisoned_request,
+            f"{crashes} workers crashed while they ran this request, the last one while it ran nothing else: it is not "
+            "run again; `penstock dead show` has the attempts",
+        )
+
+    def _is_over(self, pending: PendingRequest, now_ns: int) -> bool:
+        """Whether the request needs no worker: another router has placed it, or it ends here."""
+        request, tracker = pending.request, self.cluster.tracker
+        active = tracker.request(request.id)
+        placed = active is not None and active.echoed and active.attempt >= pending.attempt
+        if placed or tracker.ended(request.id):
+            if pending.reply:
+                self._background.acknowledge(pending.reply, ACK)
+            return True
+        if request.id in self._cancels:
+            self._terminal.end(pending, Code.cancelled, self._cancels[request.id])
+            return True
+        if now_ns >= request.deadline_ns:
+            self._terminal.end(pending, Code.deadline_exceeded, "the deadline passed before a worker was free")
+            return True
+        return False
+
+    async def _publish_job(
+        self,
+        pending: PendingRequest,
+        decision: RoutingDecision,
+        inputs: DecisionInputs,
+        keys: Sequence[int],
+        now_ns: int,
+    ) -> None:
+        """Send the job to its first worker. The request is acknowledged once the job is stored."""
+        request, attempt, first = pending.request, pending.attempt, decision.route[0]
+        prefill = self.cluster.tracker.worker(decision.prefill_worker)
+        assert prefill is not None
+        job = build_job(
+            pending,
+            decision,
+            mode=self._settings.mode,
+            router=self.id,
+            revision=prefill.revision,
+            prompt_blocks=len(keys),
+            positions=self.cluster.positions(),
+            now_ns=now_ns,
+            inputs=inputs,
+        )
+        load = build_load(pending, decision, prefill)
+        suspect = pending.suspect.value
+        self.cluster.admit(request.id, attempt, decision.route, load, keys, now_ns, suspect=suspect)
+        self._decider.sent(request, decision.route)
+        try:
+            body, part = await self._encode(request, job, now_ns)
+            if request.no_store and (worker := self.cluster.tracker.worker(first.worker)) is not None and worker.inbox:
+                memory.send_content(self._bus, request, worker.inbox)
+            room = self._bus.max_message - len(body)  # the server counts headers, too, and closes the link beyond it
+            keys_needed = self.intake.part(request.model).routers > 1 and sends_keys(load, len(keys), room)
+            stored = await self._publisher.send(
+                self._bus.subjects.work(first.role, first.worker),
+                body,
+                f"{request.id}:{attempt}",
+                headers=jobs.headers_of(
+                    jobs.load_header(*load),
+                    no_store=request.no_store,
+                    keys=keys_text(keys) if keys_needed else "",
+                    suspect=suspect,
+                    part=part,
+                ),
+            )
+        except ServingError as failure:  # too large for a message, together with all that was streamed so far
+            self.cluster.tracker.release(request.id, attempt)
+            self._terminal.end(pending, failure.code, failure.message)
+            return
+        self._placed += 1
+        self._metrics.placed(
+            pending.reason,
+            decision.kind,
+            first.role == ENCODE,
+            load.cached_tokens,
+            load.prompt_tokens,
+            now_ns - pending.since_ns,
+        )
+        stored.add_done_callback(functools.partial(self._on_job_stored, pending))
+
+    async def _encode(self, request: GenerateRequest, job: jobs.Job, now_ns: int) -> tuple[bytes, str]:
+        """A job as WORK holds it, and the part that has it whole, which is sent to memory storage and not waited for.
+
+        Raises:
+            ServingError: body_too_large.
+        """
+        if not (request.no_store and contents.has_content(job)):
+            return wire.encode(job), ""
+        part = contents.part_of(job.attempt)
+        stored = await memory.put(self._bus, self._publisher, request, part, wire.encode(job), now_ns=now_ns)
+        stored.add_done_callback(functools.partial(_on_part_stored, request.id))
+        return wire.encode(contents.shell_of(job)), part
+
+    def _on_job_stored(self, pending: PendingRequest, stored: "asyncio.Future[Ack]") -> None:
+        if stored.cancelled():
+            return
+        error = stored.exception()
+        if error is None:  # if another router was first, perhaps with another worker, the log overrules this one
+            if pending.reply:
+                self._background.acknowledge(pending.reply, ACK)
+            return
+        log.warning("job_not_stored", request=pending.request.id, error=str(error))
+        self.cluster.tracker.release(pending.request.id, pending.attempt)
+        self._hold(pending)
+
+    def _hold(self, pending: PendingRequest) -> None:
+        request, tracker = pending.request, self.cluster.tracker
+        now_ns = self._bus.clock.now_ns()
+        if not self._held.hold(pending, len(tracker.serving(request.model)), tracker.size, now_ns):
+            delay_ns = min(DEFERRAL_NS, max(1, request.deadline_ns - now_ns))
+            self._background.acknowledge(pending.reply, NAK + b' {"delay": %d}' % delay_ns)
+
+    # Held requests
+
+    def _on_taken_over(self) -> None:
+        self._background.spawn(self._recover_taken_over(), "recovery")
+
+    async def _recover_taken_over(self) -> None:
+        await self.cluster.folded()
+        await self._recovery.scan_now()
+
+    def _place_held_soon(self) -> None:
+        """Workers may have capacity again: try once per turn of the event loop, not once per event."""
+        if not self._placing_held and len(self._held):
+            self._placing_held = True
+            self.tasks.spawn(self._place_held(), name="place-held")
+
+    async def _place_held(self) -> None:
+        """Place held requests, the next of all lanes first, and from each lane until none has a worker."""
+        self._placing_held = False
+        heads = self._held.heads() if self.cluster.tracker.has_capacity() else []
+        heapq.heapify(heads)
+        while heads:
+            _, lane = heapq.heappop(heads)
+            if await self._place_next(lane):
+                turn = self._held.turn(lane)
+                if turn is not None:
+                    heapq.heappush(heads, (turn, lane))
+            await self._time_slice.yield_if_spent()
+        await self.intake.top_up()
+
+    async def _place_next(self, lane: str) -> bool:
+        """Place the next held request of a lane that has a worker; False: none has."""
+        for pending in self._held.candidates(lane, self._bus.clock.now_ns()):
+            if self._must_wait(pending, self._bus.clock.now_ns()):
+                continue
+            if self._held.take(pending.request.id) is not None and await self.place(pending, held=True):
+                return True
+            await self._time_slice.yield_if_spent()
+        return False
+
+    async def on_cancel(self, request_id: str, reason: str) -> None:
+        """End a cancelled request if it is held here; its worker receives the same message. It may come again."""
+        self._cancels.setdefault(request_id, reason[:LONGEST_REASON])
+        if len(self._cancels) > CANCELS_REMEMBERED:
+            self._cancels.popitem(last=False)
+        pending = self._held.remove(request_id)
+        if pending is not None:
+            await self.place(pending, held=True)
+
+
+def _on_part_stored(request_id: str, stored: "asyncio.Future[Ack]") -> None:
+    if not stored.cancelled() and (error := stored.exception()) is not None:  # its worker ends the request
+        log.warning("content_not_stored", request=request_id, error=str(error))

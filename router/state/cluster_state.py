@@ -1,0 +1,395 @@
+"""The state of the cluster as a router sees it: what its workers cache (``caches``) and have to do (``LoadTracker``).
+
+This is the shell around the load tracker: it follows WORK, DONE and the workers bucket.
+"""
+
+import asyncio
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Container, Sequence
+from contextlib import AsyncExitStack
+from itertools import chain
+
+import structlog
+
+from penstock.configs.settings import RouterSettings
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry
+from penstock.infra.bus.log_tail import LogTail
+from penstock.infra.bus.registry import EXPIRED, RegisteredWorker, WorkerRegistry
+from penstock.router.placement.job_message import Positions
+from penstock.router.state.caches import SWEEP_BLOCKS, Caches
+from penstock.router.state.cluster_listener import ClusterListener
+from penstock.router.state.depths import TargetId
+from penstock.router.state.holders import keys_view
+from penstock.router.state.lease_losses import LeaseLosses
+from penstock.router.state.load import ENCODE, ActiveRequest, LoadState
+from penstock.router.state.load_tracker import LoadTracker
+from penstock.router.state.lost_workers import DisconnectWatch
+from penstock.router.state.registration_removal import BROKE, ENDED, RegistrationRemoval
+from penstock.router.state.sent import read_sent
+from penstock.router.state.snapshots import Snapshot, Snapshots
+from penstock.router.state.suspects import ReturnedAttempts
+from penstock.router.state.unowned import Unfolded, UnownedRequests
+from penstock.schemas import done, fleet, kv
+from penstock.schemas.jobs import LoadHeader, Stage
+from penstock.schemas.streams import LONGEST_DEADLINE_S
+from penstock.schemas.subjects import HEADER_CRASHED, HEADER_GONE, HEADER_RETURNED, request_of
+
+log = structlog.get_logger("router")
+
+SETTLE_S = fleet.LEASE_S + 0.5  # after a (re)connect, for workers to renew their leases
+RELINKED_S = 10.0  # after a reconnect: leases that run out meanwhile did so through the broker
+EXPIRE_REQUESTS = 2_000
+FOLD_AT_ONCE = 50  # messages that were left unfolded: 1 ms
+LEFT_REMEMBERED = 1024  # workers that left
+REPORTED_S = 0.5  # until what was stored before a registration is read, too
+OVERDUE_NS = 30_000_000_000  # after its deadline; the terminal event of such a request was missed
+
+
+class ClusterState:
+    """Everything that a decision depends on. ``start`` it with a listener.
+
+    Args:
+        deleted: requests whose jobs do not count, since they were deleted.
+        came_back: called with stream, sequence and request of their messages.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        settings: RouterSettings,
+        deleted: Container[str] = (),
+        came_back: Callable[[str, int, str], None] = lambda stream, seq, request: None,
+    ) -> None:
+        self._bus = bus
+        self._deleted = deleted
+        self._came_back = came_back
+        self._settings = settings
+        self._listener: ClusterListener
+        self.tasks = bus.tasks.group("cluster")
+        self.tracker = LoadTracker(kv_events=settings.kv_events)
+        self.caches = Caches(
+            bus, settings, self.tasks, is_registered=self._is_registered, folded=self._on_kv, loaded=self._on_loaded
+        )
+        self._registry = WorkerRegistry(bus, joined=self._on_joined, left=self._on_left, renewed=self._on_renewed)
+        self._removal = RegistrationRemoval(bus, self._registry, self.tasks)
+        self.disconnects = DisconnectWatch(self._is_worker_connection)
+        self._work = self._tail("WORK", "work", self._on_work)
+        self._done = self._tail("DONE", "done", self._on_done)
+        self.returned = ReturnedAttempts()
+        self.losses = LeaseLosses()
+        self._returned = self._tail("DONE", "returned", self._on_returned)
+        self._following = AsyncExitStack()
+        self.stalled: frozenset[str] = frozenset()  # workers whose engines make no steps; set by the watchdog
+        self.late: frozenset[str] = frozenset()  # workers whose requests are placed again; set by ``resteer``
+        self._left: OrderedDict[str, str] = OrderedDict()  # workers that left, the most recent last -> model
+        self._connected_since = time.monotonic()
+        self._relinked = -math.inf  # monotonic; when the link was last made again
+        self._snapshots = Snapshots(bus, settings.name)
+        self._saved = (0, 0, 0)
+        self.places: Callable[[str], bool] = lambda model: True  # call ``owners_changed`` if it changes
+        self._placed_here: dict[str, bool] = {}  # by worker
+        self._unowned = UnownedRequests()
+        self._folding: asyncio.Task[None] | None = None
+
+    def _tail(self, stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
+        subjects = self._bus.subjects
+        subject = subjects.all(kind)
+        return LogTail(self._bus, subjects.stream(stream), subject, subjects.live(subject), handle)
+
+    async def start(self, listener: ClusterListener) -> None:
+        """
+        Raises:
+            ServingError: a stream or the bucket cannot be read.
+        """
+        self._listener = listener
+        now_ns = self._bus.clock.now_ns()
+        past = now_ns - int(LONGEST_DEADLINE_S * 1e9)
+        saved = await self._snapshots.load()
+        starts = {}
+        if saved is not None and saved[0].taken_ns > past:
+            at, state = saved
+            self.tracker.restore(state)
+            self.returned.update(state.returned)
+            self.losses.update(state.losses, state.losses_together)
+            starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
+        # Workers before jobs: jobs are counted in blocks of their worker's size.
+        await self.caches.start(now_ns)
+        await self._following.enter_async_context(self._registry)
+        self.caches.forget_unregistered()
+        # Ends before beginnings: a request that is known to be over never counts as active.
+        for name, tail in (("done", self._done), ("returned", self._returned), ("work", self._work)):
+            after = starts.get(name, 0)
+            await self._following.enter_async_context(tail.following(after=after, since_ns=0 if after else past))
+        self._bus.on_reconnect.append(self._on_reconnect)
+        self._connected_since = time.monotonic()
+        if self._settings.sys_nats_url:
+            await self.disconnects.start(self._settings.sys_nats_url)
+
+    async def stop(self) -> None:
+        await self.caches.stop()
+        await self._following.aclose()
+        await self.disconnects.stop()
+
+    async def _on_reconnect(self) -> None:
+        self._connected_since = self._relinked = time.monotonic()
+
+    async def save(self) -> None:
+        """Store the loads for the next start, and less often the index, if they have changed since the last time."""
+        positions = (self._work.position, self._done.position, self._returned.position)
+        if positions != self._saved and self._bus.connected:
+            self._saved, head = positions, Snapshot(self._bus.clock.now_ns(), *positions)
+            await self.fold_unowned()
+            returned = (LoadState(returned=part) for part in self.returned.parts())
+            own, together = self.losses.part()
+            losses = LoadState(losses=own, losses_together=together)
+            await self._snapshots.save(head, chain(self.tracker.parts(), returned, [losses]))
+        await self.caches.save_sometimes()
+
+    async def maintain(self, now_ns: int) -> None:
+        """Expire leases, broken connections and overdue requests, and clean up; a few times a second."""
+        self._registry.expire()
+        self._removal.remove_stale()
+        if expired := self.disconnects.expired(time.monotonic()):
+            self._removal.remove_connections(frozenset(expired))
+        self.tracker.expire(now_ns - OVERDUE_NS, EXPIRE_REQUESTS)
+        await self.caches.maintain(now_ns / 1e9)
+        self.tracker.loads.sweep(SWEEP_BLOCKS)
+
+    # Decisions
+
+    def suspects(self) -> frozenset[str]:
+        """Workers whose connection is broken at the moment, whose engine is stalled, or that are late."""
+        broken = self.disconnects.broken
+        slow = self.stalled | self.late
+        if not broken:
+            return slow
+        workers = self._registry.members.items()
+        return slow | {name for name, worker in workers if worker.registration.connection in broken}
+
+    def steps(self) -> dict[str, tuple[int, int]]:
+        """Of workers with requests, and stalled ones: epoch, and steps of the engine by its last renewal (-1: unknown).
+
+        Thousands may have none, and engines without work make no steps.
+        """
+        found = map(self._registry.members.get, self.tracker.busy() | self.stalled)
+        members = (member.registration for member in found if member is not None)
+        return {each.worker: (each.epoch, each.load.steps) for each in members}
+
+    def registrations(self) -> list[fleet.Registration]:
+        """All workers, with their load as of the last renewal."""
+        return [member.registration for member in self._registry.members.values()]
+
+    def is_back(self, worker: str) -> bool:
+        """Whether a worker that was lost is registered again, with nothing to report of its last life.
+
+        A crash is reported before, but in another stream.
+        """
+        name, before = worker.rpartition("-")[0], time.monotonic() - REPORTED_S
+        return any(
+            each.registration.name == name and id != worker and each.joined_at < before
+            for id, each in self._registry.members.items()
+        )
+
+    def admit(
+        self,
+        request: str,
+        attempt: int,
+        route: Sequence[Stage],
+        load: LoadHeader,
+        keys: Sequence[int],
+        now_ns: int,
+        *,
+        suspect: str = "",
+    ) -> None:
+        """Count a decision of this router, at all stages of its route, before it is read from the log.
+
+        Args:
+            load: as it is sent with the job.
+            keys: of the prompt's full blocks.
+            suspect: as in ``Job``.
+        """
+        first = route[0]
+        self.tracker.admit(
+            request, attempt, first.worker, load, now_ns=now_ns, role=first.role, keys=keys, suspect=suspect
+        )
+        for stage in route:
+            worker = self.tracker.worker(stage.worker)
+            if worker is not None and stage.role != ENCODE:
+                self.caches.sent(worker, stage.rank, keys, now_ns)
+
+    def model_of(self, worker: str) -> str:
+        """The model of a worker that is registered, or left not long ago; "": unknown."""
+        registration = self.tracker.worker(worker)
+        return registration.model if registration is not None else self._left.get(worker, "")
+
+    def orphans(self) -> list[ActiveRequest]:
+        """Requests with a stage left at an unregistered worker, once all workers have had time to register."""
+        settled = time.monotonic() - self._connected_since > SETTLE_S
+        return self.tracker.orphans() if settled and self._bus.connected else []
+
+    def positions(self) -> Positions:
+        """The stream sequences that the present state was folded from."""
+        return Positions(self.caches.position, self._work.position, self._done.position)
+
+    # Logs
+
+    def owners_changed(self) -> None:
+        """Fold messages that were left to other routers: this one may have to decide for their models now.
+
+        Decisions await ``folded``, since other tasks run in between. One that does not may choose a worse worker.
+        """
+        self._placed_here.clear()
+        if len(self._unowned):
+            self._folding = self.tasks.spawn(self.fold_unowned(), name="fold-unowned")
+
+    async def folded(self) -> None:
+        """Wait until what was left to other routers is folded, if their models are this router's now."""
+        if self._folding is not None:
+            await asyncio.wait([self._folding])
+            self._folding = None
+
+    async def fold_unowned(self) -> None:
+        """Before a decision for a model of another router."""
+        for count, unfolded in enumerate(self._unowned.take(), 1):
+            self._fold_kept(unfolded)
+            if count % FOLD_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    def _on_work(self, entry: Entry) -> None:
+        if (request := request_of(entry.headers)) in self._deleted:
+            self._came_back(self._bus.subjects.stream("WORK"), entry.seq, request)
+            return
+        read_ns, worker = self._bus.clock.now_ns(), entry.subject.rpartition(".")[2]
+        owned = self._placed_here.get(worker)
+        if owned is None and (registration := self.tracker.worker(worker)) is not None:
+            owned = self._placed_here[worker] = self.places(registration.model)
+        if owned is False and not self._unowned.full and self.tracker.request(request) is None:
+            if not self.tracker.ended(request):
+                self._unowned.add(request, entry, read_ns)
+            return
+        self._fold_work(entry, read_ns)
+
+    def _fold_kept(self, unfolded: Unfolded) -> None:
+        try:
+            self._fold_work(*unfolded)
+        except Exception:  # the others are folded nevertheless, as when they are read
+            log.exception("log_handler_failed", stream="WORK", seq=unfolded.entry.seq)
+
+    def _fold_work(self, entry: Entry, read_ns: int) -> None:
+        try:
+            sent = read_sent(entry)
+        except ValueError:
+            log.warning("work_header_unreadable", seq=entry.seq)
+            return
+        if sent is None or (sent.is_copy and self.tracker.set_seq(sent.request, sent.attempt, entry.seq)):
+            return
+        changed = self.tracker.admit(
+            sent.request,
+            sent.attempt,
+            sent.worker,
+            sent.load,
+            now_ns=read_ns,
+            role=sent.role,
+            echoed=True,
+            seq=entry.seq,
+            handed=sent.handed,
+            keys=sent.keys,
+            suspect=sent.suspect,
+        )
+        if changed and sent.keys:  # its prompt's KV events may have been read before it: after a start, for example
+            for stage in sent.load.route or (Stage(sent.role, sent.worker),):
+                self._find_computed((stage.worker, stage.rank), sent.keys[-1])
+        if changed and (sent.worker in self._left or any(stage.worker in self._left for stage in sent.load.route)):
+            stranded = self.tracker.request(sent.request)
+            if stranded is not None and self._bus.connected:
+                self._listener.request_stranded(stranded)
+
+    def _on_done(self, entry: Entry) -> None:
+        request = request_of(entry.headers)
+        if request in self._deleted:
+            self._came_back(self._bus.subjects.stream("DONE"), entry.seq, request)
+        kept = self._unowned.end(request)
+        self.returned.end(request)
+        if self.tracker.finish(request, self._bus.clock.now_ns()) is not None or not kept:
+            self._listener.capacity_changed()
+
+    def _on_returned(self, entry: Entry) -> None:
+        """An attempt was given back: by its worker, or for one whose process has ended."""
+        request = request_of(entry.headers)
+        try:
+            attempt, reason = done.read_returned_header(entry.headers.get(HEADER_RETURNED, ""))
+        except ValueError as error:
+            log.warning("return_unreadable", seq=entry.seq, error=str(error))
+            return
+        if not self.tracker.ended(request):
+            self.returned.add(request, attempt, entry.headers.get(HEADER_CRASHED, ""))
+        self._listener.attempt_returned(request, attempt, reason)
+        if worker := entry.headers.get(HEADER_GONE):
+            self._removal.remove_ended(worker)
+
+    def _on_kv(self, batch: kv.KvBatch) -> None:
+        target_id, computed = (batch.worker, batch.rank), False
+        if self.tracker.loads.is_computing(target_id):
+            now_ns = self._bus.clock.now_ns()
+            for event in batch.events:
+                if isinstance(event, kv.Stored) and not event.tier and not event.group:
+                    computed |= self.tracker.stored(target_id, keys_view(event.digests), now_ns)
+        if computed:
+            self._listener.capacity_changed()
+
+    def _find_computed(self, target_id: TargetId, key: int) -> None:
+        """Prompts that end with this block are computed if the index has it: no event will report them any more."""
+        if self.caches.holds(target_id, key):
+            self.tracker.stored(target_id, (key,), 0)
+
+    def _on_loaded(self, worker: str) -> None:
+        """The events that a dump replaces are not read."""
+        registration = self.tracker.worker(worker)
+        for rank in range(registration.dp_size if registration is not None else 0):
+            for task in self.tracker.loads.uncomputed((worker, rank)):
+                self._find_computed(task.target, task.keys[-1])
+        self._listener.capacity_changed()
+
+    # Workers
+
+    def _is_registered(self, worker: str) -> bool:
+        return self.tracker.worker(worker) is not None
+
+    def _is_worker_connection(self, connection: str) -> bool:
+        return any(worker.registration.connection == connection for worker in self._registry.members.values())
+
+    def _on_joined(self, worker: RegisteredWorker) -> None:
+        registration = worker.registration
+        self.tracker.put_worker(registration)
+        self._placed_here.pop(registration.worker, None)
+        self._left.pop(registration.worker, None)
+        self.disconnects.restored(registration.connection)
+        self.caches.joined(registration)
+        self._listener.capacity_changed()
+
+    def _on_renewed(self, worker: RegisteredWorker) -> None:
+        if self.disconnects.broken:
+            self.disconnects.restored(worker.registration.connection)
+
+    def _on_left(self, worker: RegisteredWorker, why: str) -> None:
+        registration, name = worker.registration, worker.registration.worker
+        if why in (EXPIRED, BROKE, ENDED):
+            losing = registration.name or name.rpartition("-")[0]
+            self.losses.add(
+                losing,
+                registration.role,
+                registration.model,
+                self._bus.clock.now_ns(),
+                workers=self.tracker.size,
+                link_broke=time.monotonic() - self._relinked < RELINKED_S,
+            )
+        self._placed_here.pop(name, None)
+        requests = self.tracker.remove_worker(name)
+        self._left[name] = worker.registration.model
+        if len(self._left) > LEFT_REMEMBERED:
+            self._left.popitem(last=False)
+        self.caches.left(name)
+        self._listener.worker_lost(name, why, requests)

@@ -1,0 +1,132 @@
+"""Load as data: an active request, what it costs at each stage, and the resulting load of a target."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.router.state.depths import TargetId
+from penstock.schemas.fleet import Registration
+from penstock.schemas.jobs import Stage
+
+ENCODE = "encode"  # the role that computes no part of a prompt
+
+
+class StageLoad(NamedTuple):
+    """What one request costs at one target."""
+
+    target_id: TargetId
+    sequences: int
+    blocks: int
+    uncached_tokens: int  # prompt tokens to compute
+
+
+class ActiveRequest(msgspec.Struct, omit_defaults=True):
+    """A request that was sent to a worker and has not ended. Snapshots store it: fields keep their names.
+
+    Only ``echoed`` and ``seq`` change: what it costs does not.
+    """
+
+    request: str
+    attempt: int
+    worker: str  # at its present stage
+    prompt_tokens: int
+    cached_tokens: int
+    blocks: int  # prompt blocks to compute at the prefill worker
+    deadline_ns: int
+    rank: int = 0
+    n: int = 1  # sequences
+    gateway: str = ""
+    priority: str = ""
+    echoed: bool = False  # read from the log; False: only decided by this router
+    seq: int = 0  # of its newest message in WORK; 0: not read yet
+    role: str = ""  # of ``worker``
+    later: tuple[Stage, ...] = ()  # the stages after this one
+    prompt_blocks: int = 0  # all prompt blocks, which a decode worker takes over with the KV
+    handed: bool = False  # an earlier stage computed the prompt
+    suspect: str = ""  # as in ``Job``
+
+    @property
+    def target_id(self) -> TargetId:
+        return (self.worker, self.rank)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The present stage and all later ones."""
+        return (Stage(self.role, self.worker, self.rank), *self.later)
+
+    @property
+    def uncached_tokens(self) -> int:
+        return max(0, self.prompt_tokens - self.cached_tokens)
+
+    def stage_loads(self) -> list[StageLoad]:
+        """The cost at each stage that is left. A function of this entry alone: what is added is also subtracted."""
+        if not self.later and not self.handed and self.role != ENCODE:
+            return [StageLoad((self.worker, self.rank), self.n, self.blocks, self.uncached_tokens)]
+        loads, computed = [], self.handed
+        for stage in self.stages:
+            target_id = (stage.worker, stage.rank)
+            if stage.role == ENCODE:
+                loads.append(StageLoad(target_id, 1, 0, 0))
+            elif computed:
+                loads.append(StageLoad(target_id, self.n, self.prompt_blocks, 0))
+            else:
+                loads.append(StageLoad(target_id, self.n, self.blocks, self.uncached_tokens))
+                computed = True
+        return loads
+
+
+class Load(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The load of one target, including requests that are still on their way to it."""
+
+    requests: int = 0
+    sequences: int = 0
+    active_blocks: int = 0  # prompt blocks of its active requests; cached blocks count where they were computed
+    prefill_tokens: float = 0.0  # prompt tokens still to compute
+    computing: int = 0  # sequences whose prompt is known not to be computed yet
+    slowness: float = 1.0  # time per prompt token, relative to the other targets of the model
+    context_blocks: int = 0  # prompt blocks of its active sequences, shared ones counted for each
+    decode_slowness: float = 1.0  # time per step, relative to the other targets of the model
+    served_tokens: int = 0  # of prompts that this router sent there lately; more if another router prefers it
+
+
+class RoutingTarget(msgspec.Struct, frozen=True):
+    """A worker, or one attention data-parallel rank of it, that requests can be sent to."""
+
+    id: TargetId
+    registration: Registration
+    load: Load
+
+    @property
+    def capacity(self) -> int:
+        """Further sequences that it accepts."""
+        return max(0, self.registration.slots + self.registration.queue - self.load.sequences)
+
+
+class LoadState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The state of a ``LoadTracker`` for a snapshot. Registrations come from the bucket and are not part of it."""
+
+    unfinished: tuple[ActiveRequest, ...] = ()
+    closed: tuple[tuple[str, int], ...] = ()  # request, highest attempt that ended
+    backlogs: tuple[tuple[str, int, float, int], ...] = ()  # worker, rank, tokens, at_ns
+    returned: tuple[tuple[str, int, str], ...] = ()  # request, attempt, ``Returned.crashed``
+    losses: tuple[tuple[str, str, str, int], ...] = ()  # of leases, see ``LeaseLosses``
+    losses_together: tuple[tuple[str, str, str, int], ...] = ()
+
+
+def merge(parts: Iterable[LoadState]) -> LoadState:
+    """Join the parts of ``LoadTracker.parts``."""
+    states = list(parts)
+    return LoadState(
+        tuple(entry for state in states for entry in state.unfinished),
+        tuple(entry for state in states for entry in state.closed),
+        tuple(entry for state in states for entry in state.backlogs),
+        tuple(entry for state in states for entry in state.returned),
+        tuple(entry for state in states for entry in state.losses),
+        tuple(entry for state in states for entry in state.losses_together),
+    )
+
+
+def serves(registration: Registration, model: str) -> bool:
+    """Whether the worker serves ``model``, by name or alias."""
+    return model == registration.model or model in registration.aliases

@@ -1,0 +1,318 @@
+"""The load of each target. A row is one target: a worker, or one attention data-parallel rank of it.
+
+No clock, no NATS. ``arrays.columns`` has the same as arrays.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from penstock.router.state.active_prefixes import ActivePrefixes
+from penstock.router.state.depths import Depths, TargetId
+from penstock.router.state.learned_costs import DECODE_NOISE, LearnedCosts
+
+COLUMNS = 12
+(
+    BLOCK_SIZE,
+    BLOCKS,
+    SLOTS,
+    LIMIT,
+    SEQUENCES,
+    ACTIVE,
+    CONTEXT,
+    BACKLOG,
+    COMPUTING,
+    SLOWNESS,
+    DECODE_SLOWNESS,
+    SERVED,
+) = range(COLUMNS)
+SERVED_REQUESTS = 64  # for each target, after which SERVED is halved
+
+
+class Task(NamedTuple):
+    """A request at one target, from its placement to its end.
+
+    Attributes:
+        keys: of the full blocks of its prompt; empty: unknown, ``blocks`` is how many count.
+        uncached_tokens: prompt tokens that the target has to compute.
+        sequences: generated from the prompt.
+        context: blocks of the whole prompt, cached or not.
+        at_ns: when it was placed; 0: unknown, nothing is learnt from it.
+    """
+
+    request: str
+    target: TargetId
+    keys: Sequence[int]
+    blocks: int
+    uncached_tokens: int
+    sequences: int = 1
+    context: int = 0
+    at_ns: int = 0
+
+
+class TargetLoads:
+    """Capacity and load of all targets.
+
+    Columns: BLOCK_SIZE in tokens; BLOCKS of the KV cache; SLOTS for sequences that run at once, LIMIT and number of all
+    SEQUENCES; ACTIVE, distinct prompt blocks of unfinished requests; CONTEXT, the same with shared blocks counted for
+    every sequence, as a decode step reads them; BACKLOG, uncached prompt tokens that are not computed yet; COMPUTING,
+    sequences whose prompt is not computed yet; SLOWNESS and DECODE_SLOWNESS, time per prompt token and per
+    step relative to the model's other targets; SERVED, prompt tokens that this router sent there lately, and
+    more if another router prefers the target.
+
+    Attributes:
+        changed: rows that changed since ``LoadColumns`` read them last.
+        estimates: arguments of ``estimate`` by row; BACKLOG comes without them.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[TargetId, int] = {}
+        self._free: list[int] = []
+        # By row: changing a list is several times cheaper than an array's element. Counts are integers, which score
+        # tables need.
+        self._values: list[list[Any]] = []
+        self.changed: set[int] = set()
+        self.estimates: dict[int, tuple[float, int, int]] = {}
+        self._sent = 0  # prompts since SERVED was halved
+        self._more: dict[int, int] = {}  # in SERVED of rows that other routers prefer
+        self._prefixes = ActivePrefixes()
+        self._tasks: dict[tuple[str, TargetId], Task] = {}
+        self.learned = LearnedCosts()
+        self.learned_decode = LearnedCosts(DECODE_NOISE)
+        self._decoding: dict[tuple[str, TargetId], tuple[int, float]] = {}  # since when, and how much context there was
+        self._models: dict[TargetId, str] = {}
+        self._means: dict[str, int] = {}  # cache: by model, mean of SERVED, which a target that begins with it keeps
+        self._computed_ns: dict[TargetId, int] = {}  # when the last prompt was computed
+        self._computing: dict[TargetId, dict[int, dict[str, Task]]] = {}  # by last key of the prompt and request
+
+    def row(self, target: TargetId) -> int | None:
+        """The row of a target; None: it is unknown."""
+        return self._rows.get(target)
+
+    def block_size(self, target: TargetId) -> int:
+        return int(self._values[self._rows[target]][BLOCK_SIZE])
+
+    def estimate(self, target: TargetId, tokens: float, at_ns: int, most: int) -> None:
+        """Add prompt tokens whose computation no event will report; their backlog is now at most ``most``."""
+        row = self._rows.get(target)
+        if row is None:
+            return
+        self.changed.add(row)
+        if most:
+            self.estimates[row] = tokens, at_ns, most
+        else:
+            self.estimates.pop(row, None)
+
+    def load(self, row: int) -> list[Any]:
+        """All columns of one target."""
+        return self._values[row]
+
+    def loads(self, rows: Iterable[int]) -> list[list[Any]]:
+        """``load`` of each row."""
+        values = self._values
+        return [values[row] for row in rows]
+
+    def put(self, target: TargetId, *, block_size: int, blocks: int, slots: int, limit: int, model: str = "") -> bool:
+        """Add a target, or change its capacity; True: it is new."""
+        row = self._rows.get(target)
+        new = row is None
+        if row is None:
+            row = self._rows[target] = self._free.pop() if self._free else len(self._rows)
+            if row == len(self._values):
+                self._values.append([])
+            self._values[row] = [0] * COLUMNS
+            self._values[row][SLOWNESS] = self._values[row][DECODE_SLOWNESS] = 1.0
+            self._values[row][SERVED] = self._mean_served(model)
+        values = self._values[row]
+        values[BLOCK_SIZE], values[BLOCKS], values[SLOTS], values[LIMIT] = block_size, blocks, slots, limit
+        self.count_more(target, 0)  # its model may be another one now
+        self._models[target] = model
+        return new
+
+    def remove(self, target: TargetId) -> list[Task]:
+        """Remove a target and return its tasks."""
+        row = self._rows.pop(target, None)
+        if row is None:
+            return []
+        self._free.append(row)
+        self._more.pop(row, None)
+        self._means.clear()
+        self.estimates.pop(row, None)
+        lost = [task for (_, at), task in self._tasks.items() if at == target]
+        for task in lost:
+            del self._tasks[task.request, target]
+            self._decoding.pop((task.request, target), None)
+        self._computing.pop(target, None)
+        self._models.pop(target, None)
+        self._computed_ns.pop(target, None)
+        self.learned.forget(target)
+        self.learned_decode.forget(target)
+        self._prefixes.forget(target)
+        return lost
+
+    def add(self, task: Task) -> bool:
+        """A request was sent to its target; unknown targets are ignored.
+
+        Returns: whether ``stored`` will find when its prompt is computed, so that it counts in BACKLOG until then.
+        """
+        row = self._rows.get(task.target)
+        if row is None or (task.request, task.target) in self._tasks:
+            return False
+        self._tasks[task.request, task.target] = task
+        values = self._values[row]
+        self.changed.add(row)
+        values[SEQUENCES] += task.sequences
+        values[CONTEXT] += task.context * task.sequences
+        values[ACTIVE] += self._prefixes.add(task.target, task.keys) if task.keys else task.blocks
+        if task.uncached_tokens < values[BLOCK_SIZE] or not task.keys:
+            if not task.uncached_tokens:
+                self._decodes(task, task.at_ns)
+            return False
+        self._computing.setdefault(task.target, {}).setdefault(task.keys[-1], {})[task.request] = task
+        values[BACKLOG] += task.uncached_tokens
+        values[COMPUTING] += task.sequences
+        return True
+
+    def count(self, target: TargetId, sequences: int, blocks: int, context: int) -> None:
+        """Add a request of which only this is known, or take it away (``sequences`` and ``blocks`` negative).
+
+        Args:
+            context: as in ``Task``.
+        """
+        row = self._rows.get(target)
+        if row is None:
+            return
+        values = self._values[row]
+        values[SEQUENCES] += sequences
+        values[CONTEXT] += context * sequences
+        values[ACTIVE] += blocks
+        self.changed.add(row)
+
+    def is_computing(self, target: TargetId) -> bool:
+        """Whether ``stored`` may find prompts of this target to be computed."""
+        return bool(self._computing.get(target))
+
+    def silent(self, before_ns: int) -> list[TargetId]:
+        """Targets with prompts to compute, by ``uncomputed``, that have computed none since then."""
+        computed_ns = self._computed_ns.get
+        return [target for target, among in self._computing.items() if among and computed_ns(target, 0) <= before_ns]
+
+    def uncomputed(self, target: TargetId) -> list[Task]:
+        """The tasks whose prompt is not computed yet, as far as KV events will report it."""
+        return [task for among in self._computing.get(target, {}).values() for task in among.values()]
+
+    def computed_ns(self, target: TargetId) -> int:
+        """When a target computed a prompt last; 0: not yet."""
+        return self._computed_ns.get(target, 0)
+
+    def stored(self, target: TargetId, keys: Sequence[int], now_ns: int = 0) -> list[Task]:
+        """Handle KV events: ``target`` now holds these blocks. Returns the tasks whose prompt is thereby computed.
+
+        Args:
+            now_ns: 0: unknown, nothing is learnt from it.
+        """
+        computing = self._computing.get(target)
+        if not computing or computing.keys().isdisjoint(keys):
+            return []
+        done = [task for key in keys if key in computing for task in computing[key].values()]
+        for task in done:
+            self._computed(task)
+        began_ns = max(min(task.at_ns for task in done), self._computed_ns.get(target, 0))
+        if 0 < began_ns < now_ns:
+            tokens = sum(task.uncached_tokens for task in done)
+            slowness = self.learned.computed(self._models[target], target, tokens, (now_ns - began_ns) / 1e9)
+            row = self._rows[target]
+            self._values[row][SLOWNESS] = slowness
+            self.changed.add(row)
+        for task in done:
+            self._decodes(task, now_ns)
+        if now_ns:
+            self._computed_ns[target] = now_ns
+        return done
+
+    def end(self, request: str, target: TargetId, now_ns: int = 0) -> Task | None:
+        """A request ended, or left for its next stage.
+
+        Args:
+            now_ns: 0: unknown, or it was not served to its end; nothing is learnt from it.
+        """
+        task = self._tasks.pop((request, target), None)
+        if task is None:
+            return None
+        self._computed(task)
+        row = self._rows[target]
+        values = self._values[row]
+        since_ns, context = self._decoding.pop((request, target), (0, 0.0))
+        if 0 < since_ns < now_ns:
+            seconds = (now_ns - since_ns) / 1e9
+            values[DECODE_SLOWNESS] = self.learned_decode.computed(self._models[target], target, context, seconds)
+        values[SEQUENCES] -= task.sequences
+        values[CONTEXT] -= task.context * task.sequences
+        values[ACTIVE] -= self._prefixes.remove(target, task.keys) if task.keys else task.blocks
+        self.changed.add(row)
+        return task
+
+    def prefixes(self, keys: Sequence[int]) -> Depths:
+        """Leading blocks of a prompt that active requests have, by target; to be read at once."""
+        return self._prefixes.match(keys)
+
+    def sweep(self, limit: int) -> bool:
+        """As ``ActivePrefixes.sweep``."""
+        return self._prefixes.sweep(limit)
+
+    def served_tokens(self, target: TargetId) -> int:
+        row = self._rows.get(target)
+        return 0 if row is None else int(self._values[row][SERVED])
+
+    def sent(self, target: TargetId, tokens: int) -> None:
+        """Count a prompt that this router sent to a target in SERVED."""
+        row = self._rows.get(target)
+        if row is None:
+            return
+        self._means.clear()
+        self._values[row][SERVED] += tokens
+        self.changed.add(row)
+        self._sent += 1
+        if self._sent >= SERVED_REQUESTS * len(self._rows):
+            self._sent = 0
+            for each in self._rows.values():
+                self._values[each][SERVED] -= self._sent_to(each) - self._sent_to(each) // 2
+                self.changed.add(each)
+
+    def count_more(self, target: TargetId, tokens: int) -> None:
+        """Count so many more tokens in SERVED, since another router prefers the target; 0: none does."""
+        row = self._rows.get(target)
+        if row is not None:
+            self._values[row][SERVED] = self._sent_to(row) + tokens
+            self._more[row] = tokens
+            self.changed.add(row)
+
+    def _sent_to(self, row: int) -> int:
+        """SERVED without what ``count_more`` added."""
+        return int(self._values[row][SERVED]) - self._more.get(row, 0)
+
+    def _mean_served(self, model: str) -> int:
+        """The initial SERVED of a new target, so that it is not sent all requests until it has caught up."""
+        mean = self._means.get(model)
+        if mean is None:
+            others = [self._sent_to(self._rows[target]) for target, at in self._models.items() if at == model]
+            mean = self._means[model] = sum(others) // len(others) if others else 0
+        return mean
+
+    def _decodes(self, task: Task, now_ns: int) -> None:
+        """Count a request as decoding: its prompt is computed."""
+        if now_ns:
+            values = self._values[self._rows[task.target]]
+            self._decoding[task.request, task.target] = now_ns, values[CONTEXT] * values[BLOCK_SIZE]
+
+    def _computed(self, task: Task) -> None:
+        among = self._computing.get(task.target, {})
+        waiting = among.get(task.keys[-1]) if task.keys else None
+        if waiting is None or waiting.pop(task.request, None) is None:
+            return
+        if not waiting:
+            del among[task.keys[-1]]
+        row = self._rows[task.target]
+        values = self._values[row]
+        values[BACKLOG] -= task.uncached_tokens
+        values[COMPUTING] -= task.sequences
+        self.changed.add(row)

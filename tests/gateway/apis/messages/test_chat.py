@@ -1,0 +1,221 @@
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, ChatMessage, ContentPart
+from penstock.gateway.apis.chat.messages import template_messages
+from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.apis.messages.bodies import parse_message
+from penstock.gateway.apis.messages.chat import chat_of
+from penstock.gateway.apis.messages.objects import message_error
+from penstock.gateway.apis.messages.prepare import count_message, prepare_message
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.wire import unpack_tokens
+from tests.gateway.answers import CONTEXT, NOW
+
+TOOL = {"name": "get_weather", "description": "d", "input_schema": {"type": "object"}}
+CALL = {"type": "tool_use", "id": "c1", "name": "get_weather", "input": {"city": "Oslo"}}
+HI = {"role": "user", "content": "hi"}
+
+
+def encoded(**fields: Any) -> bytes:
+    return json.dumps({"model": "demo", "max_tokens": 9, "messages": [HI], **fields}).encode()
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return chat_of(parse_message(encoded(**fields))).body
+
+
+def prepared(**fields: Any) -> GenerateRequest:
+    found = prepare_message(encoded(**fields), CONTEXT, now_ns=NOW, request_id="r").prepared
+    assert isinstance(found, PreparedRequest)
+    return found.request
+
+
+def test_blocks_become_messages_and_results_of_tools_their_own() -> None:
+    given = [
+        HI,
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": ""},
+            {"type": "redacted_thinking", "data": "x"},
+            {"type": "text", "text": "I look."},
+            CALL,
+            {**CALL, "id": "c2"},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "content": "rain"},
+            {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "sun"}]},
+            {"type": "text", "text": "And now?", "cache_control": {"type": "ephemeral"}},
+        ]},
+    ]  # fmt: skip
+    found = chat(messages=given, system=[{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]).messages
+    assert [message.role for message in found] == ["system", "user", "assistant", "tool", "tool", "user"]
+    assert found[0].content == "Be\nbrief."
+    turn = found[2]
+    assert (turn.content, turn.reasoning_content) == ("I look.", "Hm.")
+    assert [(call.id, call.function.arguments) for call in turn.tool_calls or ()] == [
+        ("c1", '{"city":"Oslo"}'),
+        ("c2", '{"city":"Oslo"}'),
+    ]
+    assert (found[3].tool_call_id, found[3].content) == ("c1", "rain")
+    assert found[5] == ChatMessage("user", [ContentPart("text", "And now?")])
+    template_messages(found)  # which a chat template takes
+
+
+def test_images_become_urls() -> None:
+    sources = [
+        {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+        {"type": "url", "url": "https://a/b"},
+    ]
+    [message] = chat(
+        messages=[{"role": "user", "content": [{"type": "image", "source": source} for source in sources]}]
+    ).messages
+    assert [part.image_url for part in message.content] == ["data:image/png;base64,AAAA", "https://a/b"]  # type: ignore[union-attr]
+
+
+def test_options_reach_the_request() -> None:
+    request = prepared(
+        temperature=0.5, top_p=0.5, top_k=5, stop_sequences=["x"], tools=[TOOL], metadata={"user_id": "u"}
+    )
+    assert request.stop.max_tokens == 9
+    assert request.stop.strings == ("x",)
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.5, 0.5, 5)
+    assert request.user == "u"
+    assert request.parsing is not None
+    assert request.parsing.tools == "hermes"
+
+
+def test_the_output_is_as_long_as_the_context_has_room_for() -> None:
+    request = prepared(max_tokens=1_000_000)
+    assert request.stop.max_tokens == CONTEXT.max_model_len - len(request.prompt) // 4
+
+
+def test_thinking_is_a_variable_of_the_template() -> None:
+    assert chat(thinking={"type": "disabled"}).chat_template_kwargs == {"enable_thinking": False}
+    budget = {"type": "enabled", "budget_tokens": 5}
+    assert chat(thinking=budget).chat_template_kwargs == {"enable_thinking": True}
+    assert chat(thinking=budget).max_thinking_tokens == 5
+    assert chat(thinking={"type": "adaptive"}).chat_template_kwargs is None
+    assert chat(output_config={"effort": "low"}).reasoning_effort == "low"
+
+
+def test_a_format_becomes_a_constraint() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    constraint = prepared(output_config={"format": {"type": "json_schema", "schema": schema}}).constraint
+    assert constraint is not None
+    assert '"properties":{"a":{"type":"integer"}}' in constraint.text  # among the model's reasoning marks
+
+
+def test_a_budget_for_thoughts_is_kept_by_a_model_that_has_none() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 5}
+    data = encoded(thinking=thinking)
+    plain = prepare_message(data, CONTEXT._replace(parsers=None), now_ns=NOW, request_id="r").prepared
+    assert isinstance(plain, PreparedRequest)
+    assert plain.request.constraint is None
+    assert prepared(thinking=thinking).constraint is not None
+
+
+def test_one_call_at_a_time() -> None:
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    assert chat(tools=[TOOL], tool_choice=choice).parallel_tool_calls is False
+
+
+def test_the_count_is_the_prompts() -> None:
+    body = {"model": "demo", "messages": [HI], "system": "Be brief.", "tools": [TOOL]}
+    assert count_message(json.dumps(body).encode(), CONTEXT).input_tokens == len(prepared(**body).prompt) // 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].source"),
+        ({"system": "s", "messages": [HI, {"role": "user", "content": [
+            {"type": "text", "text": "a"}, {"type": "image", "source": {"type": "url", "url": "https://a/b"}}]}]},
+         "messages[1].content[1].source"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]},
+         "messages[0].content[0].source.type"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "a"}]}]},
+         "messages[0].content[0].id"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"mcp_servers": [{"name": "a"}]}, "mcp_servers"),
+        ({"model": "other"}, "model"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_under_the_clients_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ServingError) as caught:
+        prepared(**fields)
+    assert caught.value.param == param
+    assert caught.value.code.status in (400, 404)
+
+
+@pytest.mark.parametrize("begun", ['{"name":', [{"type": "text", "text": '{"name":'}]])
+def test_an_answer_goes_on_with_the_assistants_last_text(begun: Any) -> None:
+    messages = [HI, {"role": "assistant", "content": begun}]
+    assert chat(messages=messages).continue_final_message
+    ids = unpack_tokens(prepared(messages=messages).prompt)
+    assert CONTEXT.model.tokenizer.decode(list(ids), skip_special_tokens=False).endswith('{"name":')
+    assert count_message(encoded(messages=messages), CONTEXT).input_tokens == len(ids)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[HI], [HI, {"role": "assistant", "content": [CALL]}], [HI, {"role": "assistant", "content": "x"}, HI]],
+)
+def test_other_conversations_are_answered_by_a_message_of_their_own(messages: Any) -> None:
+    assert not chat(messages=messages).continue_final_message
+
+
+def test_a_prefilled_answer_cannot_match_a_schema_as_a_whole() -> None:
+    schema = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    with pytest.raises(ServingError) as caught:
+        chat(messages=[HI, {"role": "assistant", "content": "{"}], output_config=schema)
+    assert caught.value.param == "output_config.format"
+
+
+def test_a_deferred_tool_is_offered_once_a_result_names_it() -> None:
+    later = {**TOOL, "name": "later", "defer_loading": True}
+    found = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "tool_reference", "tool_name": "later"}]}
+    asked = [HI, {"role": "assistant", "content": [CALL]}, {"role": "user", "content": [found]}]
+    offered = [
+        [tool["function"]["name"] for tool in chat(messages=messages, tools=[later, TOOL]).tools or ()]
+        for messages in ([HI], asked)
+    ]
+    assert offered == [["get_weather"], ["later", "get_weather"]]
+
+
+def test_an_error_in_a_tool_behind_a_deferred_one_names_the_clients_place() -> None:
+    tools = [{**TOOL, "name": "later", "defer_loading": True}, {**TOOL, "name": "no name"}]
+    with pytest.raises(ServingError) as refused:
+        prepare_message(encoded(tools=tools), CONTEXT, now_ns=NOW, request_id="r")
+    assert refused.value.param is not None
+    assert refused.value.param.startswith("tools[1]")
+
+
+def test_thoughts_are_kept_if_that_is_asked_and_other_edits_are_refused() -> None:
+    kept = {"type": "clear_thinking_20251015", "keep": "all"}
+    assert chat(context_management={"edits": [kept, kept | {"keep": {"type": "all"}}]}).messages
+    for edit in ({**kept, "keep": {"type": "thinking_turns", "value": 1}}, {"type": "clear_tool_uses_20250919"}):
+        with pytest.raises(ServingError, match="edits\\[1\\]"):
+            parse_message(encoded(context_management={"edits": [kept, edit]}))
+
+
+def test_a_thread_is_refused_with_what_clients_act_on() -> None:
+    with pytest.raises(ServingError) as refused:
+        parse_message(encoded(thread={"type": "create"}))
+    body = json.loads(msgspec.json.encode(message_error(refused.value, "")))
+    assert body["error"]["details"] == {"error_code": "thread_unsupported_request"}
+    assert b"details" not in msgspec.json.encode(message_error(ServingError(Code.invalid_request, "m"), ""))

@@ -1,0 +1,148 @@
+"""Streamed and whole responses, as the real client's own types read them."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from penstock.gateway.apis.chat.segments import WholeAnswer
+from penstock.gateway.apis.responses.bodies import ResponsesRequest
+from penstock.gateway.apis.responses.record import encode_stored
+from penstock.gateway.apis.responses.render import ResponseRenderer, response
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest, Sampling
+from penstock.schemas.tokens import Finish, TokenItem
+from tests.gateway.answers import CALL, DETOKENIZER, ID, LENGTH, STOP, TEXTS, items, request
+from tests.properties import examples
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+TOOLS = [{"type": "function", "name": "get_weather", "parameters": {"type": "object"}}]
+
+
+def asked(**fields: Any) -> GenerateRequest:
+    body = ResponsesRequest(model="demo", input="hi", metadata={"a": "b"}, **{"tools": TOOLS, **fields})
+    scores = 1 if fields.get("top_logprobs") else None
+    return request("response", encode_stored(body), sampling=Sampling(temperature=0.0, logprobs=scores))
+
+
+def events_of(raw: bytes) -> list[dict[str, Any]]:
+    found = []
+    for block in raw.decode().split("\n\n")[:-1]:
+        head, kind, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert kind == f"event: {event['type']}"
+        assert head == f"id: {event['sequence_number']}"
+        found.append(event)
+    return found
+
+
+def streamed(made: GenerateRequest, given: list[TokenItem], *, after: int | None = None) -> list[dict[str, Any]]:
+    renderer = ResponseRenderer(made, DETOKENIZER)
+    if after is not None:
+        renderer.resume(str(after))
+    raw = renderer.push([]) + b"".join(renderer.push([item]) for item in given)
+    assert renderer.done
+    return events_of(raw)
+
+
+def whole(made: GenerateRequest, given: list[TokenItem]) -> dict[str, Any]:
+    aggregator = WholeAnswer(made, DETOKENIZER, response)
+    assert aggregator.push(given)
+    found: dict[str, Any] = json.loads(aggregator.response())
+    return found
+
+
+@examples(100)
+@given(TEXTS, st.sampled_from([STOP, LENGTH]), st.booleans())
+def test_the_events_add_up_to_the_whole_response(text: str, finish: Finish, logprobs: bool) -> None:
+    made, given = asked(top_logprobs=1 if logprobs else None), items(text, finish, logprobs=logprobs)
+    events, body = streamed(made, given), whole(made, given)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
+        EVENT.validate_python(event, strict=True)
+    Response.model_validate(body, strict=True)
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1]["type"] == ("response.incomplete" if finish is LENGTH else "response.completed")
+    assert events[-1]["response"] == body
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == body["output"]
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert [item["id"] for item in added] == [item["id"] for item in done]
+    for item in body["output"]:
+        parts = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+        kind = f"response.{parts[item['type']]}.delta"
+        pieces = [event["delta"] for event in events if event["type"] == kind and event["item_id"] == item["id"]]
+        assert "".join(pieces) == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
+
+
+@given(TEXTS, st.data())
+def test_any_gateway_continues_behind_any_event(text: str, data: st.DataObject) -> None:
+    made, given = asked(), items(text)
+    events = streamed(made, given)
+    after = data.draw(st.integers(0, len(events) - 1))
+    assert streamed(made, items(text, size=4), after=after) == events[after + 1 :]
+
+
+def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
+    body = whole(asked(), items(f"<think>Hm.</think>Look:{CALL}{CALL}"))
+    assert [item["type"] for item in body["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert len({item["id"] for item in body["output"]}) == 4
+    assert body["status"] == "completed"
+    assert body["id"] == f"resp_{ID}"
+    assert body["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    assert body["usage"]["input_tokens_details"]["cached_tokens"] == 1
+
+
+def test_a_call_of_a_function_in_a_namespace_names_both() -> None:
+    made = asked(tools=[{"type": "namespace", "name": "mcp__weather", "tools": TOOLS}])
+    item = whole(made, items(CALL))["output"][0]
+    assert (item["namespace"], item["name"]) == ("mcp__weather", "get_weather")
+    events = streamed(made, items(CALL))
+    ended = next(event["item"] for event in events if event["type"] == "response.output_item.done")
+    assert (ended["namespace"], ended["name"]) == ("mcp__weather", "get_weather")
+    assert "namespace" not in whole(asked(), items(CALL))["output"][0]
+
+
+def test_what_was_cut_off_is_incomplete() -> None:
+    body = whole(asked(), items("<think>Hm.</think>Look", LENGTH))
+    assert body["status"] == "incomplete"
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert [item["status"] for item in body["output"]] == ["completed", "incomplete"]
+
+
+def test_an_answer_without_text_is_an_empty_message() -> None:
+    body = whole(asked(), items(""))
+    assert body["output"][0]["content"][0]["text"] == ""
+    Response.model_validate(body, strict=True)
+
+
+@pytest.mark.parametrize(("code", "status"), [(Code.worker_lost, "failed"), (Code.cancelled, "cancelled")])
+def test_a_failure_ends_the_stream_with_what_there_was(code: Code, status: str) -> None:
+    renderer = ResponseRenderer(asked(), DETOKENIZER)
+    raw = renderer.push(items("Look: it", None)) + renderer.fail(ServingError(code, "why"))
+    *_, last = events_of(raw)
+    EVENT.validate_python(last)
+    assert last["type"] == "response.failed"
+    assert last["response"]["status"] == status
+    assert last["response"]["output"][0]["content"][0]["text"] == "Look: it"
+    assert (last["response"]["error"] or {}).get("message") == ("why" if status == "failed" else None)
+    assert renderer.fail(ServingError(code, "again")) == b""
+
+
+def test_a_gateway_that_stops_says_so_without_ending_the_response() -> None:
+    renderer = ResponseRenderer(asked(), DETOKENIZER)
+    renderer.push(items("Look: it", None))
+    raw = renderer.fail(ServingError(Code.shutting_down, "elsewhere"), finished=False)
+    event = json.loads(raw.decode().split("data: ")[1])
+    EVENT.validate_python(event)
+    assert (event["type"], event["message"]) == ("error", "elsewhere")
+    assert b"id:" not in raw
+
+
+def test_a_background_response_begins_queued() -> None:
+    types = [event["type"] for event in streamed(asked(background=True), items("Hi."))]
+    assert types[:3] == ["response.created", "response.queued", "response.in_progress"]

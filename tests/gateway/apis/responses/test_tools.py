@@ -1,0 +1,80 @@
+from typing import Any
+
+import pytest
+
+from penstock.gateway.apis.responses.tools import ToolNames, chat_tools, left_out
+from penstock.schemas.errors import ServingError
+
+
+def function(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "name": name, "parameters": {"type": "object"}, **fields}
+
+
+def space(name: str, *tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "namespace", "name": name, "description": "d", "tools": list(tools)}
+
+
+def test_a_function_of_a_namespace_keeps_its_name_unless_another_has_it() -> None:
+    tools = [function("run"), space("a", function("find"), function("run")), space("b", function("find"))]
+    names = ToolNames(tools)
+    made, places = chat_tools(tools, names)
+    assert [tool["function"]["name"] for tool in made] == ["run", "a__find", "a__run", "b__find"]
+    assert places["tools[2].function"] == "tools[1].tools[1]"
+    assert list(made[1]["function"]) == ["name", "parameters"]  # a template prints them in this order
+    for namespace, name in (("", "run"), ("a", "find"), ("a", "run"), ("b", "find")):
+        assert names.own(names.shown(namespace, name)) == (namespace, name)
+    assert ToolNames([space("a", function("find"))]).shown("a", "find") == "find"
+
+
+def test_no_two_functions_have_one_name_whatever_namespaces_are_called() -> None:
+    tools = [
+        function("a__find"), space("a", function("find"), function("b__x")), space("b", function("find")),
+        space("a__b", function("x")), space("c", function("x"), function("b__x")),
+    ]  # fmt: skip
+    names = ToolNames(tools)
+    made, _ = chat_tools(tools, names)
+    shown = [tool["function"]["name"] for tool in made]
+    assert len(set(shown)) == len(shown) == 7
+    for namespace, name in (("", "a__find"), ("a", "find"), ("a", "b__x"), ("a__b", "x"), ("c", "x")):
+        assert names.own(names.shown(namespace, name)) == (namespace, name)
+
+
+def test_functions_of_namespaces_count_like_others() -> None:
+    tools = [space("a", *[function(f"f{number}") for number in range(513)])]
+    with pytest.raises(ServingError, match="513 functions with those of namespaces; at most 512") as refused:
+        chat_tools(tools, ToolNames(tools))
+    assert refused.value.param == "tools"
+
+
+def test_a_call_in_the_history_of_a_tool_that_is_gone_keeps_its_name() -> None:
+    names = ToolNames([function("run")])
+    assert names.shown("a", "find") == "find"
+    assert names.own("find") == ("", "find")
+
+
+def test_a_search_of_the_web_is_left_out_beside_functions_and_refused_alone() -> None:
+    search = {"type": "web_search", "external_web_access": False}
+    tools = [search, function("run")]
+    assert left_out(tools) == ["tools[0]"]
+    made, places = chat_tools(tools, ToolNames(tools))
+    assert [tool["function"]["name"] for tool in made] == ["run"]
+    assert places["tools[0].function"] == "tools[1]"
+    with pytest.raises(ServingError, match="'web_search'"):
+        chat_tools([search], ToolNames([search]))
+
+
+@pytest.mark.parametrize(
+    ("tool", "place"),
+    [
+        ({"type": "code_interpreter"}, "tools[1].type"),
+        ({"type": "namespace", "tools": []}, "tools[1].name"),
+        (space("a") | {"tools": 3}, "tools[1].tools"),
+        (space("a", space("b")), "tools[1].tools[0].type"),
+        (space("a") | {"tools": [3]}, "tools[1].tools[0].type"),
+    ],
+)
+def test_what_is_not_supported_is_named(tool: dict[str, Any], place: str) -> None:
+    tools = [function("run"), tool]
+    with pytest.raises(ServingError) as refused:
+        chat_tools(tools, ToolNames(tools))
+    assert refused.value.param == place

@@ -1,0 +1,164 @@
+"""From a body to a request for embed workers: what is taken, what is refused, and the limit that the error names."""
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.apis.embeddings import MAX_FLOATS, prepare_embedding
+from penstock.gateway.apis.requests import MAX_INPUTS, MAX_TOKENS
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import Embedder
+from penstock.schemas.requests import EMBEDDING
+from penstock.schemas.wire import unpack_tokens
+
+MODELS = {
+    "small": Embedder(64, max_tokens=8, vocab_size=100, pooling="mean"),
+    "nested": Embedder(768, max_tokens=512, vocab_size=100, matryoshka=(256, 128)),
+    "prompted": Embedder(
+        64, max_tokens=8, vocab_size=100, prompts=("query", "document", "Clustering", "passage"), default_dimensions=16
+    ),
+    "wide": Embedder(8192, max_tokens=512, vocab_size=100),
+}
+
+
+def prepared(model: str = "small", **body: Any) -> PreparedRequest:
+    data = json.dumps({"model": model} | body).encode()
+    return prepare_embedding(
+        data, MODELS, gateway="g", default_deadline_s=60, now_ns=1_000, request_id="r", others=("talker",)
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "texts", "lengths", "tokens"),
+    [
+        ("one", ("one",), (), []),
+        (["one", "two"], ("one", "two"), (), []),
+        ([1, 2, 3], (), (3,), [1, 2, 3]),
+        ([[1, 2, 3], [0]], (), (3, 1), [1, 2, 3, 0]),
+        ([0], (), (1,), [0]),
+    ],
+)
+def test_inputs_come_in_four_forms(given: Any, texts: Any, lengths: Any, tokens: list[int]) -> None:
+    request = prepared(input=given).request
+    assert request.embedding is not None
+    assert (request.embedding.texts, request.embedding.lengths) == (texts, lengths)
+    assert unpack_tokens(request.prompt).tolist() == tokens
+    assert (request.endpoint, request.output, request.n) == (EMBEDDING, EMBEDDING, 1)
+
+
+def test_options_are_resolved_to_what_any_worker_does_the_same() -> None:
+    given = prepared("nested", input="x", dimensions=128, encoding_format="base64", truncate_prompt_tokens=-1)
+    found = given.request.embedding
+    assert found is not None
+    assert (found.dimensions, found.base64, found.truncate) == (128, True, 512)
+    plain = prepared("nested", input="x").request.embedding
+    assert plain is not None
+    assert (plain.dimensions, plain.base64, plain.truncate) == (768, False, 0)
+    cut = prepared(input=[[1, 2, 3, 4], [5]], truncate_prompt_tokens=3).request
+    assert unpack_tokens(cut.prompt).tolist() == [1, 2, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "says"),
+    [
+        ({"input": ""}, "input", r"input\[0\] is empty"),
+        ({"input": []}, "input", "input is empty"),
+        ({"input": ["a", ""]}, "input", r"input\[1\] is empty"),
+        ({"input": [[1], []]}, "input", r"input\[1\] is empty"),
+        ({"input": ["a", [1]]}, "input", "mixes kinds"),
+        ({"input": [1, "a"]}, "input", "then every entry must be one"),
+        ({"input": ["a", 1]}, "input", "mixes kinds"),
+        ({"input": [-1]}, "input[0]", ">= 0"),
+        ({"input": {"text": "a"}}, "input", "got `object`"),
+        ({"input": None}, "input", "got `null`"),
+        ({}, "input", "missing required field"),
+        ({"input": ["a"] * (MAX_INPUTS + 1)}, "input", f"the limit is {MAX_INPUTS}"),
+        ({"input": [[1] * 300] * 1001}, "input", f"the limit is {MAX_TOKENS}"),
+        ({"input": [1] * 9}, "input", "input.0. has 9 tokens; this model takes 8"),
+        ({"input": [[1], [7, 100]]}, "input", "input.1. has the token id 100; this model's are below 100"),
+        ({"input": "a", "dimensions": 65}, "dimensions", "vectors have 64"),
+        ({"input": "a", "dimensions": 0}, "dimensions", ">= 1"),
+        ({"input": "a", "model": "nested", "dimensions": 200}, "dimensions", "trained for 128, 256"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", "Invalid enum"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "use 1 or more"),
+        ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", ">= -1"),
+        ({"input": "a", "stream": True}, "stream", "not streamed"),
+        ({"input": ["a"] * 513, "model": "wide"}, "input", f"the limit is {MAX_FLOATS}"),
+    ],
+)
+def test_what_cannot_be_embedded_is_refused_with_the_field_and_the_limit(
+    body: dict[str, Any], field: str, says: str
+) -> None:
+    with pytest.raises(ServingError, match=says) as refused:
+        prepared(**body)
+    assert refused.value.param == field
+    assert refused.value.code.status == 400
+
+
+def test_a_model_that_generates_is_told_from_one_that_nobody_serves() -> None:
+    with pytest.raises(ServingError, match=r"'talker' makes no embeddings here.*'small'.*--role embed") as generates:
+        prepared("talker", input="a")
+    with pytest.raises(ServingError, match=r"no model 'other' makes embeddings") as unknown:
+        prepared("other", input="a")
+    assert (generates.value.code, unknown.value.code) == (Code.unsupported, Code.model_not_found)
+
+
+@pytest.mark.parametrize("given", [{}, {"model": None}, {"model": ""}])
+def test_a_model_that_is_not_named_is_the_only_one_that_there_is(given: dict[str, object]) -> None:
+    def prepare(models: dict[str, Embedder]) -> str:
+        data = json.dumps({"input": "a"} | given).encode()
+        made = prepare_embedding(data, models, gateway="g", default_deadline_s=60, now_ns=1_000, request_id="r")
+        return made.request.model
+
+    one = MODELS["small"]
+    assert prepare({"small": one}) == prepare({"small": one, "alias": one}) == "small"
+    for models in (MODELS, {}):
+        with pytest.raises(ServingError) as caught:
+            prepare(models)
+        assert caught.value.code is Code.model_not_found
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt"),
+    [
+        (None, ""),
+        ("query", "query"),
+        ("search_query", "query"),
+        ("document", "document"),
+        ("search_document", "document"),
+        ("passage", "passage"),
+        ("clustering", "Clustering"),
+    ],
+)
+def test_the_kind_of_texts_chooses_the_models_prompt(kind: str | None, prompt: str) -> None:
+    embedding = prepared("prompted", input="one", input_type=kind).request.embedding
+    assert embedding is not None
+    assert (embedding.prompt, embedding.dimensions) == (prompt, 16)
+
+
+def test_a_model_without_prompts_takes_queries_and_documents_as_they_are() -> None:
+    for kind in ("query", "search_document"):
+        embedding = prepared("small", input="one", input_type=kind).request.embedding
+        assert embedding is not None
+        assert embedding.prompt == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"input": "one", "input_type": "poem"}, "input_type", "knows query, document, Clustering, passage"),
+        ({"input": [1, 2], "input_type": "query"}, "input_type", "token ids are taken as they are"),
+        ({"input": "one", "truncate_dim": 8, "dimensions": 9}, "truncate_dim", "mean the same"),
+        ({"input": "one", "truncate_dim": 65}, "truncate_dim", "truncate_dim is 65; this model's vectors have 64"),
+    ],
+)
+def test_kinds_and_lengths_that_do_not_fit_are_named(body: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(ServingError) as refused:
+        prepared("prompted", **body)
+    assert refused.value.param == param
+    assert words in refused.value.message
+    embedding = prepared("prompted", input="one", truncate_dim=8).request.embedding
+    assert embedding is not None
+    assert embedding.dimensions == 8

@@ -1,0 +1,248 @@
+"""How answers are written is no worker's state: it stays the same while no worker is there."""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.access.caller import ANYONE, Caller
+from penstock.gateway.base.metrics import Metrics
+from penstock.gateway.service.fleet import FleetView
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import connect
+from penstock.infra.bus.registry import RegisteredWorker
+from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.model.modeldir import DEMO, TINY, load
+from penstock.infra.text.parsers.registry import ParserNames
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import Registration, State
+from penstock.schemas.requests import GenerateRequest, Stop
+from penstock.schemas.subjects import Subjects
+
+MODEL = load(DEMO)
+DETECTED = ParserNames("basic", "hermes")  # what any worker says of this model's template unless a flag names another
+
+
+@pytest.fixture
+async def view(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[FleetView]:
+    bus = await connect(broker.url("operator"), role="gateway", name="test", namespace=pipeline.namespace)
+    yield FleetView(bus, [(("demo",), MODEL)], "gw1", GatewaySettings(), Metrics(MetricScope()), bus.tasks)
+    await bus.close()
+
+
+def join(view: FleetView, name: str, role: str = "aggregated", **fields: Any) -> None:
+    registration = Registration(
+        name, "demo", role, "mock", epoch=1, block_size=32, total_blocks=9, slots=1, max_model_len=4096,
+        tokenizer=MODEL.tokenizer_digest, state=State.ready, **fields,
+    )  # fmt: skip
+    member = RegisteredWorker(registration, 1, time.monotonic())
+    view.watch.members[name] = member
+    view._joined(member)
+
+
+def leave(view: FleetView, name: str) -> None:
+    view._left(view.watch.members.pop(name), "killed")
+
+
+def parsers(view: FleetView) -> ParserNames | None:
+    context = view.only_context()
+    assert context is not None
+    return context.parsers
+
+
+async def test_before_the_first_worker_the_template_says_how_answers_are_written(view: FleetView) -> None:
+    assert parsers(view) == DETECTED
+
+
+async def test_what_the_last_worker_said_holds_until_another_one_comes(view: FleetView) -> None:
+    join(view, "a", tool_call_parser="mistral")
+    assert parsers(view) == ParserNames("", "mistral")
+    leave(view, "a")
+    assert parsers(view) == ParserNames("", "mistral")
+    join(view, "prefill-0", "prefill")
+    assert parsers(view) == ParserNames("", "mistral"), "prefill workers write no answers"
+    join(view, "b", reasoning_parser="basic", tool_call_parser="hermes")
+    assert parsers(view) == DETECTED
+
+
+async def test_workers_without_parsers_have_answers_written_without(view: FleetView) -> None:
+    join(view, "a")
+    assert parsers(view) is None
+    leave(view, "a")
+    assert parsers(view) is None
+
+
+async def test_what_any_worker_does_not_apply_is_ignored(view: FleetView) -> None:
+    join(view, "a")
+    assert view.ignored_by(b"{}") == frozenset()
+    join(view, "b", ignored_options=("seed",))
+    assert view.ignored_by(b"{}") == {"seed"}
+    leave(view, "b")
+    assert view.ignored_by(b"{}") == frozenset()
+
+
+async def test_a_parser_that_this_gateway_does_not_know_is_told_once_and_reads_nothing(view: FleetView) -> None:
+    with capture_logs() as logs:
+        join(view, "a", tool_call_parser="acme", reasoning_parser="basic")
+        assert parsers(view) == ParserNames("basic", "")
+        leave(view, "a")
+        join(view, "a", tool_call_parser="acme", reasoning_parser="basic")
+        assert parsers(view) == ParserNames("basic", "")
+    [told] = [entry for entry in logs if entry["event"] == "workers_name_unknown_parsers"]
+    assert told["parsers"] == ["acme"]
+    assert "--parser-families" in told["fix"]
+
+
+SMALL = load(TINY)
+FOLDERS = {"demo": MODEL, "small": SMALL}
+
+
+@pytest.fixture
+async def learner(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[FleetView]:
+    """Of a gateway that was told of no model."""
+    bus = await connect(broker.url("operator"), role="gateway", name="test", namespace=pipeline.namespace)
+    view = FleetView(bus, [], "gw1", GatewaySettings(), Metrics(MetricScope()), bus.tasks)
+    yield view
+    view.store.close()
+    await bus.close()
+
+
+def register(view: FleetView, worker: str, model: str, **fields: Any) -> None:
+    described = FOLDERS.get(model, SMALL)
+    given = {"source": str(described.path), "tokenizer": described.tokenizer_digest, "epoch": 1} | fields
+    registration = Registration(
+        worker, model, "aggregated", "mock", block_size=32, total_blocks=9, slots=1, max_model_len=4096, **given
+    )
+    member = RegisteredWorker(registration, 1, time.monotonic())
+    view.watch.members[worker] = member
+    view._joined(member)
+
+
+async def refused(view: FleetView, name: str, caller: Caller = ANYONE) -> ServingError:
+    with pytest.raises(ServingError) as caught:
+        await view.context_for(name, caller)
+    return caught.value
+
+
+async def test_a_model_that_a_worker_registers_is_served_by_its_names_with_its_own_tokenizer(
+    learner: FleetView,
+) -> None:
+    assert (await refused(learner, "demo")).code is Code.model_not_found
+    register(learner, "a", "demo", aliases=("gpt-4",))
+    only = await learner.context_for("", ANYONE)
+    assert learner.only_context() is only, "the one model that there is"
+    register(learner, "b", "small")
+    assert learner.only_context() is None
+    for name, described in (("demo", MODEL), ("gpt-4", MODEL), ("small", SMALL)):
+        context = await learner.context_for(name, ANYONE)
+        assert context.model.tokenizer_digest == described.tokenizer_digest
+        assert name in context.names
+    assert [name for name, _ in learner.listed()] == ["demo", "gpt-4", "small"]
+    missing = await refused(learner, "")
+    assert (missing.code, missing.param) == (Code.invalid_request, "model")
+    assert missing.message == "model is missing; name one of 'demo', 'small'"
+
+
+async def test_what_a_caller_may_not_use_is_neither_read_nor_named(learner: FleetView) -> None:
+    register(learner, "a", "demo")
+    register(learner, "b", "small")
+    own = Caller("acme", "acme", models=["small"])
+    assert (await learner.context_for("", own)).names == ("small",)
+    error = await refused(learner, "demo", own)
+    assert error.code is Code.model_not_found
+    assert error.message.endswith("served: 'small'")
+    nothing = await refused(learner, "", Caller("acme", "acme", models=["else"]))
+    assert nothing.code is Code.model_not_found
+    assert "demo" not in nothing.message
+
+
+async def test_the_canonical_name_of_a_model_goes_before_another_ones_alias(learner: FleetView) -> None:
+    register(learner, "a", "demo", aliases=("small",))
+    assert (await learner.context_for("small", ANYONE)).model.tokenizer_digest == MODEL.tokenizer_digest
+    register(learner, "b", "small")
+    assert (await learner.context_for("small", ANYONE)).model.tokenizer_digest == SMALL.tokenizer_digest
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"source": ""}, "are of an earlier release"),
+        ({"source": "/nonexistent/m", "host": "gpu-7"}, "as the worker on host gpu-7 names it"),
+        ({"tokenizer": "f" * 32}, "another tokenizer"),
+    ],
+)
+async def test_a_model_that_cannot_be_read_is_refused_with_the_reason_beside_one_that_is_served(
+    learner: FleetView, fields: dict[str, Any], said: str
+) -> None:
+    with capture_logs():
+        register(learner, "b", "small")
+        register(learner, "a", "demo", **fields)
+        error = await refused(learner, "demo")
+        assert error.code is Code.model_unavailable
+        assert said in error.message
+        assert "--model demo=FOLDER" in error.message
+        assert error.retry_after is not None
+        assert (await learner.context_for("small", ANYONE)).names == ("small",)
+        reasons = {each.worker: reason for each, reason in learner.workers()}
+    assert reasons["b"] == ""
+    assert reasons["a"]
+
+
+async def test_a_learned_model_follows_its_workers_to_another_tokenizer(learner: FleetView) -> None:
+    register(learner, "a", "m", source=str(DEMO), tokenizer=MODEL.tokenizer_digest)
+    first = await learner.context_for("m", ANYONE)
+    register(learner, "b", "m", source=str(TINY), tokenizer=SMALL.tokenizer_digest, epoch=2)
+    assert (await learner.context_for("m", ANYONE)).model is first.model, "the first one still serves"
+    register(learner, "a", "m", source=str(DEMO), tokenizer=MODEL.tokenizer_digest, state=State.draining)
+    assert (await learner.context_for("m", ANYONE)).model.tokenizer_digest == SMALL.tokenizer_digest
+    # Answers that were made before are read with the tokenizer that made them.
+    for tokens, described in ((MODEL.tokenizer_digest, MODEL), (SMALL.tokenizer_digest, SMALL)):
+        request = GenerateRequest("r", "m", "gw1", b"", Stop(4), 0, 0, tokenizer=tokens)
+        detokenizer = await learner.detokenizer(request)
+        assert detokenizer is not None
+        assert detokenizer.longest_bytes == described.detokenizer.longest_bytes
+    unknown = GenerateRequest("r", "m", "gw1", b"", Stop(4), 0, 0, tokenizer="e" * 32)
+    with pytest.raises(ServingError, match="with the tokenizer that made it") as caught:
+        await learner.detokenizer(unknown)
+    assert caught.value.code is Code.model_unavailable
+
+
+async def test_a_model_without_workers_is_served_until_it_is_forgotten(
+    learner: FleetView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(learner, "a", "demo")
+    register(learner, "b", "small")
+    assert learner.has_worker()
+    leave(learner, "a")
+    learner._forget()
+    assert (await learner.context_for("demo", ANYONE)).names == ("demo",), "its requests wait in the queue"
+    assert [name for name, _ in learner.listed()] == ["demo", "small"]
+    monkeypatch.setattr("penstock.gateway.service.fleet.FORGET_S", -1.0)
+    learner._forget()
+    assert (await refused(learner, "demo")).code is Code.model_not_found
+    assert [name for name, _ in learner.listed()] == ["small"]
+
+
+async def test_a_gateway_that_was_told_of_a_model_serves_no_other_one(view: FleetView) -> None:
+    join(view, "a")
+    register(view, "b", "small")
+    assert [name for name, _ in view.listed()] == ["demo"]
+    assert (await refused(view, "small")).code is Code.model_not_found
+    assert view.serves_elsewhere("small")
+
+
+async def test_no_more_models_are_learned_than_the_limit_and_one_without_workers_makes_room(
+    learner: FleetView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.gateway.service.fleet.MAX_LEARNED", 2)
+    register(learner, "a", "demo")
+    register(learner, "b", "small")
+    with capture_logs() as logs:
+        register(learner, "c", "third")
+    assert [entry["model"] for entry in logs if entry["event"] == "too_many_models"] == ["third"]
+    leave(learner, "b")
+    register(learner, "c", "third")
+    assert [model.name for model in learner.models] == ["demo", "third"]

@@ -1,0 +1,209 @@
+"""Large bodies are not decoded on the event loop, and not at all if they have too many values."""
+
+import asyncio
+import dataclasses
+import json
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.gateway.access.caller import Caller
+from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.service import preparation
+from penstock.gateway.service.preparation import COUNT_BYTES, LARGE_BODY, RequestPreparer, check_values
+from penstock.infra.text.chat_template import ChatTemplate
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import Subjects
+
+
+class Fleet:
+    def __init__(self, context: PrepareContext) -> None:
+        self.context = context
+        self.longest = context.max_model_len
+        self.embedding_models = SimpleNamespace(known={})
+
+    def only_context(self) -> PrepareContext:
+        return self.context
+
+    class diffusion_models:
+        known: dict[str, Any] = {}
+
+
+@pytest.fixture
+async def preparer(context: PrepareContext) -> Any:
+    made = RequestPreparer(Fleet(context), None, None, "gw1", _Settings())  # type: ignore[arg-type]
+    yield made
+    await made.close()
+
+
+class _Settings:
+    default_deadline_s = 60.0
+    always_no_store = False
+    strict_options = False
+    cell = -1
+    template_cpu_s = 1.0
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "text", "images"])
+@pytest.mark.parametrize("size", [10, 2 * LARGE_BODY])
+async def test_only_large_bodies_are_prepared_in_a_thread(
+    preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch, endpoint: str, size: int
+) -> None:
+    threads = []
+
+    prepared = SimpleNamespace(request=SimpleNamespace(), wanted=None)
+
+    def prepare(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        return prepared
+
+    for name in ("prepare_chat", "prepare_completion", "prepare_images"):
+        monkeypatch.setattr(preparation, name, prepare)
+    kind = next(iter(preparation.PATHS)) if endpoint == "images" else endpoint
+    assert await preparer.prepare(kind, b'"%b"' % (b"x" * size)) is prepared
+    assert [thread is threading.main_thread() for thread in threads] == [size < LARGE_BODY]
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+async def test_ids_have_the_cell_of_their_gateway_and_lie_in_all_shards(
+    preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(_Settings, "cell", 42)
+    body = {"model": "tiny", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    ids = [(await preparer.prepare(kind, json.dumps(body).encode())).request.id for _ in range(8)]
+    assert {each.rpartition("-")[2][:3] for each in ids} == {"02a"}
+    assert len({Subjects().shard_of(each) for each in ids}) > 1
+
+
+async def test_a_body_with_far_more_values_than_the_context_has_tokens_is_refused_unread(
+    preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = []
+    monkeypatch.setattr(preparation, "prepare_completion", lambda *args, **options: decoded.append(1))
+    body = json.dumps({"model": "tiny", "prompt": [1] * 400_000}).encode()
+    with pytest.raises(ServingError) as refusal:
+        await asyncio.wait_for(preparer.prepare("text", body), 10)
+    assert refusal.value.code is Code.context_length_exceeded
+    assert not decoded
+
+
+@pytest.mark.parametrize("tokens", [70_000, 300_000])
+async def test_lists_of_token_ids_pass_up_to_the_limit_of_embeddings_where_a_worker_makes_them(
+    preparer: RequestPreparer, tokens: int
+) -> None:
+    body = json.dumps({"model": "vectors", "input": [[1] * tokens]}).encode()
+    with pytest.raises(ServingError, match="more than 65536 values"):
+        await preparer.run_for(body, len, body)
+    preparer._fleet.embedding_models.known["vectors"] = object()  # type: ignore[index]
+    assert await preparer.run_for(body, len, body) == len(body)
+    with pytest.raises(ServingError, match="the most that embeddings take"):
+        await preparer.run_for(b"," * 400_000, len, body)
+
+
+def test_commas_are_counted_across_the_slices() -> None:
+    body = b"," * (2 * COUNT_BYTES + 10)
+    check_values(body, 2 * COUNT_BYTES + 10)
+    with pytest.raises(ServingError, match="values or commas"):
+        check_values(body, 2 * COUNT_BYTES + 9)
+
+
+@pytest.mark.parametrize("by", ["header", "setting"])
+async def test_a_background_response_that_must_not_be_stored_is_refused(
+    preparer: RequestPreparer, context: PrepareContext, by: str
+) -> None:
+    """It could never be fetched."""
+    if by == "setting":
+        preparer._fleet.context = context._replace(no_store=True)
+    with pytest.raises(ServingError, match="X-Penstock-No-Store, or --always-no-store") as caught:
+        await preparer.prepare("response", b'{"input": "hi", "background": true}', no_store=by == "header")
+    assert (caught.value.code, caught.value.param) == (Code.invalid_request, "background")
+
+
+SLOW = "{% for m in messages %}{% for n in messages %}{% for o in messages %}{% endfor %}{% endfor %}{% endfor %}"
+
+
+def chat(count: int) -> bytes:
+    return json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "a"}] * count}).encode()
+
+
+def with_template(preparer: RequestPreparer, source: str) -> None:
+    context = preparer._fleet.context
+    model = dataclasses.replace(context.model, template=ChatTemplate(source, {}))
+    preparer._fleet.context = context._replace(model=model)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("count", [200, 3_001], ids=["on the event loop", "in a thread"])
+async def test_a_template_that_takes_too_long_is_ended(
+    preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """The small body is tried on the event loop first, and then in a thread, where it may take longer."""
+    monkeypatch.setattr(_Settings, "template_cpu_s", 0.05)
+    with_template(preparer, SLOW + "{{ messages[0].content }}")
+    with pytest.raises(ServingError, match=r"more than 0\.05 s of CPU time \(--template-cpu-s") as caught:
+        await preparer.prepare("chat", chat(count))
+    assert (caught.value.code, caught.value.param) == (Code.invalid_request, "messages")
+
+
+async def test_a_small_body_whose_template_takes_long_is_prepared_in_a_thread(
+    preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_template(preparer, SLOW + "{{ messages[0].content }}")
+    monkeypatch.setattr(_Settings, "template_cpu_s", 60.0)
+    monkeypatch.setattr(preparation, "INLINE_CPU_S", 0.0)
+    threads = []
+    original = preparation.prepare_chat
+
+    def prepare(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return original(*args, **options)
+
+    monkeypatch.setattr(preparation, "prepare_chat", prepare)
+    prepared = await preparer.prepare("chat", chat(40))
+    assert prepared.prompt_tokens > 0
+    assert threads == [True, False]
+
+
+async def test_other_tenants_are_served_while_one_holds_all_threads_that_it_may(preparer: RequestPreparer) -> None:
+    release, begun = threading.Event(), threading.Semaphore(0)
+
+    def hold() -> None:
+        begun.release()
+        release.wait(30)
+
+    held = [asyncio.create_task(preparer._in_thread("many", 1, hold)) for _ in range(5)]
+    try:
+        for _ in range(preparation.PER_TENANT):
+            await asyncio.to_thread(begun.acquire)
+        caller = Caller("few", None)
+        large = chat(2) + b" " * LARGE_BODY
+        assert (await asyncio.wait_for(preparer.prepare("chat", large, caller=caller), 30)).prompt_tokens
+        assert not any(task.done() for task in held)
+    finally:
+        release.set()
+    await asyncio.gather(*held)
+
+
+async def test_a_chat_with_too_many_messages_is_refused_before_it_is_rendered(
+    preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChatTemplate, "render", None)
+    context = preparer._fleet.context
+    preparer._fleet.context = context._replace(max_messages=100)  # type: ignore[misc]
+    with pytest.raises(ServingError, match=r"messages has 101 entries; the limit is 100 \(--max-messages\)"):
+        await preparer.prepare("chat", chat(101))
+
+
+async def test_messages_that_cannot_fit_are_refused_before_they_are_rendered(
+    preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = preparer._fleet.context
+    assert context.model.template is not None
+    assert context.model.template.keeps_texts
+    monkeypatch.setattr(ChatTemplate, "render", None)
+    size = context.max_model_len * context.model.detokenizer.longest_bytes // 99
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a" * size}] * 100}
+    with pytest.raises(ServingError, match="characters in 100 messages") as caught:
+        await preparer.prepare("chat", json.dumps(body).encode())
+    assert caught.value.code is Code.context_length_exceeded

@@ -1,0 +1,97 @@
+"""``penstock streams list`` and ``set`` on a real nats-server."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.jetstream_api import request
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.operate.streams import run_list, run_set
+from penstock.schemas.streams import DAY, GIB, HOUR, MIB, topology
+from penstock.schemas.subjects import Subjects
+from tests.infra.bus.support import opened
+from tests.penstock.log.requests.support import accept
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+def where(bus: Bus, broker: EmbeddedNats) -> list[str]:
+    return ["--nats-url", broker.url(), "--namespace", bus.subjects.namespace]
+
+
+async def listed(bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+    assert await asyncio.to_thread(run_list, ["--json", *where(bus, broker)]) == 0
+    uses = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return {use["name"].partition("_")[2]: use for use in uses}
+
+
+async def test_streams_are_listed_with_what_they_hold_and_their_limits(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await accept(bus)
+    use = (await listed(bus, broker, capsys))["REQUESTS"]
+    assert (use["messages"], use["last_seq"], use["max_age_s"], use["max_bytes"]) == (1, 1, DAY, 4 * GIB)
+    assert 0 < use["oldest_s"] < 60
+    assert await asyncio.to_thread(run_list, where(bus, broker)) == 0
+    shown = capsys.readouterr().out
+    assert "accepted requests" in shown
+    assert "24 h" in shown
+
+
+async def test_limits_that_were_set_stay_when_the_streams_are_applied_again(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["TOKENS", "--max-age", "2h", "--max-bytes", "64MiB"]
+    assert await asyncio.to_thread(run_set, [*flags, *where(bus, broker)]) == 0
+    assert "keeps messages for 2 h, at most 64.0 MiB" in " ".join(capsys.readouterr().out.split())
+    await apply(bus.nc, topology(bus.subjects, record=True))
+    uses = await listed(bus, broker, capsys)
+    tokens = uses["TOKENS"]
+    assert (tokens["max_age_s"], tokens["max_bytes"]) == (2 * HOUR, 64 * MIB)
+    assert tokens["operator_set"] == ["max_age", "max_bytes"]
+    assert uses["WORK"]["max_age_s"] == 7 * DAY, "--record applies to what nobody has set"
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["TOKENS"], "give --max-age or --max-bytes"),
+        (["TOKENS", "--max-age", "5m"], "at least 1 h"),
+        (["DONE", "--max-bytes", "1kB"], "at least 16 MiB"),
+        (["NONE", "--max-age", "2h"], "REQUESTS, WORK"),
+        (["DONE", "--max-age", "soon"], "is not a duration"),
+        (["DONE", "--max-age", "999999999d"], "at most 36500d"),
+        (["DONE", "--max-bytes", "99999999TiB"], "1048576TiB"),
+        (["other_DONE", "--max-age", "2h"], "another namespace"),
+    ],
+)
+async def test_impossible_limits_are_refused_in_one_line(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str], flags: list[str], reason: str
+) -> None:
+    assert await asyncio.to_thread(run_set, [*flags, *where(bus, broker)]) == 1
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.count("\n") == 1
+
+
+async def test_limits_that_delete_messages_need_a_yes(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = bus.subjects.stream("REQUESTS")
+    for _ in range(3):
+        await bus.js.publish(bus.subjects.request("tiny", "standard", "abc"), bytes(7 * MIB))
+    flags = ["REQUESTS", "--max-bytes", "16MiB", *where(bus, broker)]
+    assert await asyncio.to_thread(run_set, flags) == 1
+    assert "--yes" in capsys.readouterr().err
+    assert (await request(bus.nc, f"STREAM.INFO.{stream}", {}))["state"]["messages"] == 3
+    assert await asyncio.to_thread(run_set, [*flags, "--yes"]) == 0
+    assert (await request(bus.nc, f"STREAM.INFO.{stream}", {}))["state"]["messages"] == 2

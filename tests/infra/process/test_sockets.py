@@ -1,0 +1,72 @@
+"""Listening sockets, and what is said where there can be none."""
+
+import errno
+import os
+import socket
+
+import pytest
+
+from penstock.infra.process.sockets import CannotListen, bind, cannot_listen, listening, own_sockets
+from penstock.launch.listeners import Listeners
+
+
+def test_a_port_in_use_is_named_and_another_start_may_succeed() -> None:
+    with listening("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CannotListen, match=rf"--http-port: port {port} is in use on 127.0.0.1") as caught:
+            listening("127.0.0.1", port)
+        assert not caught.value.permanent
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "x" * 70])
+def test_an_unknown_host_is_not_called_a_port_in_use(host: str) -> None:
+    with pytest.raises(CannotListen, match=r"--http-host .*: unknown host") as caught:
+        bind(host, 0)
+    assert caught.value.permanent
+
+
+def test_an_address_of_another_machine_is_named_as_such() -> None:
+    with pytest.raises(CannotListen, match="not an address of this machine"):
+        bind("192.0.2.1", 0)  # reserved for documentation
+
+
+@pytest.mark.parametrize(
+    ("number", "said", "permanent"),
+    [
+        (errno.EACCES, "reserved for root; choose one from", True),
+        (errno.EADDRINUSE, "in use", False),
+        (errno.ENOBUFS, "cannot listen on h:80", False),
+    ],
+)
+def test_each_cause_is_distinguished_from_the_others(number: int, said: str, permanent: bool) -> None:
+    problem = cannot_listen(OSError(number, os.strerror(number)), "h", 80)
+    assert said in str(problem)
+    assert problem.permanent is permanent
+
+
+def test_own_ports_follow_the_shared_one() -> None:
+    with pytest.raises(CannotListen, match="3 gateways need the ports up to 65537"):
+        own_sockets("127.0.0.1", 65535, 3)
+    listeners = Listeners("127.0.0.1")
+    listeners.open(0, 2)
+    try:
+        assert listeners.port not in listeners.ports
+        assert listeners.url not in listeners.urls
+        assert len(set(listeners.ports)) == 2
+        listening("127.0.0.1", listeners.ports[0]).close()  # as a gateway does, beside the socket that holds the port
+        listening("127.0.0.1", listeners.ports[0]).close()  # and again when it is restarted
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", listeners.ports[1]))
+    finally:
+        listeners.close()
+
+
+def test_listeners_that_could_not_open_hold_no_socket() -> None:
+    """The port below is not tried again: another process may have taken it."""
+    with listening("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        listeners, before = Listeners("127.0.0.1"), os.listdir("/proc/self/fd")
+        with pytest.raises(CannotListen):
+            listeners.open(port - 1, 2)
+        assert listeners.fd == -1
+        assert os.listdir("/proc/self/fd") == before

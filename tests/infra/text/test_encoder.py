@@ -1,0 +1,114 @@
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from penstock.infra.model import modeldir
+from penstock.infra.text import encoder as text_encoder
+from penstock.infra.text.encoder import TextEncoder, ascii_pattern
+
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT_OSS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+POSSESSIVE = r"\p{L}+|\p{N}{1,3}+|[^\p{L}\p{N}]"  # Oniguruma repeats the three digits, Python matches them possessively
+INCOMPLETE = r"\p{L}+"
+LINES = r"(?m).+|\n"  # Oniguruma's "." matches line breaks, too, and Python's never
+END = r"\w+\Z|.|\n"  # Oniguruma's end may be before a line break
+NESTED = r"\p{L}+|[[:digit:]]+|[^\p{L}]"
+
+
+@cache
+def tokenizer(pattern: str) -> Tokenizer:
+    """The tiny model's, with another pattern; "": GPT-2's, which is part of its byte-level step."""
+    described = json.loads((modeldir.TINY / "tokenizer.json").read_text())
+    split, byte_level = described["pre_tokenizer"]["pretokenizers"]
+    if pattern:
+        split["pattern"]["Regex"] = pattern
+    else:
+        described["pre_tokenizer"] = byte_level | {"use_regex": True}
+    return Tokenizer.from_str(json.dumps(described))
+
+
+def expected(tokenizer: Tokenizer, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@cache
+def encoder(pattern: str) -> TextEncoder:
+    return TextEncoder(tokenizer(pattern))
+
+
+texts = st.lists(
+    st.one_of(
+        st.text(st.characters(max_codepoint=127), max_size=12),
+        st.sampled_from(["<|im_end|>", "<|im_end", " 's", "it'LL", "12345", "   ", "\r\n\n", "…", "ſ", "\x85", "é"]),
+    )
+).map("".join)
+
+
+@given(pattern=st.sampled_from([QWEN, GPT_OSS, "", POSSESSIVE, INCOMPLETE, LINES]), text=texts)
+def test_the_ids_are_the_tokenizers(pattern: str, text: str) -> None:
+    assert encoder(pattern).encode(text, special=False) == expected(tokenizer(pattern), text)
+
+
+@given(path=st.sampled_from([modeldir.TINY, modeldir.DEMO]), text=texts)
+def test_of_bundled_models_too(path: Path, text: str) -> None:
+    model = bundled(path)
+    assert model.encoder.encode(text, special=True) == list(model.tokenizer.encode(text).ids)
+
+
+bundled = cache(modeldir.load)
+
+
+@pytest.mark.parametrize("pattern", [QWEN, GPT_OSS, ""], ids=str)
+def test_common_patterns_are_understood(pattern: str) -> None:
+    assert encoder(pattern)._split is not None
+
+
+@pytest.mark.parametrize("pattern", [POSSESSIVE, NESTED, LINES, END, r"\p{Han}+|\p{L}+", r"(\p{L})+|."], ids=str)
+def test_others_are_left_to_the_tokenizer(pattern: str) -> None:
+    assert encoder(pattern)._split is None
+
+
+def test_added_tokens_that_take_their_neighbours_are_left_to_the_tokenizer() -> None:
+    described = json.loads((modeldir.TINY / "tokenizer.json").read_text())
+    described["added_tokens"][0]["lstrip"] = True
+    assert TextEncoder(Tokenizer.from_str(json.dumps(described)))._split is None
+
+
+def test_an_added_token_that_is_ascii_once_it_is_normalized_is_found() -> None:
+    described = json.loads((modeldir.TINY / "tokenizer.json").read_text())
+    described["normalizer"] = {"type": "NFKC"}
+    entry = {"id": 4096, "content": "＜end＞", "normalized": True}
+    described["added_tokens"] = [each | {"normalized": True} for each in described["added_tokens"]]
+    described["added_tokens"].append(described["added_tokens"][0] | entry)
+    normalizing = Tokenizer.from_str(json.dumps(described))
+    assert expected(normalizing, "a<end>") == [64, 4096]
+    assert TextEncoder(normalizing).encode("a<end>", special=False) == [64, 4096]
+
+
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_encoder, "CACHED_BYTES", 20_000)
+    bounded = TextEncoder(tokenizer(QWEN))
+    text = " ".join(f"word{chr(97 + n % 26)}{chr(97 + n // 26)}<|im_end|>" for n in range(200)) + "x" * 1_000
+    assert bounded.encode(text, special=False) == expected(tokenizer(QWEN), text)
+    assert bounded._cache.size_bytes <= 20_000 + text_encoder._WORD * text_encoder._TOKEN_BYTES + 200
+    assert len(bounded._cache) <= 100
+    assert max(map(len, bounded._cache)) < 100
+
+
+def test_an_added_token_is_found_while_another_thread_empties_the_cache() -> None:
+    encoder = TextEncoder(tokenizer(QWEN))
+    dict.clear(encoder._cache)
+    assert encoder.encode("a<|im_end|>", special=False) == expected(tokenizer(QWEN), "a<|im_end|>")
+
+
+def test_classes_inside_and_outside_of_sets() -> None:
+    assert ascii_pattern(r"[^\r\p{L}\]\p{N}]?\p{L}+|\p{Lu}\[") == r"[^\rA-Za-z\]0-9]?[A-Za-z]+|[A-Z]\["

@@ -1,0 +1,36 @@
+import datetime
+
+import pytest
+
+from penstock.cli.figures import clock, duration_ns, moment_ns, span
+
+NOW = 1_800_000_000_000_000_000
+
+
+@pytest.mark.parametrize(("text", "ns"), [("300ms", 3e8), ("90s", 9e10), ("1.5h", 5400e9), ("2d", 172800e9)])
+def test_durations_have_a_unit(text: str, ns: float) -> None:
+    assert duration_ns(text) == int(ns)
+    assert moment_ns(text, NOW) == NOW - int(ns)
+
+
+@pytest.mark.parametrize("text", ["", "15", "h", "-3h", "1w", "2026-13-01", "0001-01-01"])
+def test_anything_else_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="15m"):
+        duration_ns(text)
+    with pytest.raises(ValueError, match="15m"):
+        moment_ns(text, NOW)
+
+
+def test_times_with_a_zone_are_absolute_and_without_one_local() -> None:
+    assert moment_ns("2027-01-15T08:00:00+00:00", NOW) == NOW
+    local = datetime.datetime.fromtimestamp(NOW / 1e9).isoformat()
+    assert moment_ns(local, 0) == NOW
+
+
+def test_only_other_days_are_written_with_their_date() -> None:
+    assert len(clock(NOW, NOW)) == len("08:00:00.000")
+    assert clock(NOW - 3 * 86400 * 10**9, NOW).startswith("2027-01-1")
+
+
+def test_spans_are_rounded_to_what_matters() -> None:
+    assert [span(ms) for ms in (None, 3.14159, 2500, 125_000)] == ["", "3.1 ms", "2.50 s", "2 min 5 s"]

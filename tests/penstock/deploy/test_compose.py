@@ -1,0 +1,222 @@
+"""compose.yaml: read by docker-compose itself, agreeing with images and monitoring, and its processes serve."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.configs.flags import parse
+from penstock.configs.settings import GatewaySettings, RouterSettings, WorkerSettings
+from penstock.deploy.generate import DASHBOARDS, FOLDER, files
+from penstock.deploy.monitoring import ALERTS, GRAFANA
+from penstock.infra.broker.binary import find_server
+from penstock.infra.broker.config import USERS, variable
+from penstock.infra.process.deathsig import die_with_parent
+from tests.infra.deploy.images.test_images import stages
+from tests.penstock.deploy.running import Here, answers, ask
+from tests.pipeline.support import MODEL, free_port
+
+TEXT = (FOLDER / "compose.yaml").read_text(encoding="utf-8")
+VARIABLE = re.compile(r"\$\{([A-Z_0-9]+)(?::([-?])([^}]*))?\}")
+PASSWORDS = {variable(user): f"p{user}0" for user in (*USERS, "grafana")}
+KINDS: dict[str, Any] = {"gateway": GatewaySettings, "router": RouterSettings, "worker": WorkerSettings}
+Tree = dict[str, Any]
+
+
+def services(environ: Mapping[str, str]) -> dict[str, Tree]:
+    """The services, with variables filled in as compose does."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] in environ:
+            return environ[match[1]]
+        assert match[2] == "-", f"{match[1]} must be set: {match[3]}"
+        return match[3]
+
+    tree: Tree = yaml.safe_load(VARIABLE.sub(value, TEXT))
+    return tree["services"]  # type: ignore[no-any-return]
+
+
+def test_the_files_that_come_from_the_code_are_current() -> None:
+    for path, text in files().items():
+        assert path.read_text() == text, "run python -m penstock.docs"
+
+
+def test_docker_compose_reads_it_and_fills_in_the_same(tmp_path: Path) -> None:
+    compose = shutil.which("docker-compose")
+    if compose is None:
+        pytest.skip("docker-compose is not installed")
+    command = [compose, "--file", str(FOLDER / "compose.yaml"), "--project-directory", str(FOLDER), "--profile", "gpu"]
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "COMPOSE_PROJECT_NAME": "penstock"}
+    done = subprocess.run(
+        [*command, "config"], capture_output=True, text=True, check=False, timeout=60, env=environ | PASSWORDS
+    )
+    assert done.returncode == 0, done.stderr
+    read = yaml.safe_load(done.stdout)["services"]
+    ours = services(PASSWORDS)
+    assert set(read) == set(ours)
+    for name, service in ours.items():
+        assert read[name].get("command") == service.get("command")
+        assert read[name].get("environment", {}) == service.get("environment", {})
+        assert read[name].get("depends_on", {}) == service.get("depends_on", {})
+    if not (FOLDER / ".env").exists():  # which would have them
+        done = subprocess.run([*command, "config"], capture_output=True, text=True, check=False, env=environ)
+        assert done.returncode != 0
+        assert "run ./passwords.sh first" in done.stderr
+
+
+def test_a_service_waits_for_what_it_needs_and_says_whether_it_is_healthy() -> None:
+    ours = services(PASSWORDS)
+    for name, service in ours.items():
+        for other, wanted in service.get("depends_on", {}).items():
+            if wanted["condition"] == "service_healthy":
+                assert "test" in ours[other]["healthcheck"], (name, other)
+            else:
+                assert wanted == {"condition": "service_completed_successfully"}
+                assert other == "streams"
+        assert service.get("healthcheck"), name
+    assert set(ours["streams"]["depends_on"]) == {"nats-1", "nats-2", "nats-3"}
+
+
+def test_processes_read_their_arguments_and_are_confined_and_given_time_to_drain() -> None:
+    for name, service in services(PASSWORDS).items():
+        role = service["command"][0] if "command" in service else ""
+        if role not in KINDS:
+            continue
+        settings = parse(KINDS[role], service["command"][1:], prog=role, environ=service["environment"])
+        assert int(service["stop_grace_period"].removesuffix("s")) >= getattr(settings, "drain_s", 0) + 15
+        assert service["healthcheck"]["test"][:4] == ["CMD", "penstock", "health", role]
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        if "build" in service:
+            build = service["build"]
+            context = (FOLDER / build["context"]).resolve()
+            assert (context / build["dockerfile"]).is_file()
+            assert (context / "pyproject.toml").is_file()
+            assert build["target"] in stages(), name
+
+
+def test_prometheus_and_grafana_get_the_files_of_the_monitoring_folder() -> None:
+    ours = services(PASSWORDS)
+    mounted = {}
+    for name in ("prometheus", "grafana"):
+        for volume in ours[name]["volumes"]:
+            source, target = volume.split(":")[:2]
+            if source.startswith("."):
+                mounted[target] = (FOLDER / source).resolve()
+                assert mounted[target].exists()
+    assert mounted["/etc/prometheus/alerts.yml"] == ALERTS.resolve()
+    assert mounted[DASHBOARDS] == GRAFANA.resolve()
+    (job,) = yaml.safe_load(mounted["/etc/prometheus/prometheus.yml"].read_text())["scrape_configs"]
+    assert job["job_name"] == "penstock"  # which the alerts ask for
+    targets = {name: each["port"] for each in job["dns_sd_configs"] for name in each["names"]}
+    assert set(targets) <= set(ours)
+    for name, port in targets.items():
+        stage = ours[name].get("build", {"target": name})["target"]
+        assert f"EXPOSE {port}" in stages()[stage][1]
+
+
+def test_promtool_accepts_prometheus_s_configuration(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed")
+    shutil.copy(FOLDER / "prometheus.yml", tmp_path)
+    shutil.copy(ALERTS, tmp_path)
+    command = ["promtool", "check", "config", tmp_path / "prometheus.yml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rules found" in done.stdout
+
+
+def test_passwords_are_written_once_and_those_of_new_users_are_added(tmp_path: Path) -> None:
+    script = tmp_path / "passwords.sh"
+    shutil.copy(FOLDER / "passwords.sh", script)
+    subprocess.run(["sh", script], check=True, timeout=30, capture_output=True)
+    written = dict(line.split("=") for line in (tmp_path / ".env").read_text().splitlines())
+    assert set(written) == {*PASSWORDS, "COMPOSE_PROJECT_NAME"}
+    assert all(re.fullmatch("p[0-9a-f]{32}", written[name]) for name in PASSWORDS)
+    assert (tmp_path / ".env").stat().st_mode & 0o077 == 0
+    # After an upgrade there are users that the file lacks; the others keep their passwords.
+    lines = (tmp_path / ".env").read_text().splitlines(keepends=True)
+    (tmp_path / ".env").write_text("".join(line for line in lines if not line.startswith("VIEWER_PASSWORD")))
+    subprocess.run(["sh", script], check=True, timeout=30, capture_output=True)
+    again = dict(line.split("=") for line in (tmp_path / ".env").read_text().splitlines())
+    assert again.pop("VIEWER_PASSWORD") != written.pop("VIEWER_PASSWORD")
+    assert again == written
+    ignored = (FOLDER.resolve().parents[2] / ".dockerignore").read_text().splitlines()
+    assert ignored[-1] == "**/.env"  # after what lets folders through
+
+
+@asynccontextmanager
+async def broker(service: Tree, folder: Path, replaced: Mapping[str, str]) -> AsyncIterator[None]:
+    """One of the NATS servers."""
+    folder.mkdir()  # noqa: ASYNC240
+    text = (FOLDER / "nats.conf").read_text()
+    for inside, here in ({"/data": str(folder / "store")} | dict(replaced)).items():
+        text = text.replace(inside, here)
+    (folder / "nats.conf").write_text(text)
+    environ = {"PATH": os.environ["PATH"]}
+    for name, value in service["environment"].items():
+        environ[name] = value
+        for inside, here in replaced.items():
+            environ[name] = environ[name].replace(inside, here)
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(  # noqa: ASYNC220
+            [find_server(), "-c", folder / "nats.conf"], env=environ, stdout=log, stderr=log,
+            preexec_fn=die_with_parent(),
+        )  # fmt: skip
+    try:
+        yield
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@pytest.mark.timeout(180)
+async def test_the_command_lines_serve_a_request_over_three_servers(tmp_path: Path) -> None:
+    ours = services(PASSWORDS | {"ENGINE": "mock", "MODEL": str(MODEL)})
+    names = ("nats-1", "nats-2", "nats-3")
+    clients, routes, monitors = ({name: free_port() for name in names} for _ in range(3))
+    addresses = {f"{name}:4222": f"127.0.0.1:{clients[name]}" for name in names}
+    addresses |= {f"{name}:6222": f"127.0.0.1:{routes[name]}" for name in names}
+    addresses["/var/lib/penstock"] = str(tmp_path / "state")
+    ports = {"gateway": free_port(), "router": free_port(), "worker": free_port()}
+    async with AsyncExitStack() as stack:
+        for name in names:
+            own = {
+                "port: 4222": f"port: {clients[name]}", "0.0.0.0:6222": f"127.0.0.1:{routes[name]}",
+                "127.0.0.1:8222": f"127.0.0.1:{monitors[name]}", '"0.0.0.0"': '"127.0.0.1"',
+            }  # fmt: skip
+            await stack.enter_async_context(broker(ours[name], tmp_path / name, own | addresses))
+        for name in names:
+            path = ours[name]["healthcheck"]["test"][-1].partition(":8222")[2]
+            await answers(f"http://127.0.0.1:{monitors[name]}{path}")
+        here = Here(tmp_path, addresses)
+        streams = here.start("streams", ours["streams"]["command"], ours["streams"]["environment"])
+        assert streams.wait(90) == 0, streams.log.read_text()
+        processes = {}
+        for role, port in ports.items():
+            image = {"PENSTOCK_HTTP_PORT": str(port), "PENSTOCK_METRICS_PORT": str(port)}
+            processes[role] = here.start(role, ours[role]["command"], ours[role]["environment"] | image)
+        try:
+            for role, port in ports.items():
+                await answers(f"http://127.0.0.1:{port}{'/health/ready' if role == 'gateway' else '/metrics'}")
+            checks = [
+                here.start(f"health-{role}", ours[role]["healthcheck"]["test"][2:], {
+                    "PENSTOCK_HTTP_PORT": str(port), "PENSTOCK_METRICS_PORT": str(port),
+                })
+                for role, port in ports.items()
+            ]  # fmt: skip
+            for check in checks:
+                assert check.wait() == 0, check.log.read_text()
+            assert await ask(f"http://127.0.0.1:{ports['gateway']}", MODEL.name)
+        finally:
+            for process in processes.values():
+                process.ask_to_stop()
+            statuses = {role: process.stop() for role, process in processes.items()}
+        assert statuses == dict.fromkeys(processes, 0)

@@ -1,0 +1,374 @@
+"""The local supervisor: real processes, a real broker, small stand-ins for the roles."""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.configs.flags import parse
+from penstock.configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
+from penstock.configs.up_settings import UpSettings
+from penstock.infra.broker.datadir import DataDirBusy
+from penstock.infra.process.child import Process
+from penstock.infra.process.supervisor import Backoff, Keeper
+from penstock.launch.deployment import Deployment, UpFailed
+from penstock.launch.groups import fleet_of
+from penstock.launch.http import get
+from penstock.launch.plan import Planned, plan
+from penstock.launch.show import curl_line, readable, welcome
+from penstock.launch.state import State, read_state, write_state
+
+FAKE = [sys.executable, "-m", "tests.penstock.launch.fake_child"]
+
+
+def fake(planned: Planned) -> list[str]:
+    return [*FAKE, *planned.argv]
+
+
+def up_settings(tmp_path: Path, **more: Any) -> UpSettings:
+    settings: dict[str, Any] = {"http_port": 0, "ready_s": 30.0, "drain_s": 5.0, "dashboard_port": -1}
+    return UpSettings(data_dir=str(tmp_path / "data"), **(settings | more))
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110 - the far end is another process
+            await asyncio.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+class Up:
+    """A deployment in this process, and what it wrote."""
+
+    def __init__(self, settings: UpSettings) -> None:
+        self.path = Path(settings.data_dir) / "state.json"
+        self.task = asyncio.create_task(Deployment(settings, command=fake).run())
+
+    def state(self) -> State:
+        return read_state(self.path)
+
+    def pids(self) -> dict[str, int]:
+        if not self.path.exists():
+            return {}
+        return {process.name: process.pid for process in self.state().processes if process.pid is not None}
+
+    async def ready(self) -> State:
+        await until(lambda: self.task.done() or (self.path.exists() and self.state().model))
+        if self.task.done():
+            self.task.result()
+        return self.state()
+
+    async def stop(self) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await self.task
+
+
+# -- a whole deployment -------------------------------------------------------------------------------------------
+
+
+async def test_a_deployment_starts_prints_where_it_is_and_stops_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where the user stands may hold folders named like ours.
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "__init__.py").write_text("raise RuntimeError('not ours')")
+    monkeypatch.chdir(tmp_path)
+    up = Up(up_settings(tmp_path, workers=2, gateways=2))
+    state = await up.ready()
+    assert state.model == "fake"
+    assert stat.S_IMODE(up.path.stat().st_mode) == 0o600
+    pids = up.pids()
+    assert sorted(pids) == ["gateway-0", "gateway-1", "nats", "router-0", "worker-0", "worker-1"]
+    assert all(alive(pid) for pid in pids.values())
+    assert "operator:" in state.nats_url
+    assert "client:" in state.client_nats_url
+    assert "sys:" in state.sys_nats_url
+    # Passwords are in no command line, where any user of the machine could read them.
+    for pid in pids.values():
+        assert "nats://" not in command_line(pid)
+    assert "worker runs" in (tmp_path / "data" / "logs" / "worker-1.log").read_text()
+    assert await up.stop() == 0
+    assert not any(alive(pid) for pid in pids.values())
+    assert not up.path.exists()
+
+
+async def test_the_dashboard_starts_last_and_stops_with_the_rest(tmp_path: Path) -> None:
+    up = Up(up_settings(tmp_path, dashboard_port=0))
+    state = await up.ready()
+    await until(lambda: up.state().dashboard_url)
+    url = up.state().dashboard_url
+    assert url in welcome(up.state(), tmp_path, 1.0)
+    port, path = int(url.split(":")[2].partition("/")[0]), "/?token=" + url.partition("=")[2]
+
+    async def answers() -> int:
+        return (await get("127.0.0.1", port, path))[0]
+
+    async with asyncio.timeout(30):
+        while await answers() != 303:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert (await get("127.0.0.1", port, "/"))[0] == 401
+    pids = up.pids()
+    assert "dashboard" in pids
+    assert state.http_url
+    assert await up.stop() == 0
+    assert not any(alive(pid) for pid in pids.values())
+
+
+async def test_killed_children_come_back_under_new_pids(tmp_path: Path) -> None:
+    up = Up(up_settings(tmp_path))
+    await up.ready()
+    before = up.pids()
+    nats_url = up.state().nats_url
+    for name in ("worker-0", "nats"):
+        os.kill(before[name], signal.SIGKILL)
+    await until(lambda: all(up.pids().get(name, 0) not in (0, before[name]) for name in ("worker-0", "nats")))
+    after = up.pids()
+    assert after["gateway-0"] == before["gateway-0"]
+    assert up.state().nats_url == nats_url  # same port, same secrets
+    assert await up.stop() == 0
+
+
+async def test_a_child_that_waits_to_be_started_again_has_no_pid_in_the_state_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[dict[str, dict[str, Any]]] = []
+
+    def record(path: Path, state: State) -> None:
+        write_state(path, state)
+        written.append({process["name"]: process for process in json.loads(path.read_text())["processes"]})
+
+    monkeypatch.setattr("penstock.launch.deployment.write_state", record)
+    up = Up(up_settings(tmp_path))
+    await up.ready()
+    before = up.pids()["worker-0"]
+    os.kill(before, signal.SIGKILL)
+    await until(lambda: up.pids().get("worker-0", before) != before)
+    worker = [processes["worker-0"].get("pid") for processes in written if "worker-0" in processes]
+    assert None in worker[worker.index(before) :]
+    assert not any(process.get("pid") == 0 for processes in written for process in processes.values())
+    assert await up.stop() == 0
+
+
+async def test_a_child_that_refuses_its_settings_ends_the_start_with_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_BAD", "worker")
+    up = Up(up_settings(tmp_path))
+    with pytest.raises(UpFailed, match=r"(?s)worker-0 exited with status 2.*cannot use these settings"):
+        await up.task
+    assert "restart" not in capfd.readouterr().err  # it is not started again
+
+
+def test_a_child_s_log_is_shown_as_what_happened_and_why() -> None:
+    common = {"timestamp": "t", "level": "error", "process": "gateway-0", "logger": "gateway"}
+    line = json.dumps(common | {"event": "start_failed", "error": 'model "x" is not a directory', "port": 5})
+    assert readable(line) == 'start_failed: model "x" is not a directory (port=5)'
+    assert readable(json.dumps(common | {"event": "died", "exception": "Traceback\n  x"})) == "died\nTraceback\n  x"
+    for plain in ("Traceback (most recent call last):", "{", "[1]", '{"a": 1}', ""):
+        assert readable(plain) == plain
+
+
+async def test_a_start_that_takes_too_long_names_who_is_missing(tmp_path: Path) -> None:
+    settings = UpSettings(data_dir=str(tmp_path), http_port=0, ready_s=0.3, drain_s=1.0)
+    with pytest.raises(UpFailed, match=r"(?s)not ready after 0\.3 s.*worker-0: is not registered yet"):
+        await Deployment(settings, command=lambda planned: ["sleep", "60"]).run()
+
+
+async def test_one_deployment_per_data_directory(tmp_path: Path) -> None:
+    up = Up(up_settings(tmp_path))
+    await up.ready()
+    with pytest.raises(DataDirBusy, match="penstock up is already running"):
+        await Deployment(up_settings(tmp_path), command=fake).run()
+    assert up.path.exists()  # the one that runs keeps its state
+    assert await up.stop() == 0
+
+
+async def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
+    code = (
+        "import sys, asyncio; from penstock.launch.deployment import Deployment;"
+        "from penstock.configs.up_settings import UpSettings;"
+        "from tests.penstock.launch.test_up import fake;"
+        "asyncio.run(Deployment(UpSettings(data_dir=sys.argv[1], http_port=0), command=fake).run())"
+    )
+    supervisor = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, str(tmp_path), stderr=subprocess.DEVNULL
+    )
+    path = tmp_path / "state.json"
+    await until(lambda: path.exists() and read_state(path).model)
+    pids = [process.pid for process in read_state(path).processes if process.pid]
+    assert all(alive(pid) for pid in pids)
+    supervisor.kill()
+    await supervisor.wait()
+    await until(lambda: not any(alive(pid) for pid in pids))
+
+
+async def test_gateways_share_one_port_and_a_killed_one_resets_nobody_there(tmp_path: Path) -> None:
+    up = Up(up_settings(tmp_path, gateways=2))
+    state = await up.ready()
+    assert len({state.http_url, *state.http_urls}) == 3
+    ports = [int(url.rpartition(":")[2]) for url in (state.http_url, *state.http_urls)]
+    for port in ports:
+        assert await get("127.0.0.1", port, "/health/ready") == (200, b"ok")
+    for name in ("gateway-0", "gateway-1"):
+        os.kill(up.pids()[name], signal.SIGKILL)
+    # Nobody accepts now: the connection waits until a gateway is there again.
+    assert await get("127.0.0.1", ports[0], "/health/ready", timeout_s=30) == (200, b"ok")
+    assert await up.stop() == 0
+
+
+async def test_a_lone_gateway_has_no_port_but_the_shared_one(tmp_path: Path) -> None:
+    up = Up(up_settings(tmp_path))
+    state = await up.ready()
+    assert state.http_urls == (state.http_url,)
+    assert await up.stop() == 0
+
+
+# -- one child ----------------------------------------------------------------------------------------------------
+
+
+def process(tmp_path: Path, code: str, *, echo: bool = False) -> Process:
+    return Process("p", "p", [sys.executable, "-c", code], os.environ, tmp_path / "p.log", echo=echo)
+
+
+async def test_a_child_that_ignores_sigterm_is_killed_in_time(tmp_path: Path) -> None:
+    child = process(
+        tmp_path,
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()",
+    )
+    keeper = Keeper(child)
+    await keeper.start()
+    await until(lambda: child.last_lines() == ["up"])
+    async with asyncio.timeout(10):
+        await keeper.stop(timeout_s=0.2)
+    assert child.pid is None
+
+
+async def test_a_child_is_never_run_twice_at_once(tmp_path: Path) -> None:
+    code = "import os, time; print(os.getpid(), time.time(), flush=True); time.sleep(0.05); print('end', time.time())"
+    keeper = Keeper(process(tmp_path, code))
+    await keeper.start()
+    await until(lambda: keeper.exits >= 3)
+    await keeper.stop(timeout_s=5)
+    words = [line.split() for line in (tmp_path / "p.log").read_text().splitlines()]
+    times = [float(word[1]) for word in words]
+    assert times == sorted(times)
+    assert [word[0] == "end" for word in words[:6]] == [False, True] * 3
+
+
+async def test_a_child_at_a_standstill_is_killed_and_started_again_if_it_must_not_stand_still(tmp_path: Path) -> None:
+    keeper = Keeper(process(tmp_path, "import signal; signal.pause()"), standstill_s=0.1)
+    await keeper.start()
+    first = keeper.child.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    await until(lambda: keeper.child.pid not in (None, first))
+    assert keeper.last_status == -signal.SIGKILL
+    await keeper.stop(timeout_s=5)
+
+
+async def test_output_is_echoed_and_kept_when_asked(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    child = process(tmp_path, "print('x' * 3_000_000); print('last')", echo=True)
+    await child.start()
+    assert await child.wait() == 0
+    assert capfdbinary.readouterr().out == b"x" * 3_000_000 + b"\nlast\n"
+    assert (tmp_path / "p.log").stat().st_size == 3_000_006
+
+
+@given(st.lists(st.floats(min_value=0, max_value=29), min_size=1, max_size=20))
+def test_pauses_double_up_to_ten_seconds_and_start_again_after_a_lasting_run(lives: list[float]) -> None:
+    backoff = Backoff()
+    pauses = [backoff.after(alive) for alive in lives]
+    assert pauses[0] == 0.2
+    assert all(b == min(10.0, 2 * a) for a, b in itertools.pairwise(pauses))
+    assert backoff.after(30.0) == 0.2
+
+
+# -- the plan -----------------------------------------------------------------------------------------------------
+
+
+def planned(up: UpSettings, ports: list[int] | None = None) -> dict[str, Planned]:
+    children = plan(
+        up, fleet_of(up), ports=ports or [8000], url=lambda role: f"nats://{role}:secret@h:1",
+        sys_url="nats://sys:x@h:1", cores=8,
+    )  # fmt: skip
+    return {child.name: child for child in children}
+
+
+def test_each_child_reads_back_the_settings_meant_for_it() -> None:
+    up = UpSettings(model=("-odd name",), workers=2, gateways=2, router_mode="random", log_level="debug", block_size=16)
+    children = planned(up, [8000, 8001])
+    kinds = {"worker": WorkerSettings, "router": RouterSettings, "gateway": GatewaySettings}
+    noise = {"PENSTOCK_HTTP_PORT": "1", "PENSTOCK_MODE": "kv", "PENSTOCK_BLOCK_SIZE": "8", "PENSTOCK_NAME": "x"}
+    for child in children.values():
+        environ = child.environ(noise)
+        assert parse(kinds[child.role], child.argv[1:], prog="p", environ=environ) == child.settings
+        assert not any("secret" in word for word in child.argv)
+    assert [children[f"gateway-{i}"].settings.http_port for i in (0, 1)] == [8000, 8001]  # type: ignore[attr-defined]
+    assert children["worker-0"].settings.threads == 4  # type: ignore[attr-defined]
+
+
+def test_workers_get_the_parsers_of_the_model() -> None:
+    up = UpSettings(prefill=1, decode=1, reasoning_parser="qwen3", tool_call_parser="none")
+    for child in planned(up).values():
+        if isinstance(child.settings, WorkerSettings):
+            assert (child.settings.reasoning_parser, child.settings.tool_call_parser) == ("qwen3", "none")
+
+
+def test_with_an_otlp_endpoint_every_request_is_traced_and_one_process_sends_the_spans() -> None:
+    url = "http://h:4318/v1/traces"
+    children = planned(UpSettings(otlp_endpoint=url, gateways=2), [8000, 8001])
+    assert [children[f"gateway-{i}"].settings.tracing for i in (0, 1)] == ["all", "all"]  # type: ignore[attr-defined]
+    child = children["trace-0"]
+    environ = child.environ({"PENSTOCK_OTLP_ENDPOINT": "http://elsewhere", "OTEL_EXPORTER_OTLP_HEADERS": "key=1"})
+    assert parse(TraceSettings, child.argv[1:], prog="p", environ=environ) == child.settings
+    assert child.settings.nats_url == "nats://reader:secret@h:1"
+    assert environ["OTEL_EXPORTER_OTLP_HEADERS"] == "key=1"
+    worker = children["worker-0"]
+    assert worker.settings.otlp_endpoint == url  # type: ignore[attr-defined]  # for the engine's own spans
+    protocol = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+    assert worker.environ({})[protocol] == "http/protobuf"
+    assert worker.environ({protocol: "grpc"})[protocol] == "grpc"
+    assert not any("secret" in word for word in child.argv)
+    plain = planned(UpSettings())
+    assert "trace-0" not in plain
+    assert plain["gateway-0"].settings.tracing == "asked"  # type: ignore[attr-defined]
+
+
+def test_variables_for_what_up_has_no_flag_for_reach_the_children() -> None:
+    environ = planned(UpSettings())["gateway-0"].environ({"PENSTOCK_DEFAULT_MAX_TOKENS": "7", "HOME": "/h"})
+    assert environ["PENSTOCK_DEFAULT_MAX_TOKENS"] == "7"
+    assert environ["HOME"] == "/h"
+    assert environ["PENSTOCK_NATS_URL"] == "nats://gateway:secret@h:1"
+
+
+def test_the_welcome_shows_no_password_and_a_command_that_a_shell_takes(tmp_path: Path) -> None:
+    state = State("http://h:1", "nats://operator:geheim@h:2", "c", "s", "ps", "it's")
+    text = welcome(state, tmp_path, 1.0)
+    assert "geheim" not in text
+    assert "h:2" in text
+    words = subprocess.run(
+        ["sh", "-c", "printf '%s\\n' " + curl_line("http://h:1", "it's").removeprefix("curl ")],
+        capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    assert json.loads(words[-1])["model"] == "it's"

@@ -1,0 +1,117 @@
+"""Spans as OpenTelemetry's exporters get them, and as OTLP JSON."""
+
+import base64
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from penstock.configs.settings import TraceSettings
+from penstock.log.traces import export
+from penstock.log.traces.command import BadUse, check
+from penstock.log.traces.export import Exporter
+from penstock.log.traces.otlp_json import document
+from penstock.log.traces.span import Span
+from penstock.log.traces.spans import spans as spans_of
+from penstock.schemas.trace import Trace
+from tests.penstock.log.traces.collector import Collector
+from tests.penstock.log.traces.samples import PARENT, at, split
+
+
+async def exported(spans: list[Span]) -> list[Any]:
+    memory = InMemorySpanExporter()
+    exporter = Exporter(memory, "ps")
+    assert await exporter.send(spans)
+    found = list(memory.get_finished_spans())
+    exporter.close()
+    assert not await exporter.send(spans)  # it is closed
+    return found
+
+
+async def test_ids_times_links_and_parents_arrive_as_they_are() -> None:
+    spans = spans_of(split(Trace(PARENT, "vendor=1")))
+    spans[1].error = "why"
+    found = await exported(spans)
+    assert [f"{span.context.trace_id:032x}" for span in found] == [PARENT[3:35]] * len(spans)
+    assert [f"{span.context.span_id:016x}" for span in found] == [span.span_id for span in spans]
+    assert [f"{span.parent.span_id:016x}" for span in found] == [span.parent_id for span in spans]
+    assert [(span.start_time, span.end_time) for span in found] == [(s.start_ns, s.end_ns) for s in spans]
+    assert [dict(span.attributes) for span in found] == [s.attributes for s in spans]
+    assert found[0].kind is SpanKind.SERVER
+    assert (found[1].status.status_code, found[1].status.description) == (StatusCode.ERROR, "why")
+    assert found[0].status.status_code is StatusCode.UNSET
+    assert found[0].context.trace_state.to_header() == "vendor=1"
+    assert [(event.name, event.timestamp) for event in found[0].events] == [("first token", at(20))]
+    links = {f"{link.context.span_id:016x}" for span in found for link in span.links}
+    assert links == {link.span_id for span in spans for link in span.links} != set()
+
+
+async def test_each_process_is_a_resource_of_its_service() -> None:
+    found = await exported(spans_of(split()))
+    resources = [span.resource.attributes for span in found]
+    services = {(each["service.name"], each["service.instance.id"]) for each in resources}
+    assert services == {
+        ("penstock-gateway", "gw-1"),
+        ("penstock-router", "r-1"),
+        ("penstock-worker", "p-1"),
+        ("penstock-worker", "d-1"),
+    }
+    assert found[0].parent is None
+
+
+async def test_the_json_says_what_the_protobuf_says() -> None:
+    spans = spans_of(split(Trace(PARENT), stamped=True))
+    spans[1].error = "why"
+    raw = json.loads(json.dumps(document(spans)))
+    for resource in raw["resourceSpans"]:  # protobuf's own JSON has base64 where OTLP's has hex
+        for span in resource["scopeSpans"][0]["spans"]:
+            for part in (span, *span["links"]):
+                for name in ("traceId", "spanId", "parentSpanId"):
+                    if name in part:
+                        part[name] = base64.b64encode(bytes.fromhex(part[name])).decode()
+    ours = json_format.ParseDict(raw, ExportTraceServiceRequest())
+    theirs = encode_spans(await exported(spans))
+
+    def resource_of(request: Any) -> dict[bytes, Any]:
+        found = {}
+        for resource in request.resource_spans:
+            for span in resource.scope_spans[0].spans:
+                span.flags = 0
+                for link in span.links:
+                    link.flags = 0
+                found[span.span_id] = span
+        return found
+
+    assert resource_of(ours) == resource_of(theirs)
+
+
+@pytest.mark.parametrize(
+    ("status", "path", "says"), [(200, "/v1/trace", "404"), (401, "/v1/traces", "401"), (None, "/v1/traces", "refused")]
+)
+async def test_why_spans_were_refused_is_logged(
+    status: int | None, path: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "SEND_S", 2.0)  # for one try more than the first, before which the reason is said
+    collector = Collector()
+    collector.start()
+    exporter = export.otlp(collector.url.replace("/v1/traces", path))
+    with contextlib.ExitStack() as states:
+        states.enter_context(collector.away() if status is None else collector.answering(status))
+        assert not await exporter.send(spans_of(split()))
+        assert says in exporter.why
+    exporter.close()
+    collector.stop()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://", "http://[::bad/v1", "http://127.0.0.1:99999/", "ftp://h/", "localhost:4318"]
+)
+def test_an_endpoint_that_cannot_be_is_refused_at_once(endpoint: str) -> None:
+    with pytest.raises(BadUse, match="an HTTP URL, such as"):
+        check(TraceSettings(otlp_endpoint=endpoint))

@@ -1,0 +1,39 @@
+"""Engines with known times, for planners under test."""
+
+from penstock.measure.planner.timing import EngineTiming
+from penstock.measure.profile.data import Decode, DecodePoint, Prefill, Profile, Setup
+
+OSL = 200
+
+
+def engine(
+    *,
+    prefill_ms: float = 100.0,
+    step_ms: float = 10.0,
+    growth_ms: float = 0.1,
+    kv_tokens: int = 400_000,
+    max_batch: int = 256,
+    gpus: int = 1,
+) -> EngineTiming:
+    """A prompt takes ``prefill_ms`` per 1,000 tokens, a step ``step_ms`` and ``growth_ms`` per 1,000 of context."""
+    prefill, decode = Prefill(), Decode(max_kv_tokens=kv_tokens)
+    for isl in (100, 8000):
+        prefill = prefill.added(isl, prefill_ms * isl / 1e3, 1e6 / prefill_ms / gpus)
+    for isl in (100, 8000):
+        context = isl + OSL / 2
+        for concurrency in (1, 24, 48):
+            itl = step_ms + growth_ms * context * concurrency / 1e3
+            point = DecodePoint(
+                isl=isl,
+                concurrency=concurrency,
+                kv_usage=min(1.0, context * concurrency / kv_tokens),
+                context=context,
+                itl_ms=itl,
+                throughput=concurrency / itl * 1e3 / gpus,
+            )
+            decode = decode.added(point)
+    setup = Setup(
+        model="m", api="chat", gpus=gpus, attention_dp=1, osl=OSL, max_context=8200, max_kv_tokens=kv_tokens,
+        max_batch=max_batch,
+    )  # fmt: skip
+    return EngineTiming(Profile(setup=setup, url="", prefill=prefill, decode=decode))

@@ -1,0 +1,77 @@
+"""Flags of ``penstock plan``, and what it says of a deployment that it cannot plan."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.configs.planner_settings import BadRules, rules_of
+from penstock.measure.planner.command import BadSettings, Settings, connector_of, run, timings
+from penstock.measure.planner.kubernetes import Replicas
+from penstock.measure.planner.lines import line
+from penstock.measure.profile.data import save
+from tests.penstock.measure.planner.engines import engine
+from tests.schemas.samples import SAMPLES
+
+NOBODY: Any = None
+
+
+def test_prefill_and_decode_may_have_a_profile_each(tmp_path: Path) -> None:
+    save(tmp_path / "p", engine(prefill_ms=50).profile)
+    save(tmp_path / "d", engine(prefill_ms=70).profile)
+    both = timings((str(tmp_path / "p"), str(tmp_path / "d")), ("prefill", "decode"))
+    assert [both[role].prefill_ms(1000) for role in ("prefill", "decode")] == [50, 70]  # type: ignore[index]
+    one = timings((str(tmp_path / "p"),), ("prefill", "decode"))
+    assert one["decode"].prefill_ms(1000) == 50
+    with pytest.raises(BadSettings, match="aggregated; give one profile"):
+        timings((str(tmp_path / "p"), str(tmp_path / "d")), ("aggregated",))
+
+
+def test_mock_workers_need_no_folder() -> None:
+    slow, fast = (timings((text,), ("aggregated",))["aggregated"].prefill_ms(1000) for text in ("mock", "mock:4"))
+    assert slow == pytest.approx(4 * fast, rel=1e-3)
+    for wrong in ("mock:x", "mock:0"):
+        with pytest.raises(BadSettings, match=f"--profile {wrong}"):
+            timings((wrong,), ("aggregated",))
+
+
+def test_workloads_are_those_of_the_chart_unless_they_are_named() -> None:
+    settings = Settings(
+        connector="kubernetes",
+        kubernetes_url="http://127.0.0.1:8001",
+        kubernetes_workloads=("decode=leaderworkerset/big-decode",),
+    )
+    connector = connector_of(settings, NOBODY, ("prefill", "decode"))
+    assert isinstance(connector, Replicas)
+    assert list(connector._paths.values()) == [
+        "/apis/apps/v1/namespaces/default/deployments/penstock-prefill/scale",
+        "/apis/leaderworkerset.x-k8s.io/v1/namespaces/default/leaderworkersets/big-decode/scale",
+    ]
+    with pytest.raises(BadSettings, match="roles here: aggregated"):
+        connector_of(settings, NOBODY, ("aggregated",))
+
+
+def test_local_workers_are_those_of_a_data_folder() -> None:
+    with pytest.raises(BadSettings, match="needs the --data-dir"):
+        connector_of(Settings(connector="local", nats_url="nats://h"), NOBODY, ("aggregated",))
+
+
+def test_bounds_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(BadRules, match="--min-workers 5 is above --max-workers 2"):
+        rules_of(Settings(min_workers=5, max_workers=2), ("aggregated",), "holt")
+
+
+def test_a_folder_without_a_deployment_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Settings(data_dir=str(tmp_path))) == 1
+    assert run(Settings(data_dir=str(tmp_path), history=True)) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert all(each.startswith("penstock plan: ") for each in said)
+
+
+def test_a_decision_is_one_line() -> None:
+    planned, _ = SAMPLES["planned"]
+    assert line(planned) == (
+        "1.50 requests/s (planned for 1.50), 7 waiting, TTFT p95 250 ms, ITL p95 12.0 ms, decode 3 → 5 (more_load), "
+        "failed: no GPU is free"
+    )

@@ -1,0 +1,155 @@
+"""Routing policies on simulated fleets."""
+
+from itertools import product
+
+import pytest
+
+from penstock.measure.simulation.comparison import POLICIES, Cell, run, runs, summaries
+from penstock.measure.simulation.dynamo import DynamoPolicy
+from penstock.measure.simulation.fleet import simulate
+from penstock.measure.simulation.policy import Fleet, Placement, WorkerSpec
+from penstock.measure.simulation.rules import RulePolicy, least_requests, round_robin
+from penstock.measure.simulation.trace import Request
+from penstock.measure.simulation.workloads import WORKLOADS, generate
+from penstock.router.placement.routing import Weights
+
+FOUR = Fleet((WorkerSpec(blocks=4096),) * 4)
+
+
+def request(index: int, prompt: int = 640, keys: list[int] | None = None) -> Request:
+    return Request(
+        index, 0, prompt, 3, list(range(index * 1000, index * 1000 + prompt // 64)) if keys is None else keys
+    )
+
+
+def test_dynamos_cost_of_a_first_request_counts_its_prompt_twice() -> None:
+    """As in its log: 40,160 tokens in blocks of 64 cost 627.5 + 627 on an idle worker."""
+    policy = DynamoPolicy()
+    policy.start(Fleet((WorkerSpec(), WorkerSpec())), [])
+    costs: list[list[float]] = []
+    policy._lowest = lambda given: (costs.append(list(given)), 0)[1]  # type: ignore[method-assign, func-returns-value]
+    policy.arrive(request(0, 40_160), 0)
+    assert costs == [[1254.5, 1254.5]]
+
+
+def test_dynamo_goes_where_the_prefix_is_cached() -> None:
+    policy = DynamoPolicy()
+    policy.start(FOUR, [])
+    policy.events((2, 0), [(list(range(8)), None)], [], 0)
+    assert policy.arrive(request(0, 640, list(range(10))), 0) == Placement((2, 0))
+    policy.finished(request(0, 640, list(range(10))), 1)
+    policy.events((2, 0), [], list(range(8)), 1)
+    policy.events((1, 0), [([0], None)], [], 1)
+    assert policy.arrive(request(1, 640, list(range(10))), 1) == Placement((1, 0))
+
+
+def test_round_robin_takes_turns_and_least_loaded_avoids_the_busy_one() -> None:
+    turns = RulePolicy(round_robin)
+    turns.start(FOUR, [])
+    assert [turns.arrive(request(n), 0).target[0] for n in range(5)] == [0, 1, 2, 3, 0]
+    least = RulePolicy(least_requests)
+    least.start(FOUR, [])
+    assert sorted(least.arrive(request(n), 0).target[0] for n in range(4)) == [0, 1, 2, 3]
+    least.finished(request(2), 1)
+    freed = least.arrive(request(5), 1).target
+    assert least.arrive(request(6), 1).target != freed
+
+
+FLEETS = {
+    "workers": FOUR,
+    "ranks": Fleet((WorkerSpec(blocks=4096, ranks=2),) * 2),
+    "pairs": Fleet((WorkerSpec("prefill", 4096),) * 2 + (WorkerSpec("decode", 4096),) * 2),
+    "encoders": Fleet((WorkerSpec(blocks=4096),) * 2, encoders=2),
+}
+
+
+@pytest.mark.parametrize(("policy", "fleet"), sorted(product(POLICIES, FLEETS)))
+def test_a_policy_serves_every_request_of_a_workload(policy: str, fleet: str) -> None:
+    for name in ("images", "hot"):
+        found = run(Cell(FLEETS[fleet], 1.0, name, None, 60), policy, 1)
+        assert (found.figures.requests, found.figures.unfinished) == (60, 0)
+
+
+def test_a_policy_that_knows_caches_reuses_more_than_round_robin() -> None:
+    cell = Cell(FOUR, 0.7, "agents", None, 300)
+    hits = {policy: run(cell, policy, 0).figures.hit_rate for policy in ("kv", "dynamo", "round_robin")}
+    assert min(hits["kv"], hits["dynamo"]) > 1.2 * hits["round_robin"]
+
+
+def test_a_hot_system_prompt_does_not_keep_its_traffic_at_the_first_worker() -> None:
+    """At light load, where its prefix alone would decide."""
+    fleet = Fleet((WorkerSpec(),) * 4)
+    kv, least = (run(Cell(fleet, 0.1, "hot", None, 600), policy, 0).figures for policy in ("kv", "least_loaded"))
+    assert kv.served < 1.2
+    assert kv.hit_rate > least.hit_rate
+    assert kv.ttft_p99 <= least.ttft_p99
+
+
+def test_decode_workers_that_compute_no_prompts_keep_their_sequences_faster() -> None:
+    fleet = Fleet((WorkerSpec("prefill"),) * 2 + (WorkerSpec("decode"),) * 2)
+    gaps = [
+        run(Cell(fleet, 0.6, "chat", None, 300, weights=Weights(local_prefill_tokens=tokens)), "kv", 0).figures.itl_mean
+        for tokens in (1000, 0)
+    ]
+    assert gaps[1] < gaps[0]
+
+
+def test_equal_seeds_give_equal_runs() -> None:
+    cell = Cell(FOUR, 1.2, "chat", None, 150)
+    for policy in ("kv", "dynamo", "random"):
+        assert run(cell, policy, 3) == run(cell, policy, 3)
+    assert run(cell, "random", 3) != run(cell, "random", 4)
+
+
+@pytest.mark.parametrize("name", sorted(WORKLOADS))
+def test_a_workload_comes_at_its_rate_with_prompts_that_its_ids_cover(name: str) -> None:
+    trace = generate(name, 5, 400, 20.0)
+    assert len(trace.rows) == 400
+    assert 0.4 * 20_000 < trace.rows[-1].timestamp < 1.1 * 20_000
+    for row in trace.rows:
+        assert len(row.hash_ids) * 64 >= row.input_length // 64 * 64
+        assert len(set(row.hash_ids)) == len(row.hash_ids)
+    assert trace == generate(name, 5, 400, 20.0)
+    assert trace != generate(name, 6, 400, 20.0)
+
+
+def test_a_turn_repeats_its_conversation_up_to_the_last_full_block() -> None:
+    rows = generate("chat", 1, 500, 5.0).rows
+    full = {row.hash_ids[: row.input_length // 64] for row in rows if row.input_length > 4100}  # beyond system prompts
+    continued = sum(any(row.hash_ids[:length] in full for length in range(64, len(row.hash_ids) - 1)) for row in rows)
+    assert continued > 100
+
+
+def test_the_others_are_compared_with_the_first_policy() -> None:
+    cell = Cell(FOUR, 0.7, "hot", None, 100)
+    first, second = summaries(list(runs([cell], ("round_robin", "kv"), 3)))
+    assert (first.policy, first.seeds) == ("round_robin", 3)
+    assert first.against_first["ttft_mean"].mean == 0.0
+    against = second.against_first["ttft_mean"]
+    assert against.low <= against.mean <= against.high
+    assert against.mean < 0
+
+
+def test_replicas_decide_nearly_as_well_as_one_router() -> None:
+    one, two = (run(Cell(FOUR, 1.0, "agents", None, 300, replicas), "kv", 0).figures for replicas in (1, 2))
+    assert two.unfinished == 0
+    assert two.hit_rate > 0.9 * one.hit_rate
+    assert two.ttft_mean < 1.3 * one.ttft_mean
+
+
+def test_replicas_that_know_of_each_other_late_decide_worse() -> None:
+    soon, late = (
+        run(Cell(FOUR, 0.5, "unique", None, 100, 2, replica_delay_ns=ms * 1_000_000), "kv", 0).figures
+        for ms in (0, 1000)
+    )
+    assert late.ttft_mean > 1.1 * soon.ttft_mean
+
+
+def test_a_held_request_is_placed_once_there_is_room() -> None:
+    """More prompts at once than the fleet has memory for: held by the router, none preempted."""
+    fleet = Fleet((WorkerSpec(blocks=128),) * 2)
+    requests = [request(n, 3200) for n in range(12)]
+    result = simulate(fleet, requests, POLICIES["kv"](0))
+    assert all(each.complete for each in result.served)
+    assert result.preemptions == 0
+    assert max(each.placed_ns for each in result.served) > 0

@@ -1,0 +1,39 @@
+"""What a sweep sends: levels, presets, and flags that override them."""
+
+import pytest
+
+from penstock.measure.sweep.workload import LEVELS, PRESETS, Level, Workload, WorkloadFlags, levels_of, workload_of
+
+
+def test_levels_are_sorted_each_once_with_three_requests_per_connection_and_at_least_ten() -> None:
+    levels = levels_of(WorkloadFlags(concurrency=(50, 1, 2, 50)))
+    assert levels == [Level("concurrency", 1, 10), Level("concurrency", 2, 10), Level("concurrency", 50, 150)]
+    assert [each.folder for each in levels] == ["c1", "c2", "c50"]
+    assert tuple(int(each.value) for each in levels_of(WorkloadFlags())) == LEVELS
+
+
+def test_a_rate_lasts_a_minute_and_a_trace_as_long_as_it_is() -> None:
+    assert levels_of(WorkloadFlags(rate=(2.5, 0.1))) == [Level("rate", 0.1, 10), Level("rate", 2.5, 150)]
+    assert levels_of(WorkloadFlags(trace="t", speed=(4.0, 1.0)), 7) == [Level("speed", 1.0, 7), Level("speed", 4.0, 7)]
+    assert [each.folder for each in levels_of(WorkloadFlags(rate=(2.5,)))] == ["r2.5"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "workload", "first"),
+    [
+        ("none", Workload(isl=2000, isl_stddev=10.0, osl=256), 1),
+        ("shared-prefix", Workload(isl=4000, isl_stddev=200.0, osl=128, shared_prefix=0.8, prefixes=8), 10),
+        ("long-context", Workload(isl=32_000, isl_stddev=2000.0, osl=256), 1),
+        ("multimodal", Workload(isl=200, isl_stddev=20.0, osl=128, images=1), 1),
+    ],
+)
+def test_presets(preset: str, workload: Workload, first: int) -> None:
+    flags = WorkloadFlags(preset=preset)  # type: ignore[arg-type]
+    assert workload_of(flags) == workload
+    assert levels_of(flags)[0].value == first
+
+
+def test_a_flag_wins_over_the_preset_also_when_it_is_zero() -> None:
+    found = workload_of(WorkloadFlags(preset="shared-prefix", isl=100, isl_stddev=0.0, shared_prefix=0.0))
+    assert (found.isl, found.isl_stddev, found.shared_prefix, found.osl) == (100, 0.0, 0.0, 128)
+    assert len(PRESETS) == 4

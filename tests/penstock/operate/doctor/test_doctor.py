@@ -1,0 +1,485 @@
+"""``penstock doctor``: one test for each cause that it names."""
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import ssl
+import stat
+import tarfile
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.client import BusClient
+from penstock.infra.bus.connection import Bus, connect
+from penstock.launch.http import get
+from penstock.launch.nats import apply_at
+from penstock.launch.state import Running, State, write_state
+from penstock.operate.doctor import certificates, machine
+from penstock.operate.doctor import fleet as fleet_checks
+from penstock.operate.doctor.broker import check_address, check_broker
+from penstock.operate.doctor.bundle import redacted, write_bundle
+from penstock.operate.doctor.command import run
+from penstock.operate.doctor.finding import Finding, Status
+from penstock.operate.doctor.fleet import (
+    check_fleet,
+    check_gateways,
+    check_leases,
+    check_paces,
+    check_processes,
+    check_workers,
+    count_keys,
+    is_loopback,
+)
+from penstock.operate.doctor.logs import check_logs
+from penstock.schemas import wire
+from penstock.schemas.fleet import Load, Registration
+from penstock.schemas.fleet import State as WorkerState
+from penstock.schemas.routers import LostLeases
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.transfer import Endpoint
+from tests.cluster_support import three_nodes
+from tests.infra.bus.support import opened
+from tests.tls_support import DAYS, TlsNats, issue
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def worker(name: str = "w-1", **more: object) -> Registration:
+    fields = {"model": "m", "role": "aggregated", "engine": "mock", "epoch": 1, "block_size": 32, "total_blocks": 100,
+              "slots": 8, "max_model_len": 64, "name": name}  # fmt: skip
+    return Registration(name, **(fields | more))  # type: ignore[arg-type]
+
+
+def statuses(findings: list[Finding]) -> dict[str, Status]:
+    return {finding.check: finding.status for finding in findings}
+
+
+# -- this machine -------------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_another_program_has_is_named(listening: socket.socket) -> None:
+    port = listening.getsockname()[1]
+    finding = machine.check_port("127.0.0.1", port)
+    assert finding.status is Status.problem
+    assert str(port) in finding.what
+    assert "--http-port" in finding.fix
+
+
+async def test_the_streams_on_the_disk_are_added_up(bus: Bus, pipeline: Subjects) -> None:
+    findings = {each.check: each.what for each in await check_broker(bus)}
+    assert "may grow to 31.8 GiB for each copy" in findings["stream size"]
+
+
+def test_a_data_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("no folder")
+    finding = machine.check_data_folder(tmp_path / "data")
+    assert (finding.status, "is a file" in finding.what) == (Status.problem, True)
+
+
+def test_a_small_disk_is_a_warning_and_a_full_one_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, status in ((1 << 20, Status.problem), (1 << 30, Status.warning), (1 << 40, Status.ok)):
+        monkeypatch.setattr(
+            machine.shutil, "disk_usage", lambda _, free=free: type("U", (), {"free": free, "total": 1})()
+        )
+        found = machine.check_disk(tmp_path / "later")
+        assert found.status is status
+        # It said 14 GiB, and a disk of 20 was thought to be large enough.
+        assert ("streams of the default sizes grow to 31.8 GiB" in found.fix) == (status is Status.warning)
+
+
+def fake_smi(folder: Path, script: str) -> None:
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.mark.parametrize(
+    ("script", "check", "status"),
+    [
+        ("echo NVIDIA H200, 570.1, 1 MiB, 2 MiB, 3 %", "GPU driver", Status.ok),
+        ("echo no devices were found >&2; exit 6", "GPU driver", Status.problem),
+    ],
+)
+def test_a_driver_is_asked_and_its_complaint_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, check: str, status: Status
+) -> None:
+    fake_smi(tmp_path, script)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert statuses(machine.check_gpus({}))[check] is status
+
+
+def test_hidden_gpus_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_smi(tmp_path, "echo NVIDIA H200")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    findings = machine.check_gpus({"CUDA_VISIBLE_DEVICES": ""})
+    assert statuses(findings)["GPU"] is Status.problem
+    assert statuses(machine.check_gpus({"CUDA_VISIBLE_DEVICES": "0"})).get("GPU") is None
+
+
+# -- the broker ---------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_host_and_a_closed_port_are_different_causes(listening: socket.socket) -> None:
+    unknown = check_address("nats://no-such-host.invalid:4222")
+    assert "no known host" in unknown.what
+    host, port = listening.getsockname()
+    listening.close()
+    assert "nothing answers" in check_address(f"nats://{host}:{port}").what
+
+
+async def test_what_is_no_nats_server_is_named() -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        finding = await asyncio.to_thread(check_address, f"nats://127.0.0.1:{port}")
+    assert "is no NATS server" in finding.what
+
+
+async def test_a_broker_in_order_has_no_finding_but_ok(bus: Bus) -> None:
+    assert set(statuses(await check_broker(bus)).values()) == {Status.ok}
+
+
+async def test_missing_streams_and_consumers_are_named_with_the_command_that_makes_them(bus: Bus) -> None:
+    await bus.js.delete_stream(bus.subjects.stream("HANDOFF"))
+    await bus.js.delete_consumer(bus.subjects.stream("REQUESTS"), "router-batch")
+    [finding] = [each for each in await check_broker(bus) if each.check == "streams"]
+    assert finding.status is Status.problem
+    assert "HANDOFF" in finding.what
+    assert "router-batch" in finding.what
+    assert "penstock streams apply" in finding.fix
+
+
+# -- what runs ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_of_a_cluster_whose_copies_are_away_is_named_until_they_are_current(tmp_path: Path) -> None:
+    async with three_nodes(tmp_path) as cluster:
+        await apply_at(cluster.url(), cluster.subjects, replicas=3)
+        away = (await cluster.leader("ps_DONE") + 1) % 3
+        stay = [node for node in range(3) if node != away]
+        bus = await connect(cluster.url(nodes=stay), role="operator", name="test", end_process=lambda _: None)  # type: ignore[arg-type, return-value]
+        seen: list[Finding] = []
+
+        async def wait_for(status: Status) -> None:
+            async with asyncio.timeout(60):
+                while [each.status for each in seen] != [status]:
+                    await asyncio.sleep(0.1)
+                    seen[:] = [each for each in await check_broker(bus) if each.check == "replicas"]
+
+        try:
+            await wait_for(Status.ok)
+            cluster.kill(away)
+            await wait_for(Status.warning)
+            assert f"the copy of node-{away} is away or behind" in seen[0].what
+            assert "before you stop another one" in seen[0].fix
+            await cluster.restart(away)
+            await wait_for(Status.ok)
+        finally:
+            await bus.close()
+
+
+def test_processes_that_are_down_or_drained_are_named() -> None:
+    processes = (Running("router-0", "router"), Running("w", "worker", drained=True), Running("g", "gateway", 7))
+    down, drained = check_processes(State("", "", "", "", "ps", "m", processes))
+    assert (down.status, "router-0" in down.what) == (Status.problem, True)
+    assert (drained.status, "penstock restart w" in drained.fix) == (Status.warning, True)
+
+
+async def test_a_gateway_that_does_not_answer_is_a_problem(listening: socket.socket) -> None:
+    port = listening.getsockname()[1]
+    listening.close()
+    [finding] = await check_gateways([f"http://127.0.0.1:{port}"])
+    assert (finding.check, finding.status) == ("gateway", Status.problem)
+    assert (await get("127.0.0.1", port, "/"))[0] == 0
+
+
+async def test_a_gateway_that_answers_others_without_a_key_is_named(
+    listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {"/health/ready": 200, "/v1/models": 200, "/metrics": 200}
+    page = ""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readline()).split()[1].decode()
+        writer.write(f"HTTP/1.0 {answers[path]} -\r\n\r\n{page if path == '/metrics' else ''}".encode())
+        writer.close()
+
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    async with await asyncio.start_server(answer, sock=listening):
+        assert [finding.status for finding in await check_gateways([url])] == [Status.ok]
+        monkeypatch.setattr(fleet_checks, "is_loopback", lambda host: False)
+        found = await check_gateways([url])
+        assert "penstock keys create" in found[0].fix
+        assert [finding.status for finding in found] == [Status.warning, Status.ok]
+        answers["/v1/models"] = 401
+        assert [finding.status for finding in await check_gateways([url])] == [Status.ok]
+        monkeypatch.undo()
+        page = "penstock_gateway_trusted_proxies 1.0\n"
+        assert [finding.status for finding in await check_gateways([url])] == [Status.ok]
+        answers["/v1/models"] = 200
+        found = await check_gateways([url])
+        assert [finding.status for finding in found] == [Status.warning, Status.ok]
+        assert "answers everyone whom its proxies let through, without an API key" in found[0].what
+
+
+async def test_gateways_that_demand_a_key_where_there_is_none_are_named(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers(url: str, path: str) -> tuple[int, bytes]:
+        return (401 if path == "/v1/models" else 200), b""
+
+    monkeypatch.setattr(fleet_checks, "get_url", answers)
+    assert await count_keys(bus) == 0  # as after the loss of the broker's disk
+    [*_, finding] = await check_gateways(["http://127.0.0.1:1"], await count_keys(bus))
+    assert (finding.check, finding.status) == ("keys", Status.warning)
+    assert "`penstock keys import`" in finding.fix
+    await bus.nc.jetstream().publish(f"$KV.{bus.subjects.bucket('keys')}.pst-1", b"{}")
+    found = await check_gateways(["http://127.0.0.1:1"], await count_keys(bus))
+    assert [each.status for each in found] == [Status.ok]
+
+
+async def test_gateways_that_differ_on_keys_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the loss of the broker's disk, old gateways said 401 and new ones answered."""
+    old, new = "http://127.0.0.1:1", "http://127.0.0.1:2"
+
+    async def answer(url: str, path: str) -> tuple[int, bytes]:
+        return (401 if (url, path) == (old, "/v1/models") else 200), b""
+
+    monkeypatch.setattr(fleet_checks, "get_url", answer)
+    found = [each for each in await check_gateways([old, new]) if each.status is Status.problem]
+    assert len(found) == 1
+    assert f"{new} answers without an API key, and other gateways demand one" in found[0].what
+    assert "--require-keys" in found[0].fix
+    assert {each.status for each in await check_gateways([new, new])} == {Status.ok}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+async def test_certificates_of_a_gateway_and_of_the_broker_that_expire_are_named(
+    listening: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = issue(tmp_path, "both")
+    monkeypatch.setenv("SSL_CERT_FILE", str(pair[0]))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*pair)
+    server = TlsNats(tmp_path / "nats", pair=pair, jetstream=False)
+    await server.start()
+    nc = BusClient()
+    await nc.connect(server.url())
+
+    async def found(days: float) -> list[Status]:
+        then = datetime.now(UTC) + timedelta(days=days)
+        monkeypatch.setattr(certificates, "now", lambda: then)
+        of_gateway = await asyncio.to_thread(certificates.check_gateway_certificate, url)
+        findings = [*of_gateway, *certificates.check_broker_certificate(Bus(nc, Subjects()))]
+        assert {finding.check for finding in findings} == {"certificate"}
+        return [finding.status for finding in findings]
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    url = f"https://127.0.0.1:{listening.getsockname()[1]}"
+    async with await asyncio.start_server(hang_up, sock=listening, ssl=context):
+        for days, status in ((0, Status.ok), (DAYS - 0.1, Status.warning), (DAYS + 0.1, Status.problem)):
+            assert await found(days) == [status, status]
+    assert certificates.check_gateway_certificate(url) == []  # it does not answer
+    assert certificates.check_gateway_certificate(url.replace("https", "http")) == []
+    await nc.close()
+    server.kill()
+    await server.stop()
+
+
+def test_loopback_is_what_only_this_machine_reaches() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.8.8", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "example.com", "localhost.example.com", "")))
+
+
+async def test_a_deployment_without_routers_and_workers_names_what_to_start(bus: Bus) -> None:
+    findings = {finding.check: finding for finding in await check_fleet(bus, None)}
+    assert "penstock router" in findings["router"].fix
+    assert "penstock worker" in findings["workers"].fix
+
+
+@pytest.mark.parametrize(
+    ("workers", "check", "status"),
+    [
+        ([worker(role="encode")], "roles", Status.problem),
+        ([worker(state=WorkerState.draining)], "roles", Status.problem),
+        ([worker(role="decode", transfer=Endpoint("h", "x"))], "roles", Status.warning),
+        ([worker(role="prefill"), worker("w-2", role="decode")], "KV transport", Status.problem),
+        ([worker(revision="a"), worker("w-2", revision="b")], "same model", Status.warning),
+        ([worker(block_size=16), worker("w-2")], "same model", Status.warning),
+        ([worker(kv_events=False)], "KV events", Status.warning),
+        ([worker(load=Load(waiting=3, used_blocks=99))], "KV memory", Status.warning),
+        ([worker(load=Load(waiting=9))], "slots", Status.warning),
+        ([worker()], "workers", Status.ok),
+    ],
+)
+def test_what_is_wrong_with_a_fleet_is_found(workers: list[Registration], check: str, status: Status) -> None:
+    findings = check_workers(workers)
+    assert statuses(findings)[check] is status
+    assert all(finding.fix for finding in findings if finding.status is not Status.ok)
+
+
+async def test_engines_whose_kv_events_do_not_arrive_are_found_by_the_counts(bus: Bus) -> None:
+    me = worker(load=Load(cached_blocks=50))
+    await bus.js.publish(bus.subjects.lease(me.worker), wire.encode(me))
+    chain = [finding for finding in await check_fleet(bus, None) if finding.check == "KV events"]
+    assert "50 blocks in 1 engine, 0 messages" in chain[0].what
+
+
+# -- logs and the archive -----------------------------------------------------------------------------------------
+
+
+def test_a_gpu_out_of_memory_in_a_log_comes_with_the_three_settings_to_lower(tmp_path: Path) -> None:
+    (tmp_path / "worker-0.log").write_text("start\ntorch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\nend\n")
+    (tmp_path / "worker-1.log").write_text("CUDA out of memory\n")
+    [finding] = check_logs(tmp_path)
+    assert finding.status is Status.problem
+    assert "worker-0.log, worker-1.log" in finding.what
+    assert all(word in finding.fix for word in ("max_num_tokens", "max_batch_size", "free_gpu_memory_fraction"))
+
+
+def test_logs_without_trouble_are_in_order(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("all is well\n")
+    assert statuses(check_logs(tmp_path)) == {"logs": Status.ok}
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        (b"nats://operator:hunter2@h:4222 x", b"hunter2"),
+        (b'"dashboard_url": "http://h:1/?token=hunter2"', b"hunter2"),
+        (b"Authorization: Bearer hunter2", b"hunter2"),
+        (b'{"api_key": "hunter2", "model": "m"}', b"hunter2"),
+        (b"key pst-0a1b2c3d4e5f-hunter2hunter2 was logged", b"hunter2"),
+    ],
+)
+def test_no_secret_gets_into_an_archive(text: bytes, secret: bytes) -> None:
+    clean = redacted(text)
+    assert secret not in clean
+    assert b"***" in clean
+
+
+def test_an_archive_has_findings_versions_and_logs(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker-0.log").write_text("nats://worker:geheim@h:1\n")
+    state = State("http://h:1", "nats://operator:geheim@h:2", "c", "s", "ps", "m")
+    write_state(tmp_path / "state.json", state)
+    path = tmp_path / "bundle.tar.gz"
+    path.write_bytes(b"an earlier one")
+    write_bundle(path, [Finding("a", Status.ok, "b")], tmp_path, {"streams.json": b"[]"})
+    assert path.stat().st_mode & 0o777 == 0o600
+    with tarfile.open(path) as archive:
+        contents = {
+            name.partition("/")[2]: file.read()
+            for name in archive.getnames()
+            if (file := archive.extractfile(name)) is not None
+        }
+    assert {"findings.json", "versions.txt", "state.json", "streams.json", "logs/worker-0.log"} <= set(contents)
+    assert not any(b"geheim" in data for data in contents.values())
+
+
+async def test_the_command_prints_findings_and_fails_if_there_is_a_problem(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--nats-url", broker.url(), "--namespace", bus.subjects.namespace]
+    assert await asyncio.to_thread(run, flags) == 1
+    shown = capsys.readouterr().out
+    assert "✗ router: no router takes requests" in shown
+    assert "start one: `penstock router`" in shown
+    assert await asyncio.to_thread(run, [*flags, "--json"]) == 1
+    findings = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {"check": "clock", "status": "ok"}.items() <= next(f for f in findings if f["check"] == "clock").items()
+
+
+def test_that_nothing_runs_is_a_problem_unless_only_the_machine_is_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--data-dir", str(tmp_path / "typo")]
+    assert run(flags) == 1
+    shown = capsys.readouterr().out
+    assert f"✗ deployment: no deployment in {tmp_path / 'typo'}" in shown
+    assert "`penstock up` starts one" in shown
+    run([*flags, "--machine", "--json"])
+    checks = [json.loads(line)["check"] for line in capsys.readouterr().out.splitlines()]
+    assert "deployment" not in checks
+    assert "nats-server" in checks
+
+
+async def test_a_broker_that_is_away_is_the_only_problem(
+    listening: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = listening.getsockname()[1]
+    listening.close()
+    assert await asyncio.to_thread(run, ["--nats-url", f"nats://127.0.0.1:{port}", "--json"]) == 1
+    findings = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["check"] for each in findings if each["status"] == "problem"] == ["broker"]
+
+
+def test_a_worker_that_loses_its_lease_over_and_over_is_named_while_it_is_there_and_while_it_is_not() -> None:
+    lost = [LostLeases(name, "aggregated", "m", count, 0) for name, count in (("w-1", 3), ("w-2", 4), ("w-3", 1))]
+    there = [worker("w-1", load=Load(slowest_step_ms=6_000)), worker("w-3")]
+    often, gone, once = check_leases(lost, there, 5_000_000_000)
+    assert [each.status for each in (often, gone, once)] == [Status.problem, Status.problem, Status.warning]
+    assert "w-1 lost its lease 3 times in ten minutes, 5 s ago" in often.what
+    assert "slowest step within a minute took 6.00 s" in often.what
+    assert "w-2 lost its lease 4 times" in gone.what
+    assert "not registered now" in gone.what
+    assert "once" in once.what
+
+
+def test_leases_that_were_lost_through_the_broker_are_blamed_on_no_worker() -> None:
+    lost = [LostLeases(name, "aggregated", "m", count, 0, 2) for name, count in (("w-1", 0), ("w-2", 1), ("w-3", 0))]
+    broker, own, gone = check_leases(lost, [worker("w-1"), worker("w-2")], 5_000_000_000)
+    assert (broker.check, broker.status) == ("all leases", Status.warning)
+    assert "all workers lost their leases at once" in broker.what
+    assert "2 times in ten minutes" in broker.what
+    assert "w-2 lost its lease once in ten minutes" in own.what
+    assert "w-3 lost its lease with all others" in gone.what
+    assert "not registered now" in gone.what
+    assert statuses(check_leases(lost[:1], [worker("w-1")], 0)) == {"all leases": Status.warning, "leases": Status.ok}
+
+
+def test_a_worker_that_holds_its_lease_and_does_nothing_is_named() -> None:
+    [finding] = check_leases([], [worker("w-1"), worker("w-2", load=Load(running=1, quiet_ms=23_000))], 0)
+    assert finding.status is Status.problem
+    assert "w-2 holds its lease, but its engine did nothing for 23 s" in finding.what
+    assert statuses(check_leases([], [worker("w-1")], 0)) == {"leases": Status.ok}
+
+
+def test_a_worker_that_is_much_slower_than_its_peers_is_named_with_both_times_and_what_to_do() -> None:
+    def paced(name: str, factor: int, **more: object) -> Registration:
+        load = Load(latency_us=10_000 * factor, engine_us=2_000 * factor, work_ns=100_000 * factor)
+        return worker(name, load=load, **more)
+
+    peers = [paced("w-1", 1), paced("w-2", 1)]
+    [slow] = check_paces([*peers, paced("w-3", 20), worker("idle")])
+    assert (slow.check, slow.status) == ("slow worker", Status.warning)
+    assert (
+        "w-3 is 20 times slower than its peers: 200.0 ms from token to token, and they 10.0 ms (2 peers)" in slow.what
+    )
+    assert "penstock drain w-3" in slow.fix
+    of_prompts = [paced(name, factor, role="prefill", device="1x NVIDIA L4") for name, factor in (("p", 1), ("q", 9))]
+    [slow] = check_paces(of_prompts)
+    assert "90.0 ms for a prompt, and they 10.0 ms (1 peer, 1x NVIDIA L4)" in slow.what
+    assert statuses(check_paces(peers)) == {"slow worker": Status.ok}
+    assert check_paces([paced("w-1", 20)]) == []

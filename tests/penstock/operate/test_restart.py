@@ -1,0 +1,69 @@
+"""``penstock restart`` signals processes of its own deployment only."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.infra.broker.datadir import Lock
+from penstock.launch.state import Running, State, start_of, write_state
+from penstock.operate.restart import run
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that got the pid of one that is gone."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def left_behind(folder: Path, pid: int, began: int) -> None:
+    """The state of a deployment."""
+    running = Running("gateway-0", "gateway", pid, began=began)
+    write_state(
+        folder / "state.json",
+        State("http://127.0.0.1:1", "nats://127.0.0.1:1", "", "", "ps", "tiny", (running,), http_urls=("http://x",)),
+    )
+
+
+def test_of_a_deployment_that_was_killed_no_process_is_signalled(
+    tmp_path: Path, other: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    left_behind(tmp_path, other.pid, start_of(other.pid))
+    assert run(["--rolling", "--data-dir", str(tmp_path)]) == 1
+    assert "no `penstock up` runs on" in capsys.readouterr().err
+    assert other.poll() is None
+
+
+def test_start_times_tell_two_processes_of_one_pid_apart(other: subprocess.Popen[bytes]) -> None:
+    own, others = start_of(os.getpid()), start_of(other.pid)
+    assert 0 < own < others
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    assert start_of(other.pid) == start_of(None) == 0
+
+
+async def test_a_process_that_has_a_pid_since_later_is_not_signalled(
+    tmp_path: Path, other: subprocess.Popen[bytes]
+) -> None:
+    from penstock.operate import restart
+
+    left_behind(tmp_path, other.pid, start_of(other.pid) - 1)
+    lock = Lock(tmp_path / "up.lock")
+    lock.acquire("penstock up")
+    try:
+        (process,) = restart._ordered(restart._state(tmp_path), [])
+        with pytest.raises(restart.RestartFailed, match="no longer gateway-0"):
+            await restart._restart(None, tmp_path, process, 1.0)  # type: ignore[arg-type]
+    finally:
+        lock.release()
+    assert other.poll() is None

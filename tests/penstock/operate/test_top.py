@@ -1,0 +1,177 @@
+"""``penstock top``: what it computes, and the whole command on a real nats-server."""
+
+import asyncio
+import io
+import json
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.operate.observe import (
+    Count,
+    Observer,
+    QueueView,
+    Snapshot,
+    held_by_class,
+    hit_rate,
+    rates,
+    tenant_rows,
+    workers,
+)
+from penstock.operate.top import bar, picture, run
+from penstock.schemas import wire
+from penstock.schemas.fleet import Load, Registration
+from penstock.schemas.routers import TENANTS, HeldByTenant, LostLeases, Member
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.summary import RequestSummary, State
+from tests.infra.bus.support import opened
+from tests.penstock.log.requests.support import accept, end
+from tests.penstock.operate.support import holds
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+def summary(worker: str = "w-1", *, state: State = "done", prompt: int = 100, cached: int = 0, out: int = 10,
+            ttft_ms: int = 10) -> RequestSummary:  # fmt: skip
+    return RequestSummary(
+        "id", "m", state, 0, worker=worker, prompt_tokens=prompt, cached_tokens=cached, completion_tokens=out,
+        first_token_ns=ttft_ms * 1_000_000, ended_ns=100_000_000,
+    )  # fmt: skip
+
+
+def registration(worker: str, **more: object) -> Registration:
+    fields = {"model": "m", "role": "aggregated", "engine": "mock", "epoch": 1, "block_size": 32, "total_blocks": 100,
+              "slots": 8, "max_model_len": 64, "name": worker}  # fmt: skip
+    return Registration(worker, **(fields | more))  # type: ignore[arg-type]
+
+
+def test_rates_are_taken_between_the_first_and_the_last_look() -> None:
+    seen = rates([Count(100.0, 50, 40), Count(101.0, 99, 99), Count(105.0, 100, 60)], [summary(), summary(out=30)])
+    assert (seen.accepted_per_s, seen.ended_per_s, seen.output_tokens_per_s) == (10.0, 4.0, 80.0)
+
+
+def test_nothing_ended_means_that_times_and_shares_are_unknown() -> None:
+    seen = rates([Count(1.0, 0, 0)], [])
+    assert (seen.accepted_per_s, seen.failed_share, seen.hit_rate, seen.ttft_p95_ms) == (0.0, None, None, None)
+
+
+def test_a_hit_rate_counts_tokens_not_requests() -> None:
+    assert hit_rate([summary(prompt=900, cached=900), summary(prompt=100)]) == 0.9
+
+
+def test_workers_share_the_output_by_what_they_finished() -> None:
+    found = [registration("w-1", dp_size=2), registration("w-2")]
+    one, two = workers(found, [summary("w-1", out=30), summary("w-2", out=10, cached=50)], 400.0)
+    assert (one.tokens_per_s, two.tokens_per_s) == (300.0, 100.0)
+    assert (one.slots, one.total_blocks, two.hit_rate) == (16, 200, 0.5)
+
+
+def test_workers_that_are_stopped_or_hang_are_shown_although_their_lease_says_nothing_of_it() -> None:
+    found = [
+        registration("w-1", load=Load(slowest_step_ms=6_000)),
+        registration("w-2", load=Load(running=1, quiet_ms=12_000)),
+        registration("w-3"),
+    ]
+    lost = [LostLeases("w-1", "aggregated", "m", 3, 0), LostLeases("w-0", "aggregated", "m", 1, 0)]
+    seen = workers(found, [], 0.0, lost)
+    assert [(each.name, each.state, each.lost) for each in seen] == [
+        ("w-0", "lost", 1), ("w-1", "ready", 3), ("w-2", "stalled", 0), ("w-3", "ready", 0)
+    ]  # fmt: skip
+    printed = io.StringIO()
+    snapshot = Snapshot(1, "ps", tuple(seen), (), rates([Count(1.0, 0, 0)], []), (), ())
+    Console(file=printed, width=140).print(picture(snapshot, 140))
+    for said in (
+        "2 of 4 workers ready", "w-1 lost its lease 3 times in ten minutes",
+        "w-0 lost its lease once in ten minutes; it is",
+        "w-2 holds its lease, but its engine did nothing for 12 s", "slowest step", "6.00 s",
+    ):  # fmt: skip
+        assert said in printed.getvalue()
+
+
+def test_a_worker_that_is_much_slower_than_its_peers_is_marked() -> None:
+    def paced(name: str, factor: int) -> Registration:
+        load = Load(latency_us=10_000 * factor, engine_us=2_000 * factor, work_ns=100_000 * factor)
+        return registration(name, load=load)
+
+    seen = workers([paced("w-1", 1), paced("w-2", 20), registration("idle")], [], 0.0)
+    assert [each.slowness for each in seen] == [0.05, 20.0, None]
+    for width in (60, 150):  # the line stays where the column does not fit
+        printed = io.StringIO()
+        snapshot = Snapshot(1, "ps", tuple(seen), (), rates([Count(1.0, 0, 0)], []), (), ())
+        Console(file=printed, width=width).print(picture(snapshot, width))
+        assert "w-2 is 20 times slower than its peers" in printed.getvalue()
+        assert ("200.0 ms x20" in printed.getvalue()) is (width == 150)
+
+
+def test_what_ended_has_no_heading_while_nothing_has() -> None:
+    quiet = Snapshot(1, "ps", (), (), rates([Count(1.0, 0, 0)], []), (), ())
+    for snapshot, shown in (quiet, False), (msgspec.structs.replace(quiet, recent=(summary(),)), True):
+        printed = io.StringIO()
+        Console(file=printed, width=100).print(picture(snapshot, 100))
+        assert ("ended last" in printed.getvalue()) is shown
+
+
+def test_a_bar_of_nothing_is_a_dash_and_none_is_longer_than_full() -> None:
+    assert bar(1, 0) == "-"
+    assert "100%" in bar(30, 10)
+
+
+def test_what_routers_hold_is_added_up_by_class_and_tenant() -> None:
+    many = tuple((f"t-{number}", 9) for number in range(TENANTS))
+    one = Member("r-1", 1, held=(HeldByTenant("standard", (*many[1:], ("ann", 5)), 2), HeldByTenant("later", ())))
+    two = Member("r-2", 1, held=(HeldByTenant("standard", (("ann", 5), *many[:1])), HeldByTenant("batch", (), 4)))
+    held = held_by_class([one, two])
+    assert held["standard"] == HeldByTenant("standard", (("ann", 10), *many[:-1]), 2 + 9)
+    assert held["batch"] == HeldByTenant("batch", (), 4)
+    assert held["interactive"] == HeldByTenant("interactive")
+
+
+def test_a_row_for_each_of_the_tenants_that_have_most_of_all_classes() -> None:
+    one = QueueView("interactive", 0, 9, (("ann", 5), ("zoe", 1)), 1)
+    many = tuple((f"t-{number}", 4) for number in range(TENANTS - 1))
+    rows = tenant_rows([one, QueueView("batch", 0, 9, (("bob", 9), *many), 2)])
+    assert rows[:3] == [("bob", (0, 9)), ("ann", (5, 0)), ("t-0", (0, 4))]
+    assert (len(rows), rows[-1]) == (TENANTS + 1, ("", (2, 6))), "zoe and one more are among the others"
+    assert tenant_rows([QueueView("batch", 3, 0)]) == []
+
+
+async def test_a_look_sees_workers_queues_and_what_ended(bus: Bus) -> None:
+    me = registration("w-1", load=Load(running=3, used_blocks=40))
+    await bus.js.publish(bus.subjects.lease("w-1"), wire.encode(me))
+    await holds(bus, ("acme", 7), others=2)
+    observer = Observer(bus)
+    await observer.look()
+    waiting, over = await accept(bus), await accept(bus)
+    await end(bus, over, 1, 2, code="invalid_request")
+    seen = await observer.look()
+    (worker,) = seen.workers
+    assert (worker.running, worker.used_blocks, worker.state) == (3, 40, "ready")
+    assert {queue.priority: queue.unread for queue in seen.queues}[waiting.priority.value] == 2
+    assert {queue.priority: (queue.tenants, queue.others) for queue in seen.queues}["batch"] == ((("acme", 7),), 2)
+    assert [each.id for each in seen.recent] == [over.id]
+    assert seen.rates.failed_share == 1.0
+    assert seen.rates.accepted_per_s > seen.rates.ended_per_s > 0
+    text = io.StringIO()
+    Console(file=text, width=150).print(picture(seen, 150))
+    for part in ("w-1", "1 of 1 workers ready", "invalid_request", "REQUESTS", "failed 100%", "acme", "others"):
+        assert part in text.getvalue()
+
+
+async def test_the_command_prints_one_object_per_look(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--once", "--json", "--interval", "200ms", "--nats-url", broker.url()]
+    assert await asyncio.to_thread(run, [*flags, "--namespace", bus.subjects.namespace]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["namespace"] == bus.subjects.namespace
+    assert abs(seen["at_ns"] - time.time_ns()) < 60e9
+    assert {queue["priority"] for queue in seen["queues"]} == {"interactive", "standard", "batch"}

@@ -1,0 +1,18 @@
+"""The decisions that are measured are decisions."""
+
+import msgspec
+import pytest
+
+from penstock.schemas.jobs import Job
+from tests.perf import decision
+
+
+@pytest.mark.parametrize("what", decision.HELD)
+def test_what_is_measured_is_a_job_with_its_score_table(what: str) -> None:
+    fleet = decision.Fleet(20, decision.HELD[what])
+    job = msgspec.msgpack.decode(fleet.place(), type=Job)
+    assert job.decision is not None
+    chosen = job.decision.candidates[0]
+    assert chosen.worker == job.decision.chosen
+    assert len(job.decision.candidates) == 16
+    assert chosen.overlap_blocks == decision.HELD[what](int(chosen.worker.split("-")[1]), 20)

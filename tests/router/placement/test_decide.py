@@ -1,0 +1,186 @@
+"""Decisions: a golden score table, and what no decision may ever do."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.configs.settings import RouterMode
+from penstock.router.placement.cost import HELD_UP, OCCUPANCY, OWN_WORK, PASS_TOKENS
+from penstock.router.placement.decide import decide
+from penstock.router.placement.filters import rejection
+from penstock.router.placement.routing import RoutingContext, RoutingRequest, Weights
+from penstock.router.placement.score_table import STORED_CANDIDATES
+from penstock.router.placement.scoring import target_costs, utilization
+from penstock.router.state.load import Load, RoutingTarget
+from penstock.schemas.errors import Code
+from penstock.schemas.fleet import Registration, State
+from tests.properties import examples
+
+MODES: tuple[RouterMode, ...] = ("kv", "round_robin", "random", "least_loaded")
+
+
+IDLE = Load()
+
+
+def member(worker: str, *, load: Load = IDLE, rank: int = 0, **more: object) -> RoutingTarget:
+    fields: dict[str, object] = {"slots": 4, "total_blocks": 1000, "max_model_len": 4096, "block_size": 32}
+    registration = Registration(worker, "m", "aggregated", "mock", 1, **(fields | more))  # type: ignore[arg-type]
+    return RoutingTarget((worker, rank), registration, load)
+
+
+ASK = RoutingRequest("m", prompt_tokens=330, max_tokens=100, prompt_blocks=10)
+EDITED = RoutingRequest("m", 1, 1, processors=frozenset({"x", "y"}))
+EDITING: dict[str, Any] = {"logits_processors": ("x", "y", "z")}
+
+
+def test_the_score_table_lists_the_chosen_the_others_and_the_rejected() -> None:
+    members = [
+        member("busy", load=Load(2, 2, 30, 2000.0, context_blocks=40)),
+        member("idle"),
+        member("full", load=Load(4, 4)),
+        member("leaving", state=State.draining),
+        member("small", total_blocks=10),
+        member("short", max_model_len=429),
+        member("elsewhere", aliases=()),
+    ]
+    members[-1] = RoutingTarget(
+        ("elsewhere", 0), Registration("e", "x", "aggregated", "mock", 1, 32, 9, 9, 9999), Load()
+    )
+    choice = decide(RoutingContext(ASK, members, {("busy", 0): 10, ("idle", 0): 2}, "kv", Weights(), 0))
+    assert choice.chosen == ("idle", 0)
+    assert choice.overlap_blocks == 2
+    assert [(c.worker, c.score, c.excluded) for c in choice.candidates] == [
+        ("idle", OWN_WORK * (330 - 64) + OCCUPANCY * 32 * 10, ""),
+        ("busy", 2000 * (1 + 10 / PASS_TOKENS) + (OWN_WORK + 2 * HELD_UP) * 10 + OCCUPANCY * 32 * (40 + 10), ""),
+        ("full", 0.0, "full"),
+        ("leaving", 0.0, "draining"),
+        ("small", 0.0, "too_small"),
+        ("short", 0.0, "too_long"),
+    ]
+
+
+def test_the_sequences_that_a_prompt_holds_up_count_up_to_an_end() -> None:
+    members = [member(f"{n}", load=Load(n, n), slots=512) for n in (20, 100, 256)]
+    members.append(member("computing", load=Load(20, 20, computing=4), slots=512))
+    choice = decide(RoutingContext(ASK, members, {}, "kv", Weights(), 0))
+    scores = {each.worker: each.score for each in choice.candidates}
+    assert scores["100"] - scores["20"] == 330 * 2
+    assert scores["256"] == scores["100"]
+    assert scores["computing"] - scores["20"] == pytest.approx(330 * (4 / 8 - 4 / 40))
+
+
+def test_overlap_wins_until_load_outweighs_it() -> None:
+    def pick(backlog: float) -> str:
+        members = [member("holder", load=Load(1, 1, 0, backlog)), member("idle")]
+        chosen = decide(RoutingContext(ASK, members, {("holder", 0): 8}, "kv", Weights(), 0)).chosen
+        assert chosen
+        return chosen[0]
+
+    assert [pick(backlog) for backlog in (0, 480, 540, 2000)] == ["holder", "holder", "idle", "idle"]
+
+
+LOADS = st.builds(Load, st.integers(0, 6), st.integers(0, 6), st.integers(0, 200), st.floats(0, 10_000))
+MEMBERS = st.lists(
+    st.tuples(LOADS, st.sampled_from(list(State)), st.integers(5, 40), st.integers(200, 600), st.booleans()),
+    max_size=24,
+).map(
+    lambda rows: [
+        member(f"w{i}", load=load, state=state, total_blocks=blocks, max_model_len=length, rank=int(ranked))
+        for i, (load, state, blocks, length, ranked) in enumerate(rows)
+    ]
+)
+
+
+@examples(200)
+@given(
+    MEMBERS,
+    st.sampled_from(MODES),
+    st.integers(0, 99),
+    st.floats(0, 2),
+    st.dictionaries(st.integers(0, 24), st.integers(1, 10)),
+)
+def test_a_decision_is_allowed_repeatable_and_explained(
+    members: list[RoutingTarget], mode: RouterMode, seed: int, temperature: float, held: dict[int, int]
+) -> None:
+    overlaps = {m.id: held[i] for i, m in enumerate(members) if i in held}
+    weights = Weights(temperature=temperature)
+    choice = decide(RoutingContext(ASK, members, overlaps, mode, weights, seed, number=seed))
+    assert choice == decide(RoutingContext(ASK, members, overlaps, mode, weights, seed, number=seed))
+    context = RoutingContext(ASK, members, overlaps, mode, weights, seed, number=seed)
+    costs = target_costs(context)
+    usable = {m.id: m for m in members if not rejection(ASK, m) and (mode != "kv" or costs[m.id].fits)}
+    assert (choice.chosen in usable) == bool(usable)
+    assert len(choice.candidates) == min(STORED_CANDIDATES, len(members))
+    if choice.chosen is None:
+        assert choice.reason
+        return
+    scores = {p: costs[p].whole if mode == "kv" else utilization(m) for p, m in usable.items()}
+    first = choice.candidates[0]
+    assert (first.worker, first.rank) == choice.chosen
+    assert first.score == scores[choice.chosen]
+    assert choice.overlap_blocks == overlaps.get(choice.chosen, 0)
+    if temperature == 0 and mode in ("kv", "least_loaded"):
+        assert scores[choice.chosen] == pytest.approx(min(scores.values()), abs=1e-6)
+
+
+def test_ties_are_broken_evenly_and_round_robin_takes_turns() -> None:
+    members = [member(f"w{i}") for i in range(4)]
+    picks = [decide(RoutingContext(ASK, members, {}, "kv", Weights(), seed)).chosen for seed in range(400)]
+    assert min(picks.count(m.id) for m in members) > 60
+    turns = [decide(RoutingContext(ASK, members, {}, "round_robin", Weights(), 0, number=t)).chosen for t in range(8)]
+    assert turns == [m.id for m in members] * 2
+
+
+def test_temperature_prefers_the_better_without_always_taking_it() -> None:
+    members, weights = [member("a"), member("b", load=Load(1, 1, 50))], Weights(temperature=1.0)
+    picks = [decide(RoutingContext(ASK, members, {}, "kv", weights, seed)).chosen for seed in range(400)]
+    assert 50 < picks.count(("b", 0)) < 160  # softmax over 0 and 1: 27 %
+
+
+@pytest.mark.parametrize(
+    ("members", "ask", "mode", "reason", "code"),
+    [
+        ([], ASK, "kv", "no_worker", None),
+        ([member("a", load=Load(4, 4)), member("b", total_blocks=1)], ASK, "kv", "full", None),
+        ([member("a", total_blocks=1)], ASK, "kv", "too_small", Code.out_of_blocks),
+        ([member("a", max_model_len=100)], ASK, "kv", "too_long", Code.context_length_exceeded),
+        ([member("a")], ASK, "direct", "worker_not_named", Code.invalid_request),
+        ([member("a")], RoutingRequest("m", 1, 1, worker="b"), "direct", "unknown_worker", Code.invalid_request),
+        ([member("a", logits_processors=("x",))], EDITED, "kv", "no_processor", Code.invalid_request),
+        ([member("a"), member("b", **EDITING, load=Load(4, 4))], EDITED, "kv", "full", None),
+    ],
+)
+def test_a_refusal_says_why_and_whether_waiting_helps(
+    members: list[RoutingTarget], ask: RoutingRequest, mode: RouterMode, reason: str, code: Code | None
+) -> None:
+    choice = decide(RoutingContext(ask, members, {}, mode, Weights(), 0))
+    assert (choice.chosen, choice.reason, choice.code) == (None, reason, code)
+
+
+def test_direct_finds_a_worker_by_id_or_name_and_no_other() -> None:
+    members = [member("a"), member("b", name="named")]
+    for wanted in ("b", "named"):
+        ask = RoutingRequest("m", 1, 1, worker=wanted)
+        assert decide(RoutingContext(ask, members, {}, "direct", Weights(), 0)).chosen == ("b", 0)
+
+
+def test_only_a_worker_with_all_the_logits_processors_is_taken() -> None:
+    busy = member("b", load=Load(3, 3, 500), **EDITING)
+    members = [member("a", logits_processors=("x",)), busy, member("c")]
+    assert decide(RoutingContext(EDITED, members, {}, "kv", Weights(), 0)).chosen == busy.id
+    assert decide(RoutingContext(ASK, members, {}, "kv", Weights(), 0)).chosen != busy.id
+
+
+def test_an_empty_worker_takes_a_request_wider_than_its_slots_and_a_busy_one_does_not() -> None:
+    wide = RoutingRequest("m", 1, 1, n=9)
+    assert rejection(wide, member("a")) == ""
+    assert rejection(wide, member("a", load=Load(1, 1))) == "full"
+
+
+def test_a_worker_that_failed_the_request_is_taken_only_if_it_is_the_last() -> None:
+    ask = RoutingRequest("m", 330, 100, 10, avoid=frozenset({"a"}))
+    both = [member("a"), member("b", load=Load(1, 1, 500))]
+    assert decide(RoutingContext(ask, both, {("a", 0): 10}, "kv", Weights(), 0)).chosen == ("b", 0)
+    assert decide(RoutingContext(ask, both[:1], {}, "kv", Weights(), 0)).chosen == ("a", 0)

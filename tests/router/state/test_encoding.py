@@ -1,0 +1,144 @@
+"""The index as bytes and back."""
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.router.state.encoding import encoding, read_head, restoring
+from penstock.router.state.prefix_index import PrefixIndex
+from penstock.schemas import kv, wire
+from penstock.schemas.blocks import keys_of
+from penstock.schemas.kv import KvBatch
+from tests.properties import examples
+from tests.router.state.test_holders import check
+from tests.router.state.test_prefix_index import Engine, prompt
+
+WORKERS = 4
+
+
+def stream(seed: int, messages: int, clears: float = 0.02) -> list[tuple[int, bytes]]:
+    """What workers that evict leaves first publish, with the sequences of the stream."""
+    rng = random.Random(seed)
+    engines = [Engine(f"w{at}", rank=at % 2) for at in range(WORKERS)]
+    entries = []
+    for seq in range(1, messages + 1):
+        engine = rng.choice(engines)
+        stored = engine.store(prompt(rng.randrange(3), *(rng.randrange(4) for _ in range(rng.randrange(12)))))
+        events = [stored] if stored else []
+        if rng.random() < 0.4:
+            events.append(engine.evict(rng, rng.randrange(1, 4)))
+        if rng.random() < clears:
+            events.append(engine.clear())
+        entries.append((seq, wire.encode(engine.batch(*events))))
+    return entries
+
+
+def folded(entries: list[tuple[int, bytes]], max_blocks: int) -> PrefixIndex:
+    index = PrefixIndex(max_blocks)
+    for _, data in entries:
+        index.apply(kv.decode(data))
+    return index
+
+
+def restored(parts: list[bytes], max_blocks: int) -> PrefixIndex | None:
+    index = PrefixIndex(max_blocks)
+    steps = restoring(index, read_head(parts[0]), parts[1:])
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return index if end.value else None
+
+
+@examples(40)
+@given(
+    seed=st.integers(0, 9999), messages=st.integers(1, 60), cut=st.integers(0, 60), cap=st.sampled_from([7, 40, 9999])
+)
+def test_an_index_from_a_snapshot_and_the_tail_equals_one_from_the_whole_stream(
+    seed: int, messages: int, cut: int, cap: int
+) -> None:
+    entries = stream(seed, messages, 0.02 if cap == 999 else 0)  # until it is swept, what is cleared takes room
+    cut = min(cut, messages)
+    whole = folded(entries, cap)
+    late = restored(list(encoding(folded(entries[:cut], cap), cut, 0)), cap)
+    assert late is not None
+    for _, data in entries[cut:]:
+        late.apply(kv.decode(data))
+    check(late.holders)
+    assert late.checksum() == whole.checksum()
+    assert {t.target_id: (t.blocks, e, s) for t, e, s in late.feeds()} == {
+        t.target_id: (t.blocks, e, s) for t, e, s in whole.feeds()
+    }
+    rng = random.Random(seed)
+    for _ in range(30):
+        probe = keys_of(prompt(*(rng.randrange(4) for _ in range(10))))
+        assert late.match(probe) == whole.match(probe)
+
+
+@examples(40)
+@given(seed=st.integers(0, 9999), messages=st.integers(10, 60), steps=st.integers(0, 5), leaves=st.booleans())
+def test_a_snapshot_is_of_one_moment_though_the_index_changes_while_it_is_encoded(
+    seed: int, messages: int, steps: int, leaves: bool
+) -> None:
+    entries = stream(seed, messages)
+    index, half = PrefixIndex(500), messages // 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.router.state.encoding.PART_BLOCKS", 1)
+        for _, data in entries[:half]:
+            index.apply(kv.decode(data))
+        then, encoder, parts = index.checksum(), encoding(index, half, 0), []
+        parts.append(next(encoder))
+        for seq, data in entries[half:]:
+            index.apply(kv.decode(data))
+            if seq == messages - 3 and leaves:
+                index.forget("w1")
+            index.sweep(3)
+            parts += [part for _ in range(steps) if (part := next(encoder, None))]
+        parts += list(encoder)
+    found = restored(parts, 500)
+    assert found is not None
+    check(found.holders)
+    check(index.holders)
+    assert found.checksum() == then
+    for _, data in entries[half:]:
+        found.apply(kv.decode(data))
+    if not leaves:
+        assert found.checksum() == index.checksum()
+
+
+def test_blocks_of_workers_that_left_are_not_in_a_restored_index() -> None:
+    index = PrefixIndex(1000)
+    for _, data in stream(1, 80):
+        index.apply(kv.decode(data))
+    index.forget("w1")
+    index.sweep(5)
+    found = restored(list(encoding(index, 80, 0)), 1000)
+    assert found is not None
+    while not (found.sweep(10) and index.sweep(10)):
+        pass
+    assert found.blocks == index.blocks
+    assert "w1" not in {target[0] for target in found.match(keys_of(prompt(0)))}
+    found.apply(KvBatch("new", 1, 0, (kv.Stored(prompt(0)),)))
+    assert found.match(keys_of(prompt(0)))["new", 0] == 1
+    check(found.holders)
+
+
+def test_a_damaged_snapshot_is_noticed() -> None:
+    index = PrefixIndex(1000)
+    for _, data in stream(2, 50):
+        index.apply(kv.decode(data))
+    parts = list(encoding(index, 50, 0))
+    assert restored(parts, 1000) is not None
+    assert restored(parts, 999) is None, "another cap has another order of eviction"
+    head = read_head(parts[0])
+    wrong = wire.encode(msgspec.structs.replace(head, checksum=head.checksum ^ 1))
+    assert restored([wrong, *parts[1:]], 1000) is None
+    part = msgspec.msgpack.decode(parts[1])
+    part["keys"] = part["keys"][:8] + bytes([part["keys"][8] ^ 1]) + part["keys"][9:]
+    assert restored([parts[0], msgspec.msgpack.encode(part)], 1000) is None
+    part["keys"] = part["keys"][:-16]
+    with pytest.raises(ValueError, match="keys"):
+        restored([parts[0], msgspec.msgpack.encode(part)], 1000)

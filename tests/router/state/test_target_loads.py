@@ -1,0 +1,106 @@
+"""What targets have to do, and what it costs."""
+
+import time
+
+from penstock.router.placement.cost import SLOT_TOKENS, RequestSize, target_cost
+from penstock.router.state.target_loads import (
+    ACTIVE,
+    CONTEXT,
+    DECODE_SLOWNESS,
+    SERVED_REQUESTS,
+    SLOWNESS,
+    TargetLoads,
+    Task,
+)
+
+
+def test_a_step_reads_shared_blocks_once_for_every_sequence_and_memory_holds_them_once() -> None:
+    """Equal prompts fit where different ones do not, but slow a target's steps down as much."""
+    keys = list(range(1, 11))
+    loads = TargetLoads()
+    loads.put(("w", 0), block_size=32, blocks=1000, slots=4, limit=8)
+    for number in range(3):
+        loads.add(Task(f"r{number}", ("w", 0), keys, 10, 320, context=10))
+    values = loads.load(0)
+    assert (values[ACTIVE], values[CONTEXT]) == (10, 30)
+    loads.end("r1", ("w", 0))
+    assert (values[ACTIVE], values[CONTEXT]) == (10, 20)
+
+
+def test_a_target_without_a_free_slot_costs_the_wait_for_one() -> None:
+    size = RequestSize(320, 10, 1)
+    free, taken = ([32, 1000, slots, 20, 8, 0, 0, 0, 0, 1.0, 1.0, 0] for slots in (9, 8))
+    assert target_cost(size, 0, 0, taken).whole - target_cost(size, 0, 0, free).whole == SLOT_TOKENS
+
+
+def test_a_target_that_decodes_at_half_speed_costs_more_for_what_it_decodes_only() -> None:
+    """Learnt from how long requests took between their computed prompt and their end."""
+    loads, second = TargetLoads(), 1_000_000_000
+    for name in "abcd":
+        loads.put((name, 0), block_size=32, blocks=1000, slots=4, limit=8)
+    now = second
+    for number in range(400):
+        name = "abcd"[number % 4]
+        keys = list(range(10 * number, 10 * number + 10))
+        loads.add(Task(f"r{number}", (name, 0), keys, 10, 320, context=10, at_ns=now))
+        loads.stored((name, 0), keys, now + second // 20)
+        loads.end(f"r{number}", (name, 0), now + second // 20 + (2 if name == "a" else 1) * second)
+        now += 5 * second
+    slow, fast = loads.load(0), loads.load(1)
+    assert 1.7 < slow[DECODE_SLOWNESS] < 2.3
+    assert (slow[SLOWNESS], fast[SLOWNESS], fast[DECODE_SLOWNESS]) == (1.0, 1.0, 1.0)
+    slow_cost, fast_cost = (target_cost(RequestSize(320, 10, 1), 0, 0, at) for at in (slow, fast))
+    assert slow_cost.decode > 1.7 * fast_cost.decode
+    assert slow_cost.whole - slow_cost.decode == fast_cost.whole - fast_cost.decode
+
+
+def test_targets_that_join_together_begin_with_the_mean_of_what_others_served() -> None:
+    """Each costs the same: thousands hold up no event loop (2,000 took 0.15 s when each looked at all others)."""
+    loads = TargetLoads()
+    loads.put(("first", 0), block_size=32, blocks=1000, slots=4, limit=8, model="m")
+    loads.put(("other", 0), block_size=32, blocks=1000, slots=4, limit=8, model="another")
+    loads.sent(("first", 0), 700)
+    began = time.thread_time()
+    for number in range(2000):
+        loads.put((f"w{number}", 0), block_size=32, blocks=1000, slots=4, limit=8, model="m")
+    assert time.thread_time() - began < 0.075
+    assert {loads.served_tokens((f"w{number}", 0)) for number in range(2000)} == {700}
+    loads.sent(("w0", 0), 2001)
+    loads.remove(("first", 0))
+    loads.put(("late", 0), block_size=32, blocks=1000, slots=4, limit=8, model="m")
+    assert loads.served_tokens(("late", 0)) == 701
+
+
+def test_nothing_is_learnt_of_a_request_that_was_not_served_to_its_end() -> None:
+    loads = TargetLoads()
+    loads.put(("w", 0), block_size=32, blocks=1000, slots=4, limit=8)
+    loads.add(Task("r", ("w", 0), [1, 2], 2, 64, context=2, at_ns=1))
+    loads.stored(("w", 0), [1, 2], 10)
+    loads.end("r", ("w", 0))
+    assert loads.learned_decode.samples == 0
+    assert not loads._decoding
+
+
+def test_a_target_that_another_router_prefers_costs_the_same_more_whatever_is_sent() -> None:
+    plain, apart = TargetLoads(), TargetLoads()
+    for loads in (plain, apart):
+        for name in "ab":
+            loads.put((name, 0), block_size=32, blocks=1000, slots=4, limit=8, model="m")
+    for more in (300, 500):
+        apart.count_more(("b", 0), more)
+    for number in range(2 * SERVED_REQUESTS + 5):  # SERVED is halved on the way
+        for loads in (plain, apart):
+            loads.sent(("ab"[number % 2], 0), 1000 + number)
+    between = [apart.served_tokens((name, 0)) - plain.served_tokens((name, 0)) for name in "ab"]
+    assert between == [0, 500]
+    for loads in (plain, apart):
+        loads.put(("new", 0), block_size=32, blocks=1000, slots=4, limit=8, model="m")
+    assert apart.served_tokens(("new", 0)) == plain.served_tokens(("new", 0))
+    apart.count_more(("b", 0), 0)
+    assert apart.served_tokens(("b", 0)) == plain.served_tokens(("b", 0))
+    apart.count_more(("b", 0), 500)
+    apart.remove(("b", 0))
+    plain.remove(("b", 0))
+    for loads in (plain, apart):
+        loads.put(("c", 0), block_size=32, blocks=1000, slots=4, limit=8, model="m")  # takes its row
+    assert apart.served_tokens(("c", 0)) == plain.served_tokens(("c", 0))

@@ -1,0 +1,682 @@
+"""The engine's loop with the mock engine, in a thread of its own and in an event loop's: every token comes out once and
+in order, however slow its consumer.
+"""
+
+import asyncio
+import queue
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+from penstock.infra.model.modeldir import TINY, load_tokenizer
+from penstock.infra.text.detokenizer import Detokenizer
+from penstock.schemas import blocks, kv, wire
+from penstock.schemas.requests import Sampling, Stop
+from penstock.schemas.tokens import PROMPT, Logprob, TokenItem
+from penstock.workers.engine_loop.engine_thread import EngineThread
+from penstock.workers.engine_loop.loop import FAST_STEP_S, MAX_AHEAD, EngineLoop, Pace
+from penstock.workers.engine_loop.sequence_state import PROMPT_ITEM_BYTES, CacheSnapshot, Flush, SequenceState
+from penstock.workers.engine_loop.step_output import StepOutput
+from penstock.workers.engines import mock
+from penstock.workers.engines.base import Engine, EngineError, EngineStats, Failure, Output, SequenceRequest, StepResult
+from penstock.workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+
+VOCABULARY = Vocabulary(1000)
+ROOT = blocks.root("rev")
+
+
+class Counted:
+    """An engine that counts its steps and can be made to wait or to fail before one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.short_steps = True
+        self.steps = 0
+        self.gate: threading.Semaphore | None = None
+        self.begun = threading.Semaphore(0)  # steps, while there is a gate
+        self.error: Exception | None = None
+        self.closed = False
+
+    def step(self) -> StepResult:
+        if self.gate is not None:
+            self.begun.release()
+            assert self.gate.acquire(timeout=10)
+        if self.error is not None:
+            raise self.error
+        self.steps += 1
+        return self._engine.step()
+
+    def close(self) -> None:
+        self.closed = True
+        self._engine.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class Harness:
+    """An engine whose flushes the test takes one by one; by default a second passes whenever it looks at the clock."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] | None = None,
+        wall_ns: Callable[[], int] = lambda: 77,
+        late: bool = False,
+        event_loop: asyncio.AbstractEventLoop | None = None,
+        **options: Any,
+    ) -> None:
+        self.late = late  # flush in the middle of steps, too
+        defaults: dict[str, Any] = {"vocab_size": 1000, "block_size": 4, "total_blocks": 256, "speedup": 0}
+        ranks = options.pop("ranks", 1)
+        given = mock.MockOptions(**defaults | options)
+        self.engine = Counted(mock.build_data_parallel(ranks, given) if ranks > 1 else mock.build(given))
+        self.flushes: queue.SimpleQueue[Flush] = queue.SimpleQueue()
+        self.failures: list[BaseException] = []
+        self.loop = EngineLoop(wall_ns=wall_ns, clock=clock or count().__next__)
+        self.loop.begin_session(self.flushes.put)
+        self.thread = EngineThread(lambda: self.engine, self.loop, self.failures.append, event_loop)
+        self.all: list[Flush] = []
+        self.thread.start()
+        self.thread.wait_ready(10)
+
+    def take(self) -> Flush:
+        """The next flush, as consumed."""
+        flush = self.flushes.get(timeout=10)
+        self.all.append(flush)
+        self.loop.flush_consumed()
+        if self.late:
+            self.loop.flush_late()
+        return flush
+
+    def take_until_ended(self, count: int) -> list[SequenceState]:
+        ended: list[SequenceState] = []
+        while len(ended) < count:
+            ended += self.take().ended
+        return ended
+
+    def ask(self, question: Callable[[Any], Any]) -> Any:
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.loop.ask(question, answer.put)
+        return answer.get(timeout=10)
+
+    def stats(self) -> EngineStats:
+        result = self.ask(lambda engine: engine.stats())
+        assert isinstance(result, EngineStats)
+        return result
+
+    def tokens(self, choice: SequenceState) -> list[int]:
+        """What its flushes say, checked for gaps and repeats."""
+        found: list[int] = []
+        for flush in self.all:
+            for item in flush.items.get(choice.gateway, ()):
+                if (item.request, item.choice) == (choice.request_id, choice.index):
+                    assert item.first == len(found)
+                    found += wire.unpack_tokens(item.tokens)
+        return found
+
+    def items(self) -> list[TokenItem]:
+        return [item for flush in self.all for items in flush.items.values() for item in items]
+
+
+@pytest.fixture(scope="module")
+def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture(params=["own thread", "event loop"])
+def event_loop(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoop | None:
+    """Where the engine runs; None: in a thread of its own."""
+    loop = request.getfixturevalue("running_loop") if request.param == "event loop" else None
+    assert loop is None or isinstance(loop, asyncio.AbstractEventLoop)
+    return loop
+
+
+@pytest.fixture
+def harness(event_loop: asyncio.AbstractEventLoop | None) -> Iterator[Callable[..., Harness]]:
+    made: list[Harness] = []
+
+    def make(**options: Any) -> Harness:
+        made.append(Harness(event_loop=event_loop, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one.engine.gate is not None:
+            one.engine.gate.release(10_000)
+        one.loop.stop()
+        assert one.thread.join(10)
+        assert one.engine.closed
+
+
+def new_choice(request: str = "r", index: int = 0, gateway: str = "gw", **options: Any) -> SequenceState:
+    return SequenceState(None, request, 1, index, gateway, array("I"), options.pop("logprobs", False), **options)
+
+
+def sequence(
+    choice: SequenceState, prompt: list[int], max_tokens: int, sampling: Sampling = GREEDY, rank: int = 0
+) -> SequenceRequest:
+    stop = Stop(max_tokens=max_tokens, ignore_eos=True)
+    return SequenceRequest(choice, prompt, sampling, stop, choice=choice.index, root=ROOT, rank=rank)
+
+
+def refuse(error: Exception) -> None:
+    raise AssertionError(error)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_all_tokens_arrive_in_order_and_are_the_expected_ones(harness: Callable[..., Harness], late: bool) -> None:
+    h = harness(late=late)
+    choices = [new_choice(f"r{i}", gateway=f"gw{i % 2}") for i in range(5)]
+    for i, choice in enumerate(choices):
+        h.loop.submit([sequence(choice, [i, 2, 3], 20 + i)], refuse)
+    ended = h.take_until_ended(5)
+    assert set(map(id, ended)) == set(map(id, choices))
+    for i, choice in enumerate(choices):
+        assert h.tokens(choice) == expected_tokens([i, 2, 3], 20 + i, VOCABULARY)
+        assert choice.tokens.tolist() == h.tokens(choice)
+        assert choice.finish is not None
+        assert choice.finish.reason == "length"
+        assert choice.started_ns == 77
+    assert {choice.request_id for flush in h.all for choice in flush.started} == {f"r{i}" for i in range(5)}
+    finishes = [item for item in h.items() if item.finish is not None]
+    assert len(finishes) == 5
+
+
+@pytest.mark.parametrize("top", [0, 20])
+def test_scores_of_a_prompt_come_in_bounded_items_before_its_first_token(
+    harness: Callable[..., Harness], top: int
+) -> None:
+    h = harness(total_blocks=2048, max_batched_tokens=4096)
+    scored, plain = new_choice("a"), new_choice("b")
+    prompt = [(7 * i) % 1000 for i in range(3000)]
+    sampling = Sampling(temperature=0.0, prompt_logprobs=top)
+    asked = sequence(scored, prompt, 3, sampling)
+    asked.score = 1
+    h.loop.submit([asked, sequence(plain, prompt, 3)], refuse)
+    h.take_until_ended(2)
+    known: list[Logprob] = []
+    begun = False
+    for item in h.items():
+        assert len(wire.encode(item)) <= PROMPT_ITEM_BYTES + 200
+        if item.choice == PROMPT:
+            assert (item.request, item.first, item.tokens, item.finish) == ("a", 1 + len(known), b"", None)
+            assert not begun
+            known += item.logprobs or ()
+        begun = begun or (item.request == "a" and item.choice == 0)
+    assert len(known) == len(prompt) - 1
+    assert {len(each.top) for each in known} == {top}
+    assert known[-1] == VOCABULARY.score(crc32(wire.pack_tokens(prompt[:-1])), prompt[-1], top)
+    assert (scored.scored_tokens, plain.scored_tokens) == (len(prompt), 0)
+
+
+@pytest.mark.parametrize(("sequences", "steps"), [(1, 2), (15, 3), (64, 4)])
+def test_flushes_of_many_sequences_are_further_apart(
+    harness: Callable[..., Harness], sequences: int, steps: int
+) -> None:
+    h = harness(clock=count(0.0, 0.0005).__next__)  # which is read at each step, twice, and each flush
+    choices = [new_choice(f"r{number}") for number in range(sequences)]
+    h.loop.submit([sequence(choice, [number, 2], 12) for number, choice in enumerate(choices)], refuse)
+    h.take_until_ended(sequences)
+    between = [item for flush in h.all[1:-1] for items in flush.items.values() for item in items]
+    assert all(len(item.tokens) // wire.TOKEN_BYTES >= steps for item in between)
+    for number, choice in enumerate(choices):
+        assert h.tokens(choice) == expected_tokens([number, 2], 12, VOCABULARY)
+
+
+def test_a_step_is_flushed_at_once_if_the_last_flush_was_consumed_while_it_ran(harness: Callable[..., Harness]) -> None:
+    h = harness()
+    h.engine.gate = threading.Semaphore(0)
+    choice = new_choice()
+    h.loop.submit([sequence(choice, [1, 2], 4)], refuse)
+    for number in range(4):
+        assert h.engine.begun.acquire(timeout=10)
+        if number:
+            h.loop.flush_consumed()
+        h.engine.gate.release()
+        (item,) = h.flushes.get(timeout=10).items[choice.gateway]
+        assert (item.first, len(item.tokens) // wire.TOKEN_BYTES) == (number, 1)
+
+
+def test_a_slow_consumer_makes_flushes_fewer_and_never_more_than_some_steps_large(
+    harness: Callable[..., Harness],
+) -> None:
+    h = harness()
+    choice = new_choice()
+    h.loop.submit([sequence(choice, [1, 2], 400)], refuse)
+    ended = 0
+    while not ended:
+        flush = h.flushes.get(timeout=10)  # not taken: the engine runs ahead, then waits
+        h.all.append(flush)
+        sent = h.engine.steps
+        if not flush.ended:
+            seen = -1
+            while seen != h.engine.steps:  # until it stands still
+                seen = h.engine.steps
+                threading.Event().wait(0.01)
+            assert h.engine.steps - sent <= MAX_AHEAD
+        ended += len(flush.ended)
+        h.loop.flush_consumed()
+    assert h.tokens(choice) == expected_tokens([1, 2], 400, VOCABULARY)
+    assert len(h.all) < h.engine.steps / 3
+    assert all(len(item.tokens) // 4 <= MAX_AHEAD + 1 for item in h.items())
+
+
+def test_the_consumer_of_the_last_flush_leaves_the_thread_asleep(harness: Callable[..., Harness]) -> None:
+    h = harness()
+    wakes: list[int] = []
+    wake = h.loop.wake
+    h.loop.wake = lambda: (wakes.append(1), wake())  # type: ignore[assignment, func-returns-value]
+    h.loop.submit([sequence(new_choice(), [1, 2], 40)], refuse)
+    while not h.flushes.get(timeout=10).ended:
+        h.loop.flush_consumed()
+    for _ in range(2):  # the first may be answered while it gives way
+        h.stats()
+    assert wakes
+    wakes.clear()
+    h.loop.flush_consumed()
+    assert not wakes
+
+
+def test_an_engine_faster_than_the_clock_gathers_its_output(harness: Callable[..., Harness]) -> None:
+    h = harness(clock=lambda: 5.0)
+    choice = new_choice()
+    h.loop.submit([sequence(choice, [1, 2], 2 * MAX_AHEAD + 11)], refuse)
+    h.take_until_ended(1)
+    assert [len(item.tokens) // 4 for item in h.items()] == [1, MAX_AHEAD, MAX_AHEAD, 10]
+    assert h.tokens(choice) == expected_tokens([1, 2], 2 * MAX_AHEAD + 11, VOCABULARY)
+
+
+def test_output_of_before_the_first_session_waits_for_it() -> None:
+    """An engine that gets KV events of its own accord has some while its worker still starts."""
+    made = mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0))
+    loop = EngineLoop()
+    choice = new_choice()
+    loop.submit([sequence(choice, [1, 2], 2 * MAX_AHEAD)], refuse)
+    while loop.advance(made) is not None:
+        pass
+    assert loop.steps == MAX_AHEAD
+    flushes: list[Flush] = []
+    loop.begin_session(flushes.append)
+    consumed = 0
+    while not any(flush.ended for flush in flushes):
+        assert loop.advance(made) is not None or consumed < len(flushes)
+        while consumed < len(flushes):
+            loop.flush_consumed()
+            consumed += 1
+    assert list(choice.tokens) == expected_tokens([1, 2], 2 * MAX_AHEAD, VOCABULARY)
+    assert [batch.seq for flush in flushes for batch in flush.batches] == list(range(len(flushes)))
+
+
+def test_commands_do_not_let_the_engine_run_further_ahead(harness: Callable[..., Harness]) -> None:
+    h = harness()
+    h.loop.submit([sequence(new_choice(), [1, 2], 500)], refuse)
+    h.flushes.get(timeout=10)
+    while h.engine.steps < 1 + MAX_AHEAD:
+        h.stats()
+    for _ in range(50):
+        h.stats()
+    assert h.engine.steps == 1 + MAX_AHEAD
+    h.loop.flush_consumed()
+
+
+def test_a_cancel_is_not_held_up_by_a_consumer_that_is_away(harness: Callable[..., Harness]) -> None:
+    h = harness()
+    choice = new_choice()
+    h.loop.submit([sequence(choice, [1, 2], 500)], refuse)
+    h.all.append(h.flushes.get(timeout=10))  # never taken
+    done = threading.Event()
+    h.loop.cancel([choice], done.set)
+    assert done.wait(5)
+    assert h.stats().used_blocks == 0
+
+
+def test_a_cancelled_sequence_frees_its_blocks_after_its_tokens_were_flushed(
+    harness: Callable[..., Harness],
+) -> None:
+    h = harness()
+    choice, other = new_choice("a"), new_choice("b")
+    h.engine.gate = threading.Semaphore(0)
+    h.loop.submit([sequence(choice, [1, 2, 3, 4, 5], 500)], refuse)
+    h.loop.submit([sequence(other, [9], 30)], refuse)
+    while len(h.tokens(choice)) < 5:
+        h.engine.gate.release(2)
+        h.take()
+    done = threading.Event()
+    flushed = []
+
+    def cancelled() -> None:
+        flushed.append(h.flushes.qsize())
+        done.set()
+
+    h.loop.cancel([choice], cancelled)
+    h.engine.gate.release(1000)
+    assert done.wait(10)
+    before = [h.flushes.get(timeout=10) for _ in range(flushed[0])]  # flushed before the callback
+    for flush in before:
+        h.all.append(flush)
+        h.loop.flush_consumed()
+    seen = h.tokens(choice)
+    assert seen == expected_tokens([1, 2, 3, 4, 5], len(seen), VOCABULARY)
+    h.take_until_ended(1)
+    assert h.tokens(choice) == seen, "tokens after the cancel"
+    assert h.tokens(other) == expected_tokens([9], 30, VOCABULARY)
+    assert h.stats().used_blocks == 0
+    assert h.stats().running == 0
+
+
+def test_what_a_cancel_leaves_behind_is_still_flushed(harness: Callable[..., Harness]) -> None:
+    """KV events of a sequence that was revoked without a word must not wait for the next request."""
+    h = harness()
+    choice = new_choice()
+    h.loop.submit([sequence(choice, list(range(12)), 500)], refuse)
+    h.all.append(h.flushes.get(timeout=10))
+    while h.engine.steps < 1 + MAX_AHEAD:
+        h.stats()
+    h.loop.cancel([choice])
+    h.loop.flush_consumed()
+    folded, _ = fold(h.all)
+    dumped = set(map(bytes, names(h.ask(lambda engine: engine.dump()))))
+    while folded != dumped:
+        h.take()
+        folded, _ = fold(h.all)
+    assert len(dumped) >= 3
+
+
+def test_a_stop_string_ends_generation(harness: Callable[..., Harness]) -> None:
+    tokenizer = load_tokenizer(TINY)
+    detokenizer = Detokenizer(tokenizer)
+    vocabulary = Vocabulary(256)
+    prompt = [1, 2, 3]
+    expected = expected_tokens(prompt, 40, vocabulary)
+    plain = detokenizer.stream()
+    texts = [plain.push(token) for token in expected]
+    wanted = next(i for i in range(8, 40) if texts[i].isascii() and texts[i].strip() and texts[i] not in texts[:i])
+    h = harness(vocab_size=256)
+    choice = new_choice(stream=detokenizer.stream((texts[wanted],)))
+    h.loop.submit([sequence(choice, prompt, 500)], refuse)
+    h.take_until_ended(1)
+    whole = "".join(texts)
+    end = next(i for i in range(40) if texts[wanted] in "".join(texts[: i + 1]))
+    assert whole
+    assert h.tokens(choice) == expected[: end + 1]
+    assert choice.finish is not None
+    assert (choice.finish.reason, choice.finish.stop) == ("stop", texts[wanted])
+    assert h.stats().used_blocks == 0
+
+
+def test_logprobs_come_one_per_token(harness: Callable[..., Harness]) -> None:
+    h = harness()
+    choice = new_choice(logprobs=True)
+    h.loop.submit([sequence(choice, [1], 30, Sampling(temperature=0, logprobs=2))], refuse)
+    h.take_until_ended(1)
+    for item in h.items():
+        assert item.logprobs is not None
+        assert len(item.logprobs) == len(item.tokens) // 4
+    assert sum(len(item.logprobs or ()) for item in h.items()) == 30
+
+
+def test_a_request_of_which_one_choice_is_refused_runs_none(harness: Callable[..., Harness]) -> None:
+    h = harness()
+    refused: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    good, bad = new_choice(index=0), new_choice(index=1)
+    h.loop.submit([sequence(good, [1], 5), sequence(bad, [], 5)], refused.put)
+    assert refused.get(timeout=10).code == "invalid_request"
+    assert h.stats().running == h.stats().waiting == 0
+    assert h.items() == []
+
+
+def test_a_broken_engine_is_reported_once_and_closed(event_loop: asyncio.AbstractEventLoop | None) -> None:
+    h = Harness(event_loop=event_loop)
+    h.engine.error = EngineError("device lost")
+    h.loop.submit([sequence(new_choice(), [1], 5)], refuse)
+    assert h.thread.join(10)
+    assert h.failures == [h.engine.error]
+    assert h.engine.closed
+
+
+def test_an_engine_that_cannot_be_built_fails_whoever_waits_for_it() -> None:
+    def build() -> Engine:
+        raise ValueError("no weights")
+
+    failures: list[BaseException] = []
+    thread = EngineThread(build, EngineLoop(), failures.append)
+    thread.start()
+    with pytest.raises(ValueError, match="no weights"):
+        thread.wait_ready(10)
+    assert thread.join(10)
+    assert not failures
+
+
+def test_a_stop_ends_the_engine_in_the_middle_of_work(harness: Callable[..., Harness]) -> None:
+    h = harness()
+    h.loop.submit([sequence(new_choice(), [1], 500)], refuse)
+    h.flushes.get(timeout=10)
+    h.loop.stop()
+    assert h.thread.join(10)
+
+
+def test_a_failed_sequence_ends_once_even_if_its_last_token_completes_a_stop_string() -> None:
+    choice = new_choice(stream=_AlwaysStopped())
+    step = StepResult([Output(choice, 1)], [], [], [Failure(choice, "out_of_blocks", "")], 1)
+    output = StepOutput()
+    assert output.add(_Idle(), step, 0)  # type: ignore[arg-type]
+    assert output.ended == [choice]
+    assert choice.finish is not None
+    assert choice.finish.reason == "stop"
+
+
+def test_tokens_behind_a_stop_string_in_the_same_step_are_dropped() -> None:
+    choice = new_choice(stream=_AlwaysStopped())
+    output = StepOutput()
+    assert output.add(_Idle(), StepResult([Output(choice, token) for token in (7, 8, 9)], [], [], [], 3), 0)  # type: ignore[arg-type]
+    assert output.ended == [choice]
+    assert list(choice.buffer) == [7]
+
+
+class _AlwaysStopped:
+    stop = "x"
+
+    def push(self, token: int) -> str:
+        return ""
+
+
+class _Idle:
+    def cancel(self, key: object) -> bool:
+        return False
+
+
+# --- KV events ---
+
+
+def names(events: list[kv.KvEvent]) -> set[bytes]:
+    return {name for event in events if isinstance(event, kv.Stored) for name in blocks.split(event.digests)}
+
+
+def fold(flushes: list[Flush], upto: int | None = None, rank: int = 0) -> tuple[set[bytes], list[int]]:
+    """What a router knows of a rank after the batches up to a sequence, and the sequences."""
+    known: set[bytes] = set()
+    seqs = []
+    for batch in (batch for flush in flushes for batch in flush.batches if batch.rank == rank):
+        if upto is not None and batch.seq > upto:
+            continue
+        seqs.append(batch.seq)
+        for event in batch.events:
+            match event:
+                case kv.Stored():
+                    known.update(blocks.split(event.digests))
+                case kv.Removed():
+                    known.difference_update(blocks.split(event.digests))
+                case kv.Cleared():
+                    known.clear()
+    return known, seqs
+
+
+@pytest.mark.parametrize(("step_s", "carrier"), [(FAST_STEP_S / 2, 1), (FAST_STEP_S * 2, 0)])
+def test_kv_events_of_a_fast_step_leave_with_the_next_flush_unless_a_sequence_ends(
+    harness: Callable[..., Harness], step_s: float, carrier: int
+) -> None:
+    h = harness(clock=count(1.0, step_s).__next__)  # read at the beginning and the end of a step
+    h.engine.gate = threading.Semaphore(0)
+    h.loop.submit([sequence(new_choice("long"), list(range(9)), 13)], refuse)
+    h.engine.gate.release()
+    h.take()
+    h.engine.gate.release(12)
+    h.take_until_ended(1)
+    assert next(index for index, flush in enumerate(h.all) if flush.batches) == carrier
+    assert len(fold(h.all)[0]) == 5  # 21 tokens, of which the last is not computed
+
+    h.loop.submit([sequence(new_choice("short"), list(range(100, 109)), 1)], refuse)
+    h.engine.gate.release(1)
+    assert h.take().batches
+
+
+def test_a_dump_is_what_the_batches_up_to_its_sequence_add_up_to(harness: Callable[..., Harness]) -> None:
+    h = harness(total_blocks=24)
+    dumps: queue.SimpleQueue[list[CacheSnapshot]] = queue.SimpleQueue()
+    ended = 0
+    for number in range(12):
+        choice = new_choice(f"r{number}")
+        h.loop.submit([sequence(choice, [number, *range(10)], 20)], refuse)
+        if number % 3 == 0:
+            h.loop.dump(dumps.put)
+        ended += len(h.take_until_ended(1))
+    h.loop.dump(dumps.put)
+    h.stats()
+    while not h.flushes.empty():
+        h.take()
+    _, seqs = fold(h.all)
+    assert seqs == list(range(len(seqs)))
+    assert any(isinstance(event, kv.Removed) for flush in h.all for batch in flush.batches for event in batch.events), (
+        "nothing was evicted"
+    )
+    checked = 0
+    while not dumps.empty():
+        ((events, seq),) = dumps.get()
+        assert seq < len(seqs)
+        assert names(events) == fold(h.all, seq)[0]
+        checked += 1
+    assert checked == 5
+
+
+def test_a_dump_before_any_event_names_no_batch_and_a_new_session_says_that_the_cache_was_not_empty(
+    harness: Callable[..., Harness],
+) -> None:
+    h = harness()
+    dumps: queue.SimpleQueue[list[CacheSnapshot]] = queue.SimpleQueue()
+    h.loop.dump(dumps.put)
+    assert dumps.get(timeout=10) == [([], -1)]
+    h.loop.submit([sequence(new_choice("a"), list(range(9)), 3)], refuse)
+    h.take_until_ended(1)
+    h.loop.begin_session(h.flushes.put)
+    h.loop.dump(dumps.put)
+    ((events, seq),) = dumps.get(timeout=10)
+    assert seq == 0
+    assert names(events)
+    h.all.clear()
+    h.loop.submit([sequence(new_choice("b"), list(range(20, 29)), 3)], refuse)
+    h.take_until_ended(1)
+    assert fold(h.all)[1][0] == 1
+
+
+def test_each_rank_has_batches_and_a_dump_of_its_own(harness: Callable[..., Harness]) -> None:
+    h = harness(ranks=3, total_blocks=24)
+    asked: dict[int, list[list[int]]] = {0: [], 2: []}
+    for number in range(8):
+        rank = number % 2 * 2
+        prompt = [number, *range(8)]
+        asked[rank].append(prompt)
+        h.loop.submit([sequence(new_choice(f"r{number}"), prompt, 3, rank=rank)], refuse)
+        h.take_until_ended(1)
+    dumps: queue.SimpleQueue[list[CacheSnapshot]] = queue.SimpleQueue()
+    h.loop.dump(dumps.put)
+    found = dumps.get(timeout=10)
+    while not h.flushes.empty():
+        h.take()
+    assert len(found) == 3
+    assert found[1] == ([], -1)
+    for rank, prompts in asked.items():
+        known, seqs = fold(h.all, rank=rank)
+        assert seqs == list(range(len(seqs)))
+        assert found[rank].seq == seqs[-1]
+        assert names(found[rank].events) == known
+        ours = {
+            digest for prompt in prompts for digest in blocks.split(blocks.chain(wire.pack_tokens(prompt), 4, ROOT))
+        }
+        assert ours <= known
+    assert not fold(h.all, rank=0)[0] & fold(h.all, rank=2)[0]
+    assert h.stats().cached_blocks == sum(len(fold(h.all, rank=rank)[0]) for rank in (0, 2))
+
+
+def test_a_rank_that_does_not_exist_is_refused_and_ranks_share_nothing(harness: Callable[..., Harness]) -> None:
+    h = harness(ranks=2)
+    errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    h.loop.submit([sequence(new_choice("x"), [1], 3, rank=2)], errors.put)
+    assert "this worker has 2" in str(errors.get(timeout=10))
+    cached = []
+    for rank in (0, 0, 1, 1):
+        choice = new_choice(f"r{len(cached)}")
+        h.loop.submit([sequence(choice, list(range(9)), 3, rank=rank)], refuse)
+        h.take_until_ended(1)
+        cached.append(choice.cached)
+    assert cached == [0, 8, 0, 8]
+
+
+def test_ranks_wait_for_the_slowest_of_them() -> None:
+    slept: list[float] = []
+    engine = mock.build_data_parallel(2, mock.MockOptions(vocab_size=100, block_size=4), sleep=slept.append)
+    alone = mock.build(mock.MockOptions(vocab_size=100, block_size=4), sleep=slept.append)
+    long, short = list(range(64)), [1, 2]
+    alone.submit(sequence(new_choice("a"), long, 1))
+    alone.step()
+    engine.submit(sequence(new_choice("b"), long, 1, rank=1))
+    engine.submit(sequence(new_choice("c"), short, 1))
+    result = engine.step()
+    assert len(result.outputs) == 2
+    assert len(slept) == 2
+    assert slept[0] == slept[1] > 0
+
+
+def test_the_pace_is_of_the_last_minute_and_quiet_only_with_something_to_do() -> None:
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+
+    def step(seconds: float, *, computed: bool = True) -> None:
+        began = now[0]
+        pace.begins(began)
+        now[0] += seconds
+        pace.stepped(began, now[0], computed=computed)
+
+    now[0] = 1000.0  # idle since the start
+    assert pace.quiet_s == 0
+    step(6.0)
+    step(0.1)
+    assert (pace.slowest_s, pace.quiet_s) == (pytest.approx(6.0), 0.0)
+    began = now[0]
+    pace.begins(began)
+    now[0] += 7.0  # a step that does not end
+    assert pace.quiet_s == pytest.approx(7.0)
+    pace.stepped(began, now[0], computed=False)  # and returned nothing
+    assert pace.quiet_s == pytest.approx(7.0)
+    pace.waits()
+    assert pace.quiet_s == 0
+    now[0] += 25.0
+    step(0.1)
+    assert pace.slowest_s == pytest.approx(7.0)
+    now[0] += 31.0
+    step(0.1)
+    now[0] += 31.0
+    step(0.2)
+    assert pace.slowest_s == pytest.approx(0.2)
+    now[0] += 61.0
+    assert pace.slowest_s == 0

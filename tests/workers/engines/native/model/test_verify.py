@@ -1,0 +1,34 @@
+"""How far a model's logits may be from transformers' own."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock.workers.engines.native.model import attention
+from penstock.workers.engines.native.model.loading import describe
+from penstock.workers.engines.native.model.model import Model, ModelError
+from penstock.workers.engines.native.model.verify import Expected, reference, reference_attention, verify
+from tests.workers.engines.native.models import CONFIGS
+
+
+def described(name: str, dtype: torch.dtype) -> Model:
+    attention.register()
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention.NAME, dtype=dtype)
+    return describe(model.eval().requires_grad_(False))
+
+
+def test_only_mixtures_of_experts_in_low_precision_have_noise() -> None:
+    assert 0 < reference(described("qwen3_moe", torch.bfloat16)).noise < 1
+    assert reference(described("qwen3_moe", torch.float32)).noise == 0
+    assert reference(described("llama", torch.bfloat16)).noise == 0
+
+
+def test_logits_may_be_as_far_as_twice_the_noise() -> None:
+    model = described("llama", torch.float32)
+    away = reference(model).logits * 1.15
+    with pytest.raises(ModelError, match="cannot be paged"):
+        verify(model, Expected(away), reference_attention)
+    with pytest.raises(ModelError, match="cannot be paged"):
+        verify(model, Expected(away, noise=0.06), reference_attention)
+    verify(model, Expected(away, noise=0.07), reference_attention)

@@ -1,0 +1,1 @@
+"""Requests that pass from stage to stage: tickets, leases on blocks, embeddings, and the ledger of what was moved."""

@@ -1,0 +1,350 @@
+"""Passes requests from stage to stage: encode → prefill → decode.
+
+    encode     load and encode the media, hand off the embeddings (``Encoded``)
+    prefill    compute the prompt, sample the first token, hand off the KV (``Prefilled``)
+    decode     fetch the KV, generate the rest
+
+Whatever could not be transferred is computed here; a request never fails because a transfer did.
+"""
+
+import asyncio
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from penstock.infra.bus import memory
+from penstock.infra.bus.puller import ACK
+from penstock.schemas import contents, jobs, wire
+from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import HEADER_LOAD
+from penstock.schemas.transfer import Encoded, Prefilled, Ticket
+from penstock.workers.disagg.block_reserver import BlockReserver
+from penstock.workers.disagg.embedding_stage import EmbeddingStage
+from penstock.workers.disagg.ledger import Ledger
+from penstock.workers.disagg.owner import Owner
+from penstock.workers.disagg.peer_watcher import PeerWatcher
+from penstock.workers.disagg.reader import Reader
+from penstock.workers.engine_loop.loop import EngineLoop
+from penstock.workers.engines.base import Engine, EngineInfo, Reservation, VisionEngine, kv_transfer_of
+from penstock.workers.kv_transfer.base import TransferError, Transport
+from penstock.workers.session.request_runner import SessionContext, StageInput
+from penstock.workers.session.requests import RunningRequest, next_job, prompt_digests, stamps, ticket_id
+
+log = structlog.get_logger("worker")
+
+BLOCK_WAIT_S = 5.0  # how long a handoff waits for free blocks before the prompt is queued like any other
+LEASE_MARGIN_NS = 1_000_000_000
+TRUST_POLL_S = 0.02
+STAGE_PUBLISH_S = 30.0  # how long publishing to the next stage is tried
+
+
+class Submit(Protocol):
+    def __call__(self, running: RunningRequest, reservation: Reservation | None = None, opaque: bytes = b"") -> None:
+        """Give a request to the engine, with its reservation or with what the engine needs to fetch the KV."""
+
+
+class DisaggCoordinator:
+    """The stages of one session. Each wait is bounded by the deadline, the lease, or the transfer timeout."""
+
+    def __init__(
+        self,
+        context: SessionContext,
+        engine: EngineLoop,
+        info: EngineInfo,
+        transport: Transport | None,
+        vision: VisionEngine | None,
+        submit: Submit,
+    ) -> None:
+        settings, bus, metrics = context.settings, context.bus, context.metrics
+        self._context = context
+        self._bus = bus
+        self._requests = context.requests
+        self._terminal = context.terminal
+        self._info = info
+        self._submit = submit
+        quarantine_s = settings.transfer_timeout_s + settings.quarantine_s
+        self._reserver = BlockReserver(engine, context.requests, quarantine_s)
+        self._ledger = Ledger(bus, context.outbox, context.id, metrics)
+        self._owner: Owner | None = None
+        self._reader: Reader | None = None
+        self._peers: PeerWatcher | None = None
+        if transport is not None or info.handoff_layout:
+            self._owner = Owner(
+                engine, transport, self._ledger, context.id, settings.handoff_lease_s, metrics, context.tasks, bus.clock
+            )
+            self._reader = Reader(
+                bus, transport, self._ledger, context.id, settings.transfer_timeout_s, settings.quarantine_s
+            )
+        if transport is not None:
+            self._peers = PeerWatcher(bus, transport, context.id, context.model.name, settings.role, self._on_peer_lost)
+        self._embeddings = EmbeddingStage(context, engine, vision, self._reserver, self._owner, self._reader)
+
+    # --- start and stop ---
+
+    async def open(self) -> None:
+        """
+        Raises:
+            ServingError: the workers bucket cannot be read.
+        """
+        if self._reader is not None:
+            await self._reader.open()
+        if self._peers is not None:
+            await self._peers.start()
+
+    def sweep(self, now: float) -> None:
+        """End expired leases and peers; called several times a second."""
+        if self._owner is not None:
+            self._owner.sweep(now)
+        if self._peers is not None:
+            self._peers.sweep()
+
+    @property
+    def open_leases(self) -> int:
+        return self._owner.open if self._owner is not None else 0
+
+    async def close(self) -> None:
+        if self._peers is not None:
+            await self._peers.stop()
+        if self._owner is not None:
+            await self._owner.close()
+        if self._reader is not None:
+            await self._reader.close()
+        self._embeddings.close()
+        await self._ledger.close()
+
+    def _on_peer_lost(self, worker: str) -> None:
+        if self._owner is not None and self._reader is not None:
+            self._owner.lost(worker)
+            self._reader.lost(worker)
+
+    # --- control requests ---
+
+    def release(self, order: Release) -> Ok:
+        return self._owner.release(order) if self._owner is not None else Ok(error="this worker pins no blocks")
+
+    async def push(self, order: Push) -> Pushed:
+        if self._owner is None:
+            return Pushed("refused", "this worker pins no blocks")
+        return await self._owner.push(order)
+
+    # --- encode ---
+
+    async def encode(self, running: RunningRequest) -> None:
+        """Encode stage: hand the embeddings to the next stage."""
+        encoded = await self._embeddings.encode(running)
+        if encoded is not None:
+            await self._publish_stage(running, encoded)
+
+    async def load_embeddings(self, running: RunningRequest, stage_input: StageInput | None) -> None:
+        """Get the embeddings of a request's media, then run it."""
+        encoded = stage_input if isinstance(stage_input, Encoded) else None
+        if await self._embeddings.load(running, encoded):
+            self._submit(running)
+
+    # --- prefill ---
+
+    async def send_prefilled(self, running: RunningRequest) -> None:
+        """All sequences have their first token, or leave it to the next engine: hand the KV to the decode worker."""
+        stage, held = running.route[0], running.held
+        assert self._owner is not None
+        if held is None:
+            self._terminal.requeue(running, "no blocks to hand off")
+            return
+        holder = held.key
+        job = msgspec.Raw(wire.encode(next_job(running)))
+
+        def free(engine: Engine) -> object:
+            return engine.release_held(holder)
+
+        ticket = self._owner.offer(ticket_id(running, stage), stage.worker, "kv", held.blocks, held.generations, free)
+        prefilled = Prefilled(
+            running.request.id,
+            running.attempt,
+            job,
+            ticket,
+            running.cached,
+            running.started_ns,
+            running.first_token_ns,
+            held.opaque,
+            stamps(running),
+        )
+        await self._publish_stage(running, prefilled)
+
+    async def _publish_stage(self, running: RunningRequest, message: StageInput) -> None:
+        """Store the message for the next stage, then acknowledge this stage's job."""
+        assert self._owner is not None
+        request, stage, ticket = running.request, running.route[0], message.ticket
+        try:
+            if not await self._wait_for_lease(running, min(ticket.lease_ns, request.deadline_ns)):
+                self._owner.release_ticket(ticket.id, "not_published")
+                self._terminal.requeue(running, "the handoff could not be published: the lease is in doubt")
+                return
+            body, part = await self._encode(running, message)
+            await self._context.publisher.publish(
+                self._bus.subjects.work(stage.role, stage.worker),
+                body,
+                f"{request.id}:{running.attempt}:{stage.role}",
+                headers=jobs.headers_of(
+                    _load_header(running, message),
+                    no_store=request.no_store,
+                    part=part,
+                    suspect=running.job.suspect if running.job is not None else "",
+                ),
+                timeout=STAGE_PUBLISH_S,
+            )
+        except ServingError as error:
+            self._owner.release_ticket(ticket.id, "not_published")
+            if error.code is Code.body_too_large:
+                await self._terminal.end(running, error.code, error.message)
+            else:
+                self._terminal.requeue(running, f"the handoff could not be published: {error.message}")
+            return
+        except Exception:
+            self._owner.release_ticket(ticket.id, "not_published")
+            raise
+        await self._bus.nc.publish(running.delivery.reply, ACK)
+        self._on_handed_off(running)
+
+    async def _encode(self, running: RunningRequest, message: StageInput) -> tuple[bytes, str]:
+        """A message as WORK holds it, and the part that has it whole, which is stored in memory storage first.
+
+        Raises:
+            ServingError: it could not be put there.
+        """
+        request, body = running.request, wire.encode(message)
+        if not (request.no_store and contents.has_content(message)):
+            return body, ""
+        part = contents.part_of(running.attempt, running.route[0].role)
+        stored = await memory.put(
+            self._bus,
+            self._context.publisher,
+            request,
+            part,
+            body,
+            now_ns=self._bus.clock.now_ns(),
+            timeout=STAGE_PUBLISH_S,
+        )
+        await stored
+        return wire.encode(contents.shell_of(message)), part
+
+    async def _wait_for_lease(self, running: RunningRequest, until_ns: int) -> bool:
+        """Wait until this worker's lease is trusted: another worker may have the request by now."""
+        while not self._context.lease.trusted():
+            if self._bus.clock.now_ns() >= until_ns or not self._requests.owns(running):
+                return False
+            await asyncio.sleep(TRUST_POLL_S)
+        return self._requests.owns(running)
+
+    def _on_handed_off(self, running: RunningRequest) -> None:
+        """The next stage has the request."""
+        self._context.metrics.handed_off(running.routed_ns, running.started_ns, running.first_token_ns)
+        self._requests.mark_ended(running.request.id, running.attempt)
+        running.kv_holder = None  # the ticket's lease holds the blocks
+        self._requests.remove(running, cancel=False)
+
+    # --- decode ---
+
+    async def on_prefilled(self, running: RunningRequest, prefilled: Prefilled) -> None:
+        """Fetch the prompt's KV, or compute it here, and run the request."""
+        running.cached = prefilled.cached
+        running.prefilled = True
+        running.started_ns = prefilled.started_ns
+        running.first_token_ns = prefilled.first_token_ns
+        if prefilled.opaque and self._reader is not None and self._bus.clock.now_ns() < prefilled.ticket.lease_ns:
+            running.fetching = prefilled.ticket
+            for sequence in running.sequences if prefilled.started_ns else ():  # else handed over ahead of the prompt
+                sequence.adopted_cached = prefilled.cached
+            self._submit(running, opaque=prefilled.opaque)
+            return
+        reservation: Reservation | None = None
+        try:
+            reservation = await self._fetch_kv(running, prefilled.ticket)
+        finally:
+            self.release_input(prefilled)
+        if not self._requests.is_current(running):
+            if reservation is not None:
+                unused = reservation
+                self._reserver.free(lambda engine: kv_transfer_of(engine).release(unused))
+        elif reservation is not None or not running.request.media:
+            for sequence in running.sequences if reservation is not None else ():
+                sequence.adopted_cached = prefilled.cached
+            self._submit(running, reservation)
+        else:
+            await self.load_embeddings(running, None)
+
+    def release_input(self, stage_input: StageInput) -> None:
+        """Release the previous stage's blocks: they are no longer needed."""
+        if self._reader is not None:
+            self._reader.release(stage_input.ticket)
+
+    def on_fetched(self, running: RunningRequest) -> None:
+        """The engine has fetched what the previous stage's engine kept for it."""
+        ticket, running.fetching = running.fetching, None
+        if ticket is not None and self._reader is not None:
+            self._reader.record_fetched(ticket, 0.0)
+            self._reader.release(ticket)
+
+    def cancel_wait(self, running: RunningRequest) -> None:
+        """The request was removed."""
+        self._reserver.cancel_wait(running)
+
+    async def _fetch_kv(self, running: RunningRequest, ticket: Ticket) -> Reservation | None:
+        """Blocks with the prompt's KV; None: there are no free blocks, or the transfer failed."""
+        request, size = running.request, self._info.block_size
+        tokens = request.prompt_tokens
+        full, rest = divmod(tokens, size)
+        count = len(ticket.blocks) // 4
+        if self._reader is None or count != full + bool(rest):
+            log.warning("ticket_mismatch", ticket=ticket.id, blocks=count, tokens=tokens, block_size=size)
+            return None
+        digests = prompt_digests(request, self._context.model.revision, size)
+        users = sum(outcome is None for outcome in running.outcomes)
+        tails = users if rest else 0
+        if full + tails > self._info.total_blocks:
+            return None  # the engine refuses the sequences and names the limit, or runs them without these blocks
+        now_ns = self._bus.clock.now_ns()
+        reservation = await self._reserver.reserve(
+            running,
+            min((min(ticket.lease_ns - LEASE_MARGIN_NS, request.deadline_ns) - now_ns) / 1e9, BLOCK_WAIT_S),
+            "kv",
+            lambda engine: kv_transfer_of(engine).reserve(digests, tails, users),
+            lambda engine, blocks: kv_transfer_of(engine).release(blocks),
+        )
+        if reservation is None:
+            return None
+        # The prompt's last block once per choice: each writes its own tokens behind it.
+        positions = [*range(reservation.have, full), *[full] * tails]
+        local = reservation.blocks[reservation.have :] + reservation.tails
+        try:
+            if positions:
+                await self._reader.fetch(ticket, positions, local)
+        except TransferError as error:
+            self._reserver.free_when_settled(error.settled, lambda engine: kv_transfer_of(engine).release(reservation))
+            return None
+        except BaseException:
+            self._reserver.free_after_quarantine(lambda engine: kv_transfer_of(engine).release(reservation))
+            raise
+        return reservation
+
+
+def _load_header(running: RunningRequest, message: StageInput) -> str:
+    request = running.request
+    return jobs.load_header(
+        request.prompt_tokens,
+        running.cached if isinstance(message, Prefilled) else _expected_cached(running),
+        request.token_address,
+        request.deadline_ns,
+        request.priority.value,
+        request.n,
+        running.route,
+    )
+
+
+def _expected_cached(running: RunningRequest) -> int:
+    """Prompt tokens that the router expects the next stage to have cached, as of placing the request."""
+    try:
+        return jobs.read_load_header(running.delivery.headers[HEADER_LOAD]).cached_tokens
+    except (KeyError, TypeError, ValueError):
+        return 0

@@ -1,0 +1,169 @@
+"""The side that owns blocks: offers them under a lease, pushes them on request, and frees them."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from penstock.infra.bus.clock import BrokerClock
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas import wire
+from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas.transfer import Endpoint, Ticket
+from penstock.workers.disagg.ledger import Ledger
+from penstock.workers.disagg.pins import Pin, Pins
+from penstock.workers.engine_loop.loop import EngineLoop
+from penstock.workers.engines.base import Engine
+from penstock.workers.kv_transfer.base import TransferError, Transport
+from penstock.workers.metrics.worker import Metrics
+
+log = structlog.get_logger("handoff")
+
+
+class Owner:
+    """Used from the event loop. Every lease expires, whatever other workers do."""
+
+    def __init__(
+        self,
+        engine: EngineLoop,
+        transport: Transport | None,
+        ledger: Ledger,
+        worker: str,
+        lease_s: float,
+        metrics: Metrics,
+        tasks: Tasks,
+        clock: BrokerClock,
+    ) -> None:
+        self._engine = engine
+        self._transport = transport
+        self._ledger = ledger
+        self._worker = worker
+        self._lease_s = lease_s
+        self._clock = clock
+        self._pins = Pins()
+        self._tickets: dict[str, Ticket] = {}
+        self._tasks = tasks.group("owner")
+        metrics.handoff.leases.set_function(lambda: len(self._pins))
+        metrics.handoff.pinned.set_function(lambda: self._pins.blocks)
+
+    def offer(
+        self,
+        ticket_id: str,
+        target: str,
+        pool: str,
+        blocks: Sequence[int],
+        generations: Sequence[int],
+        free: Callable[[Engine], object],
+    ) -> Ticket:
+        """Issue a ticket for blocks that the engine holds; ``free`` frees them, in the engine thread.
+
+        Without blocks it is a lease on what an engine keeps for another engine, which fetches it by itself.
+        """
+        endpoint = self._transport.endpoint if self._transport is not None else Endpoint(self._worker, "engine")
+        ticket = Ticket(
+            ticket_id,
+            self._worker,
+            endpoint,
+            pool,
+            wire.pack_tokens(list(blocks)),
+            wire.pack_tokens(list(generations)),
+            self._clock.now_ns() + int(self._lease_s * 1e9),
+        )
+        size = endpoint.pools[pool].block_bytes if blocks else 0
+        self._pins.add(Pin(ticket_id, pool, target, list(blocks), size, time.monotonic() + self._lease_s, free))
+        self._tickets[ticket_id] = ticket
+        self._ledger.record(ticket, "offered", target, blocks=len(blocks), bytes=len(blocks) * size)
+        return ticket
+
+    def release_ticket(self, ticket_id: str, cause: str) -> None:
+        """The ticket will not be used."""
+        self._end(ticket_id, cause)
+
+    def release(self, order: Release) -> Ok:
+        """A reader no longer needs its ticket."""
+        return (
+            Ok() if self._end(order.ticket, "") else Ok(error="no such ticket: it was released, or its lease expired")
+        )
+
+    def _end(self, ticket_id: str, cause: str) -> bool:
+        pin = self._pins.get(ticket_id)
+        if pin is None:
+            return False
+        self._ledger.record(self._tickets.pop(ticket_id), "released", pin.target, cause=cause)
+        freed = self._pins.release(ticket_id)
+        if freed is not None:
+            self._free(freed)
+        return True
+
+    async def push(self, order: Push) -> Pushed:
+        """Write blocks of a ticket into the reader's blocks."""
+        pin = self._pins.get(order.ticket)
+        if pin is None or self._transport is None:
+            return Pushed("stale", "no such ticket: it was released, or its lease expired")
+        take = wire.unpack_tokens(order.take)
+        into = wire.unpack_tokens(order.blocks)
+        if len(take) != len(into) or any(position >= len(pin.blocks) for position in take):
+            return Pushed("refused", f"{len(take)} positions of {len(pin.blocks)} blocks for {len(into)} targets")
+        pin.pushing += 1
+        settled = False
+        try:
+            local = [pin.blocks[position] for position in take]
+            moved = await asyncio.wrap_future(
+                self._transport.write(order.endpoint, pin.pool, local, list(into), timeout=order.timeout_s)
+            )
+            settled = True
+            return Pushed(bytes=moved.bytes, seconds=moved.seconds)
+        except TransferError as error:
+            settled = error.settled.done()
+            if not settled:
+                self._tasks.spawn(self._settle(pin, error), name="settle", on_failure=_settle_failed)
+            return Pushed(error.cause, error.message, settled=settled)
+        finally:
+            if settled:
+                self._pushed(pin)
+
+    async def _settle(self, pin: Pin, error: TransferError) -> None:
+        """Free the blocks only when the transfer has really ended: until then they are read."""
+        await asyncio.wait([asyncio.wrap_future(error.settled)])
+        self._pushed(pin)
+
+    def _pushed(self, pin: Pin) -> None:
+        freed = self._pins.pushed(pin)
+        if freed is not None:
+            self._free(freed)
+
+    def _free(self, pin: Pin) -> None:
+        self._engine.call(pin.free)
+
+    def sweep(self, now: float) -> None:
+        """End expired leases; called several times a second."""
+        for pin, free in self._pins.expired(now):
+            ticket = self._tickets.pop(pin.ticket)
+            self._ledger.record(ticket, "expired", pin.target, blocks=len(pin.blocks))
+            log.warning("lease_expired", ticket=pin.ticket, target=pin.target, blocks=len(pin.blocks))
+            if free:
+                self._free(pin)
+
+    def lost(self, worker: str) -> None:
+        """A reader has left: no other worker can use its tickets."""
+        for ticket_id in [t for t in self._tickets if (pin := self._pins.get(t)) is not None and pin.target == worker]:
+            self._end(ticket_id, "peer_lost")
+
+    @property
+    def open(self) -> int:
+        return len(self._pins)
+
+    async def close(self) -> None:
+        """End every lease: the worker stops, or registers under another id."""
+        for pin in self._pins.clear():
+            ticket = self._tickets.pop(pin.ticket, None)
+            if ticket is not None:
+                self._ledger.record(ticket, "released", pin.target, cause="closed")
+            self._free(pin)
+        await self._tasks.aclose()
+
+
+def _settle_failed(error: BaseException) -> None:
+    """The pin stays in the metrics until the worker stops; its lease has ended."""
+    log.error("settle_failed", error=repr(error))

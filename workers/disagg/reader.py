@@ -1,0 +1,211 @@
+"""The side that needs blocks: fetches those of a ticket into its own, or raises the reason why not."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+
+from penstock.infra.bus.connection import Bus
+from penstock.schemas import control, wire
+from penstock.schemas.control import Push, Pushed, Release
+from penstock.schemas.transfer import Handoff, Ticket
+from penstock.workers.disagg.ledger import Ledger
+from penstock.workers.kv_transfer.base import TransferError, Transport
+from penstock.workers.kv_transfer.path import path_between
+
+log = structlog.get_logger("handoff")
+
+RELEASE_S = 1.0
+RELEASE_ATTEMPTS = 3
+GRACE_S = 0.5  # how much later than the transfer timeout an owner may reply to a push
+
+
+class Reader:
+    """Used from the event loop. ``open`` before use."""
+
+    def __init__(
+        self, bus: Bus, transport: Transport | None, ledger: Ledger, worker: str, timeout_s: float, quarantine_s: float
+    ) -> None:
+        self._bus = bus
+        self._transport = transport
+        self._ledger = ledger
+        self._worker = worker
+        self._timeout_s = timeout_s
+        self._quarantine_s = quarantine_s
+        self._inbox = bus.nc.new_inbox()
+        self._numbers = itertools.count()
+        self._pushes: dict[str, tuple[str, asyncio.Future[Pushed]]] = {}  # by reply subject: owner, answer
+        self._tasks = bus.tasks.group("reader")
+        self._sub: Any = None
+
+    async def open(self) -> None:
+        self._sub = await self._bus.nc.subscribe(self._inbox + ".*", cb=self._on_pushed)
+
+    async def close(self) -> None:
+        await self._tasks.aclose()
+        for _, future in self._pushes.values():
+            future.cancel()
+        if self._sub is not None and self._bus.connected:
+            await self._sub.unsubscribe()
+
+    async def fetch(self, ticket: Ticket, positions: Sequence[int], local: Sequence[int]) -> None:
+        """Copy the blocks at ``positions`` of the ticket into the blocks ``local``.
+
+        Raises:
+            TransferError: they were not copied; ``settled`` is done when ``local`` may be used for anything else.
+        """
+        self._ledger.record(ticket, "leased", self._worker, blocks=len(positions))
+        transport = self._transport
+        try:
+            if self._bus.clock.now_ns() > ticket.lease_ns:
+                raise TransferError("stale", "the lease had expired before the blocks could be read")
+            if transport is None:
+                raise TransferError("unavailable", "this worker has no transfer backend")
+            if path_between(transport.endpoint, ticket.endpoint) == "read":
+                moved, seconds = await self._read(transport, ticket, positions, local)
+            else:
+                moved, seconds = await self._request_push(transport, ticket, positions, local)
+        except TransferError as error:
+            self._ledger.record(
+                ticket, "failed", self._worker, blocks=len(positions), cause=error.cause, message=error.message
+            )
+            log.warning("transfer_failed", ticket=ticket.id, cause=error.cause, error=error.message)
+            if not error.settled.done():
+                self._quarantined(ticket, len(local), error.settled)
+            raise
+        self._ledger.record(ticket, "read", self._worker, blocks=len(positions), bytes=moved, seconds=seconds)
+
+    def record_fetched(self, ticket: Ticket, seconds: float) -> None:
+        """The engine has fetched the KV of a ticket without blocks."""
+        self._ledger.record(ticket, "read", self._worker, seconds=seconds)
+
+    async def _read(
+        self, transport: Transport, ticket: Ticket, positions: Sequence[int], local: Sequence[int]
+    ) -> tuple[int, float]:
+        blocks, generations = wire.unpack_tokens(ticket.blocks), wire.unpack_tokens(ticket.generations)
+        moved = await asyncio.wrap_future(
+            transport.read(
+                ticket.endpoint,
+                ticket.pool,
+                [blocks[p] for p in positions],
+                list(local),
+                generations=[generations[p] for p in positions],
+                timeout=self._timeout_s,
+            )
+        )
+        return moved.bytes, moved.seconds
+
+    async def _request_push(
+        self, transport: Transport, ticket: Ticket, positions: Sequence[int], local: Sequence[int]
+    ) -> tuple[int, float]:
+        order = Push(
+            ticket.id,
+            self._worker,
+            transport.endpoint,
+            wire.pack_tokens(list(positions)),
+            wire.pack_tokens(list(local)),
+            self._timeout_s,
+        )
+        began = time.monotonic()
+        reply = f"{self._inbox}.{next(self._numbers)}"
+        answer: asyncio.Future[Pushed] = asyncio.get_running_loop().create_future()
+        self._pushes[reply] = ticket.worker, answer
+        settled: concurrent.futures.Future[None] = concurrent.futures.Future()
+        try:
+            await self._bus.nc.publish(self._bus.subjects.control(ticket.worker), wire.encode(order), reply=reply)
+            pushed = await asyncio.wait_for(asyncio.shield(answer), self._timeout_s + GRACE_S)
+        except (NatsError, TimeoutError) as error:
+            # It may write at any later time, until it replies or this worker's agent is renewed.
+            self._spawn(self._await_settled(transport, reply, answer, settled))
+            raise TransferError("timeout", f"the owner did not answer: {error!r}", settled) from None
+        except asyncio.CancelledError:
+            self._spawn(self._await_settled(transport, reply, answer, settled))
+            raise
+        if pushed.cause:
+            if pushed.settled:
+                settled.set_result(None)
+                del self._pushes[reply]
+            else:
+                self._spawn(self._await_settled(transport, reply, None, settled))
+            cause: Any = pushed.cause
+            raise TransferError(cause, pushed.message, settled)
+        del self._pushes[reply]
+        return pushed.bytes, time.monotonic() - began
+
+    async def _await_settled(
+        self,
+        transport: Transport,
+        reply: str,
+        answer: "asyncio.Future[Pushed] | None",
+        settled: "concurrent.futures.Future[None]",
+    ) -> None:
+        """Wait until the owner replies that it no longer writes, or this agent is renewed, which ends its writes."""
+        try:
+            over = False
+            if answer is None:
+                await asyncio.sleep(self._quarantine_s)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    over = (await asyncio.wait_for(answer, self._quarantine_s)).settled
+            if not over:
+                transport.renew()
+                await asyncio.wrap_future(transport.drained())
+        finally:
+            self._pushes.pop(reply, None)
+            settled.set_result(None)
+
+    async def _on_pushed(self, message: Any) -> None:
+        pending = self._pushes.get(message.subject)
+        if pending is None or pending[1].done():
+            return
+        try:
+            pending[1].set_result(control.decode_pushed(message.data))
+        except msgspec.MsgspecError as error:
+            pending[1].set_result(Pushed("refused", f"the owner's answer cannot be read: {error}", settled=False))
+
+    def lost(self, worker: str) -> None:
+        """An owner has left: it will not reply."""
+        for owner, answer in self._pushes.values():
+            if owner == worker and not answer.done():
+                answer.set_result(Pushed("peer_lost", "the owner of the blocks has left", settled=False))
+
+    def _quarantined(self, ticket: Ticket, blocks: int, settled: "concurrent.futures.Future[None]") -> None:
+        loop = asyncio.get_running_loop()
+        self._ledger.record(ticket, "quarantined", self._worker, blocks=blocks)
+        line = Handoff(ticket.id, "settled", ticket.worker, self._worker, 0, blocks, pool=ticket.pool)
+
+        def record_settled(_: Any) -> None:
+            loop.call_soon_threadsafe(self._ledger.write, msgspec.structs.replace(line, at_ns=time.time_ns()))
+
+        settled.add_done_callback(record_settled)
+
+    def release(self, ticket: Ticket) -> None:
+        """Release the ticket at its owner. If that fails, the lease expires."""
+        self._spawn(self._release(ticket))
+
+    async def _release(self, ticket: Ticket) -> None:
+        subject, payload = self._bus.subjects.control(ticket.worker), wire.encode(Release(ticket.id, self._worker))
+        for _ in range(RELEASE_ATTEMPTS):
+            if self._bus.clock.now_ns() > ticket.lease_ns:
+                return
+            try:
+                await self._bus.nc.request(subject, payload, timeout=RELEASE_S)
+                return
+            except (NatsError, TimeoutError) as error:
+                log.debug("release_unanswered", ticket=ticket.id, error=repr(error))
+                await asyncio.sleep(0.1)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.spawn(work, name="reader", on_failure=_task_failed)
+
+
+def _task_failed(error: BaseException) -> None:
+    """A ticket that was not released expires with its lease; quarantine has ended by then."""
+    log.warning("reader_task_failed", error=repr(error))

@@ -1,0 +1,1 @@
+"""The engine's thread: commands, steps, and what the steps return."""

@@ -1,0 +1,336 @@
+"""What is done with an engine, in turn: commands, steps, and flushes of what the steps returned (``step_output``).
+
+No NATS here. All per-token work happens in the engine thread, which ``engine_thread`` chooses and which calls
+``advance``. The worker's session sees one ``Flush`` for one or more steps. While it has not consumed the last one, up
+to ``MAX_AHEAD`` steps are batched; then the engine waits, so that neither memory nor latency grows when the broker is
+slow.
+"""
+
+import concurrent.futures
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from penstock.workers.engine_loop.block_waits import BlockWait, BlockWaitQueue
+from penstock.workers.engine_loop.sequence_state import CacheSnapshot, Flush, SequenceState
+from penstock.workers.engine_loop.step_output import StepOutput
+from penstock.workers.engines.base import Engine, EngineError, RequestError, SequenceRequest
+
+T = TypeVar("T")
+
+MAX_AHEAD = 64
+BLOCKED_S = 0.005  # pause between steps of an engine that waits for blocks held for other workers
+MIN_FLUSH_S = 0.002  # each flush costs the gateway a wake-up per request, and its client one
+MAX_FLUSH_S = 0.004  # of engines with shorter steps; the others flush every step
+ITEMS_PER_S = 5_000  # token items that a worker publishes, within these bounds
+FAST_STEP_S = 0.0005  # a step this short is computed in Python: the event loop cannot run meanwhile
+GIVE_WAY_S = 0.002
+PACE_WINDOW_S = 30.0
+
+
+def flush_pause(items: int) -> float:
+    """Seconds from a flush with so many token items to the next."""
+    return min(max(MIN_FLUSH_S, items / ITEMS_PER_S), MAX_FLUSH_S)
+
+
+class Pace:
+    """How long steps take, and since when none did anything. Written in the engine thread, read in any.
+
+    A process that is stopped and resumes has a step that took as long, unless it was stopped between two.
+
+    Attributes:
+        busy_s: spent in steps, since the start.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._longest = (0.0, 0.0)  # of this window, and of the one before it
+        self._since = clock()  # of this window
+        self._progress = clock()
+        self._waits = True  # there is nothing to do, or it waits for the consumer
+        self.busy_s = 0.0
+
+    def waits(self) -> None:
+        self._waits = True
+
+    def begins(self, now: float) -> None:
+        """A step begins; to be called at least for the first one after ``waits``."""
+        if self._waits:
+            self._waits, self._progress = False, now
+
+    def stepped(self, began: float, ended: float, *, computed: bool) -> None:
+        """A step has ended; both times are by the clock."""
+        took = ended - began
+        self.busy_s += took
+        if computed:
+            self._progress = ended
+        if ended - self._since > PACE_WINDOW_S:
+            recent = ended - self._since < 2 * PACE_WINDOW_S
+            self._longest, self._since = (0.0, self._longest[0] if recent else 0.0), ended
+        if took > self._longest[0]:
+            self._longest = took, self._longest[1]
+
+    @property
+    def slowest_s(self) -> float:
+        """The longest step of the last one or two windows."""
+        return max(self._longest) if self._clock() - self._since < 2 * PACE_WINDOW_S else 0.0
+
+    @property
+    def quiet_s(self) -> float:
+        """Since the engine did something, while it has something to do."""
+        return 0.0 if self._waits else max(0.0, self._clock() - self._progress)
+
+
+class EngineLoop:
+    """Its output goes to one session after the other (``begin_session``).
+
+    Attributes:
+        on_command: called after each command, in the thread that gave it.
+        in_event_loop: the engine thread is the event loop's.
+        stopped: nothing more is to be done.
+    """
+
+    def __init__(
+        self,
+        wall_ns: Callable[[], int] = time.time_ns,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.on_command: Callable[[], None] = lambda: None
+        self.in_event_loop = False
+        self.stopped = False
+        self._deliver: Callable[[Flush], None] | None = None  # to the session; None: there was none yet
+        self._wall_ns = wall_ns
+        self._clock = clock
+        self.flush_due = 0.0  # by the clock; until then the output of short steps is gathered
+        self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
+        self.steps = 0  # that were not empty
+        self.pace = Pace(clock)
+        self._lock = threading.Lock()  # held while the fields of output and flushes change
+        self._output = StepOutput()
+        self._waits_for_consumer = False  # there is something to do once a flush was consumed
+        self._in_flight = 1  # flushes delivered and not yet consumed; without a session, none can leave
+        self._ahead = 0  # steps since the last flush
+        self._block_waits = BlockWaitQueue()  # used in the engine thread only
+        self._calls: set[concurrent.futures.Future[Any]] = set()  # not yet answered
+        self._ended_error: EngineError | None = None  # ``end`` was called
+
+    # --- commands, from any thread ---
+
+    def begin_session(self, deliver: Callable[[Flush], None]) -> None:
+        """Deliver the output of later steps to another session. What the last one has not consumed is void.
+
+        Args:
+            deliver: called in the engine thread with each Flush; its consumer calls ``flush_consumed``.
+        """
+
+        def run(engine: Engine) -> None:
+            with self._lock:
+                if self._deliver is not None:
+                    self._output = StepOutput(first_batch=1)
+                self._deliver = deliver
+                self._in_flight = 0
+
+        self._put(run)
+
+    def _put(self, command: Callable[[Engine], None]) -> None:
+        self._commands.put(command)
+        self.on_command()
+
+    def submit(self, requests: list[SequenceRequest], refused: Callable[[RequestError], None]) -> None:
+        """Submit all sequences of a request. If the engine refuses one, none runs, and ``refused`` is called."""
+
+        def run(engine: Engine) -> None:
+            done: list[SequenceRequest] = []
+            try:
+                for request in requests:
+                    engine.submit(request)
+                    done.append(request)
+            except RequestError as error:
+                for request in done:
+                    engine.cancel(request.key)
+                if requests[0].reservation is not None and engine.kv_transfer is not None:  # the others shared it
+                    engine.kv_transfer.release(requests[0].reservation)
+                refused(error)
+
+        self._put(run)
+
+    def cancel(self, sequences: list[SequenceState], done: Callable[[], None] | None = None) -> None:
+        """Cancel sequences before the next step. ``done`` is called when their output was flushed."""
+
+        def run(engine: Engine) -> None:
+            for sequence in sequences:
+                engine.cancel(sequence)
+            if done is not None:
+                self._flush()
+                done()
+
+        self._put(run)
+
+    def cancel_unstarted(self, groups: Sequence[list[SequenceState]]) -> "concurrent.futures.Future[list[bool]]":
+        """Cancel each group of sequences of which the engine has started none; True: the group was cancelled."""
+
+        def run(engine: Engine) -> list[bool]:
+            cancelled = [not any(sequence.started_ns for sequence in sequences) for sequences in groups]
+            for sequences, unstarted in zip(groups, cancelled, strict=True):
+                for sequence in sequences if unstarted else ():
+                    engine.cancel(sequence)
+            return cancelled
+
+        return self.call(run)
+
+    def ask(self, question: Callable[[Engine], Any], answer: Callable[[Any], None]) -> None:
+        """Run ``question`` between two steps and call ``answer`` with its result, in the engine thread."""
+        self._put(lambda engine: answer(question(engine)))
+
+    def call(self, question: Callable[[Engine], T]) -> "concurrent.futures.Future[T]":
+        """Run ``question`` between two steps.
+
+        The future fails with the RequestError that ``question`` raised, or with EngineError if the engine ended first.
+        Any other exception fails the future and ends the engine.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run(engine: Engine) -> None:
+            self._calls.discard(future)
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(question(engine))
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, RequestError):
+                    raise
+
+        self._calls.add(future)
+        self._put(run)
+        if self._ended_error is not None:
+            self._fail_calls(self._ended_error)
+        return future
+
+    def wait(self, pool: str, take: Callable[[Engine], T | None]) -> BlockWait[T]:
+        """Wait for blocks or slots of a pool, in turn. ``take`` is tried now and when some come free."""
+        wait = BlockWait(pool, take)
+        self.call(lambda engine: self._block_waits.add(wait, engine)).add_done_callback(wait.failed)
+        return wait
+
+    def cancel_wait(self, wait: BlockWait[Any]) -> None:
+        """Answer with None, unless it was answered."""
+        self._put(lambda engine: self._block_waits.cancel_wait(wait, engine))
+
+    def dump(self, answer: Callable[[list[CacheSnapshot]], None]) -> None:
+        """Call ``answer`` with the cached block names of each rank, all as of one moment."""
+
+        def run(engine: Engine) -> None:
+            self._flush()
+            ranks = range(engine.info.dp_size)
+            answer([CacheSnapshot(engine.dump(rank), self._output.kv_seq(rank) - 1) for rank in ranks])
+
+        self._put(run)
+
+    def wake(self) -> None:
+        """Check whether the engine has work."""
+        self._put(lambda engine: None)
+
+    def flush_consumed(self) -> None:
+        """A flush was consumed. Its consumer calls ``flush_late`` soon after ``flush_due``."""
+        with self._lock:
+            self._in_flight = max(0, self._in_flight - 1)
+        if self._waits_for_consumer:
+            self.wake()
+
+    def flush_late(self) -> None:
+        """Deliver, during a long step, the output of steps that ended before ``flush_due``."""
+        if not self._in_flight and self._clock() >= self.flush_due:
+            self._flush()
+
+    def stop(self) -> None:
+        """End after the current step."""
+
+        def run(engine: Engine) -> None:
+            self.stopped = True
+
+        self._put(run)
+
+    # --- in the engine thread ---
+
+    def advance(self, engine: Engine) -> float | None:
+        """Run a command, a step or a flush.
+
+        Returns: for how many seconds a command is to be awaited before the next call; None: until there is one.
+        """
+        if not self._commands.empty():
+            self.run_command(engine)
+            return 0.0
+        working = engine.has_work()
+        self._waits_for_consumer = working or bool(self._output)  # before ``_in_flight`` is read
+        if working and self._ahead < MAX_AHEAD:
+            return self._step(engine)
+        self.pace.waits()
+        if self._in_flight or not (working or self._output):
+            return None
+        self._flush()
+        return 0.0
+
+    def run_command(self, engine: Engine, timeout: float | None = None) -> None:
+        """Wait for a command and run it. One comes when a flush was consumed."""
+        try:
+            command = self._commands.get(timeout=timeout)
+        except queue.Empty:
+            return
+        command(engine)
+        if self._block_waits:
+            self._block_waits.serve(engine)
+
+    def end(self) -> None:
+        """Fail all that waits: nothing more is done with the engine."""
+        self.on_command = lambda: None
+        self._ended_error = EngineError("the engine has ended")
+        self._fail_calls(self._ended_error)
+        self._block_waits.fail(self._ended_error)
+
+    def _fail_calls(self, error: EngineError) -> None:
+        while self._calls:
+            with contextlib.suppress(KeyError, concurrent.futures.InvalidStateError):  # both threads may get here
+                self._calls.pop().set_exception(error)
+
+    def _step(self, engine: Engine) -> float:
+        """One step; for how many seconds a command is to be awaited behind it."""
+        pause = 0.0
+        began_ns, began = self._wall_ns(), self._clock()
+        self.pace.begins(began)
+        result = engine.step()
+        with self._lock:
+            ended = len(self._output.ended)
+            computed = self._output.add(engine, result, began_ns)
+            freed = len(self._output.ended) > ended
+            self._ahead += 1
+        now = self._clock()
+        self.pace.stepped(began, now, computed=bool(computed))
+        if computed:
+            self.steps += 1
+        elif engine.blocked:
+            pause = BLOCKED_S
+        if self._block_waits and freed:
+            self._block_waits.serve(engine)
+        if not self._in_flight and now >= self.flush_due:
+            fast = now - began < FAST_STEP_S
+            # Another flush follows soon: one message with KV events costs the broker and routers less than two.
+            self._flush(keep_events=fast and engine.has_work())
+            if self._in_flight and fast:
+                pause = max(pause, GIVE_WAY_S)
+        return pause
+
+    def _flush(self, *, keep_events: bool = False) -> None:
+        """Deliver the collected output."""
+        with self._lock:
+            if not self._in_flight:
+                self._ahead = 0
+            if not self._output or self._deliver is None:
+                return
+            flush = self._output.take(keep_events=keep_events)
+            self.flush_due = self._clock() + flush_pause(sum(map(len, flush.items.values())))
+            self._in_flight += 1
+            self._deliver(flush)

@@ -1,0 +1,1 @@
+"""A model in plain torch: loading, attention over a paged pool, sampling."""

@@ -1,0 +1,151 @@
+"""Computes a planned step in plain torch: one packed batch, one forward pass, one draw per sampling sequence."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence, scored_to
+from penstock.workers.engines.native.model.attention import Paged, ReferenceAttention, Span
+from penstock.workers.engines.native.model.masks import TokenMasks
+from penstock.workers.engines.native.model.model import Embeddings, Model
+from penstock.workers.engines.native.model.pool import Pool, out_of_memory
+from penstock.workers.engines.native.model.sampler import choose, score
+from penstock.workers.engines.native.model.sliding import HybridAttention, SlidingPool
+from penstock.workers.engines.native.model.vision import TorchVisionEncoder
+
+
+@contextmanager
+def device_errors(device: torch.device) -> Iterator[None]:
+    """Raise errors of a device as ``EngineError``."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EngineError(out_of_memory(error)) from error
+    except RuntimeError as error:  # torch has no narrower type for a lost device or a full host
+        if "allocate memory" in str(error):
+            raise EngineError(out_of_memory(error)) from error
+        raise EngineError(f"the step failed on {device}: {error}") from error
+
+
+class TorchExecutor:
+    """``Executor`` over a loaded model and a pool. Owns both; used from one thread.
+
+    Args:
+        encoder: the model's vision encoder, if any; owned by the engine.
+        sliding: the pool of its sliding-window layers, if that is not ``pool``.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: Pool,
+        encoder: TorchVisionEncoder | None = None,
+        sliding: SlidingPool | None = None,
+    ) -> None:
+        self._model: Model | None = model
+        self._pool: Pool | None = pool
+        self._encoder = encoder
+        self._sliding = sliding
+        self._masks = TokenMasks(model.vocab_size)
+
+    def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
+        assert self._model is not None, "closed"
+        with device_errors(self._model.device), torch.inference_mode():
+            return self._execute(plan, scoring)
+
+    def _execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence]) -> list[Sampled]:
+        assert self._model is not None
+        assert self._pool is not None
+        tokens: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        drawing: list[Sequence] = []  # by row
+        lengths: list[int] = []
+        scored: list[int] = []  # rows of prompt tokens to be scored, at most ``Scheduler.max_scored_tokens``
+        seen: list[tuple[int, int]] = []
+        for scheduled in plan:
+            end = scheduled.start + scheduled.count
+            if scheduled.sequence.media:
+                assert self._encoder is not None
+                seen += media_rows(scheduled, len(tokens), self._encoder.slot_tokens)
+            if scoring and scheduled in scoring:
+                first = len(tokens) - scheduled.start - 1
+                scored += range(first + scheduled.sequence.score, first + scored_to(scheduled))
+            tokens += scheduled.sequence.tokens[scheduled.start : end]
+            tokens += scheduled.sequence.draft
+            positions += range(scheduled.start, end)
+            if scheduled.samples:
+                rows += range(len(tokens) - 1 - len(scheduled.sequence.draft), len(tokens))
+                drawing += [scheduled.sequence] * (1 + len(scheduled.sequence.draft))
+                lengths += range(end - len(scheduled.sequence.draft), end + 1)
+        wanted = rows + scored or [0]
+        masks = self._masks.start(drawing)
+        inputs, places, last = (torch.tensor(n, device=self._model.device) for n in (tokens, positions, wanted))
+        logits = self._model.logits(inputs, places, last, self._paged(plan), self._embeddings(seen) if seen else None)
+        if scored:
+            set_scores(logits[len(rows) :], scoring)
+        if rows:  # copying the tokens to the host waits for the KV writes, too
+            allowed = masks.allowed(self._model.device) if masks is not None else None
+            return choose(logits[: len(rows)], drawing, lengths, allowed).sampled()
+        if self._model.device.type == "cuda":  # blocks are named next, and other processes may read named blocks
+            torch.cuda.synchronize(self._model.device)
+        return []
+
+    def _paged(self, plan: list[ScheduledSequence]) -> Paged:
+        assert self._pool is not None
+        full = ReferenceAttention(self._pool, _spans(plan, [scheduled.sequence.blocks for scheduled in plan]))
+        if self._sliding is None:
+            return full
+        rows = _spans(plan, [scheduled.sequence.rows for scheduled in plan])
+        return HybridAttention(self._sliding.layers, full, ReferenceAttention(self._sliding.pool, rows))
+
+    def _embeddings(self, seen: list[tuple[int, int]]) -> Embeddings:
+        assert self._model is not None
+        assert self._encoder is not None
+        rows, places = (torch.tensor(column, device=self._model.device) for column in zip(*seen, strict=True))
+        return Embeddings(rows, self._encoder.take(places))
+
+    def memory(self) -> dict[str, Memory]:
+        """The pool of KV blocks; none if each block is in two pools."""
+        assert self._pool is not None, "closed"
+        return {} if self._sliding is not None else {"kv": self._pool.memory()}
+
+    def close(self) -> None:
+        """Free weights and pool."""
+        self._model = self._pool = self._encoder = self._sliding = None
+        self._masks.close()
+
+
+def media_rows(scheduled: ScheduledSequence, row: int, size: int) -> Iterator[tuple[int, int]]:
+    """Per placeholder token of a sequence: its row in the batch (from ``row`` on) and its row in the embedding pool.
+
+    Args:
+        size: tokens of a slot of the embedding pool.
+    """
+    end = scheduled.start + scheduled.count
+    for position, tokens, _, slots in scheduled.sequence.media:
+        for at in range(max(position, scheduled.start), min(position + tokens, end)):
+            part, offset = divmod(at - position, size)
+            yield row + at - scheduled.start, slots[part] * size + offset
+
+
+def set_scores(logits: Tensor, scoring: Seq[ScheduledSequence]) -> None:
+    """Store the scores in the sequences of ``scoring``; ``logits``: (positions of all of them, vocab), in order."""
+    at = 0
+    for scheduled in scoring:
+        sequence = scheduled.sequence
+        tokens = sequence.tokens[sequence.score : scored_to(scheduled)]
+        sequence.scores += score(logits[at : at + len(tokens)], tokens, sequence.sampling.prompt_logprobs or 0)
+        at += len(tokens)
+
+
+def _spans(plan: list[ScheduledSequence], tables: list[list[int]]) -> Iterator[Span]:
+    row = 0
+    for scheduled, table in zip(plan, tables, strict=True):
+        yield Span(row, scheduled.start, scheduled.count, table)
+        row += scheduled.count

@@ -1,0 +1,1 @@
+"""What runs a request: tokens, images and videos, or embeddings."""

@@ -1,0 +1,195 @@
+"""From the engine's flushes to published token items, KV events and ended sequences, in order."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+
+import structlog
+
+from penstock.schemas import done
+from penstock.workers.engine_loop.loop import EngineLoop
+from penstock.workers.engine_loop.sequence_state import Flush, SequenceState
+from penstock.workers.session.request_runner import SessionContext
+from penstock.workers.session.requests import RunningRequest
+
+log = structlog.get_logger("worker")
+
+FEW = 8  # running requests, up to which the first tokens count more than CPU time
+
+
+class FlushPublisher:
+    """``deliver`` and ``end_cancelled`` are called in the engine thread, everything else in the event loop.
+
+    Args:
+        completed: called when every sequence of a request has ended or was handed off.
+        fetched: called when the engine has started a request with KV that it fetched by itself.
+    """
+
+    def __init__(
+        self,
+        context: SessionContext,
+        engine: EngineLoop,
+        completed: Callable[[RunningRequest], None],
+        fetched: Callable[[RunningRequest], None],
+    ) -> None:
+        self._nc = context.bus.nc
+        self._reporter = context.reporter
+        self._requests = context.requests
+        self._terminal = context.terminal
+        self._metrics = context.metrics
+        self._model = context.model.name
+        self._publish_events = context.settings.publish_events_and_metrics
+        self._engine = engine
+        self._completed = completed
+        self._fetched = fetched
+        self._loop = asyncio.get_running_loop()
+        self._flushes: asyncio.Queue[Flush] = asyncio.Queue()
+        self._late: asyncio.TimerHandle | None = None
+        self._traced: dict[str, RunningRequest] = {}  # traced requests without a token of this worker yet
+
+    def deliver(self, flush: Flush) -> None:
+        """Publish a flush after the earlier ones."""
+        if self._engine.in_event_loop:
+            self._flushes.put_nowait(flush)
+        else:
+            self._loop.call_soon_threadsafe(self._flushes.put_nowait, flush)
+
+    def end_cancelled(self, running: RunningRequest) -> None:
+        """End a cancelled request after the flushes with its last tokens."""
+        self.deliver(_Cancelled(running))
+
+    def trace_first_token(self, running: RunningRequest) -> None:
+        self._traced[running.request.id] = running
+
+    def forget(self, running: RunningRequest) -> None:
+        if running.stamp_times is not None and self._traced.get(running.request.id) is running:
+            del self._traced[running.request.id]
+
+    async def run(self) -> None:
+        while True:
+            flush = await self._flushes.get()
+            if isinstance(flush, _Cancelled):
+                try:
+                    await self._terminal.end_cancelled(flush.running)
+                except Exception as error:
+                    self._terminal.fail(flush.running, "its end", error)
+                continue
+            try:
+                await self._publish(flush)
+            finally:  # the engine needs the interpreter as soon as it may go on
+                self._nc.when_written(self._consumed)
+
+    def _consumed(self) -> None:
+        if self._engine.in_event_loop and len(self._requests.running) <= FEW:
+            os.sched_yield()  # the broker may have been woken on this core, and would wait for the steps that follow
+        self._engine.flush_consumed()
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+        if self._requests.running:  # not earlier: until a flush is consumed, the next does not leave
+            self._late = self._loop.call_at(self._engine.flush_due, self._engine.flush_late)
+
+    async def _publish(self, flush: Flush) -> None:
+        """A failure ends the requests it concerns; all others continue, and KV batches stay in order."""
+        for gateway, items in flush.items.items():
+            try:
+                await self._reporter.items(gateway, tuple(items))
+            except Exception as error:
+                requests = (self._requests.running.get(item.request) for item in items)
+                for running in {id(each): each for each in requests if each is not None}.values():
+                    self._terminal.fail(running, "publishing its tokens", error)
+        if flush.batches and self._publish_events:
+            for rank, seq, events in flush.batches:
+                try:
+                    await self._reporter.events(self._model, rank, seq, tuple(events))
+                except Exception:  # routers see the gap in the numbers and ask for a dump
+                    log.exception("kv_events_publish_failed", rank=rank, seq=seq)
+        try:
+            self._account(flush)
+        except Exception as error:
+            owners = (_owner(sequence) for sequence in (*flush.started, *flush.ended))
+            for running in {id(each): each for each in owners if each is not None}.values():
+                self._terminal.fail(running, "its accounting", error)
+        for sequence in flush.ended:
+            owner = _owner(sequence)
+            if owner is None:
+                continue
+            try:
+                self._on_sequence_ended(owner, sequence)
+            except Exception as error:
+                self._terminal.fail(owner, "its end", error)
+
+    def _account(self, flush: Flush) -> None:
+        for sequence in flush.started:
+            running = _owner(sequence)
+            if running is None:
+                continue
+            if not running.started_ns:
+                running.started_ns = sequence.started_ns
+                running.cached = sequence.cached
+            if running.stamp_times is not None:
+                running.stamp_times.setdefault("started_ns", sequence.started_ns)
+        if flush.items:
+            self._account_tokens(flush, time.time_ns())
+        for held in flush.held:
+            holder = held.key
+            assert isinstance(holder, SequenceState)
+            running = _owner(holder)
+            if running is not None:
+                running.held = held
+        for sequence in flush.started:
+            running = _owner(sequence)
+            if running is not None and running.fetching is not None:
+                self._fetched(running)
+
+    def _account_tokens(self, flush: Flush, now_ns: int) -> None:
+        if self._traced:
+            self._stamp_first_tokens(flush, now_ns)
+        tokens = 0
+        for items in flush.items.values():
+            for item in items:
+                tokens += len(item.tokens) >> 2
+                if not item.first:  # prompt log-probabilities never begin at 0
+                    running = self._requests.running.get(item.request)
+                    if running is not None and not running.first_token_ns:
+                        running.first_token_ns = now_ns
+        self._metrics.tokens.inc(tokens)
+
+    def _stamp_first_tokens(self, flush: Flush, now_ns: int) -> None:
+        """The first token of this worker, which need not be the request's first."""
+        for items in flush.items.values():
+            for item in items:
+                running = self._traced.pop(item.request, None) if item.tokens else None
+                if running is not None and running.stamp_times is not None:
+                    running.stamp_times["first_token_ns"] = now_ns
+
+    def _on_sequence_ended(self, running: RunningRequest, sequence: SequenceState) -> None:
+        """The engine is done with a sequence, and its tokens are published or in the outbox."""
+        finish = sequence.finish
+        if sequence.lost_input:
+            self._terminal.requeue(running, sequence.lost_input)
+            return
+        if finish is not None:
+            running.outcomes[sequence.index] = done.Outcome(sequence.tokens.tobytes(), finish.reason, finish.stop)
+        else:
+            sequence.handed_off = True
+        if running.completed_here and not running.handing_off and self._requests.is_current(running):
+            self._completed(running)
+
+
+class _Cancelled(Flush):
+    """Queued among flushes: the engine has dropped this request."""
+
+    __slots__ = ("running",)
+
+    def __init__(self, running: RunningRequest) -> None:
+        super().__init__()
+        self.running = running
+
+
+def _owner(sequence: SequenceState) -> RunningRequest | None:
+    """None: its request is over, or handed off."""
+    owner = sequence.owner
+    assert owner is None or isinstance(owner, RunningRequest)
+    return owner

@@ -1,0 +1,220 @@
+"""The backend of a worker that generates tokens: an engine, where it runs, and the transport to other workers."""
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from penstock.configs.settings import WorkerSettings, served_names
+from penstock.infra.bus import loop_lag
+from penstock.infra.model import modeldir, servable
+from penstock.infra.model.embedding_model import is_encoder
+from penstock.infra.model.weight_files import elsewhere
+from penstock.infra.text.parsers import parser_detection
+from penstock.schemas import blocks
+from penstock.schemas.transfer import Endpoint
+from penstock.workers.engine_loop.engine_thread import EngineThread
+from penstock.workers.engine_loop.loop import EngineLoop
+from penstock.workers.engines.base import Engine, EngineError, EngineInfo, Grammars, VisionEngine
+from penstock.workers.kv_transfer.base import Transport, TransportUnavailable
+from penstock.workers.metrics.worker import Metrics
+from penstock.workers.runners.token_runner import TokenRunner
+from penstock.workers.session.process import ProcessEvents
+from penstock.workers.session.request_runner import ServedModel, SessionContext
+
+log = structlog.get_logger("worker")
+
+JOIN_S = 10.0
+
+
+class TokenBackend:
+    def __init__(self, settings: WorkerSettings, metrics: Metrics, events: ProcessEvents) -> None:
+        self.join_s = JOIN_S
+        self.load_seconds = 0.0
+        self._settings = settings
+        self._metrics = metrics
+        self._events = events
+        self._loop = asyncio.get_running_loop()
+        self._engine_loop = EngineLoop()
+        pace = self._engine_loop.pace
+        metrics.quiet.set_function(lambda: pace.quiet_s)
+        metrics.slowest_step.set_function(lambda: pace.slowest_s)
+        self._thread: EngineThread | None = None
+        self._transport: Transport | None = None
+        self._info: EngineInfo
+        self._vision: VisionEngine | None = None
+        self._grammars: Grammars | None = None
+
+    async def start(self) -> None:
+        """Load the model's description and begin to build the engine.
+
+        Raises:
+            ModelError: the model cannot be served.
+        """
+        settings = self._settings
+        path = model_path(settings)
+        described = self._described = modeldir.load(path, name="".join(served_names(settings.served_model_name)[:1]))
+
+        def asked() -> None:
+            self._loop.call_soon_threadsafe(self._events.stop)
+
+        def build() -> Engine:
+            engine = build_engine(settings, path, asked)
+            if settings.event_plane == "nats":
+                return engine
+            from penstock.workers.engines.events.relay import start_relay
+
+            return start_relay(engine, settings, blocks.root(described.revision), self._engine_loop.wake)
+
+        def failed(error: BaseException) -> None:
+            self._loop.call_soon_threadsafe(self._events.engine_failed, error)
+
+        if settings.engine == "sglang" and threading.current_thread() is threading.main_thread():
+            # SGLang's processes send it when they fail; unhandled, it ends this process with all its requests.
+            self._loop.add_signal_handler(signal.SIGQUIT, self._on_quit)
+        self._thread = EngineThread(build, self._engine_loop, failed, self._loop)
+        self._thread.start()
+
+    def _on_quit(self) -> None:
+        error = EngineError("a process of SGLang has failed; the log above has its error")
+        log.error("engine_failed", error=str(error))
+        self._events.engine_failed(error)
+
+    async def open(self, connection: str) -> ServedModel:
+        """
+        Raises:
+            EngineError: the engine cannot be built.
+            TransportUnavailable: a transport is needed and cannot be opened.
+        """
+        assert self._thread is not None
+        engine = await asyncio.to_thread(self._thread.wait_ready)
+        self._info = engine.info
+        self.load_seconds = engine.info.load_seconds
+        for collector in getattr(engine, "collectors", tuple)():  # the engine's own metrics
+            self._metrics.process.register(collector)
+        self._vision = engine.vision
+        self._grammars = engine.grammars
+        self._transport = await self._open_transport(connection)
+        loop_lag.freeze_loaded()
+        served = self._served_model(connection)
+        self._metrics.engine_built(served.name, engine.info)
+        return served
+
+    def _served_model(self, connection: str) -> ServedModel:
+        settings, described = self._settings, self._described
+        names = served_names(settings.served_model_name) or (described.name,)
+        template = described.template.suited(tools=True).source if described.template is not None else ""
+        return ServedModel(
+            names[0],
+            names[1:],
+            described.revision,
+            described.detokenizer,
+            connection,
+            parser_detection.reasoning_parser(settings.reasoning_parser, template),
+            parser_detection.tool_call_parser(settings.tool_call_parser, template),
+            described.tokenizer_digest,
+            modeldir.source_of(settings.model, described.path),
+        )
+
+    async def _open_transport(self, name: str) -> Transport | None:
+        """How blocks move to and from other workers; None: this worker moves none.
+
+        Raises:
+            TransportUnavailable: it is needed and cannot be opened.
+        """
+        settings = self._settings
+        no_kv = settings.role == "aggregated" or bool(self._info.handoff_layout)
+        if settings.transfer == "none" or (no_kv and self._vision is None):
+            return None
+
+        def renewed(endpoint: Endpoint) -> None:
+            log.warning("transfer_agent_renewed", agent=endpoint.agent)
+            asyncio.run_coroutine_threadsafe(self._events.registration_changed(), self._loop)
+
+        from penstock.workers.kv_transfer.opening import open_transport
+
+        pools = await asyncio.wrap_future(self._engine_loop.call(lambda engine: engine.memory()))
+        try:
+            return await asyncio.to_thread(
+                open_transport, settings.transfer, name, pools, on_renewed=renewed, quarantine_s=settings.quarantine_s
+            )
+        except TransportUnavailable as error:
+            if settings.role != "aggregated":
+                raise
+            log.warning("transfer_unavailable", error=str(error), action="images are encoded here")
+            return None
+
+    def make_runner(self, context: SessionContext) -> TokenRunner:
+        return TokenRunner(context, self._engine_loop, self._info, self._transport, self._vision, self._grammars)
+
+    async def close(self) -> None:
+        if self._transport is not None:  # before the memory that it registered is freed
+            await asyncio.to_thread(self._transport.close)
+
+    def stop(self, timeout: float) -> bool:
+        if self._thread is None:
+            return True
+        self._engine_loop.stop()
+        return self._thread.join(timeout)
+
+
+def model_path(settings: WorkerSettings) -> Path:
+    """The directory of the model, which has what the engine reads.
+
+    Raises:
+        ModelError: there is no such model, or the engine cannot read its weights.
+    """
+    path = modeldir.resolve(settings.model, weights=settings.engine != "mock")
+    if settings.engine == "native" and is_encoder(path):
+        raise modeldir.ModelError(f"{path} is an encoder, which generates no text; serve its embeddings: --role embed")
+    if settings.engine in ("trtllm", "vllm", "sglang") and (unreadable := elsewhere(path)):
+        raise modeldir.ModelError(
+            f"{path} has weights in {min(unreadable)}, which only --engine native reads; write a copy that has all of "
+            f"them: python -m tests.demo_model.shared_weights join {path} COPY"
+        )
+    if settings.engine != "mock" and (reason := servable.problem(path, settings.engine)):
+        raise modeldir.ModelError(reason)
+    return path
+
+
+def build_engine(settings: WorkerSettings, path: Path, asked: Callable[[], None] = lambda: None) -> Engine:
+    """The engine that the settings name, built in the thread that will run it.
+
+    Args:
+        asked: called when another machine of the engine was asked to stop; from any thread.
+    """
+    began = time.monotonic()
+    engine: Engine
+    if settings.engine == "mock":
+        from penstock.workers.engines import mock
+
+        build = mock.encoder_from_settings if settings.role == "encode" else mock.from_settings
+        engine = build(settings, path)
+    elif settings.engine == "trtllm":
+        from penstock.workers.engines import trtllm
+
+        if settings.role == "encode":
+            engine = trtllm.encoder_from_settings(settings, path)
+        else:
+            from penstock.workers.engines.trtllm import logits_processors
+
+            engine = trtllm.from_settings(settings, path, logits_processors.from_settings(settings, path))
+    elif settings.engine == "vllm":
+        from penstock.workers.engines import vllm
+
+        engine = vllm.from_settings(settings, path, asked)
+    elif settings.engine == "sglang":
+        from penstock.workers.engines import sglang
+
+        engine = sglang.from_settings(settings, path, asked)
+    else:
+        from penstock.workers.engines import native
+
+        make = native.encoder_from_settings if settings.role == "encode" else native.from_settings
+        engine = make(settings, path)
+    log.info("engine_ready", engine=settings.engine, seconds=round(time.monotonic() - began, 2))
+    return engine

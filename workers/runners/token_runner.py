@@ -1,0 +1,364 @@
+"""Runs requests for tokens: jobs become sequences in the engine thread, its flushes token items.
+
+Stages that hand KV or embeddings to other workers are in ``disaggregation``.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from penstock.infra.bus.tasks import end
+from penstock.infra.constraints.trials import CPU_S, ConstraintTrials, Trial, TrialsBusy
+from penstock.infra.fair_queue import QueueLimits
+from penstock.schemas import done, fleet, jobs, kv, requests
+from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas.errors import Code
+from penstock.schemas.tokens import Finish, TokenItem
+from penstock.schemas.transfer import Endpoint, Memory, Prefilled
+from penstock.workers.disagg.disaggregation import DisaggCoordinator
+from penstock.workers.engine_loop.loop import EngineLoop
+from penstock.workers.engine_loop.sequence_state import SequenceState
+from penstock.workers.engines.base import (
+    Engine,
+    EngineError,
+    EngineInfo,
+    EngineStats,
+    Grammars,
+    MediaReservation,
+    RequestError,
+    Reservation,
+    VisionEngine,
+    kv_transfer_of,
+    vision_of,
+)
+from penstock.workers.kv_transfer.base import Transport
+from penstock.workers.runners.flush_publisher import FlushPublisher
+from penstock.workers.runners.kv_dump import Dumper
+from penstock.workers.runners.token_pace import TokenPace
+from penstock.workers.session.request_runner import SessionContext, StageInput
+from penstock.workers.session.requests import RunningRequest, admit, already_over, sequence_requests
+from penstock.workers.session.terminal_events import SETTLE_S
+
+QUEUE_SHARE = 0.25  # jobs taken beyond the slots, so that a freed slot has work at once
+IDLE_STATS_S = 0.5  # between two looks at an engine that makes no steps; registrations are renewed less often
+TRIAL_CPU_S = 2 * CPU_S  # so that what a gateway accepted is not refused here, where the processor may be slower
+TRIAL_WAIT_S = 3_600.0  # a request's deadline is sooner,
+TRIAL_LIMITS = QueueLimits(1 << 16, 1 << 30, 1 << 16, 1 << 30)  # and a worker takes few requests at a time
+FENCE_S = 10.0  # how long a fenced session waits for the engine's step to end
+
+
+class TokenRunner:
+    """
+    Args:
+        engine: takes the sequences.
+        info: what the engine is.
+        transport: moves KV blocks to and from other workers; None: this worker moves none.
+        vision: of the engine, if its model takes images.
+        grammars: of the engine, if it applies constraints.
+    """
+
+    def __init__(
+        self,
+        context: SessionContext,
+        engine: EngineLoop,
+        info: EngineInfo,
+        transport: Transport | None = None,
+        vision: VisionEngine | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self.slots = info.slots
+        self.queue = max(1, int(info.slots * QUEUE_SHARE))
+        self._context = context
+        self._requests = context.requests
+        self._terminal = context.terminal
+        self._engine = engine
+        self._info = info
+        self._transport = transport
+        self._vision = vision
+        self._grammars = grammars
+        self._trials = ConstraintTrials(cpu_s=TRIAL_CPU_S, wait_s=TRIAL_WAIT_S, limits=TRIAL_LIMITS)
+        self._stats = EngineStats(0, 0, 0, 0, info.total_blocks)
+        self._pace = TokenPace(context.settings.role)
+        self._steps_seen = -1
+        self._asked = 0.0
+        self._dumper = Dumper(engine, context.id, context.epoch)
+        self._stage_tasks: set[asyncio.Task[Any]] = set()
+        self._compiling: set[asyncio.Task[Any]] = set()
+        self._disagg = DisaggCoordinator(context, engine, info, transport, vision, self._submit)
+        self._publisher = FlushPublisher(context, engine, self._on_completed, self._disagg.on_fetched)
+        self._loop = asyncio.get_running_loop()
+
+    # --- requests ---
+
+    def admit(self, job: jobs.Job, request: requests.GenerateRequest, delivery: Any) -> RunningRequest:
+        if request.output:
+            raise ValueError("this worker generates tokens, and the request is for something else")
+        return admit(job, request, delivery, self._context.model.detokenizer)
+
+    async def run(self, running: RunningRequest, stage_input: StageInput | None) -> None:
+        for sequence in running.sequences:
+            finish = already_over(sequence, running.request)
+            if finish is not None and running.outcomes[sequence.index] is None:
+                await self._finish_sequence(running, sequence, finish)
+        if running.ended:
+            self._terminal.finish(running)
+        elif self._context.settings.role == "encode":
+            self._run_stage(running, self._disagg.encode(running))
+        elif self._grammars is not None and running.request.constraint is not None:
+            self._run_stage(running, self._compile(self._grammars, running, stage_input), self._compiling)
+        else:
+            self._start(running, stage_input)
+
+    async def _compile(self, grammars: Grammars, running: RunningRequest, stage_input: StageInput | None) -> None:
+        """Start a request once its constraint is compiled. That takes milliseconds, and the engine does not wait."""
+        constraint = running.request.constraint
+        assert constraint is not None
+        running.grammar = grammars.known(constraint)
+        if running.grammar is None:
+            try:
+                running.grammar = await self._tried(grammars, constraint, running.request)
+            except RequestError as error:
+                if stage_input is not None:
+                    self.release_input(stage_input)
+                await self._terminal.reject(running, Code(error.code), error.message)
+                return
+        if self._requests.running.get(running.request.id) is running and running.cancelled is None:
+            self._start(running, stage_input)
+        elif stage_input is not None:
+            self.release_input(stage_input)
+
+    async def _tried(
+        self, grammars: Grammars, constraint: requests.Constraint, request: requests.GenerateRequest
+    ) -> object:
+        """A compiled constraint, which could be compiled in a process that can be ended.
+
+        Raises:
+            RequestError: it cannot be compiled, or not within limits, or not before the deadline.
+        """
+
+        def compile(trial: Trial) -> object:
+            return grammars.compile(constraint, trial.size_bytes)
+
+        try:
+            async with asyncio.timeout((request.deadline_ns - self._context.bus.clock.now_ns()) / 1e9):
+                trial = await self._trials.of(constraint, request.tenant, compile)
+        except TimeoutError:
+            raise RequestError(Code.deadline_exceeded, "the deadline passed before its turn to be compiled") from None
+        except TrialsBusy as busy:
+            raise RequestError(Code.overloaded, str(busy)) from None
+        if trial.reason:
+            raise RequestError(Code.invalid_request, f"the constraint cannot be compiled: {trial.reason}")
+        return trial.made
+
+    def _start(self, running: RunningRequest, stage_input: StageInput | None) -> None:
+        if isinstance(stage_input, Prefilled):
+            self._run_stage(running, self._disagg.on_prefilled(running, stage_input))
+        elif running.request.media:
+            self._run_stage(running, self._disagg.load_embeddings(running, stage_input))
+        else:
+            self._submit(running)
+
+    async def _finish_sequence(self, running: RunningRequest, sequence: SequenceState, finish: Finish) -> None:
+        """End a sequence that the engine does not run."""
+        sequence.finish = finish
+        running.outcomes[sequence.index] = done.Outcome(sequence.tokens.tobytes(), finish.reason, finish.stop)
+        request = running.request
+        item = TokenItem(request.id, running.attempt, sequence.index, len(sequence.tokens), b"", finish)
+        await self._context.reporter.items(request.token_address, (item,))
+
+    def _run_stage(
+        self, running: RunningRequest, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[Any]] | None = None
+    ) -> None:
+        """Run a transfer to or from another worker, or other work of ``tasks``, in the background."""
+        tasks = self._stage_tasks if tasks is None else tasks
+        failed = partial(self._terminal.fail, running, "a stage")
+        task = self._context.tasks.spawn(work, name="stage", on_failure=failed)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def _submit(self, running: RunningRequest, reservation: Reservation | None = None, opaque: bytes = b"") -> None:
+        """Give a request to the engine, with KV that was fetched for it or with what the engine needs to fetch it."""
+        context = self._context
+        submitted = sequence_requests(
+            running,
+            context.model.revision,
+            self._info.block_size,
+            reservation,
+            opaque,
+            role=context.settings.role,
+        )
+        if running.stamp_times is not None:
+            self._publisher.trace_first_token(running)
+        if reservation is not None:
+            self._engine.call(lambda engine: kv_transfer_of(engine).adopt(reservation))
+        self._engine.submit(submitted, lambda error: self._on_refused(running, error))
+
+    def _on_refused(self, running: RunningRequest, error: RequestError) -> None:
+        """In the engine thread: the engine takes none of the request's sequences."""
+
+        def reject() -> None:
+            self._terminal.spawn(self._terminal.reject(running, Code(error.code), error.message))
+
+        self._loop.call_soon_threadsafe(reject)
+
+    def _on_completed(self, running: RunningRequest) -> None:
+        if running.ended:
+            self._terminal.finish(running)
+        else:
+            running.handing_off = True
+            self._run_stage(running, self._disagg.send_prefilled(running))
+
+    # --- early ends ---
+
+    def accepts_stop(self, running: RunningRequest) -> bool:
+        return not running.handing_off
+
+    def stop_early(self, running: RunningRequest) -> None:
+        self._engine.cancel(running.sequences, lambda: self._publisher.end_cancelled(running))
+
+    def free(self, running: RunningRequest, cancel: bool) -> None:
+        self._pace.count(running, time.time_ns())
+        self._disagg.cancel_wait(running)
+        self._publisher.forget(running)
+        if cancel:
+            self._engine.cancel(running.sequences)
+        holder, media = running.kv_holder, running.media
+        if holder is not None:
+            self._engine.call(lambda engine: engine.release_held(holder))
+        if media is not None:
+            running.media = None
+            self._engine.call(lambda engine: _free_media(engine, media))
+
+    def release_input(self, stage_input: StageInput) -> None:
+        self._disagg.release_input(stage_input)
+
+    async def not_begun(self) -> list[RunningRequest]:
+        """Asks the engine thread: a first token may be on its way here, and then this worker must continue."""
+        waiting = [running for running in self._requests.running.values() if not running.started_ns]
+        groups = [running.sequences for running in waiting]
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                cancelled = await asyncio.wrap_future(self._engine.cancel_unstarted(groups))
+        except (TimeoutError, EngineError):  # in a long step, or broken: no token comes soon
+            return [running for running in waiting if not running.started_ns]
+        return [running for running, gone in zip(waiting, cancelled, strict=True) if gone]
+
+    # --- start and stop ---
+
+    async def open(self) -> None:
+        self._context.tasks.spawn(self._publisher.run(), name="flushes")
+        self._engine.begin_session(self._publisher.deliver)
+        await self._disagg.open()
+
+    async def fence(self) -> None:
+        await end(self._compiling)
+        if self._stage_tasks:  # bounded by the transfer timeout; none may continue in the next session
+            await asyncio.wait(self._stage_tasks, timeout=self._context.settings.transfer_timeout_s + 1.0)
+        # Else the next session would take requests that wait for a long step.
+        with contextlib.suppress(TimeoutError, EngineError):
+            async with asyncio.timeout(FENCE_S):
+                await asyncio.wrap_future(self._engine.call(lambda engine: None))
+
+    async def close(self) -> None:
+        await self._disagg.close()
+        await end(self._stage_tasks | self._compiling)
+        await self._trials.close()
+
+    # --- registration ---
+
+    def registration(self, state: fleet.State) -> fleet.Registration:
+        info, stats, model, settings = self._info, self._stats, self._context.model, self._context.settings
+        kv_events = info.kv_events and settings.publish_events_and_metrics
+        return fleet.Registration(
+            worker=self._context.id,
+            model=model.name,
+            role=settings.role,
+            engine=info.name,
+            epoch=self._context.epoch,
+            block_size=info.block_size,
+            total_blocks=info.total_blocks // info.dp_size,
+            slots=info.slots // info.dp_size,
+            max_model_len=info.max_model_len,
+            state=state,
+            aliases=model.aliases,
+            revision=model.revision,
+            kv_events=kv_events,
+            load=fleet.Load(
+                stats.running,
+                stats.waiting,
+                stats.used_blocks,
+                stats.cached_blocks,
+                self._engine.steps,
+                int(1000 * self._engine.pace.slowest_s),
+                int(1000 * self._engine.pace.quiet_s),
+                *self._pace.measured,
+            ),
+            dp_size=info.dp_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            name=settings.name,
+            queue=-(-self.queue // info.dp_size),
+            connection=model.connection,
+            transfer=self._endpoint(),
+            vision=self._vision is not None,
+            logits_processors=(*info.logits_processors, *info.constraints),
+            reasoning_parser=model.reasoning_parser,
+            tool_call_parser=model.tool_call_parser,
+            max_batched_tokens=info.max_batched_tokens,
+            tokenizer=model.tokenizer,
+            silent_cache=settings.prefix_cache and not kv_events and settings.role != "encode" and not info.pair_only,
+            pair_only=info.pair_only,
+            ignored_options=info.ignored_options,
+            device=self._context.metrics.device,
+            source=model.source,
+        )
+
+    def _endpoint(self) -> Endpoint | None:
+        """How other workers reach this one's blocks. For engines that move KV by themselves: who is compatible."""
+        endpoint = self._transport.endpoint if self._transport is not None else None
+        if not self._info.handoff_layout:
+            return endpoint
+        if endpoint is None:
+            endpoint = Endpoint(self._context.id, self._info.name, address=socket.gethostname())
+        layout = {"kv": Memory(0, 0, 0, self._info.handoff_memory, layout=self._info.handoff_layout)}
+        return msgspec.structs.replace(endpoint, pools=endpoint.pools | layout)
+
+    # --- upkeep and control ---
+
+    @property
+    def holds_leases(self) -> bool:
+        return bool(self._disagg.open_leases)
+
+    def housekeeping(self, now: float) -> None:
+        self._disagg.sweep(now)
+        self._pace.look(self._requests.running.values(), now, time.time_ns(), self._engine.pace.busy_s)
+        self._context.metrics.paced(*self._pace.measured)
+        steps = self._engine.steps
+        if steps != self._steps_seen or now - self._asked > IDLE_STATS_S:  # an idle engine is left asleep
+            self._steps_seen, self._asked = steps, now
+            self._engine.ask(lambda engine: engine.stats(), self._on_stats)
+
+    def _on_stats(self, stats: EngineStats) -> None:
+        self._stats = stats  # in the engine thread; a reference assignment is atomic
+        grammars = None if self._grammars is None else self._grammars.stats()
+        self._context.metrics.observe(stats, self._context.outbox.unsent_bytes, grammars)
+
+    async def dump(self, page: int) -> kv.KvDump:
+        return await self._dumper.page(page, self._context.bus.max_message // 2)
+
+    def release(self, order: Release) -> Ok:
+        return self._disagg.release(order)
+
+    async def push(self, order: Push) -> Pushed:
+        return await self._disagg.push(order)
+
+
+def _free_media(engine: Engine, media: MediaReservation) -> None:
+    vision_of(engine).release(media)

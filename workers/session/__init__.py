@@ -1,0 +1,1 @@
+"""One registration of a worker: its lease, jobs, output and terminal events."""

@@ -1,0 +1,319 @@
+"""Why a worker's process ended, and what it ran at that time: a small file that its supervisor or its next life reads.
+
+A process that is killed reports nothing itself. So a worker notes what it begins and ends in a file of its state
+folder, and the kernel keeps what was written when the process is gone. Whoever reads it afterwards returns what it ran
+to the routers. Only an end that the process or its engine caused counts against those requests (``judge``).
+"""
+
+import contextlib
+import faulthandler
+import fcntl
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import msgspec
+import structlog
+
+from penstock.configs.settings import WorkerSettings
+from penstock.schemas import done, wire
+from penstock.schemas.subjects import HEADER_GONE, Subjects
+from penstock.workers.session.requests import RunningRequest
+
+log = structlog.get_logger("worker")
+
+COMPACT_BYTES = 256 << 10
+_TRACE_BYTES = 64 << 10
+# Of a program's own faults. SIGKILL is an operator's or the kernel's; the others ask a process to stop.
+_FAULTS = frozenset(
+    {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS}
+)
+_VMSTAT = Path("/proc/vmstat")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Ran(msgspec.Struct, frozen=True, omit_defaults=True, tag="began"):
+    """A request that the worker runs. ``alone``: nothing else runs there meanwhile."""
+
+    request: str
+    attempt: int
+    model: str
+    worker: str
+    alone: bool = False
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """How a process ended. ``crashed``: by its own fault or its engine's, so that what it ran may be the cause."""
+
+    crashed: bool
+    reason: str
+
+
+class _Life(msgspec.Struct, frozen=True, tag="life"):
+    boot: str
+    pid: int
+
+
+class _Ended(msgspec.Struct, frozen=True, tag="ended"):
+    request: str
+
+
+class _Killed(msgspec.Struct, frozen=True, tag="killed"):
+    """Processes that the kernel had killed for lack of memory by then."""
+
+    count: int
+
+
+class _Stopping(msgspec.Struct, frozen=True, tag="stopping"):
+    """The worker was asked to stop."""
+
+
+_decode = msgspec.json.Decoder(Ran | End | _Life | _Ended | _Killed | _Stopping).decode
+
+
+class LastLife(NamedTuple):
+    """What a journal says of the process that wrote it.
+
+    Attributes:
+        killed: processes of the machine that were killed for lack of memory, when it was last noted; -1: unknown.
+        end: as judged by someone who read it before.
+    """
+
+    boot: str
+    pid: int
+    running: Mapping[str, Ran]
+    killed: int = -1
+    stopping: bool = False
+    end: End | None = None
+
+
+def read_journal(data: bytes) -> LastLife | None:
+    """None: it says of no process. A last line that was cut off is left out."""
+    boot, pid, killed, stopping, end = "", 0, -1, False, None
+    running: dict[str, Ran] = {}
+    for line in data.splitlines():
+        try:
+            note = _decode(line)
+        except msgspec.MsgspecError:
+            continue
+        match note:
+            case _Life():
+                boot, pid = note.boot, note.pid
+            case Ran():
+                running[note.request] = note
+            case _Ended():
+                running.pop(note.request, None)
+            case _Killed():
+                killed = note.count
+            case _Stopping():
+                stopping = True
+            case End():
+                end = end or note
+    return LastLife(boot, pid, running, killed, stopping, end) if pid else None
+
+
+def judge(life: LastLife, *, boot: str, killed: int, trace: str = "", status: int | None = None) -> End:
+    """Whether a process that is gone ended by its own fault.
+
+    Args:
+        boot: id of the machine's present boot; "": unknown.
+        killed: processes of the machine that the kernel has killed for lack of memory since; -1: unknown.
+        trace: what the process wrote when a fatal signal came.
+        status: exit status, negative for a signal; None: nobody waited for it.
+    """
+    if life.end is not None:
+        return life.end
+    if life.boot != boot and status is None:
+        return End(False, "its machine was restarted")
+    if status is not None and status < 0 and -status in _FAULTS:
+        return End(True, f"crashed: {signal.Signals(-status).name}")
+    if trace and status is None:
+        return End(True, f"crashed: {trace.splitlines()[0][:100]}")
+    if status in (None, -signal.SIGKILL) and killed > life.killed >= 0:
+        return End(True, "crashed: killed by the kernel for lack of memory")
+    if life.stopping:
+        return End(False, "it was stopped")
+    if status is not None and status >= 0:
+        return End(True, f"crashed: exit status {status}")
+    return End(False, f"it was killed ({signal.Signals(-status).name})" if status else "it was killed")
+
+
+class Message(NamedTuple):
+    """To be stored in DONE."""
+
+    subject: str
+    payload: bytes
+    id: str
+    headers: dict[str, str]
+
+
+def returns(life: LastLife, end: End, subjects: Subjects) -> list[Message]:
+    """What a process ran when it ended, given back to the routers."""
+    return [_returned(ran, end, subjects) for ran in life.running.values()]
+
+
+def _returned(ran: Ran, end: End, subjects: Subjects) -> Message:
+    crashed = ("alone" if ran.alone else "shared") if end.crashed else done.KILLED
+    event = done.Returned(ran.request, ran.model, ran.attempt, ran.worker, end.reason, end.crashed, crashed)
+    headers = done.returned_headers(event) | {HEADER_GONE: ran.worker}
+    return Message(subjects.returned(ran.model), wire.encode(event), done.returned_id(event), headers)
+
+
+def state_folder(settings: WorkerSettings, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the worker keeps its journal; None: nowhere."""
+    folder = settings.state_dir or environ.get("STATE_DIRECTORY", "").partition(":")[0]
+    return Path(folder).expanduser() if folder else None
+
+
+def boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return _BOOT_ID.read_text().strip()
+    return ""
+
+
+def killed_for_memory() -> int:
+    """Processes that this machine's kernel has killed for lack of memory; -1: unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        _, found, rest = _VMSTAT.read_text().partition("\noom_kill ")
+        return int(rest.split(maxsplit=1)[0]) if found else -1
+    return -1
+
+
+def paths(folder: Path, name: str) -> tuple[Path, Path]:
+    """The journal of a worker, and what the interpreter writes when a fatal signal comes."""
+    return folder / f"{name or 'worker'}.journal", folder / f"{name or 'worker'}.fault"
+
+
+class CrashJournal:
+    """The journal of this process. A folder that cannot be written is logged, and nothing is noted.
+
+    Args:
+        folder: of this machine; None: nothing is noted.
+        name: of the worker, the same in its next life.
+
+    Attributes:
+        last: what is left of the life before, with its end judged; None: nothing.
+    """
+
+    def __init__(self, folder: Path | None, name: str) -> None:
+        self.last: LastLife | None = None
+        self._path = Path()
+        self._boot = boot_id()
+        self._fd = -1
+        self._faults: TextIO | None = None
+        self._to_stderr = False
+        self._size = 0
+        self._killed = -1
+        self._running: dict[str, Ran] = {}
+        if folder is not None:
+            try:
+                self._open(*paths(folder, name))
+            except OSError as error:
+                log.warning("crash_journal_unusable", folder=str(folder), error=str(error))
+                self._close()
+
+    def _open(self, path: Path, faults: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._path, self._fd = path, _locked(path)
+        last = read_journal(path.read_bytes())
+        trace = faults.read_text(errors="replace")[:_TRACE_BYTES] if faults.exists() else ""
+        if last is not None and last.running:
+            end = judge(last, boot=self._boot, killed=killed_for_memory(), trace=trace)
+            if last.end is None:  # another life may end before it was reported; the signs of this one must not be its
+                self._write(end)
+            self.last = last._replace(end=end)
+            log.warning("last_life_ended", reason=end.reason, requests=len(last.running), trace=trace or None)
+        self._faults = faults.open("w")
+        self._to_stderr = faulthandler.is_enabled()
+        faulthandler.enable(self._faults)
+
+    def begin(self) -> None:
+        """The last life was reported: what is noted from now on is of this one."""
+        if self._fd >= 0:
+            self.last = None
+            self._compact()
+
+    def began(self, running: RunningRequest, worker: str) -> None:
+        request = running.request
+        ran = Ran(request.id, running.attempt, request.model, worker, running.alone)
+        self._running[request.id] = ran
+        self._write(ran)
+
+    def ended(self, request_id: str) -> None:
+        if self._running.pop(request_id, None) is not None:
+            self._write(_Ended(request_id))
+            if self._size > COMPACT_BYTES:
+                self._compact()
+
+    def stopping(self) -> None:
+        """Asked to stop: an end from now on is no sign of a fault, but for a fatal signal."""
+        self._write(_Stopping())
+
+    def failing(self, end: End) -> None:
+        """The process ends, and this is why; what it cannot return itself is returned for it."""
+        self._write(end)
+
+    def note_memory(self) -> None:
+        """Call it once a second, so that processes that were killed before are not taken for this one."""
+        if self._fd >= 0 and (killed := killed_for_memory()) != self._killed:
+            self._killed = killed
+            self._write(_Killed(killed))
+
+    def close(self) -> None:
+        """The process ends in order: nothing is left to report, unless the last life still is."""
+        if self._fd >= 0 and self.last is None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, 0)
+        self._close()
+
+    def _compact(self) -> None:
+        """Begin a new file. It replaces the old one whole: the engine may crash in its own thread meanwhile."""
+        fresh, old = self._path.with_suffix(".new"), self._fd
+        try:
+            fresh.unlink(missing_ok=True)
+            self._fd = _locked(fresh)
+            self._size = 0
+            for note in (_Life(self._boot, os.getpid()), _Killed(self._killed), *self._running.values()):
+                self._write(note)
+            fresh.replace(self._path)
+        except OSError as error:
+            log.warning("crash_journal_unusable", error=str(error))
+            self._close()
+        os.close(old)
+
+    def _write(self, note: msgspec.Struct) -> None:
+        if self._fd < 0:
+            return
+        line = msgspec.json.encode(note) + b"\n"
+        try:
+            self._size += os.write(self._fd, line)  # into the kernel's cache, which outlives the process
+        except OSError as error:  # a full disk, for example
+            log.warning("crash_journal_unusable", error=str(error))
+            self._close()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._faults is not None:
+            faulthandler.disable()
+            if self._to_stderr:
+                faulthandler.enable()
+            self._faults.close()
+            self._faults = None
+
+
+def _locked(path: Path) -> int:
+    """
+    Raises:
+        OSError: it cannot be written, or another process has it.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise OSError(f"another worker of this name uses {path}: give each a --name of its own") from error
+    return fd

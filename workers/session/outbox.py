@@ -1,0 +1,148 @@
+"""Publishes output that must not be lost but is too much to be acknowledged one by one: tokens and KV events.
+
+Messages are published without waiting, with a message id, and kept for a few seconds. After a reconnect everything kept
+is sent again in order; the stream stores each message once. While the worker is disconnected or its lease is in doubt,
+messages are only kept. A renewed lease on the same link proves that the server has read what was sent before it, so
+then the oldest messages may be dropped. It proves nothing in a cluster, where the stream's leader may be on another
+node, nor where the server syncs its disk before it acknowledges: there each message waits for its own acknowledgement.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.infra.bus.connection import Bus
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import HEADER_MSG_ID
+from penstock.workers.session.unconfirmed import Unconfirmed
+
+KEEP_S = 5.0
+LIMIT_BYTES = 64 << 20
+
+
+class _Message(msgspec.Struct):
+    sent: float  # monotonic; of the last time
+    subject: str
+    payload: bytes
+    msg_id: str
+
+
+class Outbox:
+    """``send`` waits while more than ``LIMIT_BYTES`` are unsent, and then the engine waits too.
+
+    Args:
+        acknowledged: wait for the streams' acknowledgements on a single server too.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        trusted: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        acknowledged: bool = False,
+    ) -> None:
+        self._bus = bus
+        self._trusted = trusted
+        self._clock = clock
+        self._kept: deque[_Message] = deque()
+        self._behind = False  # from the first unsent message to the end of a resend
+        self._link = bus.reconnects
+        self._unsent_bytes = 0
+        self._unconfirmed = Unconfirmed(bus, self._on_confirmed)
+        self._acknowledged = acknowledged
+        self._below_limit = asyncio.Event()
+        self._below_limit.set()
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._unsent_bytes
+
+    def open(self) -> bool:
+        """Whether nothing is unsent, so that the server reads what is published now behind everything before it."""
+        # On a new link, what the old one lost is sent first.
+        bus = self._bus
+        return not self._behind and bus.connected and self._link == bus.reconnects and self._trusted()
+
+    async def send(self, subject: str, payload: bytes, msg_id: str) -> None:
+        """Publish, or keep until ``resend``.
+
+        Raises:
+            ServingError: body_too_large; no broker limit would ever let it through.
+        """
+        if len(payload) > self._bus.max_message:
+            raise ServingError(Code.body_too_large, f"{len(payload)} bytes for {subject} do not fit into one message")
+        now = self._clock()
+        message = _Message(now, subject, payload, msg_id)
+        if not self.open():
+            self._behind = True
+            self._kept.append(message)
+            self._unsent_bytes += len(payload)
+            if self._unsent_bytes > LIMIT_BYTES:
+                self._below_limit.clear()
+                await self._below_limit.wait()
+            return
+        if self._acknowledged or self._bus.clustered:
+            await self._unconfirmed.publish(message)
+            if self._unconfirmed.bytes > LIMIT_BYTES:
+                self._below_limit.clear()
+                await self._below_limit.wait()
+            return
+        kept = self._kept
+        while kept and kept[0].sent < now - KEEP_S:
+            kept.popleft()
+        kept.append(message)
+        await self._publish(message)
+
+    async def resend(self) -> None:
+        """The lease is trusted again: send everything kept, in order, also what is added meanwhile.
+
+        Raises:
+            nats.errors.Error: the link broke again; call this on the next one.
+        """
+        self._behind = True
+        self._link = self._bus.reconnects
+        if self._acknowledged or self._bus.clustered:
+            await self._resend_unconfirmed()
+        index = 0
+        while index < len(self._kept):
+            message = self._kept[index]
+            message.sent = self._clock()
+            await self._publish(message)
+            index += 1
+        self._behind = False
+        self._unsent_bytes = 0
+        self._below_limit.set()
+
+    async def confirm(self) -> None:
+        """Several times a second: send again what a cluster has not acknowledged.
+
+        Raises:
+            nats.errors.Error: the link broke; ``resend`` follows on the next one.
+        """
+        if self._unconfirmed and self.open():
+            await self._unconfirmed.again(self._clock())
+
+    async def _resend_unconfirmed(self) -> None:
+        await self._unconfirmed.again(self._clock(), after_s=0.0)
+        while self._kept:
+            message = self._kept.popleft()
+            message.sent = self._clock()
+            await self._unconfirmed.publish(message)
+
+    def _on_confirmed(self) -> None:
+        if not self._behind and self._unconfirmed.bytes <= LIMIT_BYTES:
+            self._below_limit.set()
+
+    async def _publish(self, message: _Message) -> None:
+        await self._bus.nc.publish(message.subject, message.payload, headers={HEADER_MSG_ID: message.msg_id})
+
+    def clear(self) -> None:
+        """The lease is lost: drop everything that is kept."""
+        self._kept.clear()
+        self._unconfirmed.clear()
+        self._unsent_bytes = 0
+        self._below_limit.set()

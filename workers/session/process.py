@@ -1,0 +1,321 @@
+"""A worker process: one broker connection, one backend, one session after another.
+
+The backend (engine, thread, transport) is built before the first session and survives each of them.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+from faststream import FastStream
+from faststream.nats import NatsMessage
+
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.bus import loop_lag
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.faststream_app import OwnConnection, raw
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.tasks import count_tasks
+from penstock.infra.metrics.page import serve_page
+from penstock.infra.metrics.scope import process_scope
+from penstock.schemas import control, wire
+from penstock.schemas.subjects import Subjects
+from penstock.workers.engines.base import NodeLost
+from penstock.workers.engines.external.metrics import NativeSeries
+from penstock.workers.metrics import user
+from penstock.workers.metrics.multiprocess import VARIABLE, Merged
+from penstock.workers.metrics.worker import Metrics
+from penstock.workers.session.crash_journal import CrashJournal, End, returns, state_folder
+from penstock.workers.session.request_runner import RequestRunner, ServedModel, SessionContext
+from penstock.workers.session.session import WorkerSession
+from penstock.workers.session.stopping import EndProcess, StoppedEarly, Stopping
+
+log = structlog.get_logger("worker")
+
+MAX_CONTROL_REQUESTS = 64  # at once
+MEMORY_NOTED_S = 1.0
+FAIL_S = 15.0  # for requeueing everything after a failure
+
+EXIT_OK = 0
+EXIT_ENGINE = 70  # EX_SOFTWARE: the engine failed
+EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
+EXIT_CONFIG = 2  # a restart would not help
+
+
+class Backend(Protocol):
+    """An engine, its thread, and the transport to its memory."""
+
+    join_s: float  # for the engine to end in order
+    load_seconds: float  # known after ``open``
+
+    async def start(self) -> None:
+        """Check the settings and start the engine's thread; may return before the engine is loaded.
+
+        Raises:
+            Exception: this configuration cannot be served.
+        """
+
+    async def open(self, connection: str) -> ServedModel:
+        """Wait for the engine and open what it needs. ``connection``: name of the NATS connection.
+
+        Raises:
+            Exception: the engine or the transport cannot be opened.
+        """
+
+    def make_runner(self, context: SessionContext) -> RequestRunner: ...
+
+    async def close(self) -> None:
+        """Close everything except the thread; also after ``open`` failed."""
+
+    def stop(self, timeout: float) -> bool:
+        """End the engine and its thread (blocks); False: it still runs after ``timeout`` seconds."""
+
+
+class ProcessEvents(Protocol):
+    """What a backend reports to its process."""
+
+    def engine_failed(self, error: BaseException) -> None:
+        """In the event loop."""
+
+    async def registration_changed(self) -> None: ...
+
+    def stop(self) -> None:
+        """Drain and end, as after SIGTERM. In the event loop."""
+
+
+MakeBackend = Callable[[WorkerSettings, Metrics, ProcessEvents], Backend]
+
+
+class WorkerProcess:
+    """Construct it in the event loop that serves it."""
+
+    def __init__(self, settings: WorkerSettings, make_backend: MakeBackend, end_process: EndProcess = os._exit) -> None:
+        self._settings = settings
+        self._journal = CrashJournal(state_folder(settings), settings.name)
+        self._stopping = Stopping(settings.drain_s, end_process, self._journal.stopping)
+        labels = {"namespace": settings.namespace, "process": settings.name, "model": "", "role": settings.role}
+        self._metrics = Metrics(process_scope("worker", labels))
+        if shared := os.environ.get(VARIABLE):
+            self._metrics.process.register(Merged(Path(shared)))
+        else:
+            self._metrics.process.register(NativeSeries(user.PREFIX))
+        self._backend = make_backend(settings, self._metrics, self)
+        self._session: WorkerSession | None = None
+        self._failed = asyncio.Event()
+        self._error: BaseException | None = None
+        self._task_error = False  # a task failed, not the engine
+        self._blameless = False  # no request can be the cause
+        self._drained_status = EXIT_OK
+
+    async def serve(self) -> int:
+        """Serve until SIGTERM; returns the exit status."""
+        self._stopping.on_signals()
+        status, ended = EXIT_OK, True
+        try:
+            await self._stopping.unless_asked(self._backend.start())
+            status = await self._serve_connected()
+        except StoppedEarly:
+            log.info("stopped_during_startup")
+        finally:
+            left_s = self._stopping.left(self._backend.join_s + 0.5) - 0.5
+            ended = await asyncio.to_thread(self._backend.stop, left_s)
+            self._stopping.ended()
+            self._journal.close()
+        if not ended:
+            log.warning("engine_stop_timeout", action="the process ends without waiting for it")
+            self._stopping.end_now(status)
+        return status
+
+    async def _serve_connected(self) -> int:
+        """Serve, and close everything but the backend's thread.
+
+        Raises:
+            StoppedEarly: the process was asked to stop before it served.
+        """
+        settings = self._settings
+        connection = f"worker:{settings.name}:{secrets.token_hex(4)}"
+        bus = await self._stopping.unless_asked(
+            connect(
+                settings.nats_url,
+                role="worker",
+                name=connection,
+                namespace=settings.namespace,
+                skip_subject_validation=True,
+                on_fatal=self._task_failed,
+            )
+        )
+        bus.nc.gathers = True  # the last tokens of a request and its end are of two turns
+        publisher = Publisher(bus)
+        try:
+            await publisher.open()
+            await self._stopping.unless_asked(bus.follow_clock())
+            await self._stopping.unless_asked(self._report_last_life(publisher, bus.subjects))
+            model = await self._stopping.unless_asked(self._backend.open(connection))
+
+            def make_session() -> WorkerSession:
+                make_runner = self._backend.make_runner
+                return WorkerSession(bus, publisher, model, settings, self._metrics, make_runner, self._journal)
+
+            return await self._run(bus, make_session)
+        finally:
+            await self._backend.close()
+            await publisher.close()
+            await bus.close()
+
+    async def _report_last_life(self, publisher: Publisher, subjects: Subjects) -> None:
+        """Return what this worker ran when its last process was killed, before it is registered again.
+
+        Raises:
+            ServingError: the broker did not store it.
+        """
+        last = self._journal.last
+        if last is not None and last.end is not None:
+            messages = returns(last, last.end, subjects)
+            stores = (publisher.publish(each.subject, each.payload, each.id, headers=each.headers) for each in messages)
+            await asyncio.gather(*stores)
+        self._journal.begin()
+
+    async def _note_memory(self) -> None:
+        while True:
+            self._journal.note_memory()
+            await asyncio.sleep(MEMORY_NOTED_S)
+
+    async def _run(self, bus: Bus, make_session: Callable[[], WorkerSession]) -> int:
+        """Serve metrics, control requests and sessions until asked to stop; closes the connection."""
+        loop = asyncio.get_running_loop()
+        self._metrics.load_time.set(self._backend.load_seconds)
+        self._metrics.tasks.set_function(lambda: count_tasks(loop))
+        bus.tasks.spawn(loop_lag.gauge(self._metrics.scope).watch(), name="loop-lag")
+        bus.tasks.spawn(self._note_memory(), name="crash-journal")
+        if self._settings.publish_events_and_metrics:
+            serve_page(self._settings.metrics_host, self._settings.metrics_port, self._metrics.registry)
+        app = self._application(bus)
+        await app.start()
+        try:
+            return await self._run_sessions(bus, make_session)
+        finally:
+            bus.closing = True  # stopping FastStream closes the connection
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(app.stop(), 2)
+
+    async def _run_sessions(self, bus: Bus, make_session: Callable[[], WorkerSession]) -> int:
+        """Run one session after another until asked to stop or until something fails."""
+        while True:
+            session = self._session = make_session()
+            control_subscribers = await self._subscribe_control(session, bus)
+            try:
+                await self._stopping.unless_asked(session.open())
+            except StoppedEarly:
+                await session.fence()
+                raise
+            await self._wait_for_end(session)
+            try:
+                if self._failed.is_set():
+                    text = "a task of the worker failed" if self._task_error else "engine_error"
+                    await session.fail(f"{text}: {self._error!r}"[:500], poison=not self._blameless)
+                    return EXIT_ENGINE
+                if self._stopping.asked:
+                    log.info("draining", worker=session.id)
+                    await session.drain(self._settings.drain_s, self._stopping.hurried)
+                    return self._drained_status
+                log.warning("session_lost", worker=session.id, action="registering again")
+                await session.fence()
+            finally:  # not earlier: other workers release and fetch blocks until the end
+                for subscriber in control_subscribers:
+                    await subscriber.stop()
+
+    async def _wait_for_end(self, session: WorkerSession) -> None:
+        """Wait until the process is asked to stop, something fails, or the session loses its lease."""
+        waits = [
+            asyncio.create_task(waiting, name=name)
+            for name, waiting in (
+                ("stop", self._stopping.wait()),
+                ("failed", self._failed.wait()),
+                ("lost", session.lost.wait()),
+            )
+        ]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    # --- failures and changes ---
+
+    def engine_failed(self, error: BaseException) -> None:
+        if isinstance(error, NodeLost):
+            self._blameless = self._error is None
+            self._journal.failing(End(False, "a machine of the engine was lost"))
+        else:
+            self._journal.failing(End(True, f"crashed: the engine failed ({type(error).__name__})"))
+        self._fail(error)
+
+    def stop(self) -> None:
+        self._stopping.ask()
+
+    def _task_failed(self, error: BaseException) -> None:
+        self._task_error = self._blameless = self._error is None
+        self._journal.failing(End(False, "a task of the worker failed"))
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._failed.set()
+        self._stopping.within(FAIL_S)
+
+    async def registration_changed(self) -> None:
+        if self._session is not None:
+            await self._session.update_registration()
+
+    # --- control requests ---
+
+    def _application(self, bus: Bus) -> FastStream:
+        """FastStream subscribers on this process's connection."""
+        broker = OwnConnection(bus)
+        subjects = Subjects(self._settings.namespace)
+
+        @broker.subscriber(subjects.cancel, decoder=raw)
+        async def cancel(message: NatsMessage) -> None:
+            order = control.decode_cancel(message.body)
+            if self._session is not None:
+                await self._session.on_cancel(order.request, order.reason)
+
+        self._broker = broker
+        return FastStream(broker, logger=None)
+
+    async def _subscribe_control(self, session: WorkerSession, bus: Bus) -> list[Any]:
+        async def on_request(message: NatsMessage) -> bytes:
+            return await self._control(session, message.body)
+
+        async def on_drain(message: NatsMessage) -> bytes:
+            order = control.decode_worker(message.body)
+            if not isinstance(order, control.Drain):  # who may have workers drain may not have them move blocks
+                return wire.encode(control.Ok("only drain"))
+            return await self._control(session, message.body)
+
+        subscribers = []
+        # Several at once: a push of blocks takes as long as its transfer.
+        for subject, handler in (
+            (bus.subjects.control(session.id), on_request),
+            (bus.subjects.drain(session.id), on_drain),
+        ):
+            subscriber = self._broker.subscriber(subject, decoder=raw, max_workers=MAX_CONTROL_REQUESTS)
+            subscriber(handler)
+            await subscriber.start()
+            subscribers.append(subscriber)
+        return subscribers
+
+    async def _control(self, session: WorkerSession, body: bytes) -> bytes:
+        order = control.decode_worker(body)
+        if isinstance(order, control.DumpKv):
+            return wire.encode(await session.dump(order.page))
+        if isinstance(order, control.Drain):
+            self._drained_status = control.DRAINED if order.stay_down else EXIT_OK
+            self._stopping.ask()
+            return wire.encode(control.Ok())
+        if isinstance(order, control.Push):
+            return wire.encode(await session.push(order))
+        return wire.encode(session.release(order))

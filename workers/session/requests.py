@@ -1,0 +1,314 @@
+"""A request as its worker sees it: from a job to sequences, from ended sequences to a terminal event. Pure."""
+
+from array import array
+from typing import Any
+
+import msgspec
+
+from penstock.infra.text.detokenizer import Detokenizer
+from penstock.infra.text.parsers.registry import stop_search
+from penstock.schemas import blocks, done, wire
+from penstock.schemas.errors import Code
+from penstock.schemas.jobs import ALONE, Job, Stage, rank_of
+from penstock.schemas.requests import CONSTRAINT_MARKS, GenerateRequest, Sampling, Stop
+from penstock.schemas.tokens import Finish, Logprob, carried
+from penstock.schemas.trace import Stamps, headers, stage_name
+from penstock.schemas.transfer import Ticket
+from penstock.workers.engine_loop.sequence_state import SequenceState
+from penstock.workers.engines.base import HeldPrompt, MediaReservation, MediaSpan, Reservation, SequenceRequest
+
+
+class RunningRequest(msgspec.Struct, eq=False):
+    """One request that runs here. ``delivery`` is the job's message, acknowledged after the terminal event."""
+
+    request: GenerateRequest
+    attempt: int
+    delivery: Any
+    sequences: list[SequenceState]
+    outcomes: list[done.Outcome | None]
+    routed_ns: int
+    started_ns: int = 0
+    first_token_ns: int = 0
+    cached: int = 0
+    progress_signalled: float = 0.0  # monotonic time of the last in-progress sign
+    cancelled: tuple[Code, str] | None = None
+    route: tuple[Stage, ...] = ()  # the stages after this worker
+    job: Job | None = None
+    kv_holder: SequenceState | None = None  # prefill stage: the sequence that keeps the prompt's blocks at its end
+    held: HeldPrompt | None = None  # the blocks it kept, for the decode worker
+    media: MediaReservation | None = None
+    fetching: Ticket | None = None  # for KV that the engine fetches by itself, until it has started
+    handing_off: bool = False  # being handed to the next stage
+    prefilled: bool = False  # by another worker: its times are of there
+    grammar: object = None  # keeps the compiled constraint until its sequences have copies of it
+    stamp_times: dict[str, int] | None = None  # of a traced request: times in ns by their names in ``Stamps``
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing else may run on this worker meanwhile."""
+        return self.job is not None and self.job.suspect == ALONE
+
+    @property
+    def ended(self) -> bool:
+        return all(outcome is not None for outcome in self.outcomes)
+
+    @property
+    def completed_here(self) -> bool:
+        """Whether every sequence has ended or is to be handed off."""
+        return all(o is not None or s.handed_off for o, s in zip(self.outcomes, self.sequences, strict=True))
+
+    def detach_sequences(self) -> None:
+        """It is over, or handed off. Its sequences no longer refer to it, so it is freed without garbage collection."""
+        for sequence in self.sequences:
+            sequence.owner = None
+
+
+def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detokenizer | None) -> RunningRequest:
+    """The state of a request; choices that an earlier attempt ended have their outcomes already."""
+    running = RunningRequest(request, job.attempt, delivery, [], [], job.decision.at_ns, route=job.route, job=job)
+    for index in range(request.n):
+        resumed = wire.unpack_tokens(job.resume[index]) if index < len(job.resume) else array("I")
+        ended = index in job.finished
+        stream = None
+        if request.stop.strings and not ended:
+            assert detokenizer is not None
+            stream = stop_search(request, index, detokenizer)
+            for token in resumed:
+                stream.push(token)
+        sequence = SequenceState(
+            running,
+            request.id,
+            job.attempt,
+            index,
+            request.token_address,
+            resumed,
+            request.sampling.logprobs is not None,
+            stream,
+        )
+        if job.route:
+            sequence.max_tokens = request.stop.max_tokens
+        if index < len(job.logprobs):
+            sequence.sent_logprobs += job.logprobs[index]
+        running.sequences.append(sequence)
+        running.outcomes.append(_ended_before(job, index, resumed) if ended else None)
+    if job.scores:
+        running.sequences[0].prompt_logprobs += job.scores
+    return running
+
+
+def _ended_before(job: Job, index: int, tokens: "array[int]") -> done.Outcome:
+    """The outcome of a sequence that an earlier attempt ended."""
+    place = job.finished.index(index)
+    ending = job.endings[place] if place < len(job.endings) else Finish("")
+    return done.Outcome(tokens.tobytes(), ending.reason, ending.stop)
+
+
+def prompt_digests(request: GenerateRequest, revision: str, block_size: int) -> list[bytes]:
+    """Names of the prompt's full blocks."""
+    if request.digests and _hashed_here(request, revision, block_size):
+        return blocks.split(request.digests)
+    root = blocks.root(revision, request.lora, request.salt)
+    return blocks.split(blocks.chain(request.prompt, block_size, root, media_extra(request, block_size)))
+
+
+def _hashed_here(request: GenerateRequest, revision: str, block_size: int) -> bool:
+    """Whether the gateway hashed the blocks as this worker does; the request may have moved to another revision."""
+    return request.block_size == block_size and request.revision in ("", revision)
+
+
+def media_extra(request: GenerateRequest, block_size: int) -> dict[int, bytes]:
+    """Hashes of the media in each block, by block position."""
+    if not request.media:
+        return {}
+    return blocks.media_extra(((m.position, m.tokens, m.digest) for m in request.media), block_size)
+
+
+def sequence_requests(
+    running: RunningRequest,
+    revision: str,
+    block_size: int,
+    reservation: Reservation | None = None,
+    opaque: bytes = b"",
+    *,
+    role: str = "",
+) -> list[SequenceRequest]:
+    """What the engine is to run: one sequence per choice that has not ended.
+
+    In a prefill stage each ends after one new token, and one of them keeps the prompt's blocks. If the prompt's
+    log-probabilities are wanted, the first of them computes them.
+
+    Args:
+        role: this worker's, in traces.
+    """
+    request = running.request
+    prompt = wire.unpack_tokens(request.prompt)
+    digests = blocks.split(request.digests) if _hashed_here(request, revision, block_size) else []
+    root = blocks.root(revision, request.lora, request.salt)
+    extra = media_extra(request, block_size)
+    slots = running.media.slots if running.media is not None else [()] * len(request.media)
+    media = [
+        MediaSpan(each.position, each.tokens, each.digest, of) for each, of in zip(request.media, slots, strict=True)
+    ]
+    open_ = [sequence for sequence, outcome in zip(running.sequences, running.outcomes, strict=True) if outcome is None]
+    if running.route and open_:
+        running.kv_holder = open_[0]
+    scorer, score = None, max(1, running.job.scored if running.job is not None else 0)
+    handed = reservation is not None or opaque  # the previous stage has streamed them all
+    if open_ and request.sampling.prompt_logprobs is not None and score < len(prompt) and not handed:
+        scorer = open_[0]
+    rank = rank_of(running.job) if running.job is not None else 0
+    return [
+        SequenceRequest(
+            key=sequence,
+            prompt=prompt,
+            sampling=_sampling(request),
+            stop=_one_more(request.stop, sequence) if running.route else request.stop,
+            choice=sequence.index,
+            generated=sequence.tokens[:],
+            digests=digests,
+            root=root,
+            extra=extra,
+            media=media,
+            hold=sequence is running.kv_holder,
+            reservation=reservation,
+            opaque=opaque,
+            score=score if sequence is scorer else 0,
+            rank=rank,
+            trace=_trace(running, role),
+            client_request_id=request.client_request_id,
+            constraint=request.constraint,
+            handoff=ticket_id(running, running.route[0]) if running.route else "",
+        )
+        for sequence in open_
+    ]
+
+
+def _trace(running: RunningRequest, role: str) -> dict[str, str] | None:
+    request = running.request
+    if running.stamp_times is None or request.trace is None:
+        return None
+    return headers(request.id, request.trace, stage_name(running.attempt, role))
+
+
+def _sampling(request: GenerateRequest) -> Sampling:
+    """Without the processor's name that keeps a request from workers that know no constraints."""
+    if request.constraint is None:
+        return request.sampling
+    rest = tuple(each for each in request.sampling.logits_processors if each.name not in CONSTRAINT_MARKS)
+    return msgspec.structs.replace(request.sampling, logits_processors=rest)
+
+
+def _one_more(stop: Stop, sequence: SequenceState) -> Stop:
+    return msgspec.structs.replace(stop, max_tokens=min(stop.max_tokens, len(sequence.tokens) + 1))
+
+
+def stamps(running: RunningRequest) -> Stamps | None:
+    """Timings of a traced request at this worker, the longest among its sequences; None: it is not traced."""
+    if running.stamp_times is None:
+        return None
+    engine: dict[str, float] = {}
+    preemptions = 0
+    for sequence in running.sequences:
+        for each in sequence.measurements or ():
+            preemptions += each.preemptions
+            for name, value in each.values.items():
+                engine[name] = max(value, engine.get(name, value))
+    return Stamps(**running.stamp_times, preemptions=preemptions, engine=engine)
+
+
+def next_job(running: RunningRequest) -> Job:
+    """The job for the next stage, which continues behind what was generated here."""
+    assert running.job is not None
+    wanted = running.request.sampling.logprobs is not None
+    finished, endings = [], []
+    for sequence, outcome in zip(running.sequences, running.outcomes, strict=True):
+        if outcome is not None:
+            finished.append(sequence.index)
+            endings.append(sequence.finish or Finish(outcome.reason, outcome.stop))
+    return msgspec.structs.replace(
+        running.job,
+        resume=tuple(sequence.tokens.tobytes() for sequence in running.sequences),
+        finished=tuple(finished),
+        endings=tuple(endings),
+        route=running.route[1:],
+        scored=max(running.job.scored, *(sequence.scored_tokens for sequence in running.sequences)),
+        logprobs=tuple(carried(sequence.sent_logprobs) for sequence in running.sequences) if wanted else (),
+        scores=carried(_prompt_logprobs(running)),
+    )
+
+
+def ticket_id(running: RunningRequest, stage: Stage) -> str:
+    """Of the handoff to ``stage``, the same in every attempt to publish it."""
+    return f"{running.request.id}:{running.attempt}:{stage.role}"
+
+
+def _prompt_logprobs(running: RunningRequest) -> tuple[Logprob, ...]:
+    """Log-probabilities of the prompt known here: one sequence has them, those of earlier attempts first."""
+    return next((tuple(sequence.prompt_logprobs) for sequence in running.sequences if sequence.prompt_logprobs), ())
+
+
+def already_over(sequence: SequenceState, request: GenerateRequest) -> Finish | None:
+    """The end of a resumed sequence whose last attempt was lost between its last token and its end; else None."""
+    if sequence.stream is not None and sequence.stream.stop is not None:
+        return Finish("stop", sequence.stream.stop)
+    if len(sequence.tokens) >= request.stop.max_tokens:
+        return Finish("length")
+    return None
+
+
+def terminal(running: RunningRequest, worker: str, now_ns: int) -> done.Done:
+    """The terminal event of a request whose choices have all ended, or that was cancelled."""
+    request = running.request
+    code, message = "", ""
+    for sequence in running.sequences:
+        if sequence.finish is not None and sequence.finish.reason in ("error", "cancelled"):
+            code, message = sequence.finish.code, sequence.finish.message
+    if running.cancelled is not None:
+        code, message = running.cancelled[0].value, running.cancelled[1]
+    reason = "cancelled" if code == Code.cancelled else "error"
+    outcomes = tuple(
+        outcome or done.Outcome(sequence.tokens.tobytes(), reason)
+        for outcome, sequence in zip(running.outcomes, running.sequences, strict=True)
+    )
+    scores: tuple[Logprob, ...] = ()
+    left_out: tuple[str, ...] = ()
+    if request.sampling.logprobs is not None:
+        outcomes, left_out = _with_logprobs(running, outcomes)
+    if request.sampling.prompt_logprobs is not None:
+        scores = _prompt_logprobs(running)
+        if len(scores) + 1 < request.prompt_tokens:
+            scores, left_out = (), (*left_out, "scores")
+    return done.Done(
+        request=request.id,
+        model=request.model,
+        attempt=running.attempt,
+        worker=worker,
+        choices=outcomes,
+        usage=done.usage_of(request, [outcome.tokens for outcome in outcomes], running.cached),
+        timings=done.Timings(
+            created_ns=request.created_ns,
+            routed_ns=running.routed_ns,
+            started_ns=running.started_ns,
+            first_token_ns=running.first_token_ns,
+            ended_ns=now_ns,
+            streamed_ns=running.job.streamed_ns if running.job is not None else 0,
+        ),
+        code=code,
+        message=message,
+        user=request.user,
+        stamps=stamps(running),
+        submitted=bytes(running.job.request) if running.job is not None else wire.encode(request),
+        scores=scores,
+        left_out=left_out,
+    )
+
+
+def _with_logprobs(
+    running: RunningRequest, outcomes: tuple[done.Outcome, ...]
+) -> tuple[tuple[done.Outcome, ...], tuple[str, ...]]:
+    """Outcomes with their log-probabilities; if some are missing, without, and the name of the field left out."""
+    sent = [sequence.sent_logprobs for sequence in running.sequences]
+    if any(len(values) != len(outcome.tokens) // 4 for values, outcome in zip(sent, outcomes, strict=True)):
+        return outcomes, ("logprobs",)
+    with_them = [msgspec.structs.replace(o, logprobs=tuple(values)) for o, values in zip(outcomes, sent, strict=True)]
+    return tuple(with_them), ()

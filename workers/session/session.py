@@ -1,0 +1,571 @@
+"""One registration of a worker: receive a job, admit it, run it, report it. The engine survives re-registration.
+
+All output of a session carries its worker id. After a lost lease the next session has a new id, so nothing late can be
+mistaken for the new session's. What runs a request is an ``RequestRunner``.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.consumers import make_again
+from penstock.infra.bus.loop_lag import TimeSlice
+from penstock.infra.bus.memory import ContentReader, MemoryStreams, fetch
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.puller import ACK, TERM, Puller
+from penstock.schemas import contents, fleet, jobs, requests
+from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.kv import KvDump
+from penstock.schemas.subjects import HEADER_PART
+from penstock.schemas.trace import wanted
+from penstock.workers.metrics.worker import Metrics
+from penstock.workers.session import housekeeping
+from penstock.workers.session.crash_journal import CrashJournal
+from penstock.workers.session.housekeeping import Housekeeping
+from penstock.workers.session.lease import Lease
+from penstock.workers.session.outbox import Outbox
+from penstock.workers.session.reporter import Reporter
+from penstock.workers.session.request_runner import RequestRunner, ServedModel, SessionContext, StageInput
+from penstock.workers.session.request_table import Admission, RequestTable
+from penstock.workers.session.requests import RunningRequest
+from penstock.workers.session.terminal_events import SETTLE_S, TerminalEvents
+
+log = structlog.get_logger("worker")
+
+CONSUMER_TTL_S = 120.0
+DECLARE_S = 1.0  # for the streams with memory storage, before output is sent again: a lease has 3 s
+MISSING_S = 5.0  # without its consumer, a worker leaves the fleet
+DRAIN_POLL_S = 0.1  # an expiring lease sets no event
+
+
+class _Received(NamedTuple):
+    """A received job; ``stage_input``: the output of the previous stage."""
+
+    job: jobs.Job
+    request: requests.GenerateRequest
+    delivery: Any
+    stage_input: StageInput | None
+
+
+class _Restoring:
+    """A job whose content is being read from memory storage."""
+
+    __slots__ = ("delivery", "received")
+
+    def __init__(self, received: _Received) -> None:
+        self.received = received  # without its content
+        self.delivery = received.delivery  # the latest one
+
+    @property
+    def attempt(self) -> int:
+        return self.received.job.attempt
+
+
+class WorkerSession:
+    """Run ``open``, then wait for ``lost``; end with ``drain``, ``fail`` or ``fence``.
+
+    Args:
+        make_runner: makes what runs the requests of this session.
+        journal: where to note what runs; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        publisher: Publisher,
+        model: ServedModel,
+        settings: WorkerSettings,
+        metrics: Metrics,
+        make_runner: Callable[[SessionContext], RequestRunner],
+        journal: CrashJournal | None = None,
+    ) -> None:
+        self.id = f"{settings.name or 'worker'}-{secrets.token_hex(4)}"
+        self.epoch = time.time_ns()
+        self.lost = asyncio.Event()
+        self._bus = bus
+        self._model = model
+        self._settings = settings
+        self._state = fleet.State.ready
+        self._time_slice = TimeSlice()
+        self._idle = asyncio.Event()
+        self._journal = journal or CrashJournal(None, settings.name)
+        self._reserved_for: RunningRequest | None = None  # which runs alone here, or waits until nothing else does
+        self._waiting: tuple[RunningRequest, StageInput | None] | None = None  # of ``_reserved_for``
+        self._tasks = bus.tasks.group(self.id)  # a failure without a handler ends the process
+        self._lease = Lease(bus, self.id, self._registration, self.lost.set, self._on_regained)
+        self._outbox = Outbox(bus, self._lease.trusted, acknowledged=settings.durability == "power")
+        self._reporter = Reporter(bus, publisher, self._outbox, self.id, self.epoch, metrics)
+        self._memory = MemoryStreams(bus)
+        self._used_memory = False
+        self._contents = ContentReader(bus)
+        self._restoring: dict[str, _Restoring] = {}
+        self._to_restore: list[_Restoring] = []  # received in this turn of the event loop
+        self._requests = RequestTable(self._on_removed)
+        self._terminal = TerminalEvents(bus, self._reporter, self._requests, self._tasks, self._on_settled)
+        self._runner = make_runner(
+            SessionContext(
+                id=self.id,
+                epoch=self.epoch,
+                bus=bus,
+                publisher=publisher,
+                model=model,
+                settings=settings,
+                metrics=metrics,
+                tasks=self._tasks,
+                lease=self._lease,
+                outbox=self._outbox,
+                reporter=self._reporter,
+                requests=self._requests,
+                terminal=self._terminal,
+                memory=self._memory,
+            )
+        )
+        self._puller = Puller(
+            bus, bus.subjects.stream("WORK"), self.id, self._receive, self._room, remake=self._make_again
+        )
+        self._housekeeping = Housekeeping(
+            bus, self._outbox, self._requests, self._stop_early, self._runner.housekeeping
+        )
+
+    # --- receive ---
+
+    def _room(self) -> int:
+        """How many more jobs to pull."""
+        room = self._runner.slots + self._runner.queue
+        if self._state is not fleet.State.ready:
+            return room  # a draining worker takes jobs to requeue them at once
+        # While terminal events cannot be stored, as many jobs again are taken, then none.
+        taken = len(self._requests.running) + len(self._restoring)
+        return room - taken - max(0, len(self._requests.ending) - room)
+
+    async def _receive(self, message: Any) -> None:
+        """Acknowledge a message, unless its request does so when it ends."""
+        try:
+            received = _decode(message)
+        except msgspec.MsgspecError as error:
+            log.error("job_unreadable", error=str(error))
+            await self._bus.nc.publish(message.reply, TERM)
+            return
+        if isinstance(received, jobs.Revoke):
+            await self._revoke(received)
+        elif (whole := self._with_sent_content(received)) is None:
+            if not self._restore(received):
+                return
+        elif not await self._accept(whole):
+            await self._time_slice.yield_if_spent()
+            return
+        await self._bus.nc.publish(message.reply, ACK)
+
+    def _with_sent_content(self, received: _Received) -> _Received | None:
+        """A job with all that belongs to it; None: its content has to be read, since the router could not have it sent
+        here before."""
+        request = received.request
+        if not request.no_store:
+            return received
+        data = self._contents.take(request.id)
+        if data is None or len(_part_names(received)) > 1 or request.id in self._restoring:
+            return None
+        with contextlib.suppress(msgspec.MsgspecError):  # it is read again, and the job rejected
+            whole = _with_content(received, [data])
+            if whole.request.id == request.id:
+                self._used_memory = True
+                return whole
+        return None
+
+    def _restore(self, received: _Received) -> bool:
+        """Read a job's content, beside other jobs; True: the job is over."""
+        job, request, delivery, _ = received
+        under_way = self._restoring.get(request.id)
+        if under_way is not None and under_way.attempt >= job.attempt:
+            if under_way.attempt == job.attempt:
+                under_way.delivery = delivery
+            return under_way.attempt > job.attempt
+        admission = self._requests.admission(request.id, job.attempt, delivery)
+        if admission is Admission.RUN:
+            self._used_memory = True
+            restoring = self._restoring[request.id] = _Restoring(received)
+            self._to_restore.append(restoring)
+            if len(self._to_restore) == 1:
+                self._tasks.spawn(self._restore_together(), name="restore")
+        return admission is Admission.OVER
+
+    async def _restore_together(self) -> None:
+        """Start the jobs of one turn of the event loop whose contents are found at once."""
+        batch, self._to_restore = self._to_restore, []
+        wanted = [self._parts_of(restoring.received) for restoring in batch]
+        found = await self._contents.find(list(chain.from_iterable(wanted)))
+        for restoring, subjects in zip(batch, wanted, strict=True):
+            parts = [data for subject in subjects if (data := found.pop(subject, None)) is not None]
+            if len(parts) < len(subjects):  # it may come yet: beside the others
+                self._tasks.spawn(self._accept_restored(restoring), name="restore", on_failure=_rejected)
+                continue
+            try:
+                await self._accept_restored(restoring, parts)
+            except Exception as error:
+                _rejected(error)
+            await self._time_slice.yield_if_spent()
+
+    async def _accept_restored(self, restoring: _Restoring, parts: Sequence[bytes] = ()) -> None:
+        """Start a job once its content is there; without, it ends.
+
+        Args:
+            parts: its content; empty: to be read.
+        """
+        received = restoring.received
+        job, request = received.job, received.request
+        failure: ServingError | None = None
+        try:
+            received = _with_content(received, parts or await self._content(received))
+        except ServingError as error:
+            failure = error
+        except msgspec.MsgspecError as error:
+            log.error("job_unreadable", request=request.id, error=str(error))
+            failure = ServingError(Code.internal, "the content of the request cannot be read by this build")
+        finally:
+            if self._restoring.get(request.id) is restoring:
+                del self._restoring[request.id]
+        received = received._replace(delivery=restoring.delivery)
+        if failure is None:
+            over = await self._accept(received)
+        else:
+            over = self._requests.admission(request.id, job.attempt, restoring.delivery) is Admission.OVER
+            if not over:
+                running = RunningRequest(request, job.attempt, restoring.delivery, [], [], job.decision.at_ns, job=job)
+                self._requests.running[request.id] = running
+                if failure.code is Code.broker_unavailable:
+                    self._terminal.requeue(running, "content")
+                else:
+                    await self._terminal.reject(running, failure.code, failure.message)
+        if over:
+            await self._bus.nc.publish(restoring.delivery.reply, ACK)
+
+    def _parts_of(self, received: _Received) -> list[str]:
+        request, contents_of = received.request, self._bus.subjects.contents
+        return [contents_of(request.gateway, request.id, name) for name in _part_names(received)]
+
+    async def _content(self, received: _Received) -> Sequence[bytes]:
+        """
+        Raises:
+            ServingError: the content is gone.
+        """
+        names = _part_names(received)
+        return await asyncio.gather(*(fetch(self._bus, self._memory, received.request, name) for name in names))
+
+    async def _accept(self, received: _Received) -> bool:
+        """Start a job; True: it is over, so its message needs only an acknowledgement."""
+        job, request, delivery, stage_input = received
+        admission = self._requests.admission(request.id, job.attempt, delivery)
+        if admission is Admission.RUN:
+            running = self._requests.running.get(request.id)
+            if running is not None:  # placed here again before this worker learned that it had lost the request
+                await self._revoke(jobs.Revoke(request.id, running.attempt))
+            await self._admit(received)
+        if stage_input is not None:
+            running = self._requests.running.get(request.id)
+            if running is None or running.attempt != job.attempt:
+                self._runner.release_input(stage_input)
+        return admission is Admission.OVER
+
+    async def _revoke(self, revoke: jobs.Revoke) -> None:
+        """A router placed the request elsewhere: drop this attempt without an event."""
+        self._requests.mark_ended(revoke.request, revoke.attempt)
+        running = self._requests.running.get(revoke.request)
+        if running is not None and running.attempt <= revoke.attempt:
+            self._requests.remove(running)
+            await self._bus.nc.publish(running.delivery.reply, ACK)
+
+    # --- admit ---
+
+    async def _admit(self, received: _Received) -> None:
+        """Run a new request, or end or requeue it at once."""
+        job, request, delivery, stage_input = received
+        try:
+            running = self._runner.admit(job, request, delivery)
+        except Exception as error:
+            log.exception("job_rejected", request=request.id)
+            running = RunningRequest(request, job.attempt, delivery, [], [], job.decision.at_ns, job=job)
+            message = f"the worker cannot run this request: {error}"
+            await self._terminal.reject(running, Code.invalid_request, message)
+            return
+        cancelled = self._requests.early_cancel(request.id)
+        if self._state is fleet.State.draining or self._reserved_for is not None:
+            self._requests.running[request.id] = running
+            draining = self._state is fleet.State.draining
+            self._terminal.requeue(running, "draining" if draining else "reserved for a request that runs alone")
+        elif cancelled is not None:
+            await self._terminal.reject(running, Code.cancelled, cancelled)
+        elif self._bus.clock.now_ns() >= request.deadline_ns:
+            message = "the deadline passed before the request could start"
+            await self._terminal.reject(running, Code.deadline_exceeded, message)
+        else:
+            await self._run(running, stage_input)
+
+    # --- run ---
+
+    async def _run(self, running: RunningRequest, stage_input: StageInput | None) -> None:
+        request = running.request
+        if request.trace is not None and wanted(request.trace):
+            running.stamp_times = {"received_ns": time.time_ns()}
+        self._requests.running[request.id] = running
+        running.progress_signalled = time.monotonic()
+        if running.alone:
+            self._reserved_for = running
+            if not self._is_alone(running):
+                self._waiting = running, stage_input
+                return
+        await self._begin(running, stage_input)
+
+    async def _begin(self, running: RunningRequest, stage_input: StageInput | None) -> None:
+        self._journal.began(running, self.id)
+        try:
+            await self._runner.run(running, stage_input)
+        except Exception as error:
+            self._terminal.fail(running, "its start", error)
+
+    def _is_alone(self, running: RunningRequest) -> bool:
+        """Whether all others have ended, and that is stored."""
+        return not self._requests.ending and all(other is running for other in self._requests.running.values())
+
+    def _on_settled(self) -> None:
+        """A request was removed, or its end stored."""
+        self._idle.set()
+        if self._waiting is not None and self._is_alone(self._waiting[0]):
+            (running, stage_input), self._waiting = self._waiting, None
+            self._terminal.spawn(self._begin(running, stage_input))
+
+    async def on_cancel(self, request_id: str, reason: str) -> None:
+        """The client cancelled. The reason is kept in case the job is still on its way."""
+        running = self._requests.running.get(request_id)
+        if running is None:
+            self._requests.remember_cancel(request_id, reason)
+        else:
+            self._stop_early(running, Code.cancelled, reason)
+
+    def _stop_early(self, running: RunningRequest, code: Code, message: str) -> None:
+        if running.cancelled is None and self._runner.accepts_stop(running):
+            running.cancelled = (code, message)
+            if self._waiting is not None and self._waiting[0] is running:
+                self._terminal.spawn(self._terminal.end_cancelled(running))
+                return
+            self._runner.stop_early(running)
+
+    # --- report: the runner reports tokens and ends through ``_reporter`` and ``_terminal`` ---
+
+    def _on_removed(self, running: RunningRequest, cancel: bool) -> None:
+        self._journal.ended(running.request.id)
+        if running is self._reserved_for:
+            self._reserved_for = None
+            if self._waiting is not None and self._waiting[1] is not None:
+                self._runner.release_input(self._waiting[1])
+            self._waiting = None
+        self._runner.free(running, cancel)
+        self._on_settled()
+
+    async def _on_regained(self) -> None:
+        await self._memory.declare(DECLARE_S)
+        await self._outbox.resend()
+
+    def _uses_memory(self) -> bool:
+        """Whether a request without a stored content runs, or has run since the last call."""
+        used, self._used_memory = self._used_memory, False
+        return used or any(running.request.no_store for running in self._requests.running.values())
+
+    async def _on_memory_replaced(self) -> None:
+        """What was sent to a stream that somebody has deleted was lost: it is sent again, as after a reconnect."""
+        if self._lease.trusted():
+            await self._outbox.resend()
+
+    def _registration(self) -> fleet.Registration:
+        return msgspec.structs.replace(self._runner.registration(self._state), inbox=self._contents.inbox)
+
+    async def update_registration(self) -> None:
+        """Publish the registration again because it has changed."""
+        await self._lease.update()
+
+    # --- start and stop ---
+
+    async def open(self) -> None:
+        """Create this session's consumer, register, and start pulling.
+
+        Raises:
+            ServingError: the broker refused the consumer or the registration.
+        """
+        stream = self._bus.subjects.stream("WORK")
+        await self._memory.open()  # before the outbox sends again after a reconnect
+        await self._contents.open()
+        try:
+            await self._bus.js.add_consumer(stream, self._consumer())
+        except (NatsError, TimeoutError) as error:
+            raise ServingError(
+                Code.broker_unavailable,
+                f"no consumer could be created on {stream} ({error!r}); run 'penstock streams apply' and check the "
+                "user's permissions",
+            ) from error
+        self._tasks.spawn(self._housekeeping.run(), name="housekeeping")
+        self._tasks.spawn(self._memory.watch(self._uses_memory, self._on_memory_replaced), name="memory")
+        await self._runner.open()
+        await self._puller.start()
+        await self._lease.acquire()
+        await self._outbox.resend()  # if the link was replaced before the lease's hook was there, nothing else opens it
+        log.info("worker_registered", worker=self.id, model=self._model.name, slots=self._runner.slots)
+
+    async def _make_again(self, last: int) -> bool:
+        """This session's consumer was deleted. If it cannot be made again, leave the fleet: no job would arrive."""
+        stream, config = self._bus.subjects.stream("WORK"), self._consumer().as_dict()
+        try:
+            return await make_again(self._bus, stream, config, start_seq=last + 1 if last else 0, filtered=True)
+        except OSError as error:
+            if self._puller.missing_s(time.monotonic()) > MISSING_S:
+                log.error("consumer_lost", worker=self.id, error=str(error), action="registering again")
+                self.lost.set()
+            raise
+
+    def _consumer(self) -> ConsumerConfig:
+        return ConsumerConfig(
+            name=self.id,
+            durable_name=self.id,
+            filter_subject=self._bus.subjects.work(self._settings.role, self.id),
+            deliver_policy=DeliverPolicy.ALL,
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=housekeeping.ACK_WAIT_S,
+            max_ack_pending=4 * (self._runner.slots + self._runner.queue),
+            # The server removes it: a permission to delete consumers would cover those of all workers.
+            inactive_threshold=CONSUMER_TTL_S,
+        )
+
+    async def drain(self, timeout: float, hurried: asyncio.Event | None = None) -> None:
+        """Finish what runs, requeue what has not started, unregister.
+
+        Args:
+            timeout: in seconds; then what still runs is requeued.
+            hurried: the same when it is set, at once.
+        """
+        if self._state is not fleet.State.draining:
+            self._state = fleet.State.draining
+            # Jobs still arrive, and are requeued at once: routers see the new state a moment later.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SETTLE_S):
+                    await self._puller.top_up()
+                    await self._lease.update()
+            for running in await self._runner.not_begun():
+                self._terminal.requeue(running, "draining")
+        try:
+            async with asyncio.timeout(timeout):
+                while self._requests.running or self._terminal.pending or self._runner.holds_leases:
+                    if hurried is not None and hurried.is_set():
+                        raise TimeoutError
+                    self._idle.clear()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._idle.wait(), DRAIN_POLL_S)
+        except TimeoutError:
+            log.warning("drain_timeout", unfinished=len(self._requests.running))
+            for running in list(self._requests.running.values()):
+                self._terminal.requeue(running, "draining")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._puller.drain()
+        await self._puller.close()
+        await self._unregister()
+
+    async def fail(self, reason: str, *, poison: bool = True) -> None:
+        """The engine or a task of the worker failed: requeue everything and unregister.
+
+        Args:
+            poison: the requests that were running may be the cause.
+        """
+        await self._puller.close()
+        waiting = self._waiting[0] if self._waiting is not None else None
+        self._waiting = None
+        for running in list(self._requests.running.values()):
+            started, ran = bool(running.started_ns), running is not waiting
+            self._terminal.requeue(running, reason, poison=poison and started, crashed=poison and ran)
+        await self._unregister()
+
+    async def _unregister(self) -> None:
+        await self._terminal.settle()
+        await self._lease.release()
+        await self._close()
+
+    async def fence(self) -> None:
+        """The lease is lost and others have taken over: drop everything and publish nothing more."""
+        await self._puller.close()
+        await self._lease.stop()
+        self._outbox.clear()
+        self._waiting = None
+        self._terminal.cancel()
+        for running in list(self._requests.running.values()):
+            self._requests.remove(running)
+        await self._runner.fence()
+        await self._close()
+
+    async def _close(self) -> None:
+        self._memory.close()
+        await self._contents.close()
+        await self._runner.close()
+        await self._tasks.aclose()  # the router that recovers the requests reads from the log what was stored
+
+    # --- control requests ---
+
+    async def dump(self, page: int) -> KvDump:
+        """A page of the names in the prefix cache; empty for a worker without one."""
+        return await self._runner.dump(page)
+
+    def release(self, order: Release) -> Ok:
+        """A reader no longer needs blocks that are held for it."""
+        return self._runner.release(order)
+
+    async def push(self, order: Push) -> Pushed:
+        """Write blocks that are held for a reader into its memory."""
+        return await self._runner.push(order)
+
+
+def _decode(message: Any) -> _Received | jobs.Revoke:
+    """
+    Raises:
+        msgspec.MsgspecError: the message is not a job.
+    """
+    work = jobs.decode(message.data)
+    if isinstance(work, jobs.Revoke):
+        return work
+    job, stage_input = _opened(work)
+    return _Received(job, requests.decode(job.request), message, stage_input)
+
+
+def _rejected(error: BaseException) -> None:
+    log.error("job_rejected", exc_info=error)
+
+
+def _part_names(received: _Received) -> list[str]:
+    part = (received.delivery.headers or {}).get(HEADER_PART, "")
+    return [contents.REQUEST, *([part] if part else [])]
+
+
+def _with_content(received: _Received, parts: Sequence[bytes]) -> _Received:
+    """
+    Raises:
+        msgspec.MsgspecError: it is of a version that this one cannot read.
+    """
+    job, stage_input = received.job, received.stage_input
+    if len(parts) > 1:
+        work = jobs.decode(parts[1])
+        assert not isinstance(work, jobs.Revoke)
+        job, stage_input = _opened(work)
+    return _Received(job, requests.decode(parts[0]), received.delivery, stage_input)
+
+
+def _opened(work: jobs.Job | StageInput) -> tuple[jobs.Job, StageInput | None]:
+    if isinstance(work, jobs.Job):
+        return work, None
+    return jobs.decode_job(work.job), work
