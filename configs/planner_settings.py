@@ -1,11 +1,16 @@
 """Flags that ``penstock plan`` and ``penstock plan simulate`` share, and the rules that they make."""
 
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
+import msgspec
 from msgspec import Meta
 
+from penstock.configs.settings import NatsSettings
 from penstock.schemas import plans
 from penstock.schemas.plans import Bounds, Predictor, Role, Rules
+
+PATIENCE = 3  # intervals without a decision after which a planner that is to make some ends
+
 
 Ttft = Annotated[float, Meta(gt=0, description="limit of the time to the first token, ms")]
 Itl = Annotated[float, Meta(gt=0, description="limit of the time per token behind it, ms")]
@@ -87,3 +92,57 @@ def rules_of(settings: RuleSettings, roles: tuple[Role, ...], predictor: Predict
         gpu_budget=settings.gpu_budget,
         bounds=dict.fromkeys(roles, bounds),
     )
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``penstock plan``."""
+
+    profile: Annotated[
+        tuple[str, ...],
+        Meta(
+            min_length=1,
+            max_length=2,
+            description="what a worker can do: a folder of `penstock profile endpoint` or `profile sla`, or mock, "
+            "mock:2 for mock workers with --mock-speedup 2; two: of prefill and of decode workers",
+        ),
+    ] = ("mock",)
+    connector: Annotated[
+        Literal["dry-run", "local", "kubernetes"],
+        Meta(description="what changes workers: nothing, the `penstock up` of --data-dir, or Kubernetes replicas"),
+    ] = "dry-run"
+    model: Annotated[str, Meta(description="whose workers are planned; default: the only one with workers")] = ""
+    ttft: Ttft = 1000.0
+    itl: Itl = 50.0
+    percentile: Percentile = "p95"
+    predictor: Prediction = "holt"
+    interval_s: IntervalS = 30.0
+    start_s: StartS = 30.0
+    drain_s: DrainS = 60.0
+    hysteresis: Hysteresis = 0.15
+    down_cooldown_s: Cooldown = 60.0
+    down_after_s: DownAfter = 180.0
+    max_down: MaxDown = 0.25
+    min_workers: Least = 1
+    max_workers: Most = 32
+    gpu_budget: Budget = 0
+    kubernetes_url: Annotated[str, Meta(description="API server; default: of the cluster that this runs in")] = ""
+    kubernetes_namespace: Annotated[str, Meta(description="of the workers")] = "default"
+    kubernetes_workloads: Annotated[
+        tuple[str, ...],
+        Meta(description="ROLE=KIND/NAME of the workers; default: deployment/penstock-ROLE, as in the Helm chart"),
+    ] = ()
+    decisions: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description=f"end after so many, or with status 1 after {PATIENCE} intervals without one, as when nothing "
+            "is asked; 0: run until Ctrl-C",
+        ),
+    ] = 0
+    history: Annotated[bool, Meta(description="print the decisions in the log instead")] = False
+    since: Annotated[str, Meta(description="of --history: how far back, such as 15m, 2h, 7d")] = "1h"
+    json: Annotated[bool, Meta(description="decisions as JSON, one a line")] = False
+    data_dir: Annotated[str, Meta(description="data folder of the deployment")] = NatsSettings().data_dir
+    nats_url: Annotated[str, Meta(description="broker instead of the folder's, as the user planner")] = ""
+    namespace: Annotated[str, Meta(description="prefix of all subjects; default: the data folder's, else ps")] = ""
+    log_format: Annotated[Literal["auto", "text", "json"], Meta(description="of log lines, on stderr")] = "auto"

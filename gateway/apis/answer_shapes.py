@@ -1,6 +1,8 @@
 """How the answer of a request for text or vectors is shaped: by the API that it was made in. Pure."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from penstock.gateway.apis.answer import EmbeddingAggregator
@@ -97,3 +99,43 @@ def renderer_for(request: GenerateRequest, detokenizer: Detokenizer | None, *, i
     if request.endpoint == MESSAGE:
         return MessageRenderer(request, detokenizer)
     return StreamRenderer(request, detokenizer, include_usage=include_usage)
+
+
+PORTION = 262_144  # bytes of a large whole answer that are handed to the connection at once
+
+
+_WRITER = ThreadPoolExecutor(1, "answer-writer")  # several would only compete for the interpreter
+
+
+async def encode_answer(collector: Aggregator) -> bytes:
+    """The JSON body of an answer, in one piece.
+
+    Raises:
+        ServingError: the request failed.
+    """
+    return b"".join(await encode_portions(collector))
+
+
+async def encode_portions(collector: Aggregator) -> list[bytes]:
+    """The JSON body of an answer. Large ones are encoded in a thread, one after the other, beside others' streams.
+
+    Returns: pieces of about ``PORTION`` bytes; copying 10 MB at once would stop the event loop for 10 ms.
+    Raises:
+        ServingError: the request failed.
+    """
+    if not collector.large:
+        return [collector.response()]
+    return await asyncio.get_running_loop().run_in_executor(_WRITER, _portions, collector)
+
+
+def _portions(collector: Aggregator) -> list[bytes]:
+    portions: list[bytes] = []
+    parts: list[bytes] = []
+    size = 0
+    for part in collector.parts():
+        parts.append(part)
+        size += len(part)
+        if size >= PORTION:
+            portions.append(b"".join(parts))
+            parts, size = [], 0
+    return [*portions, b"".join(parts)] if parts else portions

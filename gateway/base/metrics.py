@@ -1,5 +1,6 @@
 """What a gateway counts; names end in their unit."""
 
+from penstock.gateway.base.chat_objects import UsageBody
 from penstock.infra.metrics.scope import MetricScope
 from penstock.schemas.streams import LONGEST_DEADLINE_S as LONGEST
 
@@ -170,3 +171,11 @@ class ConsumerMetrics:
         self.pending.labels(consumer).set(pending)
         self.unacknowledged.labels(consumer).set(unacknowledged)
         self.redelivered.labels(consumer).set(redelivered)
+
+
+def account(metrics: ModelMetrics, usage: UsageBody) -> None:
+    """Count the tokens of an answer that was sent."""
+    metrics.output.inc(usage.completion_tokens)
+    metrics.cached.inc(usage.prompt_tokens_details.cached_tokens)
+    metrics.input_length.observe(usage.prompt_tokens)
+    metrics.output_length.observe(usage.completion_tokens)

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -15,12 +14,12 @@ import msgspec
 import structlog
 
 from penstock.gateway.access.caller import caller_of
-from penstock.gateway.apis.answer_shapes import Aggregator, Renderer, aggregator_for, renderer_for
+from penstock.gateway.apis.answer_shapes import Aggregator, Renderer, aggregator_for, encode_portions, renderer_for
 from penstock.gateway.apis.chat.prepare import PreparedRequest
 from penstock.gateway.apis.option_names import ignored_options, listed
-from penstock.gateway.base.chat_objects import UsageBody, error_body, stopping
+from penstock.gateway.base.chat_objects import error_body, stopping
 from penstock.gateway.base.common import MESSAGE
-from penstock.gateway.base.metrics import ModelMetrics
+from penstock.gateway.base.metrics import ModelMetrics, account
 from penstock.gateway.http.bodies import ClientDisconnected, read_body
 from penstock.gateway.http.connections import SCOPE, Connection
 from penstock.gateway.http.headers import REQUEST_ID as REQUEST_ID
@@ -50,11 +49,9 @@ SSE_HEADERS = [
 ]
 MODEL = "penstock.model"  # in the ASGI scope: the canonical name of the request's model
 IGNORED_OPTIONS = b"x-penstock-ignored-options"
-PORTION = 262_144  # bytes of a large whole answer that are handed to the connection at once
 HEAD_CONSTRAINED_S = 5.0  # the same for constrained output: a worker may refuse what this gateway cannot check
 HEAD_S = 0.05  # how long a stream's header waits for the first token: an error by then gets its own status code
 
-_WRITER = ThreadPoolExecutor(1, "answer-writer")  # several would only compete for the interpreter
 
 _json = msgspec.json.encode
 
@@ -418,52 +415,10 @@ class Responder:
         return answer.error.code.value if answer.error is not None else "ok"
 
 
-def account(metrics: ModelMetrics, usage: UsageBody) -> None:
-    """Count the tokens of an answer that was sent."""
-    metrics.output.inc(usage.completion_tokens)
-    metrics.cached.inc(usage.prompt_tokens_details.cached_tokens)
-    metrics.input_length.observe(usage.prompt_tokens)
-    metrics.output_length.observe(usage.completion_tokens)
-
-
 def id_headers(request: GenerateRequest) -> list[tuple[bytes, bytes]]:
     """Headers with the request's id; Anthropic's clients look for it under a name of their own."""
     name = request.id.encode()
     return [(REQUEST_ID, name), (b"request-id", name)] if request.endpoint == MESSAGE else [(REQUEST_ID, name)]
-
-
-async def encode_answer(collector: Aggregator) -> bytes:
-    """The JSON body of an answer, in one piece.
-
-    Raises:
-        ServingError: the request failed.
-    """
-    return b"".join(await encode_portions(collector))
-
-
-async def encode_portions(collector: Aggregator) -> list[bytes]:
-    """The JSON body of an answer. Large ones are encoded in a thread, one after the other, beside others' streams.
-
-    Returns: pieces of about ``PORTION`` bytes; copying 10 MB at once would stop the event loop for 10 ms.
-    Raises:
-        ServingError: the request failed.
-    """
-    if not collector.large:
-        return [collector.response()]
-    return await asyncio.get_running_loop().run_in_executor(_WRITER, _portions, collector)
-
-
-def _portions(collector: Aggregator) -> list[bytes]:
-    portions: list[bytes] = []
-    parts: list[bytes] = []
-    size = 0
-    for part in collector.parts():
-        parts.append(part)
-        size += len(part)
-        if size >= PORTION:
-            portions.append(b"".join(parts))
-            parts, size = [], 0
-    return [*portions, b"".join(parts)] if parts else portions
 
 
 INTERNAL = ServingError(Code.internal, "internal error; the gateway's log has the details")

@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from penstock.gateway.apis.answer_shapes import Aggregator, aggregator_for
+from penstock.gateway.apis.answer_shapes import Aggregator, aggregator_for, encode_answer
 from penstock.gateway.apis.chat.prepare import PreparedRequest
 from penstock.gateway.apis.chat.prompt_batch import BatchRenderer, merge_answers, split_prompts
 from penstock.gateway.base.errors import unsupported
 from penstock.gateway.base.event_stream import COMMENT, error_event
+from penstock.gateway.base.metrics import account
 from penstock.gateway.http.answers import (
     DISCONNECTED,
     HEAD_S,
@@ -18,8 +19,6 @@ from penstock.gateway.http.answers import (
     Scope,
     Send,
     StreamClock,
-    account,
-    encode_answer,
     id_headers,
 )
 from penstock.gateway.http.connections import SCOPE, Connection

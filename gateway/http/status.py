@@ -4,10 +4,9 @@ from typing import Literal
 
 import msgspec
 
-from penstock.gateway.apis.answer_shapes import Aggregator, aggregator_for
+from penstock.gateway.apis.answer_shapes import Aggregator, aggregator_for, encode_answer
 from penstock.gateway.apis.images_responses import ImageAggregator
 from penstock.gateway.base.chat_objects import Status, error_body
-from penstock.gateway.http.answers import encode_answer
 from penstock.gateway.log.completion import LATE_S, last_item
 from penstock.gateway.log.find import erased
 from penstock.gateway.log.lookup import StoredRequest

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from penstock.gateway.apis.answer_shapes import aggregator_for
-from penstock.gateway.http.answers import account, encode_answer
+from penstock.gateway.apis.answer_shapes import aggregator_for, encode_answer
+from penstock.gateway.base.metrics import account
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.records import has_output, is_whole
 from penstock.gateway.nats.messages import AnswerMessage, StreamMessages, failure

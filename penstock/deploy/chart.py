@@ -9,6 +9,7 @@ import msgspec
 import yaml
 
 from penstock.configs.flags import flags_of
+from penstock.configs.planner_settings import Settings as PlannerSettings
 from penstock.configs.settings import TraceSettings
 from penstock.deploy.values import (
     KINDS,
@@ -23,7 +24,6 @@ from penstock.deploy.values import (
 from penstock.infra.broker import config
 from penstock.infra.broker.binary import TESTED, dotted
 from penstock.infra.broker.config import USERS, ServerConfig, variable
-from penstock.measure.planner.command import Settings as PlannerSettings
 from penstock.schemas.subjects import Subjects
 
 CHART = Path(__file__).parents[1] / "infra" / "deploy" / "helm" / "penstock"

@@ -35,9 +35,8 @@ from penstock.launch.plan import Planned, plan, worker_state
 from penstock.launch.readiness import Readiness, served_models
 from penstock.launch.recipes import catalogue
 from penstock.launch.show import Board, readable, welcome
-from penstock.launch.state import Running, State, login_of, read_resume, start_of, write_state
+from penstock.launch.state import Running, State, login_of, read_resume, start_of, stored_token, write_state
 from penstock.launch.stopping import stop_in_order
-from penstock.operate.dashboard.access import stored_token
 from penstock.schemas.subjects import Subjects
 
 log = structlog.get_logger("up")

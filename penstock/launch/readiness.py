@@ -1,14 +1,31 @@
 """Whether a starting deployment can serve: its workers are registered, and each gateway answers that it is ready."""
 
 import contextlib
+import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from urllib.parse import urlsplit
 
 import msgspec
 from nats.aio.client import Client
 
 from penstock.launch.fleet import registered
-from penstock.launch.http import get_url
+from penstock.launch.http import get, get_url
+from penstock.launch.state import Running
 from penstock.schemas.subjects import Subjects
+
+_SAMPLE = re.compile(r"^(\w+)(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
+
+
+async def metrics(process: Running) -> dict[str, float]:
+    """The sums of a process's metrics by name; empty if it does not answer."""
+    parts = urlsplit(process.metrics_url)
+    status, body = await get(parts.hostname or "", parts.port or 80, parts.path)
+    values: dict[str, float] = defaultdict(float)
+    if status == 200:
+        for name, value in _SAMPLE.findall(body.decode(errors="replace")):
+            values[name] += float(value)
+    return dict(values)
 
 
 class Readiness:

@@ -1,5 +1,6 @@
 """``state.json``: what runs, and how to reach it, for ``penstock inspect``, tests and benchmarks."""
 
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -7,6 +8,22 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from penstock.infra.broker.datadir import write_private
+
+TOKEN_FILE = "dashboard.token"
+
+
+def stored_token(data_dir: Path) -> str:
+    """The token of a data folder, made if there is none. Only the folder's owner can read it.
+
+    Raises:
+        OSError: it cannot be read or written.
+    """
+    path = data_dir / TOKEN_FILE
+    token = path.read_text().strip() if path.exists() else ""
+    if not token:  # an empty file, as after a full disk, must not grant access to everyone
+        token = secrets.token_urlsafe(18)
+        write_private(path, token + "\n")
+    return token
 
 
 class Running(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -27,6 +27,7 @@ from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.tasks import Tasks
 from penstock.router.ownership.assignment import assign, default_owner
 from penstock.router.placement.routing import ALONE, ModelPart
+from penstock.router.state.lost_workers import Link
 from penstock.schemas import routers, wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.routers import HeldByModel, HeldByTenant, LostLeases, Member
@@ -43,13 +44,6 @@ HELPED_S = 5.0  # after requests were shared, a router that helped may still hol
 
 ROUNDS = 3
 REST = ""  # stands for all models without workers
-
-
-class Link(NamedTuple):
-    """A connection to the broker: id of the server, and of the connection there."""
-
-    server: str
-    connection: int
 
 
 class _Seen(NamedTuple):

@@ -1,11 +1,10 @@
 """The message that sends a request to its first worker. Pure."""
 
-from typing import NamedTuple
-
 import msgspec
 
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.placement.routing import RoutingDecision
+from penstock.router.state.sent import Positions
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import Decision, DecisionInputs, Job, LoadHeader
 
@@ -13,14 +12,6 @@ from penstock.schemas.jobs import Decision, DecisionInputs, Job, LoadHeader
 KEYS_FROM_TOKENS = 256
 MOST_KEYS = 4096  # the server takes headers of 64 KiB in all
 KEY_BYTES = 11  # as text (``penstock.schemas.blocks.keys_text``)
-
-
-class Positions(NamedTuple):
-    """Stream sequences that a router has folded."""
-
-    kv: int
-    work: int
-    done: int
 
 
 def build_job(

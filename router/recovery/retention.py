@@ -86,14 +86,3 @@ class JobRetention:
             ),
             timeout=10.0,
         )
-
-
-def parse_stage(parts: list[str]) -> tuple[list[str], bool]:
-    """
-    Args:
-        parts: of a message id in WORK, after the request and the attempt.
-    Returns: what names the stage, and whether the message is a copy.
-    """
-    if KEPT in parts:
-        return parts[: parts.index(KEPT)], True
-    return parts, False

@@ -18,7 +18,6 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.registry import EXPIRED, RegisteredWorker, WorkerRegistry
-from penstock.router.placement.job_message import Positions
 from penstock.router.state.caches import SWEEP_BLOCKS, Caches
 from penstock.router.state.cluster_listener import ClusterListener
 from penstock.router.state.depths import TargetId
@@ -28,7 +27,7 @@ from penstock.router.state.load import ENCODE, ActiveRequest, LoadState
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.lost_workers import DisconnectWatch
 from penstock.router.state.registration_removal import BROKE, ENDED, RegistrationRemoval
-from penstock.router.state.sent import read_sent
+from penstock.router.state.sent import Positions, read_sent
 from penstock.router.state.snapshots import Snapshot, Snapshots
 from penstock.router.state.suspects import ReturnedAttempts
 from penstock.router.state.unowned import Unfolded, UnownedRequests

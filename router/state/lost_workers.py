@@ -5,14 +5,21 @@ Events report a killed worker within milliseconds; its lease would take seconds 
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
 
 from penstock.infra.bus.connection import Bus, connect
-from penstock.router.ownership.membership import Link
 from penstock.schemas.errors import ServingError
+
+
+class Link(NamedTuple):
+    """A connection to the broker: id of the server, and of the connection there."""
+
+    server: str
+    connection: int
+
 
 log = structlog.get_logger("router")
 

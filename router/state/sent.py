@@ -1,15 +1,34 @@
 """A message of WORK as routers read it: that a request was sent to a worker. Pure."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from penstock.infra.bus.direct_get import Entry
-from penstock.router.recovery.retention import parse_stage
 from penstock.schemas import jobs
 from penstock.schemas.blocks import read_keys
 from penstock.schemas.jobs import LoadHeader
-from penstock.schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_MSG_ID, HEADER_SUSPECT
+from penstock.schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_MSG_ID, HEADER_SUSPECT, KEPT
+
+
+def parse_stage(parts: list[str]) -> tuple[list[str], bool]:
+    """
+    Args:
+        parts: of a message id in WORK, after the request and the attempt.
+    Returns: what names the stage, and whether the message is a copy.
+    """
+    if KEPT in parts:
+        return parts[: parts.index(KEPT)], True
+    return parts, False
+
+
+class Positions(NamedTuple):
+    """Stream sequences that a router has folded."""
+
+    kv: int
+    work: int
+    done: int
 
 
 class Sent(msgspec.Struct, frozen=True):

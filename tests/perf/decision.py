@@ -5,12 +5,13 @@ import random
 from collections.abc import Callable, Iterator
 
 from penstock.router.placement.decisions import Decisions, array_decisions
-from penstock.router.placement.job_message import Positions, build_job
+from penstock.router.placement.job_message import build_job
 from penstock.router.placement.pending import PendingRequest, routing_request
 from penstock.router.placement.routing import Weights
 from penstock.router.state.holders import keys_view
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.prefix_index import PrefixIndex
+from penstock.router.state.sent import Positions
 from penstock.schemas import wire
 from penstock.schemas.blocks import DEFAULT_BLOCK_SIZE
 from penstock.schemas.fleet import Registration

@@ -7,17 +7,13 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
 
 import msgspec
 import structlog
-from msgspec import Meta
 
 from penstock.cli.figures import clock
-from penstock.configs import planner_settings as flags
 from penstock.configs.logs import setup
-from penstock.configs.planner_settings import BadRules, rules_of
-from penstock.configs.settings import NatsSettings
+from penstock.configs.planner_settings import BadRules, Settings, rules_of
 from penstock.infra.bus.connection import Bus
 from penstock.log.sources.open_log import FAILURES, Source, open_log
 from penstock.measure.planner.connectors import Connector, DryRun
@@ -25,7 +21,7 @@ from penstock.measure.planner.core import Planner
 from penstock.measure.planner.kubernetes import Api, BadCluster, Replicas
 from penstock.measure.planner.lines import line, show_history
 from penstock.measure.planner.local import LocalWorkers
-from penstock.measure.planner.loop import PATIENCE, NoDecision, PlannerLoop
+from penstock.measure.planner.loop import NoDecision, PlannerLoop
 from penstock.measure.planner.timing import EngineTiming
 from penstock.measure.profile.data import BadProfile, Profile, load
 from penstock.measure.profile.modelled import mock_profile
@@ -35,60 +31,6 @@ from penstock.schemas.plans import ROLES, Planned, Role
 log = structlog.get_logger("plan")
 
 FLEET_S = 30.0  # to wait for the first workers
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``penstock plan``."""
-
-    profile: Annotated[
-        tuple[str, ...],
-        Meta(
-            min_length=1,
-            max_length=2,
-            description="what a worker can do: a folder of `penstock profile endpoint` or `profile sla`, or mock, "
-            "mock:2 for mock workers with --mock-speedup 2; two: of prefill and of decode workers",
-        ),
-    ] = ("mock",)
-    connector: Annotated[
-        Literal["dry-run", "local", "kubernetes"],
-        Meta(description="what changes workers: nothing, the `penstock up` of --data-dir, or Kubernetes replicas"),
-    ] = "dry-run"
-    model: Annotated[str, Meta(description="whose workers are planned; default: the only one with workers")] = ""
-    ttft: flags.Ttft = 1000.0
-    itl: flags.Itl = 50.0
-    percentile: flags.Percentile = "p95"
-    predictor: flags.Prediction = "holt"
-    interval_s: flags.IntervalS = 30.0
-    start_s: flags.StartS = 30.0
-    drain_s: flags.DrainS = 60.0
-    hysteresis: flags.Hysteresis = 0.15
-    down_cooldown_s: flags.Cooldown = 60.0
-    down_after_s: flags.DownAfter = 180.0
-    max_down: flags.MaxDown = 0.25
-    min_workers: flags.Least = 1
-    max_workers: flags.Most = 32
-    gpu_budget: flags.Budget = 0
-    kubernetes_url: Annotated[str, Meta(description="API server; default: of the cluster that this runs in")] = ""
-    kubernetes_namespace: Annotated[str, Meta(description="of the workers")] = "default"
-    kubernetes_workloads: Annotated[
-        tuple[str, ...],
-        Meta(description="ROLE=KIND/NAME of the workers; default: deployment/penstock-ROLE, as in the Helm chart"),
-    ] = ()
-    decisions: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description=f"end after so many, or with status 1 after {PATIENCE} intervals without one, as when nothing "
-            "is asked; 0: run until Ctrl-C",
-        ),
-    ] = 0
-    history: Annotated[bool, Meta(description="print the decisions in the log instead")] = False
-    since: Annotated[str, Meta(description="of --history: how far back, such as 15m, 2h, 7d")] = "1h"
-    json: Annotated[bool, Meta(description="decisions as JSON, one a line")] = False
-    data_dir: Annotated[str, Meta(description="data folder of the deployment")] = NatsSettings().data_dir
-    nats_url: Annotated[str, Meta(description="broker instead of the folder's, as the user planner")] = ""
-    namespace: Annotated[str, Meta(description="prefix of all subjects; default: the data folder's, else ps")] = ""
-    log_format: Annotated[Literal["auto", "text", "json"], Meta(description="of log lines, on stderr")] = "auto"
 
 
 class BadSettings(ValueError):

@@ -9,6 +9,7 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
+from penstock.configs.planner_settings import PATIENCE
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.publisher import Publisher
@@ -26,7 +27,6 @@ log = structlog.get_logger("plan")
 
 STANDBY_S = 2.5  # between two looks at a lease that another planner holds
 STORE_S = 10.0
-PATIENCE = 3  # intervals without a decision after which a planner that is to make some ends
 _NO_REQUEST = "no request has ended yet, and only those that did tell how long prompts and answers are"
 _UNREACHABLE = (ServingError, NatsError, TimeoutError, OSError)
 

@@ -1,31 +1,14 @@
 """Access to the dashboard by the operator's token, in a link, a cookie or a header."""
 
 import hmac
-import secrets
-from pathlib import Path
 from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
-from penstock.infra.broker.datadir import write_private
+from penstock.launch.state import TOKEN_FILE
 
-TOKEN_FILE = "dashboard.token"
 COOKIE_S = 30 * 86400
-
-
-def stored_token(data_dir: Path) -> str:
-    """The token of a data folder, made if there is none. Only the folder's owner can read it.
-
-    Raises:
-        OSError: it cannot be read or written.
-    """
-    path = data_dir / TOKEN_FILE
-    token = path.read_text().strip() if path.exists() else ""
-    if not token:  # an empty file, as after a full disk, must not grant access to everyone
-        token = secrets.token_urlsafe(18)
-        write_private(path, token + "\n")
-    return token
 
 
 class Access:

@@ -2,7 +2,6 @@
 
 import asyncio
 import ipaddress
-import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,8 +14,9 @@ from penstock.cli.figures import span
 from penstock.infra.broker.jetstream_api import existing_info, request
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
-from penstock.launch.http import get, get_url
-from penstock.launch.state import Running, State
+from penstock.launch.http import get_url
+from penstock.launch.readiness import _SAMPLE, metrics
+from penstock.launch.state import State
 from penstock.operate.doctor.certificates import check_gateway_certificate
 from penstock.operate.doctor.finding import Finding, ok, problem, warning
 from penstock.operate.observe import CLASSES, STALLED_MS, lost_leases
@@ -29,7 +29,6 @@ from penstock.schemas.routers import LostLeases
 
 FULL = 0.95
 OFTEN = 2  # lost leases of a worker that are a problem
-_SAMPLE = re.compile(r"^(\w+)(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
 
 def check_processes(state: State) -> list[Finding]:
@@ -330,14 +329,3 @@ async def _indexed(state: State | None) -> list[int] | None:
     blocks = [value for each in routers if (value := (await metrics(each)).get("penstock_router_index_blocks"))
              is not None]  # fmt: skip
     return [int(value) for value in blocks] or None
-
-
-async def metrics(process: Running) -> dict[str, float]:
-    """The sums of a process's metrics by name; empty if it does not answer."""
-    parts = urlsplit(process.metrics_url)
-    status, body = await get(parts.hostname or "", parts.port or 80, parts.path)
-    values: dict[str, float] = defaultdict(float)
-    if status == 200:
-        for name, value in _SAMPLE.findall(body.decode(errors="replace")):
-            values[name] += float(value)
-    return dict(values)

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from penstock.configs.flags import parse
+from penstock.configs.planner_settings import Settings as PlannerSettings
 from penstock.configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
 from penstock.deploy.chart import CHART, files
 from penstock.deploy.monitoring import ALERTS, GRAFANA, alert_rules
@@ -21,7 +22,6 @@ from penstock.deploy.values import Thresholds
 from penstock.infra.engine_args.tree import decode, parse_yaml
 from penstock.launch.recipes.catalogue import members
 from penstock.log.traces.command import check
-from penstock.measure.planner.command import Settings as PlannerSettings
 from penstock.measure.planner.kubernetes import scale_path
 from tests.penstock.deploy.support import (
     Tree,

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from penstock.configs.planner_settings import BadRules, rules_of
-from penstock.measure.planner.command import BadSettings, Settings, connector_of, run, timings
+from penstock.configs.planner_settings import BadRules, Settings, rules_of
+from penstock.measure.planner.command import BadSettings, connector_of, run, timings
 from penstock.measure.planner.kubernetes import Replicas
 from penstock.measure.planner.lines import line
 from penstock.measure.profile.data import save

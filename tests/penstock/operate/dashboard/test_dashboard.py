@@ -15,8 +15,9 @@ from starlette.requests import Request
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.process.sockets import bind
+from penstock.launch.state import TOKEN_FILE, stored_token
 from penstock.log.sources.open_log import Log, Source, open_log
-from penstock.operate.dashboard.access import TOKEN_FILE, Access, stored_token
+from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.app import MAX_WATCHERS, Dashboard
 from penstock.operate.dashboard.command import STREAMS
 from penstock.operate.dashboard.live import Live, Moment
