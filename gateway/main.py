@@ -17,9 +17,7 @@ from penstock.configs.settings import GatewaySettings, served_names
 from penstock.gateway.base.metrics import Metrics
 from penstock.gateway.http.app import application
 from penstock.gateway.http.connections import Limits
-from penstock.gateway.http.cors import check_origins, with_cors
-from penstock.gateway.http.middleware import with_access_log
-from penstock.gateway.http.proxies import TrustedProxies, with_proxies
+from penstock.gateway.http.middleware import TrustedProxies, check_origins, with_access_log, with_cors, with_proxies
 from penstock.gateway.http.server import HttpServer
 from penstock.gateway.http.tls import BadCertificate, Certificate
 from penstock.gateway.nats.api import NatsApi
@@ -31,7 +29,7 @@ from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import Stop, count_tasks
 from penstock.infra.metrics.scope import process_scope
 from penstock.infra.model import modeldir
-from penstock.infra.text.parsers import parser_detection
+from penstock.infra.text.parsers import families
 from penstock.schemas.errors import ServingError
 
 log = structlog.get_logger("gateway")
@@ -79,7 +77,7 @@ def run(settings: GatewaySettings) -> int:
     import uvloop
 
     try:
-        parser_detection.prepare(settings.parser_families)
+        families.prepare(settings.parser_families)
         models = load_models(settings)
     except (modeldir.ModelError, ValueError) as error:
         log.error("start_failed", error=str(error))

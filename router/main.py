@@ -15,7 +15,7 @@ from penstock.infra.bus.audit import Auditor, Watch
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.faststream_app import OwnConnection, raw
 from penstock.infra.bus.publisher import Publisher
-from penstock.infra.bus.stream_metrics import StreamMetrics
+from penstock.infra.bus.stream_fill import StreamMetrics
 from penstock.infra.bus.tasks import Stop, count_tasks
 from penstock.infra.metrics.page import PortTaken, check_port, serve_page
 from penstock.infra.metrics.scope import process_scope

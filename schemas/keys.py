@@ -2,6 +2,8 @@
 
 A key is ``pst-<id>-<secret>``. Its id is public, and names its entry; of the whole key only the SHA-256 is stored. The
 secret has 238 random bits, so a slow hash, made for passwords that people choose, would add nothing but its cost.
+
+What gateways have taken of one API key's limits: an entry of the ``budgets`` bucket, changed by compare-and-set.
 """
 
 import hashlib
@@ -124,3 +126,25 @@ def check_id(text: str) -> str:
     if (whole := id_of(text.encode())) is not None:
         return whole
     raise ValueError("not the prefix of a key: give what `penstock keys list` shows, such as pst-0a1b2c3d4e5f")
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """One gateway's share of the requests at a time; it ends with ``until_ns`` (Unix time) unless it is renewed."""
+
+    slots: int
+    until_ns: int
+
+
+class Ledger(msgspec.Struct, frozen=True, omit_defaults=True):
+    """
+    Attributes:
+        requests, tokens: what was taken, by the second (Unix time) in which it was; older seconds are left out.
+        holders: by gateway.
+    """
+
+    requests: dict[int, int] = {}
+    tokens: dict[int, int] = {}
+    holders: dict[str, Holder] = {}
+
+
+decode_ledger = decoder(Ledger)

@@ -9,11 +9,10 @@ from penstock.configs import logs
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.metrics.page import PortTaken, check_port
 from penstock.infra.model import modeldir
-from penstock.infra.text.parsers import parser_detection
+from penstock.infra.text.parsers import families
 from penstock.schemas.errors import ServingError
 from penstock.workers.engines.base import EngineError, NodeLost
-from penstock.workers.engines.extras import install_hint
-from penstock.workers.engines.support import SUPPORT, able
+from penstock.workers.engines.support import SUPPORT, able, install_hint
 from penstock.workers.kv_transfer.base import TransportUnavailable
 from penstock.workers.metrics.multiprocess import own_directory
 from penstock.workers.session.process import EXIT_CONFIG, EXIT_START, MakeBackend, WorkerProcess
@@ -61,18 +60,18 @@ async def _serve(settings: WorkerSettings) -> int:
         check_port(settings.metrics_host, settings.metrics_port)  # before a model is loaded
     make_backend: MakeBackend
     if settings.role == "diffusion":
-        from penstock.workers.runners.diffusion_backend import DiffusionBackend
+        from penstock.workers.runners.pipeline_runner import DiffusionBackend
 
         make_backend = DiffusionBackend
     elif settings.role == "embed":
-        from penstock.workers.runners.embedding_backend import EmbeddingBackend
+        from penstock.workers.runners.embedding_runner import EmbeddingBackend
 
         make_backend = EmbeddingBackend
     else:
         from penstock.workers.runners.token_backend import TokenBackend
 
         check_settings(settings)
-        parser_detection.prepare(settings.parser_families, settings.reasoning_parser, settings.tool_call_parser)
+        families.prepare(settings.parser_families, settings.reasoning_parser, settings.tool_call_parser)
         make_backend = TokenBackend
     return await WorkerProcess(settings, make_backend).serve()
 

@@ -21,12 +21,11 @@ from penstock.infra.engine_args.tree import Tree
 from penstock.infra.metrics.page import check_port, serve_page
 from penstock.infra.model import modeldir
 from penstock.workers.engines.base import EngineError, NodeLost
-from penstock.workers.engines.external.guard import Guard, children
 from penstock.workers.engines.external.nodes import Follower, Member, place_of
+from penstock.workers.engines.external.runtime import Guard, children
 from penstock.workers.metrics.multiprocess import VARIABLE, Merged
 from penstock.workers.runners.token_backend import model_path
-from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START
-from penstock.workers.session.stopping import GRACE_S
+from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START, GRACE_S
 
 log = structlog.get_logger("worker")
 

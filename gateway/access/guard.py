@@ -1,4 +1,12 @@
-"""Admits requests: the first thing that happens to a request over HTTP."""
+"""Admits requests: the first thing that happens to a request over HTTP.
+
+Which key a request presents: in ``Authorization: Bearer …`` or ``x-api-key``, and nowhere else.
+
+Never in the URL, which proxies and logs keep. A request with two different credentials is refused: a proxy in front and
+this gateway might each believe another one.
+
+Whether a key admits a request. Pure: the table of keys, the tenants and the time are arguments.
+"""
 
 import hashlib
 import hmac
@@ -10,13 +18,114 @@ from pathlib import Path
 import structlog
 
 from penstock.gateway.access.caller import ANYONE, OPERATOR, Caller
-from penstock.gateway.access.credentials import presented
-from penstock.gateway.access.decision import caller_with, check_valid, find_key
 from penstock.gateway.access.table import STALE_S, KeyTable
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.tasks import Tasks
+from penstock.schemas.audit import AuditEntry
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.keys import ApiKey, digest_of, id_of, matches
+from penstock.schemas.subjects import DEFAULT_TENANT
 from penstock.schemas.tenants import Limits
+
+AUTHORIZATION, API_KEY = b"authorization", b"x-api-key"
+_SCHEME = b"bearer "
+WANTED = "send it as 'Authorization: Bearer pst-…' or 'x-api-key: pst-…'"
+
+
+def presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The credential in ASGI headers, whose names are lower case.
+
+    Raises:
+        ServingError: invalid_api_key: there is none, there are different ones, or it is not a bearer token.
+    """
+    found = b""
+    for name, value in headers:
+        if name == AUTHORIZATION:
+            if value[:7].lower() != _SCHEME:
+                raise refused(f"the Authorization header is not a bearer token; {WANTED}")
+            key = value[7:].strip(b" ")
+        elif name == API_KEY:
+            key = value.strip(b" ")
+        else:
+            continue
+        if not key:
+            raise refused(f"the API key is empty; {WANTED}")
+        if found and found != key:
+            raise refused("the request presents different credentials; send one")
+        found = key
+    if not found:
+        raise refused(f"this gateway needs an API key; {WANTED}")
+    return found
+
+
+def refused(message: str) -> ServingError:
+    return ServingError(Code.invalid_api_key, message)
+
+
+_LIST, _STORED = "/v1/requests", ("/v1/requests/", "/v1/responses/", "/v1/files/")
+_AUDITED_PATH = 200  # characters
+_NOBODY = digest_of(b"")  # compared where no key has the id, so that both refusals take the same time
+_UNKNOWN = "the API key is not valid: it may be mistyped, or belong to another deployment"
+
+
+def find_key(presented: bytes, keys: Mapping[str, ApiKey]) -> ApiKey:
+    """The key that was presented. Refusals say more than "not valid" only to who has the whole key.
+
+    Raises:
+        ServingError: invalid_api_key.
+    """
+    name = id_of(presented)
+    if name is None:
+        raise refused(_UNKNOWN)
+    key = keys.get(name)
+    if not matches(presented, key.digest if key is not None else _NOBODY) or key is None:
+        raise refused(_UNKNOWN)
+    return key
+
+
+def check_valid(key: ApiKey, now_ns: int) -> None:
+    """
+    Raises:
+        ServingError: invalid_api_key: the key was revoked or has expired.
+    """
+    if key.revoked_ns:
+        raise refused(f"the API key {key.prefix} was revoked")
+    if key.expires_ns and now_ns >= key.expires_ns:
+        raise refused(f"the API key {key.prefix} has expired")
+
+
+def caller_with(key: ApiKey, tenants: Mapping[str, Limits]) -> Caller | ServingError:
+    """Who has this key, or why nobody is admitted with it.
+
+    Args:
+        tenants: those that there are, except the default one.
+    """
+    limits = tenants.get(key.tenant)
+    if limits is None:
+        if key.tenant != DEFAULT_TENANT:
+            return refused(f"the API key {key.prefix} is of a tenant that was removed")
+        limits = Limits()
+    models: frozenset[str] = frozenset(key.models or limits.models)
+    if key.models and limits.models:
+        models = frozenset(key.models) & frozenset(limits.models)
+        if not models:
+            return refused(f"the API key {key.prefix} names no model that its tenant may use")
+    sees = None if key.operator else key.tenant
+    return Caller(key.tenant, sees, key=key, models=models, own_cache=not limits.shared_cache)
+
+
+def audited(method: str, path: str, caller: Caller) -> AuditEntry | None:
+    """What the audit log says of a request: who deletes, and who reads with a key that sees all tenants.
+
+    None: nothing. Without keys, nobody can be named.
+    """
+    stored = path.startswith(_STORED) or path == _LIST
+    if caller is ANYONE or not stored or (method != "DELETE" and caller.sees is not None):
+        return None
+    action = {"GET": "read", "HEAD": "read", "DELETE": "delete"}.get(method, method.lower())
+    key = caller.key.prefix if caller.key is not None else "a key of the gateway's own"
+    return AuditEntry(action, path[:_AUDITED_PATH], key=key)
+
 
 log = structlog.get_logger("gateway")
 

@@ -14,17 +14,24 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from penstock.gateway.access.account import Account, Reservation
-from penstock.gateway.access.ledger import EMPTY, Amount, free, limits_of, seconds_until, seconds_until_reset, taken
-from penstock.infra.bus.compare_and_set import compare_and_set
+from penstock.gateway.access.account import (
+    EMPTY,
+    Account,
+    Amount,
+    Reservation,
+    free,
+    limits_of,
+    seconds_until,
+    seconds_until_reset,
+    taken,
+)
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get_last
-from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE
+from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE, compare_and_set
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.tasks import Tasks
-from penstock.schemas.budgets import Ledger, decode
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.keys import ApiKey
+from penstock.schemas.keys import ApiKey, Ledger, decode_ledger
 from penstock.schemas.wire import encode
 
 log = structlog.get_logger("gateway")
@@ -253,7 +260,7 @@ class Limiter:
         if entry.seq <= self._ledgers.get(key_id, _NONE)[1]:
             return
         try:
-            self._ledgers[key_id] = (decode(entry.data) if entry.data else EMPTY, entry.seq)
+            self._ledgers[key_id] = (decode_ledger(entry.data) if entry.data else EMPTY, entry.seq)
         except msgspec.MsgspecError as error:
             log.warning("budget_unreadable", key=key_id, error=str(error))
             self._ledgers[key_id] = (EMPTY, entry.seq)

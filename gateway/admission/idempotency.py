@@ -11,10 +11,9 @@ import msgspec
 from blake3 import blake3
 from nats.errors import Error as NatsError
 
-from penstock.infra.bus.compare_and_set import compare_and_set
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last
-from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE
+from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE, compare_and_set
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.ids import time_of
 from penstock.schemas.wire import decoder, encode

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from penstock.gateway.apis.answer import EmbeddingAggregator
 from penstock.gateway.apis.chat.aggregator import AnswerAggregator
 from penstock.gateway.apis.chat.segments import SegmentedAnswer, WholeAnswer
 from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
+from penstock.gateway.apis.embeddings import EmbeddingAggregator
 from penstock.gateway.apis.messages.render import MessageRenderer, message
-from penstock.gateway.apis.responses.compaction import compacted
+from penstock.gateway.apis.responses.prepare import compacted
 from penstock.gateway.apis.responses.render import ResponseRenderer, response
 from penstock.gateway.base.chat_objects import UsageBody
 from penstock.gateway.base.common import COMPACTION, MESSAGE, RESPONSE

@@ -7,12 +7,10 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, CompletionRequest
-from penstock.gateway.apis.images import IMAGE, VIDEO
-from penstock.gateway.apis.images_requests import ImageGenerationRequest, VideoGenerationRequest
+from penstock.gateway.apis.embeddings import EmbeddingRequest
+from penstock.gateway.apis.images import IMAGE, VIDEO, ImageGenerationRequest, VideoGenerationRequest
 from penstock.gateway.apis.messages.bodies import MessagesRequest
-from penstock.gateway.apis.requests import EmbeddingRequest
-from penstock.gateway.apis.responses.bodies import CompactionRequest, ResponsesRequest
-from penstock.gateway.apis.responses.tools import left_out
+from penstock.gateway.apis.responses.bodies import CompactionRequest, ResponsesRequest, left_out
 from penstock.gateway.base.common import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
 from penstock.gateway.base.errors import invalid
 from penstock.schemas.requests import EMBEDDING

@@ -1,7 +1,10 @@
-"""Errors of request bodies, and decoding that raises them. Each names the field at fault and the limit."""
+"""Errors of request bodies, and decoding that raises them. Each names the field at fault and the limit.
+
+Errors about a chat that was made of another API's body: under the names that its client used. Pure.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -73,3 +76,22 @@ def _violation(text: str) -> ServingError:
         missing = _MISSING.search(text)
         return invalid(missing[1] if missing else None, text[:_LONGEST])
     return invalid(match[1], f"{match[1]}: {text[: match.start()]}"[:_LONGEST])
+
+
+def rename(field: str, places: Mapping[str, str]) -> str:
+    """A field of the chat as the client wrote it: by the longest beginning that ``places`` has."""
+    for end in range(len(field), 0, -1):
+        if (end == len(field) or field[end] in ".[") and (place := places.get(field[:end])) is not None:
+            return place + field[end:]
+    return field
+
+
+def renamed(error: ServingError, places: Mapping[str, str]) -> ServingError:
+    """The error with the client's name for the field, in its text too."""
+    if error.param is None:
+        return error
+    param = rename(error.param, places)
+    if param == error.param:
+        return error
+    message = error.message.replace(error.param, param)
+    return ServingError(error.code, message, param=param, retry_after=error.retry_after)

@@ -1,14 +1,28 @@
-"""The HTTP API: OpenAI's endpoints, health, metrics and documentation, routed by Starlette."""
+"""The HTTP API: OpenAI's endpoints, health, metrics and documentation, routed by Starlette.
+
+The page at ``/``: models, endpoints, and a box to try them. It loads nothing from elsewhere and stores nothing.
+
+``GET /health``: each component that a request needs, and why it is not ready.
+
+Errors of the Messages API over HTTP, in Anthropic's shape.
+
+Endpoints that answer from the body alone, without a request: tokens and their number.
+"""
 
 import asyncio
+import base64
 import contextlib
+import re
+from collections.abc import Awaitable, Callable
 from functools import partial
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
+from msgspec import Struct
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,47 +31,184 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.gateway.access.caller import ANYONE, CALLER, Caller, caller_of
-from penstock.gateway.access.decision import audited
+from penstock.gateway.access.guard import audited
 from penstock.gateway.apis.chat.tokenization import detokenize, tokenize
 from penstock.gateway.apis.embeddings import PATH as EMBEDDINGS
 from penstock.gateway.apis.images import PATHS
+from penstock.gateway.apis.messages.objects import message_error
+from penstock.gateway.apis.messages.objects import status_of as messages_status_of
 from penstock.gateway.apis.messages.prepare import count_message
 from penstock.gateway.base.chat_objects import CancelResponse, error_body, stopping
 from penstock.gateway.base.common import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
 from penstock.gateway.http import request_list
 from penstock.gateway.http.answers import (
+    DISCONNECTED,
     INTERNAL,
+    JSON,
     App,
     Generations,
     Reattach,
-    Receive,
-    Scope,
-    Send,
     answer_text,
     send_error,
 )
-from penstock.gateway.http.computed import Computed
+from penstock.gateway.http.bodies import ClientDisconnected, read_body
 from penstock.gateway.http.connections import SCOPE, Connection
-from penstock.gateway.http.files import GeneratedFiles
-from penstock.gateway.http.headers import CLIENT_ID, client_id_of, with_header, with_request_id
-from penstock.gateway.http.health import health_of
-from penstock.gateway.http.home import Home
-from penstock.gateway.http.images import ImageReattach, answer_images, base_url
-from penstock.gateway.http.messages import send_message_error
+from penstock.gateway.http.headers import (
+    CLIENT_ID,
+    REQUEST_ID,
+    Receive,
+    Scope,
+    Send,
+    client_id_of,
+    with_header,
+    with_request_id,
+)
+from penstock.gateway.http.images import GeneratedFiles, ImageReattach, answer_images, base_url
 from penstock.gateway.http.openapi import document
 from penstock.gateway.http.prompt_batch import answer_prompts
-from penstock.gateway.http.status import final_state, status_of
+from penstock.gateway.http.request_list import final_state, status_of
 from penstock.gateway.http.stored_responses import StoredResponses, answer_response
 from penstock.gateway.service.service import Gateway
 from penstock.gateway.service.text_model import TextModel
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Diffuser, Embedder
-from penstock.schemas.ids import request_of_answer
+from penstock.schemas.ids import new_request_id, request_of_answer
 from penstock.schemas.requests import EMBEDDING
+
+_INLINE = re.compile(rb"<(style|script)>(.*?)</\1>", re.DOTALL)
+
+
+def home_page() -> tuple[bytes, dict[str, str]]:
+    """The page and its headers. Its policy allows this style and this script alone, and requests to this gateway."""
+    page = (Path(__file__).parent / "home.html").read_bytes()
+    allowed = {kind.decode(): base64.b64encode(sha256(text).digest()).decode() for kind, text in _INLINE.findall(page)}
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{allowed['style']}'; script-src 'sha256-{allowed['script']}'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return page, {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+
+
+class Home:
+    def __init__(self) -> None:
+        self._page, self._headers = home_page()
+
+    async def get(self, request: Request) -> Response:
+        return Response(self._page, media_type="text/html", headers=self._headers)
+
+
+MOST_WORKERS = 1000  # in one answer
+
+
+class Component(Struct, frozen=True, omit_defaults=True):
+    """``reason``: why it is not ready; "": it is. ``role``, ``model``: of a worker."""
+
+    name: str
+    ready: bool
+    reason: str = ""
+    role: str = ""
+    model: str = ""
+
+
+class Health(Struct, frozen=True):
+    """``status``: "ready" or "not ready", as of ``/health/ready``."""
+
+    status: str
+    reasons: list[str]
+    components: list[Component]
+    endpoints: list[str]
+
+
+class HealthAnswer(NamedTuple):
+    health: Health
+    status: int
+
+
+def health_of(gateway: Gateway, endpoints: list[str]) -> HealthAnswer:
+    """The components of a deployment as this gateway sees them, and the HTTP status.
+
+    Args:
+        endpoints: paths that this gateway serves.
+    """
+    reasons = gateway.not_ready()
+    connected = gateway.bus.connected
+    routed = connected and gateway.has_routers
+    unrouted = "its consumers are missing on the broker" if gateway.lacks_consumer else "none takes requests"
+    components = [
+        _component("gateway", "it is shutting down" if gateway.draining else ""),
+        _component("broker", "" if connected else "it is not connected"),
+        _component("routers", "" if routed else unrouted if connected else "the broker is not connected"),
+    ]
+    for registration, reason in gateway.fleet.workers()[:MOST_WORKERS]:
+        name = registration.name or registration.worker
+        components.append(Component(name, not reason, reason, registration.role, registration.model))
+    status = "not ready" if reasons else "ready"
+    return HealthAnswer(Health(status, reasons, components, endpoints), 503 if reasons else 200)
+
+
+def _component(name: str, reason: str) -> Component:
+    return Component(name, not reason, reason)
+
+
+_json = msgspec.json.encode
+
+
+async def send_message_error(send: Send, error: ServingError, request_id: str = "") -> None:
+    if error is DISCONNECTED:
+        return
+    body = _json(message_error(error, request_id))
+    headers = [JSON, (b"content-length", b"%d" % len(body))]
+    if error.retry_after is not None:
+        headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
+    name = (request_id or new_request_id()).encode()
+    headers += [(REQUEST_ID, name), (b"request-id", name)]
+    await send({"type": "http.response.start", "status": messages_status_of(error.code), "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
 
 log = structlog.get_logger("gateway")
 
-_json = msgspec.json.encode
+
+class Computed:
+    """
+    Args:
+        compute: from a body and its caller to what is sent as JSON; raises ``ServingError``.
+        refuse: sends an error.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        compute: Callable[[bytes, Caller], Awaitable[msgspec.Struct]],
+        refuse: Callable[[Send, ServingError], Awaitable[None]] = send_error,
+    ) -> None:
+        self._gateway = gateway
+        self._compute = compute
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway = self._gateway
+        try:
+            body = await read_body(scope, receive, gateway.settings.max_body_bytes)
+            content = msgspec.json.encode(await self._compute(body, caller_of(scope)))
+            headers = [JSON, (b"content-length", b"%d" % len(content)), (REQUEST_ID, new_request_id().encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": content})
+        except ServingError as error:
+            await self._refuse(send, error)
+        except ClientDisconnected:
+            pass
+        except Exception:
+            log.exception("http_handler_failed", path=scope["path"])
+            with contextlib.suppress(RuntimeError):
+                await self._refuse(send, INTERNAL)
+
+
 # Clients with a base URL that lacks /v1 ask for these.
 _WITHOUT_VERSION = tuple(
     "/" + path

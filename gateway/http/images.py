@@ -1,13 +1,165 @@
-"""HTTP endpoints of image and video generation."""
+"""HTTP endpoints of image and video generation.
+
+Sends the answer of one image or video request over HTTP: progress events, or one JSON body.
+
+Generated images and videos: read from the object store, and served at ``GET /v1/files/{name}``.
+"""
 
 import re
 import time
 
-from penstock.gateway.apis.images_responses import ImageStreamRenderer
-from penstock.gateway.http.answers import AcceptedRequest, Receive, Responder, Scope, Send
-from penstock.gateway.http.responder import ImageResponder
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.gateway.access.caller import caller_of
+from penstock.gateway.apis.images import ImageAggregator, ImagesResponse, ImageStreamRenderer
+from penstock.gateway.base.event_stream import COMMENT
+from penstock.gateway.http.answers import HEAD_S, JSON, AcceptedRequest, IdleTimer, Responder
+from penstock.gateway.http.headers import REQUEST_ID, Receive, Scope, Send
+from penstock.gateway.log.inflight import GOES_ON, InflightRequest
 from penstock.gateway.service.service import Gateway
+from penstock.infra.bus import object_store
+from penstock.infra.bus.memory import get_file
+from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
+
+BUCKET = "results"
+MAX_FILE_BYTES = 512 << 20  # held in memory while it is sent
+READ_TIMEOUT_S = 60.0
+MEDIA_TYPES = {
+    "png": "image/png",
+    "jpg": "image/jpeg",
+    "webp": "image/webp",
+    "gif": "image/gif",
+    "mp4": "video/mp4",
+}
+ID_CHARACTERS = 36  # a name begins with the id of its request
+_NAME = re.compile(r"[0-9a-f-]{36}-[0-9]{1,9}-[0-9]{1,9}\.(png|jpg|webp|gif|mp4)")
+
+
+async def read_file(gateway: Gateway, name: str, request: GenerateRequest | None = None) -> bytes:
+    """
+    Args:
+        request: that it was made for; None: not known.
+    Raises:
+        ServingError: the file does not exist or has expired, is too large, or the broker does not answer.
+    """
+    if request is not None and request.no_store:
+        data = await get_file(gateway.bus, request.gateway, request.id, name)
+        if data is None:
+            raise _not_found(name)
+        return data
+    return await object_store.get(gateway.bus, BUCKET, name, limit=MAX_FILE_BYTES, timeout=READ_TIMEOUT_S)
+
+
+class GeneratedFiles:
+    """``GET /v1/files/{name}``, for as long as the object store keeps the file."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def get(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise _not_found(name)
+        sees = caller_of(request.scope).sees
+        try:
+            made_for, _ = await self._gateway.look_up(name[:ID_CHARACTERS], sees)
+            data = await read_file(self._gateway, name, made_for)
+        except ServingError as error:
+            raise _not_found(name) if error.code is Code.request_not_found else error from None
+        headers = {
+            "cache-control": "private, max-age=3600, immutable",  # a name is never reused
+            "content-disposition": f'inline; filename="{name}"',
+            "x-content-type-options": "nosniff",
+        }
+        return Response(data, media_type=MEDIA_TYPES[match[1]], headers=headers)
+
+
+def _not_found(name: str) -> ServingError:
+    return ServingError(Code.request_not_found, f"no file {name[:80]!r}; files expire after 6 hours", param="name")
+
+
+_json = msgspec.json.encode
+
+
+class ImageResponder:
+    """
+    Args:
+        responder: of the client's connection.
+        base_url: of links to the files.
+    """
+
+    def __init__(
+        self, gateway: Gateway, inflight: InflightRequest, send: Send, responder: Responder, base_url: str
+    ) -> None:
+        self._gateway = gateway
+        self._inflight = inflight
+        self._send = send
+        self._responder = responder
+        self._base_url = base_url
+
+    async def stream(self, renderer: ImageStreamRenderer) -> str:
+        """Server-sent events; returns the code for the metrics.
+
+        Raises:
+            ServingError: the request failed, or the client disconnected, before the header was sent.
+        """
+        inflight, aggregator = self._inflight, renderer.aggregator
+        started, code = False, "ok"
+        idle = IdleTimer(self._gateway.settings.stream_ping_s, inflight.nudge)
+        self._responder.open()
+        try:
+            while not aggregator.done or not started:
+                try:
+                    items = await (inflight.take(nudged=True) if started else inflight.take_within(HEAD_S))
+                    data = renderer.push(items) or (COMMENT if started and not items else b"")
+                    if aggregator.done:
+                        data += renderer.end(await self._response(aggregator))
+                except ServingError as error:
+                    if not started:
+                        raise
+                    aggregator.error, code = error, error.code.value
+                    data = renderer.fail(error, finished=error.code not in GOES_ON)
+                if not started:
+                    started = True
+                    await self._responder.begin_stream()
+                if data:
+                    idle.sent()
+                    await self._send({"type": "http.response.body", "body": data, "more_body": not aggregator.done})
+            return code
+        finally:
+            idle.close()
+            self._responder.close()
+
+    async def whole(self) -> str:
+        """One JSON body; returns the code for the metrics.
+
+        Raises:
+            ServingError: the request failed, or the client disconnected.
+        """
+        inflight = self._inflight
+        aggregator = ImageAggregator(inflight.request)
+        self._responder.open()
+        try:
+            while not aggregator.push(await inflight.take()):
+                pass
+            body = _json(await self._response(aggregator))
+            headers = [JSON, (b"content-length", b"%d" % len(body)), (REQUEST_ID, inflight.request.id.encode())]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.body", "body": body})
+            return "ok"
+        finally:
+            self._responder.close()
+
+    async def _response(self, aggregator: ImageAggregator) -> ImagesResponse:
+        contents = None
+        if aggregator.diffusion.inline and aggregator.files is not None:
+            contents = [await read_file(self._gateway, file.name, self._inflight.request) for file in aggregator.files]
+        return aggregator.response(self._base_url, contents)
+
 
 _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]{1,255}")
 

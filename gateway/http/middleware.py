@@ -1,14 +1,26 @@
-"""One log line per HTTP request: who, method, path, status, duration and request id; no query, header or body."""
+"""One log line per HTTP request: who, method, path, status, duration and request id; no query, header or body.
 
+Which pages of browsers may use the API: ``--cors-origins``. Without it, none of another origin.
+
+Keys are sent by scripts, never by the browser itself, so credentials (cookies) are not allowed.
+
+Who is behind a proxy: ``X-Forwarded-For`` and ``X-Forwarded-Proto``, of proxies that ``--trusted-proxies`` names.
+
+Anyone can send these headers, so they count only if the peer is such a proxy; and of several addresses only those that
+trusted proxies have written, from the right.
+"""
+
+import ipaddress
 import re
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import structlog
 
 from penstock.gateway.access.caller import ANYONE, CALLER, Caller
-from penstock.gateway.http.answers import REQUEST_ID, App, Receive, Scope, Send
+from penstock.gateway.http.answers import App
+from penstock.gateway.http.headers import REQUEST_ID, Receive, Scope, Send
 
 log = structlog.get_logger("gateway.access")
 
@@ -50,3 +62,140 @@ def with_access_log(app: App) -> App:
             )
 
     return logged
+
+
+ANY = "*"
+MAX_AGE_S = 600
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-fA-F:]+\](:[0-9]{1,5})?")
+_METHODS = b"GET, POST, DELETE"
+_EXPOSED = b"x-request-id, request-id, retry-after, x-penstock-ignored-options, " + b", ".join(
+    b"x-ratelimit-%s-%s" % (what, of) for what in (b"limit", b"remaining", b"reset") for of in (b"requests", b"tokens")
+)
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """
+    Raises:
+        ValueError: one of them is not an origin.
+    """
+    for origin in origins:
+        if origin != ANY and not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"--cors-origins {origin!r}: write https://app.example.com, without a path, or *")
+
+
+def with_cors(app: App, origins: Sequence[str]) -> App:
+    """``app`` for pages of these origins."""
+    allowed = frozenset(origin.encode() for origin in origins)
+
+    async def cors(scope: Scope, receive: Receive, send: Send) -> None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        origin = headers.get(b"origin")
+        if origin is None:
+            await app(scope, receive, send)
+            return
+        permitted = ANY.encode() in allowed or origin in allowed
+        shown = ANY.encode() if ANY.encode() in allowed else origin
+        own = [(b"vary", b"origin"), *([(b"access-control-allow-origin", shown)] if permitted else [])]
+        if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
+            await _preflight(send, own, headers, permitted)
+            return
+
+        async def answered(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                exposed = [(b"access-control-expose-headers", _EXPOSED)] if permitted else []
+                message = {**message, "headers": [*message["headers"], *own, *exposed]}
+            await send(message)
+
+        await app(scope, receive, answered)
+
+    return cors
+
+
+async def _preflight(send: Send, own: list[tuple[bytes, bytes]], headers: dict[bytes, bytes], permitted: bool) -> None:
+    """Answer whether a request may be sent. It needs no key: browsers send none with it."""
+    if permitted:
+        wanted = headers.get(b"access-control-request-headers", b"authorization, content-type, x-api-key")
+        own = [
+            *own,
+            (b"access-control-allow-methods", _METHODS),
+            (b"access-control-allow-headers", wanted[:1024]),
+            (b"access-control-max-age", b"%d" % MAX_AGE_S),
+        ]
+    await send({"type": "http.response.start", "status": 204 if permitted else 403, "headers": own})
+    await send({"type": "http.response.body", "body": b""})
+
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+FORWARDED_FOR, FORWARDED_PROTO = b"x-forwarded-for", b"x-forwarded-proto"
+MAX_HOPS = 16
+
+
+class TrustedProxies:
+    """
+    Args:
+        networks: addresses and networks, such as 10.0.0.0/8.
+    Raises:
+        ValueError: one of them is neither; the text says which.
+    """
+
+    def __init__(self, networks: Sequence[str]) -> None:
+        try:
+            self._networks = [ipaddress.ip_network(text) for text in networks]
+        except ValueError as error:
+            raise ValueError(f"--trusted-proxies: {error}; write addresses or networks, such as 10.0.0.0/8") from None
+
+    def __bool__(self) -> bool:
+        return bool(self._networks)
+
+    def trusts(self, address: str) -> bool:
+        found = _address(address)
+        return found is not None and any(found in network for network in self._networks)
+
+    def client(self, peer: str, forwarded: Iterable[bytes]) -> str:
+        """The address of the client: the last one that is no trusted proxy's.
+
+        Args:
+            forwarded: values of X-Forwarded-For, in their order.
+        """
+        client = peer
+        hops = b",".join(forwarded).split(b",")[-MAX_HOPS:]
+        for hop in reversed(hops):
+            if not self.trusts(client):
+                return client
+            found = _address(hop.decode("latin-1").strip())
+            if found is None:
+                return client
+            client = str(found)
+        return client
+
+
+def with_proxies(app: App, trusted: TrustedProxies) -> App:
+    """``app`` with the client's address and scheme in its scope."""
+
+    async def forwarded(scope: Scope, receive: Receive, send: Send) -> None:
+        peer = scope["client"]
+        if peer and trusted.trusts(peer[0]):
+            values = [value for name, value in scope["headers"] if name == FORWARDED_FOR]
+            if values:
+                scope["client"] = (trusted.client(peer[0], values), 0)
+            schemes = [value for name, value in scope["headers"] if name == FORWARDED_PROTO]
+            scheme = schemes[-1].rpartition(b",")[2].strip().lower() if schemes else b""
+            if scheme in (b"http", b"https"):
+                scope["scheme"] = scheme.decode()
+        await app(scope, receive, send)
+
+    return forwarded
+
+
+def _address(text: str) -> Address | None:
+    """An address as proxies write it, with a port or not; IPv4 within IPv6 as IPv4."""
+    host = text
+    if text.startswith("["):
+        host = text[1:].partition("]")[0]
+    elif text.count(":") == 1:
+        host = text.partition(":")[0]
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(found, "ipv4_mapped", None) or found

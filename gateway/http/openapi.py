@@ -6,14 +6,17 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from penstock.gateway.apis.answer import EmbeddingResponse
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, CompletionRequest
 from penstock.gateway.apis.chat.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
-from penstock.gateway.apis.images_requests import ImageGenerationRequest, VideoGenerationRequest
-from penstock.gateway.apis.images_responses import ImageProgressEvent, ImagesResponse
+from penstock.gateway.apis.embeddings import EmbeddingRequest, EmbeddingResponse
+from penstock.gateway.apis.images import (
+    ImageGenerationRequest,
+    ImageProgressEvent,
+    ImagesResponse,
+    VideoGenerationRequest,
+)
 from penstock.gateway.apis.messages.bodies import CountTokensRequest, MessagesRequest
 from penstock.gateway.apis.messages.objects import Message, MessageEvent, TokenCount
-from penstock.gateway.apis.requests import EmbeddingRequest
 from penstock.gateway.apis.responses.bodies import CompactionRequest, ResponsesRequest
 from penstock.gateway.apis.responses.objects import (
     CompactedResponse,

@@ -1,13 +1,26 @@
-"""``GET /v1/requests``: its parameters and its body."""
+"""``GET /v1/requests``: its parameters and its body.
+
+The state of a request: from its record once it has ended, before that from the gateway that follows it.
+"""
 
 import datetime
 from collections.abc import Mapping
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
-from penstock.gateway.log.listing import Page
+from penstock.gateway.apis.answer_shapes import Aggregator, aggregator_for, encode_answer
+from penstock.gateway.apis.images import ImageAggregator
+from penstock.gateway.base.chat_objects import Status, error_body
+from penstock.gateway.log.completion import LATE_S, last_item
+from penstock.gateway.log.listing import Page, progress_of
+from penstock.gateway.log.lookup import StoredRequest, erased, has_output, is_whole
+from penstock.gateway.service.service import Gateway
+from penstock.schemas import done
+from penstock.schemas.control import Progress
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.summary import STATES, Criteria, RequestSummary, State
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
@@ -142,3 +155,134 @@ def _moment_ns(name: str, query: Mapping[str, str]) -> int:
 
 def _invalid(name: str, message: str) -> ServingError:
     return ServingError(Code.invalid_request, message, param=name)
+
+
+_json = msgspec.json.encode
+
+
+async def status_of(gateway: Gateway, stored: StoredRequest, base_url: str) -> Status:
+    """State and result of a request of any gateway; ``base_url``: of links to generated files."""
+    request, record = stored
+    if record is None:
+        return await _running(gateway, request, base_url)
+    collector = await _collector(gateway, request, late=not is_whole(record))
+    if is_whole(record) or not await _collected(gateway, request, collector):
+        if request.no_store and not is_whole(record):
+            return await _incomplete(gateway, request, record, base_url)
+        collector = await _collector(gateway, request, late=not is_whole(record))
+        collector.push(done.items(record))
+    status = await _ended(request, collector, base_url)
+    tokens = record.usage.completion if not has_output(record) else status.output_tokens
+    return msgspec.structs.replace(status, worker=record.worker, attempt=record.attempt, output_tokens=tokens)
+
+
+def final_state(record: done.Done) -> Literal["done", "failed", "cancelled"]:
+    """How a request ended."""
+    if record.code == Code.cancelled.value:
+        return "cancelled"
+    return "failed" if record.code else "done"
+
+
+async def _running(gateway: Gateway, request: GenerateRequest, base_url: str) -> Status:
+    collector = await _collector(gateway, request, late=False)
+    progress = await running_progress(gateway, request, collector)
+    if progress is None:
+        return await _ended(request, collector, base_url)
+    state: State = "running" if progress.attempt > 0 else "queued"
+    return msgspec.structs.replace(
+        _status(request, state), attempt=max(progress.attempt, 0), output_tokens=progress.tokens
+    )
+
+
+async def _incomplete(gateway: Gateway, request: GenerateRequest, record: done.Done, base_url: str) -> Status:
+    """Of a request with ``no_store`` that has ended, while its tokens are late, void to those who follow them, or gone.
+
+    Raises:
+        ServingError: request_erased: its grace period is over.
+    """
+    again = await gateway.read_again(request, record.attempt)
+    if again.fold.open:
+        ended_s = (gateway.bus.clock.now_ns() - await gateway.records.ended_ns(request.id)) / 1e9
+        if ended_s >= gateway.settings.no_store_grace_s:
+            raise erased(request.id)
+        if ended_s < LATE_S:
+            tokens = progress_of(again).tokens
+            return msgspec.structs.replace(
+                _status(request, "running"), worker=record.worker, attempt=record.attempt, output_tokens=tokens
+            )
+        again.complete([last_item(record)])
+    collector = await _collector(gateway, request, late=True)
+    collector.push(again.available())
+    status = await _ended(request, collector, base_url)
+    return msgspec.structs.replace(status, worker=record.worker, attempt=record.attempt)
+
+
+async def running_progress(
+    gateway: Gateway, request: GenerateRequest, collector: Aggregator | ImageAggregator
+) -> Progress | None:
+    """How far an unfinished request is: from the gateway that follows it, or if none does, from the token stream.
+
+    Returns: None: the collector has its whole answer; the last token comes before the record.
+    """
+    seen = gateway.progress.here(request.id)
+    if seen is None and request.gateway != gateway.id:
+        seen = await gateway.progress.ask(request.gateway, request.id)
+    if seen is not None:
+        return seen
+    if await _collected(gateway, request, collector):
+        return None
+    tokens = collector.usage.completion_tokens
+    return Progress(1 if tokens else -1, tokens)
+
+
+async def _collected(gateway: Gateway, request: GenerateRequest, collector: Aggregator | ImageAggregator) -> bool:
+    """Feed a collector from the token stream; returns whether the answer is complete."""
+    inflight = await gateway.attach(request, whole=True)
+    try:
+        return collector.push(inflight.available())
+    finally:
+        gateway.release(inflight)
+
+
+async def _ended(request: GenerateRequest, collector: Aggregator | ImageAggregator, base_url: str) -> Status:
+    try:
+        result = await _result(collector, base_url)
+    except ServingError as failure:
+        status = _status(request, "cancelled" if failure.code is Code.cancelled else "failed")
+        status = msgspec.structs.replace(status, error=error_body(failure).error)
+    else:
+        status = msgspec.structs.replace(_status(request, "done"), result=result)
+    return msgspec.structs.replace(status, output_tokens=collector.usage.completion_tokens)
+
+
+def _status(request: GenerateRequest, state: State) -> Status:
+    return Status(
+        id=request.id,
+        model=request.model,
+        state=state,
+        created=request.created_ns // 1_000_000_000,
+        deadline=request.deadline_ns // 1_000_000_000,
+        gateway=request.gateway,
+        client_request_id=request.client_request_id,
+    )
+
+
+async def _collector(gateway: Gateway, request: GenerateRequest, *, late: bool) -> Aggregator | ImageAggregator:
+    """
+    Raises:
+        ServingError: model_unavailable.
+    """
+    if request.diffusion is not None:
+        return ImageAggregator(request)
+    return aggregator_for(request, await gateway.fleet.detokenizer(request), late=late)
+
+
+async def _result(collector: Aggregator | ImageAggregator, base_url: str) -> msgspec.Raw:
+    """The result as it was sent; images and videos always as links.
+
+    Raises:
+        ServingError: the request failed.
+    """
+    if isinstance(collector, ImageAggregator):
+        return msgspec.Raw(_json(collector.response(base_url)))
+    return msgspec.Raw(await encode_answer(collector))

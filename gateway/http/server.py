@@ -16,7 +16,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from penstock.gateway.http.connections import Connection, Limits
-from penstock.gateway.http.proxies import TrustedProxies
+from penstock.gateway.http.middleware import TrustedProxies
 from penstock.gateway.http.tls import HANDSHAKE_S, Certificate
 from penstock.infra.bus.loop_lag import TurnBudget
 from penstock.infra.bus.tasks import Tasks, end

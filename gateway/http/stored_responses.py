@@ -10,12 +10,11 @@ from starlette.responses import Response
 
 from penstock.gateway.access.caller import caller_of
 from penstock.gateway.apis.chat.segments import WholeAnswer
-from penstock.gateway.apis.responses.answer import ResponseBuilder
 from penstock.gateway.apis.responses.bodies import InputItem
 from penstock.gateway.apis.responses.objects import DeletedResponse, InputItemList
 from penstock.gateway.apis.responses.objects import Response as ResponseObject
 from penstock.gateway.apis.responses.record import PREFIX, input_items, read_stored
-from penstock.gateway.apis.responses.render import ResponseRenderer, response
+from penstock.gateway.apis.responses.render import ResponseBuilder, ResponseRenderer, response
 from penstock.gateway.base.common import RESPONSE
 from penstock.gateway.base.errors import invalid
 from penstock.gateway.http.answers import (
@@ -29,7 +28,7 @@ from penstock.gateway.http.answers import (
     id_headers,
     send_error,
 )
-from penstock.gateway.http.status import running_progress
+from penstock.gateway.http.request_list import running_progress
 from penstock.gateway.log.lookup import StoredRequest
 from penstock.gateway.service.service import Gateway
 from penstock.infra.text.detokenizer import Detokenizer

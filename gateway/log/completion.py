@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 import structlog
 
 from penstock.gateway.log.inflight import InflightRequest
-from penstock.gateway.log.records import Records, has_output
+from penstock.gateway.log.lookup import Records, has_output
 from penstock.infra.bus.memory import lost
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas import done

@@ -1,21 +1,169 @@
 """Finds a request by its id, if the caller may see it: its record once it has ended, its message while it runs.
 
 A few round trips, however much the log holds. Who may see a request is decided here and nowhere else.
+
+Finds accepted requests in the log by their ids.
+
+An id has a time, and so about the place of its request in the stream, and determines its shard: one round trip finds
+it. The time is by a gateway's clock, the place by the broker's: what is not found is looked for in the minutes around
+it.
+
+How requests ended: their records in the log, found by subject and not by scanning.
+
+A record takes one round trip, however much the log holds.
 """
 
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
 from typing import NamedTuple
 
 import msgspec
+import structlog
 
-from penstock.gateway.log.find import RequestFinder, erased, unknown
-from penstock.gateway.log.records import Records, is_whole, request_of
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, get_last, get_last_of, read
 from penstock.infra.bus.forget import DeletedRequests
 from penstock.infra.bus.memory import find_request, lost
-from penstock.schemas import done
+from penstock.schemas import done, requests
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.ids import time_of
 from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.streams import CLOCK_SKEW_NS
+from penstock.schemas.subjects import request_of
+
+WINDOW_NS = 16_000_000_000  # behind an id's time: by then its request is stored, or was given up
+FAR_NS = 1_200_000_000_000  # either side of it, if the clock that made the id is wrong by minutes
+BATCH = 100
+FEW = 8  # requests of one shard lie far apart
+MAX_FAR = 3  # at once
+
+
+class RequestFinder:
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._far = asyncio.Semaphore(MAX_FAR)  # each unknown id reads minutes of its shard
+
+    async def find(self, request_id: str) -> GenerateRequest:
+        """An accepted request.
+
+        Raises:
+            ServingError: request_not_found; the log cannot be read.
+        """
+        try:
+            made_ns = time_of(request_id)
+        except ValueError:
+            raise unknown(request_id) from None
+        request = await self._in_shard(request_id, (made_ns - CLOCK_SKEW_NS, made_ns + WINDOW_NS), FEW)
+        if request is None:
+            async with self._far:
+                request = await self._in_shard(request_id, (made_ns - FAR_NS, made_ns + FAR_NS), BATCH)
+        if request is None:
+            raise unknown(request_id)
+        return request
+
+    async def _in_shard(self, request_id: str, span: tuple[int, int], batch: int) -> GenerateRequest | None:
+        since, until = max(1, span[0]), span[1]
+        subjects = self._bus.subjects
+        stored = read(
+            self._bus, subjects.stream("REQUESTS"), subjects.shard_of(request_id), since_ns=since, batch=batch
+        )
+        async with aclosing(stored) as entries:
+            async for entry in entries:
+                if request_of(entry.headers) == request_id:
+                    return _accepted(entry)
+                if entry.time_ns > until:
+                    return None
+        return None
+
+
+def _accepted(entry: Entry) -> GenerateRequest:
+    """A stored request, created not long after the broker stored it.
+
+    Its tokens are read from about its creation on: by the clock of a gateway that was ahead, the first ones would be
+    missed. The small differences of all clocks stay: the answer shows the time, and is the same from every gateway.
+    """
+    request = requests.decode(entry.data)
+    if request.created_ns > entry.time_ns + CLOCK_SKEW_NS:
+        return msgspec.structs.replace(request, created_ns=entry.time_ns)
+    return request
+
+
+def erased(request_id: str) -> ServingError:
+    return ServingError(
+        Code.request_erased,
+        f"request {request_id} was made with no_store: its prompt and its answer were in memory only, and were deleted "
+        "after its end",
+    )
+
+
+def unknown(request_id: str) -> ServingError:
+    return ServingError(Code.request_not_found, f"no request {request_id[:80]!r} in the log; ids look like UUIDv7")
+
+
+log = structlog.get_logger("gateway")
+
+
+class Records:
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._stream = bus.subjects.stream("DONE")
+
+    async def find(self, request_id: str) -> done.Done | None:
+        """The terminal event; None: there is none (yet).
+
+        Raises:
+            ServingError: the log did not answer.
+        """
+        entry = await get_last(self._bus, self._stream, self._bus.subjects.done_of(request_id))
+        return _decoded(entry.data) if entry is not None else None
+
+    async def ended_ns(self, request_id: str) -> int:
+        """When a request has ended, Unix time; 0: it has not (yet).
+
+        Raises:
+            ServingError: the log did not answer.
+        """
+        entry = await get_last(self._bus, self._stream, self._bus.subjects.done_of(request_id))
+        return entry.time_ns if entry is not None else 0
+
+    async def ends(self, requests: Sequence[GenerateRequest]) -> list[done.Done]:
+        """Of these requests, a few hundred at most, those that are over. Replicas may lag behind: ask again.
+
+        Raises:
+            ServingError: the log did not answer.
+        """
+        subjects = [self._bus.subjects.done(r.tenant, r.model, r.id) for r in requests]
+        events = [_decoded(entry.data) for entry in await get_last_of(self._bus, self._stream, subjects)]
+        return [event for event in events if event is not None]
+
+
+def has_output(record: done.Done) -> bool:
+    """Whether the record has the output's tokens."""
+    return "tokens" not in record.left_out
+
+
+def is_whole(record: done.Done) -> bool:
+    """Whether everything that the answer shows is in the record."""
+    return bool(record.submitted) and not {"tokens", "logprobs", "scores", "message"} & set(record.left_out)
+
+
+def request_of_record(record: done.Done) -> GenerateRequest | None:
+    """The recorded request, if it is there and this release can read it."""
+    try:
+        return done.request_of(record)
+    except msgspec.MsgspecError as error:
+        log.warning("recorded_request_unreadable", request=record.request, error=str(error))
+        return None
+
+
+def _decoded(data: bytes) -> done.Done | None:
+    try:
+        event = done.decode(data)
+    except msgspec.MsgspecError as error:  # of a later release
+        log.warning("terminal_event_unreadable", error=str(error))
+        return None
+    return event if isinstance(event, done.Done) else None
 
 
 class StoredRequest(NamedTuple):
@@ -62,7 +210,7 @@ class RequestLookup:
 
     async def _find(self, request_id: str, tenant: str | None) -> StoredRequest:
         record = await self._records.find(request_id)
-        request = request_of(record) if record is not None else None
+        request = request_of_record(record) if record is not None else None
         if request is not None and tenant not in (None, request.tenant):
             raise unknown(request_id)
         if record is not None and request is not None and is_whole(record) and "prompt" not in record.left_out:

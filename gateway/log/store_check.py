@@ -11,7 +11,7 @@ import msgspec
 from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.erase import stores
+from penstock.infra.bus.forget import stores
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas.errors import Code, ServingError
 

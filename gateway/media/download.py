@@ -1,9 +1,12 @@
 """Downloads a medium over HTTP from an address that was checked, in bounded size and time.
 
 Imported when first needed, see ``fetch``.
+
+Which addresses the gateway fetches media from, on behalf of clients that name any host.
 """
 
 import asyncio
+import ipaddress
 import socket
 import ssl
 from collections.abc import Iterable
@@ -12,9 +15,36 @@ from typing import Any
 
 import httpcore2
 
-from penstock.gateway.media.addresses import check_address
-from penstock.gateway.media.limits import MediaLimits, MediaRejected, too_large
-from penstock.gateway.media.sources import RemoteSource, parse_redirect
+from penstock.gateway.media.sources import MediaLimits, MediaRejected, RemoteSource, parse_redirect, too_large
+
+_GLOBAL6 = ipaddress.ip_network("2000::/3")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+def check_address(address: str, limits: MediaLimits) -> None:
+    """Reject addresses of this machine and its network, which a client must not reach through the gateway.
+
+    Raises:
+        MediaRejected: not a public unicast address.
+    """
+    if not limits.private and not _public(ipaddress.ip_address(address.partition("%")[0])):
+        # Without the address itself, which would disclose how internal names resolve.
+        raise MediaRejected(
+            "names a host with a private, local or reserved address, which is not allowed "
+            "(--allow-private-media-addresses)"
+        )
+
+
+def _public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address):
+        if address in _NAT64:
+            return _public(ipaddress.IPv4Address(address.packed[-4:]))
+        if address.ipv4_mapped or address.sixtofour or address.teredo or address not in _GLOBAL6:
+            return False  # these embed IPv4 addresses that have not been checked
+    return address.is_global and not (
+        address.is_private or address.is_multicast or address.is_reserved or address.is_unspecified
+    )
+
 
 MAX_REDIRECTS = 3
 MAX_ADDRESSES = 4  # of one name that are tried

@@ -1,6 +1,8 @@
 """Where a medium is, from the URL that a client writes: inline, in a local folder, or on a host. Pure.
 
-Files and the network are left to ``penstock.gateway.media.fetch``, which checks each step with this module.
+Files and the network are left to ``penstock.gateway.media.loader``, which checks each step with this module.
+
+Limits on the media of requests, and the error for a medium that exceeds or violates one.
 """
 
 import binascii
@@ -10,7 +12,53 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from penstock.gateway.media.limits import MediaLimits, MediaRejected, too_large
+from penstock.configs.settings import GatewaySettings
+from penstock.schemas.errors import Code, ServingError
+
+_MAX_MESSAGE = 600  # characters; a message may quote the client's URL
+
+
+class MediaLimits(NamedTuple):
+    """
+    Attributes:
+        max_bytes: of one image or embedding file.
+        max_pixels: of one image, width x height.
+        timeout_s: for fetching one medium.
+        root: folder whose files may be named; "": none.
+        private: fetch from any address and port, not only from public ones at 80 and 443.
+    """
+
+    max_bytes: int
+    max_pixels: int
+    timeout_s: float
+    root: str = ""
+    private: bool = False
+
+    @classmethod
+    def of(cls, settings: GatewaySettings) -> "MediaLimits":
+        return cls(
+            settings.max_media_bytes,
+            settings.max_image_pixels,
+            settings.media_timeout_s,
+            settings.allowed_local_media_path,
+            settings.allow_private_media_addresses,
+        )
+
+
+class MediaRejected(ValueError):
+    """A medium cannot be used. The text follows the name of its field: "is larger than ..."."""
+
+    def __init__(self, text: str, code: Code = Code.invalid_request) -> None:
+        super().__init__(text)
+        self.code = code
+
+    def to_error(self, field: str) -> ServingError:
+        return ServingError(self.code, f"{field} {self}"[:_MAX_MESSAGE], param=field)
+
+
+def too_large(max_bytes: int) -> MediaRejected:
+    return MediaRejected(f"is larger than {max_bytes} bytes (--max-media-bytes)", Code.body_too_large)
+
 
 MAX_URL = 8192  # characters, except of data: URLs
 SLICE = 256 * 1024  # characters of base64

@@ -10,8 +10,7 @@ from penstock.gateway.apis.chat.prepare import PreparedRequest
 from penstock.gateway.apis.option_names import ignored_options, listed
 from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery
 from penstock.gateway.nats.protocol import Origin, parse_headers, shape_of
-from penstock.gateway.service.claimed_submission import submit_claimed
-from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.service import Gateway, submit_claimed
 from penstock.gateway.service.tracing import from_nats_headers, with_trace
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest

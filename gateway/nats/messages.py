@@ -1,10 +1,16 @@
 """An answer as numbered messages: 0, 1, 2 … without gaps, the same from every gateway. Pure.
 
 A streamed answer has one message per event that the HTTP API would write, several choices in one fixed order
-(``penstock.gateway.nats.interleave``); any other answer is one message.
+(``penstock.gateway.nats.messages``); any other answer is one message.
+
+The order in which the tokens of several choices are sent, however they were computed and read. Pure.
+
+Choices take turns, one token each, then their end, so the order depends on the answer only. In the token log it changes
+whenever a choice is preempted or another worker continues it, and the record has none.
 """
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -12,13 +18,56 @@ import msgspec
 from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
 from penstock.gateway.base.chat_objects import UsageBody, error_body
 from penstock.gateway.base.event_stream import DONE
-from penstock.gateway.nats.interleave import ChoiceInterleaver
 from penstock.gateway.nats.protocol import STREAM_USAGE
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import HEADER_ERROR, HEADER_EVENT_ID, HEADER_FINAL, HEADER_RECORD, HEADER_SEQ
-from penstock.schemas.tokens import TokenItem
+from penstock.schemas.tokens import PROMPT, Finish, TokenItem
+
+
+class ChoiceInterleaver:
+    """Holds back what a choice has beyond the others, at most its ``max_tokens``.
+
+    Args:
+        hides_last: whether the token that comes with an end is not shown: then the two are one turn.
+    """
+
+    def __init__(self, choices: int, hides_last: Callable[[Finish], bool]) -> None:
+        self._waiting: list[deque[TokenItem]] = [deque() for _ in range(choices)]
+        self._open = list(range(choices))
+        self._turn = 0  # place in ``_open``
+        self._hides_last = hides_last
+
+    def push(self, items: Iterable[TokenItem]) -> list[TokenItem]:
+        """Items in each choice's own order; returns those whose turn has come, of one token or one end each."""
+        for item in items:
+            if item.choice != PROMPT:
+                self._waiting[item.choice].extend(self._turns(item))
+        out: list[TokenItem] = []
+        while self._open and (waiting := self._waiting[self._open[self._turn]]):
+            item = waiting.popleft()
+            out.append(item)
+            if item.finish is not None:
+                del self._open[self._turn]
+            else:
+                self._turn += 1
+            if self._turn >= len(self._open):
+                self._turn = 0
+        return out
+
+    def _turns(self, item: TokenItem) -> Iterable[TokenItem]:
+        request, attempt, choice, finish = item.request, item.attempt, item.choice, item.finish
+        count = len(item.tokens) >> 2
+        joined = finish is not None and count > 0 and self._hides_last(finish)
+        for at in range(count):
+            token = item.tokens[4 * at : 4 * at + 4]
+            logprobs = item.logprobs[at : at + 1] if item.logprobs else item.logprobs
+            end = finish if joined and at == count - 1 else None
+            yield TokenItem(request, attempt, choice, item.first + at, token, end, logprobs)
+        if finish is not None and not joined:
+            yield TokenItem(request, attempt, choice, item.first + count, b"", finish)
+
 
 _json = msgspec.json.encode
 

@@ -14,11 +14,9 @@ from nats.errors import Error as NatsError
 from penstock.gateway.access.tenants import TenantTable
 from penstock.gateway.admission.idempotency import find_claim
 from penstock.gateway.nats.acceptor import RequestAcceptor
-from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery
-from penstock.gateway.nats.keyed_slots import KeyedSlots
+from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery, KeyedSlots, ReplyPublisher
 from penstock.gateway.nats.messages import failure
 from penstock.gateway.nats.protocol import AnswerQuery, Origin, origin_of, parse_headers, parse_query
-from penstock.gateway.nats.reply_publisher import ReplyPublisher
 from penstock.gateway.service.service import Gateway
 from penstock.infra.bus.tasks import Tasks, as_serving_error
 from penstock.schemas.errors import Code, ServingError

@@ -3,11 +3,16 @@
 If this gateway crashes, the submission is delivered to another one, which finds the request that was made of it and
 sends the answer from the start. The stream discards a repeat within its duplicate window, so gateways also subscribe to
 the subject itself, and the one that answers the first submission answers the repeat.
+
+Submissions that wait for a place in the queue of their class, beside those that wait in their stream.
+
+A submission that is sent back to its stream is delivered again after a second, when others may have taken the places
+that were free meanwhile: with a short queue, most places would stay empty. So some of each tenant wait here. Pure.
 """
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from typing import Any, NamedTuple
 
 import structlog
@@ -16,10 +21,9 @@ from nats.errors import Error as NatsError
 from penstock.gateway.admission.idempotency import Conflict, digest_of
 from penstock.gateway.admission.queues import class_of
 from penstock.gateway.base.chat_objects import stopping
-from penstock.gateway.log.find import unknown
+from penstock.gateway.log.lookup import unknown
 from penstock.gateway.nats.acceptor import RequestAcceptor
-from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery
-from penstock.gateway.nats.keyed_slots import KeyedSlots
+from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery, KeyedSlots, ReplyPublisher
 from penstock.gateway.nats.messages import AnswerMessage, failure
 from penstock.gateway.nats.protocol import (
     MAX_MESSAGE_ID,
@@ -31,18 +35,58 @@ from penstock.gateway.nats.protocol import (
     parse_headers,
     usable_reply_to,
 )
-from penstock.gateway.nats.reply_publisher import ReplyPublisher
-from penstock.gateway.nats.waiting_line import WaitingLine
 from penstock.gateway.service.service import Gateway
-from penstock.infra.bus.consumers import config_of, make_again
-from penstock.infra.bus.erase import Eraser
-from penstock.infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller
+from penstock.infra.bus.forget import Eraser
+from penstock.infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller, config_of, make_again
 from penstock.infra.bus.tasks import Tasks, as_serving_error
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.ids import new_request_id
 from penstock.schemas.requests import Priority
 from penstock.schemas.streams import submissions
 from penstock.schemas.subjects import HEADER_MSG_ID
+
+OF_TENANT = 32  # of each class
+
+
+class WaitingLine:
+    """In each class, tenants take turns; of a tenant, the first that came is the first."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[Priority, OrderedDict[str, deque[asyncio.Future[None]]]] = {
+            each: OrderedDict() for each in Priority
+        }
+
+    def __len__(self) -> int:
+        return sum(len(line) for tenants in self._tenants.values() for line in tenants.values())
+
+    def enter(self, priority: Priority, tenant: str, *, again: bool = False) -> "asyncio.Future[None] | None":
+        """A future that is done when there may be a place; None: too many of the tenant's wait.
+
+        Args:
+            again: it waited before, and others took its place: it is the tenant's first.
+        """
+        line = self._tenants[priority].setdefault(tenant, deque())
+        if len(line) >= OF_TENANT and not again:
+            return None
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if again:
+            line.appendleft(turn)
+        else:
+            line.append(turn)
+        return turn
+
+    def admit(self, priority: Priority, places: int) -> None:
+        """Wake as many of a class as there are places."""
+        tenants = self._tenants[priority]
+        while places > 0 and tenants:
+            tenant, line = tenants.popitem(last=False)
+            turn = line.popleft()
+            if line:
+                tenants[tenant] = line
+            if not turn.done():  # its submission may have been given up
+                turn.set_result(None)
+                places -= 1
+
 
 log = structlog.get_logger("gateway")
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.gateway.apis.chat.answer_grammar import STRUCTURAL_TAG
-from penstock.gateway.apis.chat.constraint import Wanted
+from penstock.gateway.apis.chat.constraint import STRUCTURAL_TAG, Wanted
 from penstock.gateway.grammars.calls import Tool
 from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
 from penstock.infra.bounded import ByteCache

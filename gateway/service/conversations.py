@@ -9,8 +9,7 @@ from penstock.gateway.apis.responses.chat import Turn
 from penstock.gateway.apis.responses.record import PREFIX, check_turns, read_stored, turn_of
 from penstock.gateway.base.common import RESPONSE
 from penstock.gateway.base.errors import invalid
-from penstock.gateway.log.lookup import RequestLookup, StoredRequest
-from penstock.gateway.log.records import has_output
+from penstock.gateway.log.lookup import RequestLookup, StoredRequest, has_output
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import done
 from penstock.schemas.errors import Code, ServingError

@@ -9,9 +9,8 @@ import asyncio
 from penstock.gateway.access.caller import Caller
 from penstock.gateway.access.limiter import Limiter, Paid
 from penstock.gateway.apis.chat.prepare import PreparedRequest
-from penstock.gateway.log.find import RequestFinder
 from penstock.gateway.log.inflight import InflightRequest
-from penstock.gateway.log.records import Records
+from penstock.gateway.log.lookup import Records, RequestFinder
 from penstock.infra.bus.clock import BrokerClock
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas.errors import Code, ServingError

@@ -3,13 +3,17 @@
 A thread helps where the work is Python or releases the interpreter, as the tokenizer does. Decoding JSON does neither,
 and takes about 40 ns per value: a body with far more values than the model's context has tokens is refused unread.
 Tenants take turns with the threads. A small body whose chat template takes long is prepared again in a thread.
+
+A few threads whose tenants take turns, so that one tenant's long work does not hold another's.
 """
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.caller import ANYONE, Caller
@@ -20,31 +24,104 @@ from penstock.gateway.apis.chat.prepare import (
     prepare_chat,
     prepare_completion,
 )
-from penstock.gateway.apis.embeddings import prepare_embedding
+from penstock.gateway.apis.embeddings import MAX_VALUES, prepare_embedding
 from penstock.gateway.apis.images import PATHS, prepare_images
-from penstock.gateway.apis.messages import chat as anthropic_chat
+from penstock.gateway.apis.messages import prepare as anthropic_chat
 from penstock.gateway.apis.messages.prepare import prepare_message
 from penstock.gateway.apis.option_names import check_options
-from penstock.gateway.apis.requests import MAX_VALUES
 from penstock.gateway.apis.responses import chat as responses_api_chat
 from penstock.gateway.apis.responses.bodies import parse_compaction, parse_response
-from penstock.gateway.apis.responses.compaction import encode_kept
-from penstock.gateway.apis.responses.prepare import count_prompt_of, prepare_response, with_body
+from penstock.gateway.apis.responses.prepare import count_prompt_of, encode_kept, prepare_response, with_body
 from penstock.gateway.apis.responses.record import encode_stored
 from penstock.gateway.base.common import CHAT, COMPACTION, MESSAGE, RESPONSE
-from penstock.gateway.base.errors import invalid
-from penstock.gateway.base.places import rename
+from penstock.gateway.base.errors import invalid, rename
 from penstock.gateway.base.prepare_context import PrepareContext
 from penstock.gateway.media.loader import MediaLoader
 from penstock.gateway.service.constraint_check import ConstraintCheck
 from penstock.gateway.service.conversations import Conversations
-from penstock.gateway.service.fair_threads import FairThreads
 from penstock.gateway.service.fleet import FleetView, named_in
+from penstock.infra.bounded import FairQueue, QueueLimits
 from penstock.infra.text.template_sandbox import cpu_budget
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.ids import new_request_id
 from penstock.schemas.requests import EMBEDDING
 from penstock.schemas.subjects import DEFAULT_TENANT
+
+T = TypeVar("T")
+
+LIMITS = QueueLimits(entries=4_096, size_bytes=1 << 30, tenant_entries=1_024, tenant_bytes=256 << 20)
+RETRY_S = 1.0
+
+
+class _Job(NamedTuple):
+    tenant: str
+    work: Callable[[], Any]
+    done: "asyncio.Future[Any]"
+
+
+class FairThreads:
+    """
+    Args:
+        threads: each competes with the event loop for the interpreter.
+        per_tenant: how many of them one tenant's work may hold at once; fewer than all, so that another finds one.
+    """
+
+    def __init__(self, threads: int, per_tenant: int, name: str, limits: QueueLimits = LIMITS) -> None:
+        self._free = threads
+        self._per_tenant = per_tenant
+        self._executor = ThreadPoolExecutor(threads, name)
+        self._waiting: FairQueue[_Job] = FairQueue(limits)
+        self._running: Counter[str] = Counter()
+
+    def close(self) -> None:
+        """Nothing that waits is begun. What runs ends on its own."""
+        while (job := self._waiting.take()) is not None:
+            job.done.cancel()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, tenant: str, size_bytes: int, work: Callable[[], T]) -> T:
+        """What ``work`` returns or raises.
+
+        Args:
+            size_bytes: of what the work holds while it waits.
+        Raises:
+            ServingError: overloaded: too much waits already.
+        """
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        if not self._waiting.add(tenant, done, _Job(tenant, work, done), size_bytes):
+            raise ServingError(Code.overloaded, "too many large requests wait to be prepared", retry_after=RETRY_S)
+        self._begin()
+        try:
+            return await done
+        finally:
+            self._waiting.drop(tenant, done)  # its client has gone
+
+    def _begin(self) -> None:
+        while self._free and (job := self._waiting.take(self._held)) is not None:
+            self._free -= 1
+            self._running[job.tenant] += 1
+            running = asyncio.get_running_loop().run_in_executor(self._executor, job.work)
+            running.add_done_callback(partial(self._end, job))
+
+    def _held(self, tenant: str) -> bool:
+        return self._running[tenant] >= self._per_tenant
+
+    def _end(self, job: _Job, future: "asyncio.Future[Any]") -> None:
+        self._free += 1
+        self._running[job.tenant] -= 1
+        if not self._running[job.tenant]:
+            del self._running[job.tenant]
+        if job.done.done():
+            if not future.cancelled():
+                future.exception()  # nobody waits for it
+        elif future.cancelled():
+            job.done.cancel()
+        elif (error := future.exception()) is not None:
+            job.done.set_exception(error)
+        else:
+            job.done.set_result(future.result())
+        self._begin()
+
 
 LARGE_BODY = 8_192  # bytes; larger ones are prepared in a thread: to tokenise 1 KB takes 0.3 ms
 LARGE_PROMPT = 8_192  # tokens; longer ones with images get their block names in a thread
@@ -57,8 +134,6 @@ PRIVATE_S = 120.0  # for all media of a request with no_store: routers erase wha
 COUNT_BYTES = 1 << 18  # searched for commas at once
 
 _NAMES = {RESPONSE: responses_api_chat.NAMES, MESSAGE: anthropic_chat.NAMES}  # of a chat's fields, for errors
-
-T = TypeVar("T")
 
 
 class RequestPreparer:

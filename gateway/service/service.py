@@ -1,4 +1,7 @@
-"""What a gateway does for both of its APIs: accept requests into the log, follow their answers, find them again."""
+"""What a gateway does for both of its APIs: accept requests into the log, follow their answers, find them again.
+
+Submits a request under a key whose earlier request is not in the log. Used by both APIs.
+"""
 
 import asyncio
 import contextlib
@@ -9,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
@@ -17,9 +21,9 @@ from penstock.gateway.access.caller import ANYONE, Caller
 from penstock.gateway.access.guard import Guard, noted_in
 from penstock.gateway.access.limiter import Limiter
 from penstock.gateway.access.tenants import TenantTable
-from penstock.gateway.admission.queue_monitor import QueueMonitor
-from penstock.gateway.admission.retention import Retention
-from penstock.gateway.admission.storage import MemoryCheck
+from penstock.gateway.admission.idempotency import Claim, reclaim
+from penstock.gateway.admission.queues import QueueMonitor
+from penstock.gateway.admission.storage import MemoryCheck, Retention
 from penstock.gateway.apis.chat.prepare import PreparedRequest
 from penstock.gateway.apis.images import PATHS
 from penstock.gateway.apis.responses.objects import InputTokens
@@ -28,26 +32,21 @@ from penstock.gateway.base.common import BOM
 from penstock.gateway.base.metrics import Metrics
 from penstock.gateway.base.prepare_context import PrepareContext
 from penstock.gateway.log.completion import Completion
-from penstock.gateway.log.find import RequestFinder
 from penstock.gateway.log.inflight import InflightRequest
-from penstock.gateway.log.listing import RequestListing
-from penstock.gateway.log.lookup import RequestLookup, StoredRequest
-from penstock.gateway.log.progress import Progress, progress_of
-from penstock.gateway.log.records import Records, is_whole
+from penstock.gateway.log.listing import Progress, RequestListing, progress_of
+from penstock.gateway.log.lookup import Records, RequestFinder, RequestLookup, StoredRequest, is_whole
 from penstock.gateway.log.store_check import QUIET_S, StoreCheck, unstored
-from penstock.gateway.log.subscription import TokenSubscription
-from penstock.gateway.log.subscriptions import TokenSubscriptions
+from penstock.gateway.log.subscriptions import TokenSubscription, TokenSubscriptions
 from penstock.gateway.log.unstored import UnstoredRequests
 from penstock.gateway.media.loader import MediaLoader
 from penstock.gateway.service.conversations import Conversations
-from penstock.gateway.service.fleet import FleetView, named_in
+from penstock.gateway.service.fleet import FleetView, ServedLately, named_in
 from penstock.gateway.service.payments import Payments
 from penstock.gateway.service.preparation import RequestPreparer
-from penstock.gateway.service.role_models import ServedLately
 from penstock.gateway.service.verdicts import Verdicts
 from penstock.infra.bus.audit import Auditor
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.erase import check_stores
+from penstock.infra.bus.forget import check_stores
 from penstock.infra.bus.loop_lag import TurnBudget
 from penstock.infra.bus.publisher import Ack, Publisher, Refused
 from penstock.infra.bus.tasks import Tasks
@@ -553,3 +552,35 @@ def _end_overdue(inflight: InflightRequest, late_ns: int) -> None:
 
 def _not_cancelled(error: BaseException) -> None:
     log.debug("cancel_failed", error=repr(error))  # sent again by the sweep until the request ends
+
+
+async def submit_claimed(
+    gateway: Gateway, tenant: str, name: str, body: bytes | None, request: GenerateRequest, claimed: Claim
+) -> InflightRequest:
+    """Run a request under a claim that another gateway made before it crashed, or whose request was deleted.
+
+    In the first case the claim's own id is used: two gateways that find this at once store it once. In the second the
+    log discards that id, and the request runs under its own.
+
+    Args:
+        name, body: as for ``claim``.
+    Raises:
+        ServingError: idempotency_conflict; or it could not be stored.
+    """
+    claim = await reclaim(gateway.bus, tenant, name, body, request.id, claimed)
+    try:
+        return await _submit_as(gateway, request, claim.request)
+    except ServingError as error:
+        if error.code is not Code.request_not_found:
+            raise
+    claim = await reclaim(gateway.bus, tenant, name, body, request.id, claimed, deleted=True)
+    return await _submit_as(gateway, request, claim.request)
+
+
+async def _submit_as(gateway: Gateway, request: GenerateRequest, request_id: str) -> InflightRequest:
+    """Submit a request under another id, which is paid by what was reserved for its own."""
+    gateway.payments.rename(request.id, request_id)
+    try:
+        return await gateway.submit(msgspec.structs.replace(request, id=request_id), owner=False)
+    finally:
+        gateway.payments.rename(request_id, request.id)  # if it was not submitted

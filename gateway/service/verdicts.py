@@ -16,9 +16,9 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.gateway.log.inflight import InflightRequest
-from penstock.infra.bus.compare_and_set import compare_and_set
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get_last
+from penstock.infra.bus.jetstream import compare_and_set
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas.errors import Code, ServingError

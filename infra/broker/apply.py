@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from nats.aio.client import Client
 
-from penstock.infra.broker.binary import MINIMUM, dotted, parse_version
 from penstock.infra.broker.jetstream_api import BrokerProblem, Config, existing_config, request
-from penstock.infra.bus.consumers import config_of
+from penstock.infra.broker.server import MINIMUM, dotted, parse_version
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
+from penstock.infra.bus.puller import config_of
 from penstock.schemas.streams import (
     HEADROOM,
     MAX_PAYLOAD,

@@ -9,8 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from penstock.infra.broker.accounts import Login, account, exports
-from penstock.infra.broker.roles import ROLES, SECOND, Permissions, permissions, role_of
+from penstock.infra.broker.roles import ROLES, SECOND, Login, Permissions, account, exports, permissions, role_of
 from penstock.schemas.streams import MAX_PAYLOAD
 from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
 

@@ -6,6 +6,10 @@ bucket of it (``Accounts``), so that all operators see the same ones, whatever m
 folder has copies (``copies``), from which they are restored when the broker has lost its disk.
 
 What gateways and routers need (``penstock.schemas.tenants.Limits``) is in the ``tenants`` bucket of both.
+
+The passwords of a data folder's broker users: two users per role, one of which is in use.
+
+So the other can get a new password while processes and clients are connected (``penstock passwords``).
 """
 
 import fcntl
@@ -13,7 +17,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -33,8 +37,9 @@ from nats.js.errors import (
 )
 from nats.js.kv import KeyValue
 
-from penstock.infra.broker.config import tenant_accounts
+from penstock.infra.broker.config import passwords, tenant_accounts
 from penstock.infra.broker.datadir import write_private
+from penstock.infra.broker.roles import SECOND
 from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE
 from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
 from penstock.schemas.tenants import MAX_PENDING, Limits, check_name
@@ -393,3 +398,30 @@ def write_credentials(data_dir: Path, tenant: str, nats_url: str) -> Path:
     }
     write_private(path, json.dumps({"tenant": tenant, "nats_url": nats_url, **login}, indent=2) + "\n")
     return path
+
+
+PASSWORDS_INCLUDE = "passwords.conf"
+SECOND_IN_USE = "second_in_use"  # key of secrets.json: the roles that log in as their second user
+
+
+def user_in_use(secrets: Mapping[str, str], role: str) -> str:
+    """As which of its two users a role logs in."""
+    return role + SECOND if role in secrets.get(SECOND_IN_USE, "").split() else role
+
+
+def other_user(secrets: Mapping[str, str], role: str) -> str:
+    return role if user_in_use(secrets, role) != role else role + SECOND
+
+
+def store(data_dir: Path, secrets: Mapping[str, str]) -> None:
+    write_private(data_dir / "secrets.json", json.dumps(dict(secrets), indent=2))
+
+
+def write_passwords(data_dir: Path, secrets: Mapping[str, str], subjects: Subjects) -> None:
+    """The files with passwords that the configuration of the folder's broker includes."""
+    write_private(data_dir / PASSWORDS_INCLUDE, passwords(secrets))
+    write_accounts(data_dir, client_passwords(secrets), subjects)
+
+
+def client_passwords(secrets: Mapping[str, str]) -> tuple[str, str]:
+    return secrets["client"], secrets[f"client{SECOND}"]

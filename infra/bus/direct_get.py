@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from penstock.infra.bus.jetstream import NO_MESSAGE_FOUND, ApiError
-from penstock.infra.bus.message import Message
+from penstock.infra.bus.jetstream import NO_MESSAGE_FOUND, ApiError, Message
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import HEADER_RECORDED_TIME, Subjects
 

@@ -22,8 +22,7 @@ from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, format_time, get_last, read
-from penstock.infra.bus.jetstream import BUSY, WRONG_LAST_SEQUENCE, decode_publish_reply
-from penstock.infra.bus.message import Message
+from penstock.infra.bus.jetstream import BUSY, WRONG_LAST_SEQUENCE, Message, decode_publish_reply
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.ids import new_request_id
 from penstock.schemas.streams import topology

@@ -3,19 +3,160 @@
 Not a FastStream subscriber: that takes batches behind a barrier, spins when the connection closes, and idles for
 seconds after the broker restarts. Here the caller reports its room, requests are renewed before they expire and at
 once after a reconnect, and a lost request is noticed by its missing heartbeat. ``pull_window`` decides, this sends.
+
+The inbox of one generation of pull requests. What Penstock needs of nats-py's private parts is here.
+
+Messages requested from a pull consumer and not yet received. Pure: time is an argument.
+
+Requests are counted in generations. After a reconnect, or when the server has been silent for too long, the requests
+made before no longer count. A message of an earlier generation is taken nevertheless, but not counted in this one.
+
+Makes a shared consumer again that was deleted on the broker: without it, its stream would never be read.
 """
 
 import asyncio
 import contextlib
+import enum
+import json
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
+import msgspec
 import structlog
+from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.message import Message
-from penstock.infra.bus.pull_subscription import PullSubscription
-from penstock.infra.bus.pull_window import EXPIRES_S, PullWindow, Received, pull_request
+from penstock.infra.bus.direct_get import before_time
+from penstock.infra.bus.jetstream import ApiError, Message
+from penstock.infra.bus.tasks import end
+from penstock.schemas.errors import ServingError
+from penstock.schemas.streams import ConsumerSpec
+
+FLUSH_S = 2  # a round trip to the server
+
+
+class PullSubscription:
+    """Delivers messages in order, with the generation that they belong to."""
+
+    def __init__(self, bus: Bus, generation: int, handle: Callable[[Message, int], Awaitable[None]]) -> None:
+        self.inbox: str = bus.nc.new_inbox()
+        self.generation = generation
+        self._bus = bus
+        self._handle = handle
+        self._sub: Any = None
+
+    async def open(self) -> None:
+        self._sub = await self._bus.nc.subscribe(self.inbox, cb=self._on_message)
+
+    async def _on_message(self, message: Message) -> None:
+        await self._handle(message, self.generation)
+
+    async def drain(self) -> None:
+        """Return when no message is in flight any more and all received ones have been delivered."""
+        nc = self._bus.nc
+        if self._bus.connected:
+            with contextlib.suppress(NatsError, OSError):  # messages in flight on a broken connection are lost
+                await nc._send_unsubscribe(self._sub._id)
+                await nc.flush(timeout=FLUSH_S)  # the server's answer is behind its last message
+        await self._sub._pending_queue.join()
+
+    async def close(self) -> None:
+        """Deliver nothing more; messages that are still here are delivered again later."""
+        with contextlib.suppress(NatsError, OSError):
+            await self._sub.unsubscribe()
+        await end([self._sub._wait_for_msgs_task])  # it may be inside the handler
+
+
+EXPIRES_S = 30.0  # a request that is not filled by then ends
+HEARTBEAT_S = 5.0
+SILENT_S = 2.5 * HEARTBEAT_S  # the server sends heartbeats for an open request
+
+
+class Received(enum.Enum):
+    """What a message on the inbox of a pull request is."""
+
+    job = enum.auto()
+    heartbeat = enum.auto()
+    ended = enum.auto()  # a request has ended; ask again at once
+    refused = enum.auto()  # a request was refused (consumer deleted, no leader); ask again later, or asking would spin
+    stale = enum.auto()  # about a request of an earlier generation
+
+
+class PullWindow:
+    """How much is requested, and when to request more.
+
+    Guarantees: never more is requested than there is room for; while there is room, a request is open, was refused
+    (then the caller's clock tries again), or is missed after ``SILENT_S``.
+
+    Attributes:
+        generation: of the current requests.
+        requested: messages that they may still bring.
+        closed: nothing more is requested.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.generation = 0
+        self.requested = 0
+        self.closed = False
+        self._last_received = now
+
+    def next_batch(self, room: int) -> int:
+        """How many messages to request now, given room for ``room`` more; 0: none.
+
+        Only if there is room for clearly more than is requested, so that few requests are made.
+        """
+        if self.closed or room <= 0 or self.requested * 2 > room:
+            return 0
+        batch, self.requested = room - self.requested, room
+        return batch
+
+    def receive(self, message: Message, generation: int, now: float) -> Received:
+        """Classify a message of a generation's inbox, and count the end of its request.
+
+        A job counts as requested until ``taken``: before that, the caller's room may not count it yet.
+        """
+        self._last_received = now
+        headers = message.headers
+        if headers is None or message.reply:
+            return Received.job
+        status = headers.get("Status", "")
+        if status == "100":
+            return Received.heartbeat
+        if generation != self.generation:
+            return Received.stale
+        if status in ("404", "408"):  # no messages; expired
+            self.requested = max(0, self.requested - int(headers.get("Nats-Pending-Messages", "0") or 0))
+            return Received.ended
+        self.requested = 0
+        return Received.refused
+
+    def taken(self, generation: int) -> None:
+        """A job was taken, and the caller's room counts it."""
+        if generation == self.generation and self.requested:
+            self.requested -= 1
+
+    def silent(self, now: float) -> float:
+        """Seconds since an open request should have sent a heartbeat; 0: nothing is missing."""
+        silent = now - self._last_received
+        return silent if self.requested and silent > SILENT_S else 0.0
+
+    def restart(self, now: float) -> None:
+        """Begin a generation: no earlier request counts any more."""
+        self.generation += 1
+        self.requested = 0
+        self._last_received = now
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def pull_request(batch: int, expires_s: float = EXPIRES_S) -> bytes:
+    """The body of a request for ``batch`` messages; heartbeats only if it lives longer than one takes to be missed."""
+    expires, heartbeat = int(expires_s * 1e9), int(HEARTBEAT_S * 1e9)
+    beats = b',"idle_heartbeat":%d' % heartbeat if expires_s > 2 * HEARTBEAT_S else b""
+    return b'{"batch":%d,"expires":%d%b}' % (batch, expires, beats)
+
 
 log = structlog.get_logger("bus")
 
@@ -224,3 +365,75 @@ def stored_ns(reply: str) -> int:
     """When the broker stored a message, Unix time, from its acknowledgement subject."""
     tokens = reply.split(".")
     return int(tokens[7 if len(tokens) < 11 else 9])
+
+
+EXISTS = 10148  # it is there, configured otherwise
+TIMEOUT_S = 2.0
+_NS = 1_000_000_000
+
+
+class _Delivered(msgspec.Struct, frozen=True):
+    consumer_seq: int = 0
+
+
+class _Reply(msgspec.Struct):
+    error: ApiError | None = None
+    delivered: _Delivered = _Delivered()
+
+
+_decode = msgspec.json.Decoder(_Reply).decode
+
+
+def config_of(spec: ConsumerSpec) -> dict[str, Any]:
+    """As the JetStream API takes it."""
+    subjects = spec.filter_subjects
+    return {
+        "durable_name": spec.name,
+        "name": spec.name,
+        "deliver_policy": "all",
+        "ack_policy": "explicit",
+        "ack_wait": int(spec.ack_wait_s * _NS),
+        "max_deliver": -1,
+        "max_ack_pending": spec.max_ack_pending,
+        "max_waiting": 512,
+        # The server wants one subject and several in different fields.
+        **({"filter_subject": subjects[0]} if len(subjects) == 1 else {"filter_subjects": list(subjects)}),
+        "replay_policy": "instant",
+    }
+
+
+async def make_again(
+    bus: Bus, stream: str, config: dict[str, Any], *, start_seq: int = 0, since_s: float = 0.0, filtered: bool = False
+) -> bool:
+    """Create a consumer, unless it is there; False: it is.
+
+    Args:
+        config: as the JetStream API takes it.
+        start_seq: of the first message that it is to deliver; 0: not given.
+        since_s: deliver what was stored in the last seconds; 0: everything.
+        filtered: ask with its filter in the subject, as the permissions of workers want it.
+    Raises:
+        OSError: the broker refused it, or did not answer.
+    """
+    config = dict(config)
+    if start_seq:
+        config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": start_seq}
+    elif since_s:
+        try:
+            before = await before_time(bus, stream, time.time_ns() - int(since_s * 1e9))
+        except ServingError as error:
+            raise OSError(error.message) from None
+        config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": before + 1}
+    body = json.dumps({"stream_name": stream, "config": config, "action": "create"}).encode()
+    subject = f"$JS.API.CONSUMER.CREATE.{stream}.{config['name']}"
+    if filtered:
+        subject += f".{config['filter_subject']}"
+    try:
+        reply = _decode((await bus.nc.request(subject, body, timeout=TIMEOUT_S)).data)
+    except (NatsError, TimeoutError, msgspec.MsgspecError) as problem:
+        raise OSError(f"the broker does not answer ({problem!r}); may this process create it?") from problem
+    if reply.error is not None:
+        if reply.error.err_code == EXISTS:
+            return False
+        raise OSError(str(reply.error))
+    return not reply.delivered.consumer_seq

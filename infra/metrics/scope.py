@@ -3,18 +3,133 @@
 A process has one scope with labels such as its namespace and component, and scopes below it for parts with labels of
 their own, such as a data-parallel rank. A metric carries the labels of its scope and of those above it. They are added
 when the metrics are read, so that counting costs nothing more.
+
+Names that Prometheus accepts, made from any text.
+
+Counters and histograms that one thread writes: a sixth of the cost of those that all may write.
 """
 
+import itertools
+import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
-from penstock.infra.metrics.names import label_name, metric_name
-from penstock.infra.metrics.thread_metrics import ThreadCounter, ThreadHistogram
+_METRIC = re.compile(r"[^a-zA-Z0-9_:]")
+_LABEL = re.compile(r"[^a-zA-Z0-9_]")
+RESERVED = ("le", "quantile")  # Prometheus sets them on buckets and summaries
+
+
+def metric_name(text: str) -> str:
+    """A metric name (``[a-zA-Z_:][a-zA-Z0-9_:]*``): other characters become underscores.
+
+    Raises:
+        ValueError: the text is empty.
+    """
+    return _begun(_METRIC.sub("_", text), text)
+
+
+def label_name(text: str) -> str:
+    """A label name (``[a-zA-Z_][a-zA-Z0-9_]*``): other characters become underscores, leading ones are merged.
+
+    Raises:
+        ValueError: the text is empty, or Prometheus sets this label itself.
+    """
+    name = re.sub(r"^__+", "_", _begun(_LABEL.sub("_", text), text))  # two leading ones are Prometheus' own
+    if name in RESERVED:
+        raise ValueError(f"the label name {name!r} is set by Prometheus; choose another")
+    return name
+
+
+def _begun(name: str, text: str) -> str:
+    if not name:
+        raise ValueError(f"{text!r} is not a name: it is empty")
+    return f"_{name}" if name[0].isdigit() else name
+
+
+class _Count:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        """Add to the count."""
+        self.value += amount
+
+
+class ThreadCounter(Collector):
+    """For what happens with every request. Only one thread may count; any may read.
+
+    Args:
+        name: the full name, without "_total".
+        about: one line for the metrics page.
+        labels: names, whose values are given with each count.
+    """
+
+    def __init__(self, name: str, about: str, labels: Sequence[str] = ()) -> None:
+        self._name = name.removesuffix("_total")
+        self._about = about
+        self._labelnames = tuple(labels)  # as the library calls them
+        self._counts: dict[tuple[str, ...], _Count] = {}
+        if not labels:
+            self.inc = self.labels().inc
+
+    def labels(self, *values: str) -> _Count:
+        """The count of these values, in the order of the names."""
+        count = self._counts.get(values)
+        if count is None:
+            if len(values) != len(self._labelnames):
+                raise ValueError(f"{self._name} has the labels {self._labelnames}, not {values}")
+            count = self._counts[values] = _Count()
+        return count
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._about, labels=self._labelnames)
+        for values, count in list(self._counts.items()):
+            family.add_metric(values, count.value)
+        yield family
+
+    def describe(self) -> Iterable[Metric]:
+        return [CounterMetricFamily(self._name, self._about)]
+
+
+class ThreadHistogram(Collector):
+    """For what happens with every token or request. Only one thread may observe; any may read.
+
+    Args:
+        name: the full name.
+        about: one line for the metrics page.
+        buckets: upper bounds, ascending, without infinity.
+    """
+
+    def __init__(self, name: str, about: str, buckets: Sequence[float]) -> None:
+        self._name = name
+        self._about = about
+        self._bounds = tuple(map(float, buckets))
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, amount: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self._bounds, amount)] += 1
+        self._sum += amount
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._about)
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        family.add_metric([], list(zip(names, itertools.accumulate(self._counts), strict=True)), self._sum)
+        yield family
+
+    def describe(self) -> Iterable[Metric]:
+        return [HistogramMetricFamily(self._name, self._about)]
+
 
 _Made = TypeVar("_Made", bound=Collector)
 

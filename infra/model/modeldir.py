@@ -11,16 +11,16 @@ from tokenizers import Tokenizer
 
 from penstock import configs
 from penstock.infra.model import defaults as generation_defaults
-from penstock.infra.model import lengths, mistral_format, text_files
-from penstock.infra.model.defaults import BadDefaults, GenerationDefaults
+from penstock.infra.model import defaults as lengths
+from penstock.infra.model import text_files
+from penstock.infra.model import weight_files as mistral_format
+from penstock.infra.model.defaults import BadDefaults, GenerationDefaults, Length
 from penstock.infra.model.image_tiles import BadTiles, Tiles, tiles_of
-from penstock.infra.model.lengths import Length
-from penstock.infra.model.template_files import UnreadableTemplate, special_tokens, template_sources, token_text
+from penstock.infra.model.text_files import UnreadableTemplate, special_tokens, template_sources, token_text
 from penstock.infra.model.weight_files import is_pointer, weight_files
 from penstock.infra.text.chat_template import ChatTemplate, TemplateError
 from penstock.infra.text.detokenizer import Detokenizer
-from penstock.infra.text.encoder import TextEncoder
-from penstock.infra.text.plain_text import PlainText
+from penstock.infra.text.encoder import PlainText, TextEncoder
 from penstock.schemas.requests import Sampling
 
 BUNDLED = ("demo", "demo-vision", "tiny")
@@ -97,8 +97,8 @@ class ModelDir:
     vision: Vision | None = None
     no_vision: str = ""
     tokenizer_digest: str = ""
-    length: Length = lengths.NONE
-    defaults: GenerationDefaults = generation_defaults.NONE
+    length: Length = lengths.NO_LENGTH
+    defaults: GenerationDefaults = generation_defaults.NO_DEFAULTS
     added_tokens: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.infra.model import mistral_format
-from penstock.infra.model.lengths import ROPE_TYPES, rope_type, ropes
+from penstock.infra.model import weight_files as mistral_format
+from penstock.infra.model.defaults import ROPE_TYPES, rope_type, ropes
 from penstock.infra.model.weight_files import elsewhere, is_pointer, weight_files
 
 _HEADER = 1 << 28  # the most that is read of one

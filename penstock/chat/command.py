@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from penstock.chat.answer import Conversation, image_url, load
 from penstock.chat.client import ChatClient
-from penstock.chat.conversation import Conversation, image_url, load
 from penstock.chat.session import COMMANDS, Options, Session
 from penstock.cli.terminal import visible
 from penstock.configs.flags import Parser

@@ -24,7 +24,7 @@ from penstock.cli.terminal import visible
 from penstock.configs.flags import Parser
 from penstock.infra.broker.datadir import Lock, holder
 from penstock.infra.model.modeldir import ModelError, resolve
-from penstock.infra.process.deathsig import die_with_parent
+from penstock.infra.process.child import die_with_parent
 from penstock.infra.process.signals import leave_closed_terminal
 from penstock.launch.state import read_state
 

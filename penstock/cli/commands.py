@@ -75,8 +75,8 @@ COMMANDS = {
     "worker": Command("run a worker", "penstock.workers.main:run", "WorkerSettings"),
     "rank-metrics": Command(
         "serve the metrics of an engine's ranks on a machine that has no worker",
-        "penstock.workers.metrics.ranks:run",
-        "penstock.workers.metrics.ranks:RankMetricsSettings",
+        "penstock.workers.metrics.multiprocess:run",
+        "penstock.workers.metrics.multiprocess:RankMetricsSettings",
     ),
     "chat": Command("talk to a model in the terminal", "penstock.chat.command:run"),
     "run": Command("serve a model for one conversation: start, answer, stop", "penstock.chat.run_command:run"),
@@ -115,15 +115,15 @@ COMMANDS = {
     ),
     "audit": Command("list who changed what, or read what of others", "penstock.operate.audit:run"),
     "forget": Command("delete ended requests from the log", "penstock.operate.forget:run"),
-    "recipe list": Command("list the recipes that come with penstock", "penstock.launch.recipes.cli:run_list"),
-    "recipe show": Command("show a recipe and the commands that run it", "penstock.launch.recipes.cli:run_show"),
+    "recipe list": Command("list the recipes that come with penstock", "penstock.launch.recipes.command:run_list"),
+    "recipe show": Command("show a recipe and the commands that run it", "penstock.launch.recipes.command:run_show"),
     "recipe check": Command(
-        "check engine arguments for errors and slow settings", "penstock.launch.recipes.cli:run_check"
+        "check engine arguments for errors and slow settings", "penstock.launch.recipes.command:run_check"
     ),
     "recipe generate": Command(
         "generate engine arguments for a model, GPUs and a load", "penstock.launch.recipes.generate:run_generate"
     ),
-    "recipe matrix": Command("show what each engine supports", "penstock.launch.recipes.cli:run_matrix"),
+    "recipe matrix": Command("show what each engine supports", "penstock.launch.recipes.command:run_matrix"),
     "kubernetes render": Command("make values for the Helm chart", "penstock.deploy.kubernetes:run_render"),
     "kubernetes chart": Command("write the Helm chart to a folder", "penstock.deploy.kubernetes:run_chart"),
     "systemd": Command(
@@ -180,7 +180,7 @@ COMMANDS = {
         choices=("cancel", "collect", "status", "submit"),
     ),
     "slurm layout": Command(
-        "within a job: show on which nodes and GPUs its workers run", "penstock.measure.slurm.layout_command:run"
+        "within a job: show on which nodes and GPUs its workers run", "penstock.measure.slurm.script:run"
     ),
     "profile endpoint": Command(
         "measure prefill and decode of a live engine, each alone",
@@ -194,7 +194,7 @@ COMMANDS = {
     ),
     "profile kernels": Command(
         "shares of attention and dense layers in a trace of torch's profiler",
-        "penstock.measure.profile.kernels_command:run",
+        "penstock.measure.profile.kernels:run",
     ),
     "plan": Command(
         "watch load and latencies, and start and drain workers",
@@ -424,7 +424,7 @@ def load(path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name in SOURCE_TREE_ONLY:
             sys.exit("penstock: this command is not part of the installed package; run it in a clone of the repository")
-        from penstock.workers.engines.extras import EXTRAS
+        from penstock.workers.engines.support import EXTRAS
 
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:

@@ -1,7 +1,16 @@
-"""Times and durations as people write them at a terminal."""
+"""Times and durations as people write them at a terminal.
+
+Counts as people read them: "1 request", "2,048 requests".
+
+Sizes in bytes as people write and read them.
+
+Quantiles of measured values.
+"""
 
 import datetime
 import re
+from collections.abc import Sequence
+from typing import TypeVar
 
 _AGO = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _UNITS = {"ms": 1e6, "s": 1e9, "m": 60e9, "h": 3600e9, "d": 86400e9}
@@ -59,3 +68,46 @@ def show_duration(seconds: float) -> str:
         if seconds < up_to * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{round(seconds / 86400, 1):g} d"
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """A count and its noun.
+
+    Args:
+        plural: of the noun; default: with an "s".
+    """
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?)?B?")
+_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "512MiB", "4GiB", "500MB" or "1073741824". Units with an "i" are powers of 1,024, others of 1,000.
+
+    Raises:
+        ValueError: anything else.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is not a size: write 512MiB, 4GiB or a number of bytes")
+    unit = found[2] or ""
+    return int(float(found[1]) * (1024 if unit.endswith("i") else 1000) ** _POWERS[unit.removesuffix("i")])
+
+
+def show_size(size: float) -> str:
+    """Bytes with a binary unit and up to one decimal: "0 B", "3.2 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+T = TypeVar("T")
+
+
+def quantile(ordered: Sequence[float], share: float, nothing: T) -> float | T:
+    """The value below which ``share`` of the ordered values are, by nearest rank; ``nothing`` of no values."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else nothing

@@ -1,6 +1,13 @@
-"""What commands print: tables, and errors without their numbers."""
+"""What commands print: tables, and errors without their numbers.
+
+Tables that fit a terminal: where there is no room for all columns, those that matter least are left out.
+
+Bars of a waterfall in text. Pure.
+"""
 
 import sys
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import rich.markup
 from rich.console import Console
@@ -61,3 +68,60 @@ def confirmed(question: str) -> bool:
     if not sys.stdin.isatty():
         return False
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+GAP = 2
+
+
+class Column(NamedTuple):
+    """
+    Attributes:
+        leaves: the column with the highest number is left out first; 0: it stays, and is cut if it must be.
+    """
+
+    name: str
+    leaves: int = 0
+    right: bool = False
+
+
+def fitting_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> Table:
+    """A table without lines.
+
+    Args:
+        rows: cells in rich's markup, one for each column.
+        width: of the terminal.
+    """
+    widths = [max(map(_width, (column.name, *(row[at] for row in rows)))) + GAP for at, column in enumerate(columns)]
+    shown = list(range(len(columns)))
+    while sum(widths[at] for at in shown) - GAP > width:
+        at = max(shown, key=lambda at: columns[at].leaves)
+        if not columns[at].leaves:
+            break
+        shown.remove(at)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for at in shown:
+        table.add_column(columns[at].name, justify="right" if columns[at].right else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[at] for at in shown))
+    return table
+
+
+def _width(markup: str) -> int:
+    return max(line.cell_len for line in Text.from_markup(markup).split() or [Text()])
+
+
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def bar(start: int, end: int, whole: int, width: int) -> str:
+    """A bar for the part ``start`` .. ``end`` of ``whole``: blanks, then blocks, in eighths of a column.
+
+    The bar has at least one mark and at most ``width`` columns.
+    """
+    first = max(0, min(width * 8 - 1, start * width * 8 // whole))
+    length = max(1, min(width * 8 - first, (end - start) * width * 8 // whole))
+    column, part = divmod(first, 8)
+    if part and length < 8:
+        return " " * column + "▐"
+    blocks, rest = divmod(length + (part if part else 0), 8)
+    return " " * column + ("█" * blocks + (_EIGHTHS[rest] if rest else "") or "▏")

@@ -9,7 +9,7 @@ Every answer arrives complete, each part once and in order, even if a broker, ga
 A position (``answer.position``, ``stream.position``) saved as text is enough for another process to continue.
 """
 
-from .answers import Answer, Choice, Chunk, Function, Message, ToolCall, Usage
+from .answers import Answer, Choice, Chunk, Function, Message, Position, ToolCall, Usage
 from .client import Call, Client, Stream
 from .errors import (
     Cancelled,
@@ -22,7 +22,6 @@ from .errors import (
     PenstockError,
     Timeout,
 )
-from .position import Position
 
 __all__ = [
     "Answer",

@@ -10,12 +10,10 @@ from uuid import uuid4
 import msgspec
 from nats.errors import Error as NatsError
 
-from .answers import Answer, Chunk, read_answer, read_chunk, read_error
+from .answers import Answer, Chunk, Kind, Position, read_answer, read_chunk, read_error
 from .connection import Connection, connect
 from .errors import NotFound, PenstockError, error
-from .position import Kind, Position
-from .reader import AGAIN_S, AnswerReader, Submission
-from .reorder import HEADER_ERROR, Message
+from .reader import AGAIN_S, HEADER_ERROR, AnswerReader, Message, Submission
 
 TIMEOUT_S = 600.0  # the gateway's default deadline of a request
 CANCEL_S = 10.0

@@ -1,11 +1,15 @@
-"""``penstock kubernetes render``, the shell around ``render``, and ``penstock kubernetes chart``."""
+"""``penstock kubernetes render``, the shell around ``render``, and ``penstock kubernetes chart``.
+
+Values of the chart for a recipe, or for an engine and a model: a pure function, and its text.
+"""
 
 import argparse
+import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import yaml
@@ -13,11 +17,174 @@ import yaml
 from penstock.cli.terminal import reason
 from penstock.configs.flags import Parser
 from penstock.deploy.chart import CHART
-from penstock.deploy.render import Wanted, to_yaml, values_of
 from penstock.deploy.values import Engine, Role
-from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.engine_args.tree import BadArguments, parse_yaml
+from penstock.launch.groups import EXTERNAL, gpus_of
 from penstock.launch.recipes import catalogue
-from penstock.launch.recipes.catalogue import RecipeEntry
+from penstock.launch.recipes.catalogue import BLOCK_SIZE, RecipeEntry
+
+Tree = dict[str, Any]
+NATS_CHARTS = "https://nats-io.github.io/k8s/helm/charts/"
+LWS = "https://lws.sigs.k8s.io/docs/installation/"
+
+
+class Wanted(NamedTuple):
+    """What is deployed.
+
+    Attributes:
+        counts: engines by role; roles of the recipe that are not in it have one.
+        engine: "": the recipe's, or native.
+        model: "": the recipe's, or the demo model.
+        image, native_image: of gateways, routers and mock workers, of native workers; "": the chart's.
+        hub_secret, urls_secret, ca_secret: names of Secrets; see ``hub`` and ``broker`` among the values.
+    """
+
+    release: str = "penstock"
+    counts: Mapping[str, int] = {}
+    engine: Engine | None = None
+    model: str = ""
+    served_model_name: str = ""
+    image: str = ""
+    native_image: str = ""
+    engine_image: str = ""
+    hub_secret: str = ""
+    urls_secret: str = ""
+    ca_secret: str = ""
+
+
+def values_of(wanted: Wanted, members: Mapping[str, RecipeEntry] = {}, texts: Mapping[str, str] = {}) -> Tree:
+    """The values that differ from the chart's.
+
+    Args:
+        members: the recipe's files by role.
+        texts: what is in them, by role.
+    Raises:
+        BadArguments: what is wanted contradicts itself or the recipe.
+    """
+    header = next(iter(members.values())).header if members else None
+    engine = wanted.engine or (header.engine if header else "native")
+    if header is not None and engine != header.engine:
+        raise BadArguments([f"--engine {engine}: the recipe is for {header.engine}; leave it out"])
+    if engine in EXTERNAL and not wanted.engine_image:
+        raise BadArguments([f"--engine-image: name the image with penstock and {engine}; see docs/containers.md"])
+    model = wanted.model or (header.model if header else "")
+    if engine in EXTERNAL and not model:
+        raise BadArguments(["--model: name a directory on the models volume (/models/...) or a Hugging Face id"])
+    counts = _counts(wanted.counts, members)
+    top = {
+        "image": wanted.image,
+        "nativeImage": wanted.native_image,
+        "engineImage": wanted.engine_image,
+        "model": model,
+    }
+    top |= {"servedModelName": wanted.served_model_name}
+    values: Tree = {key: value for key, value in top.items() if value}
+    sizes = {member.block_size for role, member in members.items() if counts.get(role)} or {BLOCK_SIZE}
+    if len(sizes) > 1:
+        raise BadArguments([f"the recipe has blocks of {sorted(sizes)} tokens; handoff and routing need one size"])
+    values["blockSize"] = sizes.pop()
+    if wanted.hub_secret:
+        values["hub"] = {"existingSecret": wanted.hub_secret}
+    if wanted.ca_secret and not wanted.urls_secret:
+        raise BadArguments(["--ca-secret: for a NATS of your own; name the Secret with its URLs, too: --urls-secret"])
+    if wanted.urls_secret:
+        values |= {"nats": {"enabled": False}, "broker": {"urlsSecret": wanted.urls_secret}}
+        if wanted.ca_secret:
+            values["broker"]["caSecret"] = wanted.ca_secret
+    if not model:
+        values["models"] = {"enabled": False}
+    values["workers"] = {
+        role: {"engine": engine, "replicas": count} | _pool(engine, members.get(role), texts.get(role, ""))
+        for role, count in counts.items()
+        if count
+    }
+    return values
+
+
+def _counts(given: Mapping[str, int], members: Mapping[str, RecipeEntry]) -> dict[str, int]:
+    """Engines by role. A recipe that offers both ways is split into prefill and decode unless roles are named."""
+    for role in given:
+        if members and given[role] and role not in members:
+            raise BadArguments([f"--{role}: the recipe has no engine arguments for it, only {', '.join(members)}"])
+    if any(given.values()):
+        return dict(given)
+    roles = dict.fromkeys(members or ("aggregated",), 1)
+    if {"prefill", "decode"} <= roles.keys():
+        roles.pop("aggregated", None)
+    return {**roles}
+
+
+def _pool(engine: str, member: RecipeEntry | None, text: str) -> Tree:
+    if member is None:
+        return {}
+    nodes = member.header.nodes
+    total = gpus_of(engine, parse_yaml(text))
+    pool: Tree = {"gpus": -(-total // nodes)}
+    if pool["gpus"] * nodes != total:
+        raise BadArguments([f"{member.name}: {total} GPUs cannot be shared evenly by {nodes} nodes"])
+    if nodes > 1:
+        pool["nodes"] = nodes
+    if member.max_len:
+        pool["settings"] = {"max-model-len": member.max_len}
+    return pool | {"engineArgs": text}
+
+
+def to_yaml(wanted: Wanted, values: Tree) -> str:
+    """The values as a file, below the commands that use it."""
+    body = yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=1000)
+    comments = "".join(f"#   {line}\n" for line in commands(wanted, values))
+    return f"# Values for the Helm chart of Penstock. Save them as values.yaml, and then:\n{comments}{body}"
+
+
+def commands(wanted: Wanted, values: Tree, file: str = "values.yaml") -> list[str]:
+    """The command lines from the values to a deployment.
+
+    Args:
+        file: of the values, as a word of the shell.
+    """
+    release, at = shlex.quote(wanted.release), "./penstock-chart"
+    lines = []
+    if wanted.hub_secret:
+        lines.append(f"kubectl create secret generic {shlex.quote(wanted.hub_secret)} --from-literal=token=$HF_TOKEN")
+    if wanted.urls_secret:
+        urls = " ".join(f"--from-literal={user}=$URL_OF_{user.upper()}" for user in ("gateway", "router", "worker"))
+        urls += " --from-literal=operator=$URL_OF_OPERATOR"
+        lines.append(f"kubectl create secret generic {shlex.quote(wanted.urls_secret)} {urls}")
+    if wanted.ca_secret:
+        lines.append(f"kubectl create secret generic {shlex.quote(wanted.ca_secret)} --from-file=ca.crt=./ca.crt")
+    spread = [pool["engine"] for pool in values["workers"].values() if pool.get("nodes", 1) > 1]
+    if spread:
+        lines.append(f"# needs LeaderWorkerSet: {LWS}")
+    if "trtllm" in spread:
+        lines.append("ssh-keygen -q -t ed25519 -N '' -f ./penstock-ssh")
+        lines.append(
+            f"kubectl create secret generic {release}-ssh --from-file=ssh-privatekey=./penstock-ssh "
+            "--from-file=ssh-publickey=./penstock-ssh.pub"
+        )
+    if wanted.urls_secret:
+        lines.append(f"penstock kubernetes chart {at} --no-nats")
+    else:
+        lines.append(f"penstock kubernetes chart {at}")
+        lines.append(f"helm repo add nats {NATS_CHARTS}")
+        lines.append(f"helm dependency build {at}  # fetches the NATS chart, once")
+    lines.append(f"helm template {release} {at} -f {file}  # to look at the manifests")
+    lines.append(f"helm upgrade --install {release} {at} -f {file}")
+    return lines
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Texts of several lines as they are: people read and edit this."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _text(dumper: _Dumper, data: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Dumper.add_representer(str, _text)
+
 
 OK, REFUSED = 0, 1
 CHART_ABOUT = (

@@ -15,8 +15,8 @@ from penstock.configs.flags import BadFlags, Parser, read
 from penstock.configs.settings import Common, GatewaySettings, RouterSettings, WorkerSettings, about
 from penstock.infra.broker.config import USERS
 from penstock.infra.broker.datadir import load_secrets
-from penstock.infra.broker.passwords import user_in_use
 from penstock.infra.broker.roles import ROLES as BROKER_ROLES
+from penstock.infra.broker.tenants import user_in_use
 from penstock.schemas.control import DRAINED
 from penstock.schemas.subjects import Namespace
 

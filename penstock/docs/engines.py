@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from penstock.launch.recipes.tables import markdown
+from penstock.launch.recipes.command import markdown
 from penstock.workers.engines.support import sampling_notes, sampling_table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"

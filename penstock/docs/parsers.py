@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from penstock.infra.text.parsers.families import PACKAGED, Calls, Family, read_rows
-from penstock.launch.recipes.tables import markdown
+from penstock.launch.recipes.command import markdown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parsers.md"
 BEGIN, END = "<!-- made by `python -m penstock.docs`: model families -->", "<!-- end -->"

@@ -1,7 +1,7 @@
 """Regenerates the tables of configs/recipes/README.md: ``python -m penstock.docs.readme``."""
 
 from penstock.launch.recipes.catalogue import FOLDER, load, members
-from penstock.launch.recipes.tables import refreshed
+from penstock.launch.recipes.command import refreshed
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ import msgspec
 
 from penstock.schemas import (
     audit,
-    budgets,
     deletions,
     done,
     fleet,
@@ -85,7 +84,7 @@ CHANNELS = (
     Channel("$KV.ps_tenants.<tenant>", "KV_ps_tenants", (tenants.Limits,), ("tenant",), "the operator",
             "gateways and routers"),
     Channel("$KV.ps_keys.<id>", "KV_ps_keys", (keys.ApiKey,), ("api_key",), "`penstock keys`", "gateways"),
-    Channel("$KV.ps_budgets.<key>", "KV_ps_budgets", (budgets.Ledger,), ("budget",), "gateways", "gateways"),
+    Channel("$KV.ps_budgets.<key>", "KV_ps_budgets", (keys.Ledger,), ("budget",), "gateways", "gateways"),
 )  # fmt: skip
 
 INTRO = """\

@@ -1,4 +1,11 @@
-"""One deployment: started in order, supervised until a signal, stopped in order."""
+"""One deployment: started in order, supervised until a signal, stopped in order.
+
+Returns what a worker ran when its process ended to the routers, before the worker is started again.
+
+Its next life would do so from the same journal, but only once it is connected, and without knowing the exit status.
+
+Stopping a deployment in order, and what the terminal shows meanwhile.
+"""
 
 import asyncio
 import contextlib
@@ -10,7 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import structlog
+from nats.errors import Error as NatsError
 
 import penstock
 from penstock.cli.commands import unknown_variables
@@ -18,6 +27,7 @@ from penstock.configs.settings import served_names
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.broker.datadir import Lock
 from penstock.infra.broker.disk import DiskWatch
+from penstock.infra.broker.jetstream_api import BrokerProblem
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.engine_args.tree import BadArguments, Tree, parse_yaml
 from penstock.infra.model.embedding_model import makes_vectors
@@ -25,25 +35,143 @@ from penstock.infra.process.child import Process
 from penstock.infra.process.signals import Stop
 from penstock.infra.process.sockets import CannotListen
 from penstock.infra.process.supervisor import USAGE, Keeper
-from penstock.launch.crash_report import report_end
 from penstock.launch.groups import PlanError, assign, fleet_of, with_name
-from penstock.launch.growth import further
-from penstock.launch.listeners import Listeners
-from penstock.launch.machine import cores, free_port, free_run, gpus
+from penstock.launch.machine import Listeners, cores, free_port, free_run, gpus
 from penstock.launch.nats import apply_at, connect_operator
-from penstock.launch.plan import Planned, plan, worker_state
+from penstock.launch.plan import Planned, further, plan, worker_state
 from penstock.launch.readiness import Readiness, served_models
 from penstock.launch.recipes import catalogue
 from penstock.launch.show import Board, readable, welcome
 from penstock.launch.state import Running, State, login_of, read_resume, start_of, stored_token, write_state
-from penstock.launch.stopping import stop_in_order
 from penstock.schemas.subjects import Subjects
+from penstock.workers.session.crash_journal import (
+    End,
+    LastLife,
+    boot_id,
+    judge,
+    killed_for_memory,
+    paths,
+    read_journal,
+    returns,
+)
 
 log = structlog.get_logger("up")
 
+STORE_S = 1.0
+
+
+async def report_end(folder: Path, name: str, status: int, url: str, subjects: Subjects) -> None:
+    """
+    Args:
+        folder: the worker's state folder.
+        status: exit status, negative for a signal.
+        url: of the broker, for the operator. If it does not answer, the worker's next life reports the end.
+    """
+    path, _ = paths(folder, name)
+    try:
+        life = read_journal(path.read_bytes())
+    except OSError:
+        return
+    if life is None or not life.running:
+        return
+    end = judge(life, boot=boot_id(), killed=killed_for_memory(), status=status)
+    log.warning(
+        "worker_ended", name=name, status=status, crashed=end.crashed, why=end.reason, requests=len(life.running)
+    )
+    with contextlib.suppress(OSError):
+        if await _stored(life, end, url, subjects):
+            path.write_bytes(b"")
+        else:
+            with path.open("ab") as journal:
+                journal.write(msgspec.json.encode(end) + b"\n")
+
+
+async def _stored(life: LastLife, end: End, url: str, subjects: Subjects) -> bool:
+    try:
+        nc = await connect_operator(url)
+    except BrokerProblem:
+        return False
+    try:
+        js = nc.jetstream(timeout=STORE_S)
+        for each in returns(life, end, subjects):
+            await js.publish(each.subject, each.payload, headers=each.headers | {"Nats-Msg-Id": each.id})
+        return True
+    except (NatsError, TimeoutError, OSError) as error:
+        log.warning("worker_end_not_stored", error=repr(error), action="its next life reports it")
+        return False
+    finally:
+        await nc.close()
+
+
+GRACE_S = 5.0  # beyond drain_s, to close connections
+REPORT_S = 5.0  # between two lines about processes that are still awaited
+# Gateways first, since clients are connected to them; then routers and workers, readers of the log, and the broker.
+STAGES = (("gateway",), ("router", "worker"), ("trace", "dashboard"), ("nats",))
+
+
+async def stop_in_order(
+    keepers: Sequence[Keeper],
+    drain_s: float,
+    insisted: asyncio.Event,
+    say: Callable[[str], None],
+    *,
+    serving: bool = True,
+) -> bool:
+    """Stop all processes; whether ``insisted`` cut it short, by killing them.
+
+    Args:
+        serving: requests may be open.
+        say: takes each line for the user.
+    """
+    began = time.monotonic()
+
+    def kill(task: asyncio.Task[bool]) -> None:
+        if not task.cancelled():
+            for keeper in keepers:
+                keeper.kill()
+
+    insisting = asyncio.create_task(insisted.wait(), name="second-signal")
+    insisting.add_done_callback(kill)
+    awaited = f"waiting up to {drain_s:g} s for open requests" if serving else "the start is given up"
+    say(f"stopping: {awaited}; Ctrl-C again to stop at once")
+    deadline = began + drain_s  # one for all: what a gateway has used of it is gone for workers
+    for roles in STAGES:
+        await _stop_together([keeper for keeper in keepers if keeper.child.role in roles], deadline, say)
+    cut_short = insisted.is_set()
+    insisting.cancel()
+    say(
+        f"stopped at once{'; open requests were cut off' if serving else ''}"
+        if cut_short
+        else f"stopped after {time.monotonic() - began:.1f} s"
+    )
+    return cut_short
+
+
+async def _stop_together(keepers: Sequence[Keeper], deadline: float, say: Callable[[str], None]) -> None:
+    if not keepers:
+        return
+    now = reported = time.monotonic()
+    kill_s = max(deadline, now) + GRACE_S - now
+    pending = {asyncio.create_task(keeper.stop(kill_s), name=keeper.child.name) for keeper in keepers}
+    hurried = False
+    while pending:
+        until = reported + REPORT_S if hurried else min(deadline, reported + REPORT_S)
+        done, pending = await asyncio.wait(pending, timeout=max(0.0, until - now))
+        for task in done:
+            task.result()
+        now = time.monotonic()
+        if not hurried and now >= deadline:
+            hurried = True
+            for keeper in keepers:
+                keeper.hurry()
+        if pending and now >= reported + REPORT_S:
+            reported = now
+            names = ", ".join(sorted(task.get_name() for task in pending))
+            say(f"  waiting for {names}: {max(0.0, deadline - now):.0f} s left")
+
+
 _TRIES = 3  # exits of one process before all is ready, after which the start has failed
 _POLL_S = 0.05
-REPORT_S = 5.0  # for reporting why a worker ended
 ROUTER_STANDSTILL_S = 2.0  # a stopped router is killed after this, so that its requests wait for at most 5 s
 
 

@@ -16,9 +16,9 @@ from penstock.configs.settings import WorkerSettings, served_names
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree, decode, merge, parse_json
 from penstock.infra.model import modeldir
-from penstock.infra.text.parsers import parser_detection
+from penstock.infra.text.parsers import families
 from penstock.infra.text.parsers.families import TABLE, Table
-from penstock.launch.recipes import compatibility
+from penstock.launch.recipes import advice
 from penstock.launch.recipes.catalogue import RecipeEntry
 
 Roles = Mapping[str, int]
@@ -103,7 +103,7 @@ def fleet_of(
     """
     try:
         known = Table(TABLE.rows)
-        parser_detection.prepare(up.parser_families, up.reasoning_parser, up.tool_call_parser, known)
+        families.prepare(up.parser_families, up.reasoning_parser, up.tool_call_parser, known)
     except ValueError as error:
         raise PlanError(str(error)) from None
     if len(up.model) > 1:
@@ -316,8 +316,8 @@ def _agree(groups: Sequence[Group], block_size: int) -> None:
             args = decode(merge({"kv_cache_config": kv, "cache_transceiver_config": {"backend": named}}, tree))
         except BadArguments:
             continue  # the worker says what is wrong, with its own defaults below
-        members.append(compatibility.EngineConfig(f"--{group.role}", group.role, "", args))  # type: ignore[arg-type]
-    wrong = [finding for finding in compatibility.compare(members) if finding.level == "error"]
+        members.append(advice.EngineConfig(f"--{group.role}", group.role, "", args))  # type: ignore[arg-type]
+    wrong = [finding for finding in advice.compare(members) if finding.level == "error"]
     if wrong:
         problems = "; ".join(f"{each.where} {each.message}: {each.fix}" for each in wrong)
         raise PlanError(f"the workers' engine arguments do not go together: {problems}")

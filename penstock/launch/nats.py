@@ -15,14 +15,12 @@ from penstock.cli.commands import StreamsSettings
 from penstock.configs.logs import setup
 from penstock.configs.settings import NatsSettings
 from penstock.infra.broker.apply import apply
-from penstock.infra.broker.binary import MINIMUM, dotted
 from penstock.infra.broker.config import LAME_DUCK_S, USERS, Cluster, ServerConfig, Tls, render
 from penstock.infra.broker.datadir import DataDirBusy, DataDirUnusable, load_secrets, prepare
 from penstock.infra.broker.disk import DiskWatch
-from penstock.infra.broker.failures import NoServerBinary, ServerFailed
 from penstock.infra.broker.jetstream_api import BrokerProblem
 from penstock.infra.broker.roles import ROLES
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.broker.server import MINIMUM, EmbeddedNats, NoServerBinary, ServerFailed, dotted
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import Refused, authenticate, note_refusal, refusals, why_unreachable

@@ -1,18 +1,90 @@
-"""Whether a starting deployment can serve: its workers are registered, and each gateway answers that it is ready."""
+"""Whether a starting deployment can serve: its workers are registered, and each gateway answers that it is ready.
 
+Which workers are registered right now, asked once: for the start of a deployment, not for serving.
+
+The few HTTP GETs that the supervisor needs, without an HTTP library.
+"""
+
+import asyncio
 import contextlib
 import re
+import ssl
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 import msgspec
 from nats.aio.client import Client
+from nats.errors import Error as NatsError
 
-from penstock.launch.fleet import registered
-from penstock.launch.http import get, get_url
 from penstock.launch.state import Running
+from penstock.schemas import fleet
 from penstock.schemas.subjects import Subjects
+
+
+async def registered(nc: Client, subjects: Subjects) -> set[str]:
+    """The names of workers with a live lease; empty if the broker does not answer."""
+    js, stream = nc.jetstream(), f"KV_{subjects.bucket('workers')}"
+    names = set()
+    try:
+        info = await js.stream_info(stream, subjects_filter=subjects.lease(">"))
+        for key in info.state.subjects or ():
+            message = await js.get_last_msg(stream, key, direct=True)
+            if message.data:  # else the marker of a lease that ended
+                names.add(fleet.decode(message.data).name)
+    except (NatsError, TimeoutError, msgspec.DecodeError):  # a key may end between the two questions
+        pass
+    return names
+
+
+_MOST = 1 << 20
+
+
+async def get(host: str, port: int, path: str, timeout_s: float = 2.0, *, tls: bool = False) -> tuple[int, bytes]:
+    """Status and body of a GET; status 0: no answer.
+
+    Args:
+        tls: over HTTPS, to whichever certificate: nothing secret is sent.
+    """
+    with contextlib.suppress(OSError, TimeoutError, ValueError, IndexError):
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(host, port, ssl=_unverified() if tls else None)
+            try:
+                writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode())
+                answer = await reader.read(_MOST)
+                while more := await reader.read(_MOST):
+                    answer += more
+            finally:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+            head, _, body = answer.partition(b"\r\n\r\n")
+            return int(head.split(None, 2)[1]), body
+    return 0, b""
+
+
+async def get_url(url: str, path: str = "") -> tuple[int, bytes]:
+    """The same for a URL, with ``path`` behind it."""
+    parts = urlsplit(url)
+    tls = parts.scheme == "https"
+    return await get(parts.hostname or "", parts.port or (443 if tls else 80), parts.path + path, tls=tls)
+
+
+def _unverified() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def reachable(host: str) -> str:
+    """Where to reach a server that listens on ``host``: one cannot connect to "any address"."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
+def base_url(host: str, port: int, *, tls: bool = False) -> str:
+    name, scheme = reachable(host), "https" if tls else "http"
+    return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"
+
 
 _SAMPLE = re.compile(r"^(\w+)(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 

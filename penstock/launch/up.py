@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from penstock.configs.logs import setup
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.broker.datadir import DataDirBusy, DataDirUnusable
-from penstock.infra.broker.failures import NoServerBinary, ServerFailed
 from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.server import NoServerBinary, ServerFailed
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.process import scheduling
 from penstock.infra.process.sockets import CannotListen

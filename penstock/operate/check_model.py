@@ -9,15 +9,16 @@ import msgspec
 
 from penstock.cli.terminal import escape, print_hanging, stdout
 from penstock.configs.flags import Parser
-from penstock.infra.model import lengths, modeldir, servable
+from penstock.infra.model import defaults as lengths
+from penstock.infra.model import modeldir, servable
 from penstock.infra.model.defaults import BadDefaults, defaults
 from penstock.infra.model.embedding_model import describe, makes_vectors
 from penstock.infra.model.modeldir import ModelError
-from penstock.infra.model.template_files import UnreadableTemplate, special_tokens, template_sources, token_text
+from penstock.infra.model.text_files import UnreadableTemplate, special_tokens, template_sources, token_text
 from penstock.infra.model.weight_files import is_pointer, weight_files
 from penstock.infra.text.chat_template import ChatTemplate, PromptEnd, TemplateError
-from penstock.infra.text.parsers.parser_detection import prepare, reasoning_parser, tool_call_parser
-from penstock.schemas.parser_names import AUTO
+from penstock.infra.text.parsers.families import prepare, reasoning_parser, tool_call_parser
+from penstock.schemas.fleet import AUTO
 
 OK, PROBLEM = 0, 1
 ENGINES = ("native", "vllm", "sglang", "trtllm")

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import msgspec
 from rich.console import Console
 
-from penstock.cli.counts import counted
-from penstock.cli.figures import clock, moment_ns
+from penstock.cli.figures import clock, counted, moment_ns
 from penstock.cli.terminal import confirmed, escape, print_hanging, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import get_last

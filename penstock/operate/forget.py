@@ -15,15 +15,14 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from penstock.cli.counts import counted
+from penstock.cli.figures import counted
 from penstock.cli.terminal import confirmed, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.broker.jetstream_api import BrokerProblem, request
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
-from penstock.infra.bus.erase import Eraser, check_stores
-from penstock.infra.bus.forget import Ended, find_ended, forget_messages
+from penstock.infra.bus.forget import Ended, Eraser, check_stores, find_ended, forget_messages
 from penstock.log.requests.summary_cache import cache_folder
 from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
 from penstock.schemas.errors import ServingError

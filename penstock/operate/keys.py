@@ -18,7 +18,7 @@ from penstock.infra.bus.audit import person
 from penstock.infra.bus.connection import Bus
 from penstock.log.sources.open_log import Source, open_log, run_command
 from penstock.operate import key_store
-from penstock.operate.key_copies import copy_into, line_of, read_keys
+from penstock.operate.key_store import copy_into, line_of, read_keys
 from penstock.operate.workers import registrations, unserved
 from penstock.schemas.errors import ServingError
 from penstock.schemas.keys import MOST_CONCURRENT, MOST_PER_MINUTE, ApiKey, check_id, digest_of, new_key

@@ -2,29 +2,60 @@
 
 Rates come from the sequences of streams. Times, hit rates and failures come from the requests that end between two
 looks, at most ``SAMPLED_PER_LOOK`` at a time. Nothing that is read has a prompt or an answer.
+
+The requests that end while somebody looks: times and counts, from the headers of their records.
+
+The bodies hold prompts and answers. Who may see how a deployment does need not be trusted with those.
 """
 
 import asyncio
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 
 import msgspec
 from nats.errors import Error as NatsError
 
-from penstock.cli.quantile import quantile
+from penstock.cli.figures import quantile
 from penstock.infra.broker import retention
 from penstock.infra.broker.retention import StreamUse
 from penstock.infra.bus.connection import Bus
-from penstock.operate.ended import Ended
-from penstock.operate.routers import routers
-from penstock.operate.workers import registrations
+from penstock.infra.bus.wire_protocol import Frame, Headers
+from penstock.operate.workers import registrations, routers
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Registration
 from penstock.schemas.pace import SLOW, compare
 from penstock.schemas.routers import TENANTS, HeldByTenant, LostLeases, Member, held_by_tenant
 from penstock.schemas.streams import topology
-from penstock.schemas.summary import FAILED, RequestSummary
+from penstock.schemas.summary import FAILED, RequestSummary, of_headers
+
+
+class Ended:
+    """Follows the ends from ``open`` on.
+
+    Args:
+        most: ends that are kept until they are taken; of more, the newest.
+    """
+
+    def __init__(self, bus: Bus, most: int) -> None:
+        self._bus = bus
+        self._frames: deque[Frame] = deque(maxlen=most)
+        self._opened = False
+
+    async def open(self) -> None:
+        """Follow, until the connection is closed; may be repeated."""
+        if not self._opened:
+            self._opened = True
+            await self._bus.nc.subscribe_direct(self._bus.subjects.ended, self._frames.append)
+            await self._bus.nc.flush()
+
+    def take(self) -> list[RequestSummary]:
+        """What has ended since the last call, in the order of the log."""
+        frames = list(self._frames)
+        self._frames.clear()
+        found = (of_headers(frame.subject.decode(), Headers(frame.headers)) for frame in frames)
+        return [summary for summary in found if summary is not None]
+
 
 SAMPLED_PER_LOOK = 50  # records
 SAMPLED = 200  # records of the window that are kept

@@ -19,11 +19,17 @@ from nats.errors import Error as NatsError
 from penstock.configs.flags import Parser
 from penstock.infra.broker.config import ROUTE, ROUTE_BEFORE, USERS, route_passwords
 from penstock.infra.broker.datadir import load_secrets
-from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.infra.broker.passwords import SECOND_IN_USE, other_user, store, user_in_use, write_passwords
-from penstock.infra.broker.reload import reload, running_pid
+from penstock.infra.broker.jetstream_api import BrokerProblem, reload, running_pid
 from penstock.infra.broker.roles import ROLES
-from penstock.infra.broker.tenants import held, new_password
+from penstock.infra.broker.tenants import (
+    SECOND_IN_USE,
+    held,
+    new_password,
+    other_user,
+    store,
+    user_in_use,
+    write_passwords,
+)
 from penstock.schemas.subjects import Subjects
 
 EVERY = (*ROLES, "sys")

@@ -18,7 +18,7 @@ from penstock.configs.flags import Parser
 from penstock.infra.broker.datadir import holder
 from penstock.infra.bus.connection import Bus
 from penstock.infra.process.signals import RESUME
-from penstock.launch.http import get_url
+from penstock.launch.readiness import get_url
 from penstock.launch.state import Running, State, read_state, start_of, write_resume
 from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
 from penstock.operate.workers import registrations

@@ -8,11 +8,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli.counts import counted
-from penstock.cli.figures import duration_ns, show_duration
-from penstock.cli.fitting_table import Column, fitting_table
-from penstock.cli.sizes import parse_size, show_size
-from penstock.cli.terminal import confirmed, stdout
+from penstock.cli.figures import counted, duration_ns, parse_size, show_duration, show_size
+from penstock.cli.terminal import Column, confirmed, fitting_table, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.broker import retention
 from penstock.infra.broker.jetstream_api import BrokerProblem

@@ -24,10 +24,8 @@ from penstock.infra.broker import tenants
 from penstock.infra.broker.apply import apply_submissions
 from penstock.infra.broker.config import USERS, second_tenant_user, tenant_user
 from penstock.infra.broker.datadir import load_secrets
-from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.infra.broker.passwords import client_passwords, user_in_use
-from penstock.infra.broker.reload import reload, running_pid
-from penstock.infra.broker.tenants import Accounts, Copies, Tenant, Tenants
+from penstock.infra.broker.jetstream_api import BrokerProblem, reload, running_pid
+from penstock.infra.broker.tenants import Accounts, Copies, Tenant, Tenants, client_passwords, user_in_use
 from penstock.infra.bus.audit import recorded
 from penstock.launch.nats import as_operator
 from penstock.launch.state import read_state

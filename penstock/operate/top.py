@@ -10,10 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.figures import clock, duration_ns, show_duration, span
-from penstock.cli.fitting_table import Column, fitting_table
-from penstock.cli.sizes import show_size
-from penstock.cli.terminal import escape, stdout
+from penstock.cli.figures import clock, duration_ns, show_duration, show_size, span
+from penstock.cli.terminal import Column, escape, fitting_table, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.broker.jetstream_api import BrokerProblem
 from penstock.log.sources.open_log import Source, add_flags, open_log, run_command

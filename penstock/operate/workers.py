@@ -1,13 +1,19 @@
-"""The registered workers, read once."""
+"""The registered workers, read once.
+
+The running routers, read once.
+"""
 
 import time
 from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.registry import STALE_NS
 from penstock.schemas import fleet
 from penstock.schemas.fleet import Registration, State
+from penstock.schemas.routers import Member, decode
 
 
 async def registrations(bus: Bus) -> list[Registration]:
@@ -59,3 +65,19 @@ def alone(registered: Sequence[Registration], leaving: Sequence[Registration]) -
         if not any((each.model, each.role) == (one.model, one.role) for each in candidates):
             return one
     return None
+
+
+async def routers(bus: Bus) -> list[Member]:
+    """Routers with a live lease, by id. One whose lease cannot be read, of a later build, is left out.
+
+    Raises:
+        ServingError: the bucket cannot be read.
+    """
+    bucket, now_ns, found = bus.subjects.bucket("routers"), time.time_ns(), []
+    async for entry in read(bus, f"KV_{bucket}", f"$KV.{bucket}.>"):
+        if entry.data and now_ns - entry.time_ns < STALE_NS:  # else the marker of a lease that ended
+            try:
+                found.append(decode(entry.data))
+            except msgspec.MsgspecError:
+                continue
+    return sorted(found, key=lambda each: each.router)

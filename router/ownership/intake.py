@@ -1,23 +1,34 @@
-"""The requests that this router handles: those of its models from the log, and those that other routers pass on."""
+"""The requests that this router handles: those of its models from the log, and those that other routers pass on.
+
+Decides whether all routers share the requests of an owner's models. Pure.
+
+One router places the requests of a model, because decisions are best with one queue and one view of the load. A router
+is one process on one core, so its rate is limited. Before it reaches that limit, the owner asks the others to place
+requests as well: each places those that it pulls, and sees the decisions of the others a few milliseconds later. Only
+the owner recovers the requests of lost workers, which must not be done twice.
+
+What a lost router had read and not placed comes again at once, instead of after the consumer's ack_wait.
+
+No API of the broker lists the messages that a consumer waits for. But whoever may publish to an acknowledgement subject
+can reject any message, and a rejection of one that is not waited for changes nothing. So every sequence between the
+acknowledgement floor and the last delivered one is rejected, without reading any.
+"""
 
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import NamedTuple
 
 import structlog
 from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.consumers import config_of, make_again
-from penstock.infra.bus.message import Message
-from penstock.infra.bus.puller import Puller, sequence
+from penstock.infra.bus.jetstream import Message
+from penstock.infra.bus.puller import NAK, Puller, config_of, make_again, sequence
 from penstock.infra.bus.tasks import Tasks
 from penstock.router.held.held_requests import HeldRequests
 from penstock.router.ownership.membership import Membership
-from penstock.router.ownership.sharing import Sharing
-from penstock.router.ownership.takeover import redeliver
 from penstock.router.placement.routing import ModelPart
 from penstock.router.state.background import BackgroundTasks
 from penstock.router.state.load_tracker import LoadTracker
@@ -27,7 +38,87 @@ from penstock.schemas.routers import LostLeases
 from penstock.schemas.streams import LONGEST_DEADLINE_S, ConsumerSpec, topology
 from penstock.schemas.subjects import token
 
+BUSY = 0.7  # of a core
+BUSY_S = 2.0  # for so long, before requests are shared
+CALM = 0.6  # of the rate at which they were: alone, the owner would be busy for less than half a core
+CALM_S = 10.0
+
+
+class Sharing:
+    """Call ``update`` once a second.
+
+    Attributes:
+        active: all routers place requests.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self._since: float | None = None  # the rate calls for a change since then
+        self._rate = 0.0  # at which sharing began
+
+    def update(self, busy: float, rate: float, now: float, *, own_rate: float = 0.0) -> bool:
+        """
+        Args:
+            busy: share of a core that this process used in the last second.
+            rate: requests per second that all routers placed.
+            now: monotonic time, seconds.
+            own_rate: of these, by this router; 0: unknown.
+
+        Returns: ``active``.
+        """
+        if not self._lasts(self._is_calm(busy, rate, own_rate) if self.active else busy >= BUSY, now):
+            return self.active
+        self.active, self._since = not self.active, None
+        self._rate = rate
+        return self.active
+
+    def _is_calm(self, busy: float, rate: float, own_rate: float) -> bool:
+        """Whether this router would be far from full alone.
+
+        The rate at which sharing began says nothing if requests were not what it was busy with, such as KV events. So
+        its use of the core is enough, too: at most it grows as the number of requests does.
+        """
+        alone = busy if rate <= own_rate else busy * rate / own_rate if own_rate else float("inf")
+        return rate < CALM * self._rate or alone < CALM * BUSY
+
+    def _lasts(self, changes: bool, now: float) -> bool:
+        if not changes:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        else:
+            return now - self._since >= (CALM_S if self.active else BUSY_S)
+        return False
+
+
 log = structlog.get_logger("router")
+
+INFO_S = 2.0
+AT_ONCE = 500  # 1.5 ms
+MOST = 200_000  # further back, requests wait for ack_wait
+
+
+async def redeliver(bus: Bus, stream: str, consumer: str, held: Collection[int]) -> int:
+    """Reject what is delivered and not acknowledged; returns how many that were, ``held`` included.
+
+    Args:
+        held: sequences that this router holds itself.
+    Raises:
+        nats.errors.Error, TimeoutError: the broker did not answer; ack_wait does the same a second later.
+    """
+    info = await bus.js.consumer_info(stream, consumer, timeout=INFO_S)
+    if not info.num_ack_pending or info.ack_floor is None or info.delivered is None:
+        return 0
+    first = max(info.ack_floor.stream_seq + 1, info.delivered.stream_seq - MOST)
+    for count, seq in enumerate(range(first, info.delivered.stream_seq + 1), 1):
+        if seq not in held:
+            # Deliveries, stream sequence, consumer sequence (any that is in range), time, pending.
+            await bus.nc.publish(f"$JS.ACK.{stream}.{consumer}.1.{seq}.{info.delivered.consumer_seq}.0.0", NAK)
+        if count % AT_ONCE == 0:
+            await asyncio.sleep(0)
+    log.info("unplaced_requests_returned", consumer=consumer, pending=info.num_ack_pending, first=first)
+    return int(info.num_ack_pending)
+
 
 # A stopped router's open requests still take messages. They end soon, and not at once together: a class without one may
 # look to gateways as if there were no router.

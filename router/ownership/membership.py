@@ -10,11 +10,15 @@ its last renewal, by this process's clock. One that stops in order removes its k
 
 The broker's own election, a pull consumer with ``priority_policy: pinned_client``, is per consumer and not per model,
 refuses pulls without its group (status 400), and took 1.95 s after a kill (nats-server 2.15.1).
+
+Which router owns which model: a pure function of the routers' registrations and the models that have workers.
+
+All routers compute it from the same bucket, so they agree without asking each other, a moment after every change.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -25,12 +29,52 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.tasks import Tasks
-from penstock.router.ownership.assignment import assign, default_owner
 from penstock.router.placement.routing import ALONE, ModelPart
 from penstock.router.state.lost_workers import Link
 from penstock.schemas import routers, wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.routers import HeldByModel, HeldByTenant, LostLeases, Member
+
+
+def assign(models: Collection[str], members: Iterable[Member]) -> dict[str, str]:
+    """The owner of each model.
+
+    A router keeps the models that it owns, up to its share: the numbers of models of two routers differ by at most one.
+    Where several claim a model, the earliest keeps it. Other models go to the routers that own fewest, earliest first.
+    """
+    by_age = _by_age(members)
+    if not by_age:
+        return {}
+    share, larger_shares = divmod(len(models), len(by_age))
+    owners: dict[str, str] = {}
+    counts = {member.router: 0 for member in by_age}
+    for member in by_age:
+        for model in sorted(member.models):
+            if model not in models or model in owners or counts[member.router] > share:
+                continue
+            if counts[member.router] == share:
+                if not larger_shares:
+                    continue
+                larger_shares -= 1
+            owners[model] = member.router
+            counts[member.router] += 1
+    for model in sorted(set(models) - set(owners)):
+        router = min(counts, key=counts.__getitem__)
+        owners[model] = router
+        counts[router] += 1
+    return owners
+
+
+def default_owner(owners: dict[str, str], members: Iterable[Member]) -> str:
+    """The owner of all models without workers: one that reads requests anyway; "": there is no router."""
+    by_age = [member.router for member in _by_age(members)]
+    busy = set(owners.values())
+    return next((router for router in by_age if router in busy), by_age[0] if by_age else "")
+
+
+def _by_age(members: Iterable[Member]) -> list[Member]:
+    return sorted(members, key=lambda member: (member.since_ns, member.router))
+
 
 log = structlog.get_logger("router")
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from penstock.router.placement.cost import target_costs
 from penstock.router.placement.filters import rejection
 from penstock.router.placement.routing import PATIENCE_S, RoutingContext, RoutingRequest, Weights
-from penstock.router.placement.scoring import target_costs
 from penstock.router.state.depths import TargetId
 from penstock.router.state.load import RoutingTarget
 from penstock.router.state.load_tracker import LoadTracker

@@ -1,24 +1,311 @@
 """Decides among the targets of a pool, and which held requests have one, by array operations.
 
 The results are those of ``policy.decide`` and of ``aggregated.is_ready``; property tests compare them.
+
+The columns of ``TargetLoads`` as arrays, so that a decision costs the same few operations for any fleet.
+
+The formula of ``placement.cost`` at many targets, and for many requests, at once.
+
+The targets of one kind of request as arrays.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.router.placement.aggregated import HeldRequest
-from penstock.router.placement.columns import Column, LoadColumns, Rows
-from penstock.router.placement.cost import favour_tokens
-from penstock.router.placement.costs import Costs, RequestSizes, costs
-from penstock.router.placement.pool import Pool, Pools
+from penstock.router.placement.aggregated import HeldRequest, aggregated_pool, is_plain
+from penstock.router.placement.cost import (
+    PASS_TOKENS,
+    RequestSize,
+    Scalars,
+    favour_tokens,
+    reuse,
+    size_of,
+    target_terms,
+)
+from penstock.router.placement.decide import STORED_CANDIDATES, candidate_of
+from penstock.router.placement.filters import rejection
 from penstock.router.placement.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
-from penstock.router.placement.score_table import STORED_CANDIDATES, candidate_of
-from penstock.router.placement.scoring import size_of
-from penstock.router.state.depths import TargetId
+from penstock.router.state.depths import Depths, TargetBits, TargetId, bits_of
+from penstock.router.state.load import Load, RoutingTarget
 from penstock.router.state.load_tracker import LoadTracker
+from penstock.router.state.target_loads import BACKLOG, COLUMNS, TargetLoads
+from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import Candidate, Stage
+
+Rows = NDArray[np.intp]
+Column = NDArray[np.float64]
+
+
+class WholeTerms(NamedTuple):
+    """What ``TargetTerms`` has for whole requests. ``slope``: all of a token to compute, up to ``PASS_TOKENS``."""
+
+    fixed: Any
+    slope: Any
+    queued: Any
+    read: Any
+    room: Any
+
+
+def whole_terms(at: Any, sequences: Any, ops: Any, prefill_weight: float = 1.0) -> WholeTerms:
+    """As ``target_terms``."""
+    own = target_terms(at, sequences, ops, prefill_weight)
+    return WholeTerms(own.fixed, own.slope + own.held_up + own.queued, own.queued, own.read, own.room)
+
+
+_TERMS = len(WholeTerms._fields)
+
+
+class LoadColumns:
+    """A copy of ``loads``, brought up to date when it is read. It has to be the only one: it empties ``changed``.
+
+    The terms of requests of one sequence are kept too: few rows change between two decisions.
+
+    Args:
+        tokens_per_s: at which estimated backlogs drain.
+    """
+
+    def __init__(self, loads: TargetLoads, tokens_per_s: float) -> None:
+        self._loads = loads
+        self._rate = tokens_per_s
+        self._columns: Column = np.zeros((8, COLUMNS))
+        self._terms: Column = np.zeros((_TERMS, 8))
+        self._estimates: Column = np.zeros((8, 3))  # tokens, when, at most
+
+    def terms(self, rows: Rows, sequences: Any, now_ns: int, prefill_weight: float = 1.0) -> WholeTerms:
+        """
+        Args:
+            rows: of the targets.
+            sequences: of a request, or a column of them for several.
+        """
+        self._update()
+        if isinstance(sequences, int) and sequences == 1 and prefill_weight == 1.0 and not self._loads.estimates:
+            return WholeTerms(*self._terms.take(rows, axis=1))
+        columns = self._columns.take(rows, axis=0).T
+        if self._loads.estimates:
+            columns[BACKLOG] += self._estimated(rows, now_ns)
+        return whole_terms(columns, sequences, np, prefill_weight)
+
+    def loads(self, rows: Rows, now_ns: int) -> Sequence[Sequence[Any]]:
+        """All columns of some targets; BACKLOG with its estimate."""
+        values: Sequence[Sequence[Any]] = self._loads.loads(rows.tolist())
+        if self._loads.estimates:
+            values = [list(each) for each in values]
+            for each, estimated in zip(values, self._estimated(rows, now_ns).tolist(), strict=True):
+                each[BACKLOG] += int(estimated)  # type: ignore[index]
+        return values
+
+    def _estimated(self, rows: Rows, now_ns: int) -> Column:
+        """Prompt tokens that are estimated to be left, less what drained since then."""
+        tokens, at_ns, most = self._estimates.take(rows, axis=0).T
+        drained = np.maximum(0.0, now_ns - at_ns) * self._rate / 1e9
+        left: Column = np.floor(np.minimum(np.maximum(0.0, tokens - drained), most))
+        return left
+
+    def _update(self) -> None:
+        loads = self._loads
+        for row in loads.changed:
+            if row >= len(self._columns):
+                self._grow(row)
+            self._columns[row] = values = loads.load(row)
+            self._terms[:, row] = whole_terms(values, 1, Scalars)
+            if row in loads.estimates or self._estimates[row, -1]:
+                self._estimates[row] = loads.estimates.get(row, (0.0, 0, 0))
+        loads.changed.clear()
+
+    def _grow(self, row: int) -> None:
+        more = max(row + 1 - len(self._columns), len(self._columns))
+        self._columns = np.pad(self._columns, ((0, more), (0, 0)))
+        self._terms = np.pad(self._terms, ((0, 0), (0, more)))
+        self._estimates = np.pad(self._estimates, ((0, more), (0, 0)))
+
+
+class RequestSizes(NamedTuple):
+    """``RequestSize`` of several requests: columns of shape (requests, 1)."""
+
+    tokens: Column
+    blocks: Column
+    sequences: Column
+    shared: Column
+
+
+class Costs(NamedTuple):
+    """By request and target, or by target alone; fields as in ``Reuse`` and ``TargetCost``."""
+
+    blocks: Column
+    whole: Column
+    uncached_tokens: Column
+    fits: NDArray[np.bool_]
+
+
+def costs(
+    size: RequestSize | RequestSizes,
+    cached: Column,
+    leading: Column | None,
+    own: WholeTerms,
+    block_size: Column | float,
+    *,
+    overlap_weight: float = 1.0,
+) -> Costs:
+    """
+    Args:
+        cached: leading blocks cached, by target; for several requests of shape (requests, targets).
+        leading: the same for blocks of active requests; None: they have none.
+        own: terms of the targets.
+        block_size: of each target, or of all.
+        overlap_weight: of a reused token.
+    """
+    blocks = cached if leading is None else np.maximum(cached, leading)
+    reused = reuse(size, blocks, block_size, np, overlap_weight)
+    prompt_blocks = size.tokens // block_size
+    whole = own.fixed + own.slope * reused.work + own.read * prompt_blocks
+    if not isinstance(size.tokens, int) or size.tokens > PASS_TOKENS:
+        whole -= own.queued * np.maximum(0.0, reused.work - PASS_TOKENS)
+    needed = prompt_blocks if leading is None else prompt_blocks - np.minimum(leading, size.blocks)
+    fits = needed <= own.room
+    return Costs(reused.blocks, whole, reused.uncached_tokens, fits)
+
+
+POOLS_CACHED = 256  # kinds of requests
+IDLE = Load()
+_SINGLE = 4  # targets for each depth, on average, up to which a loop over them is cheaper
+_NO_ROWS: Rows = np.zeros(0, np.intp)
+
+
+class Pool(NamedTuple):
+    """The targets of one kind of request, in the order of ``LoadTracker.targets``.
+
+    Attributes:
+        usable: whether a target would take a request of no length, if it had room.
+        longest, largest: tokens of prompt and answer together, tokens of a prompt, that a target takes.
+        least_longest, least_largest: that every target takes.
+        block_size: of all targets, or of each.
+        places: of the targets of bits, with the version that they are of.
+    """
+
+    ids: Sequence[TargetId]
+    registrations: Sequence[Registration]
+    position: Mapping[TargetId, int]
+    rows: Rows
+    usable: NDArray[np.bool_]
+    longest: Column
+    largest: Column
+    least_longest: float
+    least_largest: float
+    block_size: Column | float
+    places: dict[TargetBits, tuple[int, dict[int, int], Rows]]
+
+    def column(self, blocks: Mapping[TargetId, int]) -> Column:
+        """Values of some targets in their places, 0 in the others; those of other pools' targets are left out."""
+        if isinstance(blocks, Depths):
+            return self._column_of(blocks)[:-1]
+        column: Column = np.zeros(len(self.ids) + 1)
+        if blocks:
+            elsewhere, place = len(self.ids), self.position.get
+            column[[place(target, elsewhere) for target in blocks]] = list(blocks.values())
+        return column[:-1]
+
+    def _column_of(self, depths: Depths) -> Column:
+        """With one more element, for targets of other pools."""
+        masks = depths.masks
+        if not masks:
+            return np.zeros(len(self.ids) + 1)
+        by_bit, places = self._places_of(depths.bits)
+        if len(masks) * _SINGLE > len(by_bit):
+            values = [0] * (len(self.ids) + 1)
+            for mask, depth in zip(masks, depths.numbers, strict=True):
+                at = by_bit.get(mask)
+                if at is not None:
+                    values[at] = depth
+                    continue
+                for bit in bits_of(mask):
+                    values[by_bit[bit]] = depth
+            return np.array(values, np.float64)
+        column: Column = np.zeros(len(self.ids) + 1)
+        width = len(places) // 8
+        if len(masks) == 1:
+            column[places[_set_bits(masks[0].to_bytes(width, "little"))]] = depths.numbers[0]
+            return column
+        packed = b"".join([mask.to_bytes(width, "little") for mask in masks])
+        counts = [mask.bit_count() for mask in masks]
+        column[places[_set_bits(packed) & (len(places) - 1)]] = np.repeat(depths.numbers, counts)
+        return column
+
+    def _places_of(self, bits: TargetBits) -> tuple[dict[int, int], Rows]:
+        """The place of the target of each bit: by bit, and by its number. The latter has 8, 16, 32, ... elements."""
+        version, by_bit, places = self.places.get(bits, (-1, {}, _NO_ROWS))
+        if version != bits.version:
+            most = max((bit.bit_length() for bit in bits.targets), default=0)
+            places = np.full(max(8, 1 << (most - 1).bit_length()), len(self.ids), np.intp)
+            by_bit = {bit: self.position.get(target, len(self.ids)) for bit, target in bits.targets.items()}
+            for bit, at in by_bit.items():
+                places[bit.bit_length() - 1] = at
+            self.places[bits] = bits.version, by_bit, places
+        return by_bit, places
+
+    def allowed(self, request: RoutingRequest) -> NDArray[np.bool_]:
+        """Targets that take the request now or once they have room."""
+        tokens = request.prompt_tokens
+        if tokens + request.max_tokens <= self.least_longest and tokens < self.least_largest:
+            return self.usable
+        return self.usable & (tokens + request.max_tokens <= self.longest) & (tokens < self.largest)
+
+    def rejection(self, at: int, request: RoutingRequest) -> str:
+        """Why a target never takes the request; "": it does, once it has room."""
+        return rejection(request, RoutingTarget(self.ids[at], self.registrations[at], IDLE))
+
+
+def _set_bits(masks: bytes) -> Rows:
+    return np.unpackbits(np.frombuffer(masks, np.uint8), bitorder="little").view(np.bool_).nonzero()[0]
+
+
+class Pools:
+    """The pools of a ``LoadTracker``."""
+
+    def __init__(self, tracker: LoadTracker) -> None:
+        self._tracker = tracker
+        self._version = -1
+        self._cache: dict[tuple[str, str | None, str, frozenset[str]], Pool | None] = {}
+
+    def pool(self, request: RoutingRequest) -> Pool | None:
+        """The pool of a request; None: it has to be decided in the general way (``aggregated``)."""
+        if not is_plain(request):
+            return None
+        if self._version != self._tracker.version or len(self._cache) > POOLS_CACHED:
+            self._version = self._tracker.version
+            self._cache.clear()
+        kind = (request.model, request.revision, request.tokenizer, request.processors)
+        if kind not in self._cache:
+            self._cache[kind] = self._made(request)
+        return self._cache[kind]
+
+    def _made(self, request: RoutingRequest) -> Pool | None:
+        serving = aggregated_pool(self._tracker, request)
+        if not serving:
+            return None
+        each_rank = [(each, rank) for each in serving for rank in range(each.dp_size)]
+        ids = [(registration.worker, rank) for registration, rank in each_rank]
+        registrations = [registration for registration, _ in each_rank]
+        small = msgspec.structs.replace(request, prompt_tokens=0, max_tokens=0)
+        longest = np.array([each.max_model_len for each in registrations], np.float64)
+        sizes = {each.block_size for each in registrations}
+        largest = np.array([each.total_blocks * each.block_size for each in registrations], np.float64)
+        return Pool(
+            ids,
+            registrations,
+            {target: at for at, target in enumerate(ids)},
+            np.array([self._tracker.loads.row(target) for target in ids], np.intp),
+            np.array([not rejection(small, RoutingTarget(("", 0), each, IDLE)) for each in registrations]),
+            longest,
+            largest,
+            longest.min(),
+            largest.min(),
+            sizes.pop() if len(sizes) == 1 else np.array([each.block_size for each in registrations], np.float64),
+            {},
+        )
 
 
 class ArrayDecisions:

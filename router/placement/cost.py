@@ -21,12 +21,17 @@ holds up, so that no prompt waits behind more than that to spare them. A counts 
 have the longest TTFT anyway, so they avoid each other, and short ones go where work waits. A target has room for a
 request if it is idle, or if the blocks of all its active prompts, one for the answer of each sequence included, fill at
 most ``FILL`` of its KV cache, and it accepts another sequence.
+
+What a request costs at each target of a decision. Pure; ``placement.cost`` has the formula of mode "kv".
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from penstock.router.placement.routing import RoutingContext, RoutingRequest
+from penstock.router.state.depths import TargetId
+from penstock.router.state.load import RoutingTarget
 from penstock.router.state.target_loads import (
     ACTIVE,
     BACKLOG,
@@ -204,3 +209,59 @@ def reuse(size: Any, blocks: Any, block_size: Any, ops: Any, overlap_weight: flo
     if not isinstance(size.shared, int) or size.shared:  # a shared prefix is free
         work = ops.maximum(1.0, work - ops.maximum(0.0, block_size * size.shared - present))
     return Reuse(blocks, uncached, work)
+
+
+def target_costs(context: RoutingContext) -> Mapping[TargetId, TargetCost]:
+    """The costs at all targets of a context."""
+    size, weights = size_of(context.request), context.weights
+    costs = {
+        target.id: target_cost(
+            size,
+            context.overlaps.get(target.id, 0),
+            context.leading.get(target.id, 0),
+            columns_of(target),
+            overlap_weight=weights.overlap,
+            prefill_weight=weights.prefill,
+        )
+        for target in context.targets
+    }
+    for target_id in context.request.session:
+        if target_id in costs:
+            costs[target_id] = favoured(costs[target_id], favour_tokens(size))
+    return costs
+
+
+def size_of(request: RoutingRequest) -> RequestSize:
+    return RequestSize(
+        request.prompt_tokens + request.resumed_tokens, request.prompt_blocks, request.n, request.shared_blocks
+    )
+
+
+def utilization(target: RoutingTarget) -> float:
+    """Sequences per slot; above 1 when sequences queue."""
+    return target.load.sequences / max(1, target.registration.slots)
+
+
+def uncached_tokens(request: RoutingRequest, target: RoutingTarget, overlap: int) -> int:
+    """Tokens that ``target`` would have to compute itself."""
+    cached = min(overlap, request.prompt_blocks) * target.registration.block_size
+    return max(0, request.prompt_tokens + request.resumed_tokens - cached)
+
+
+def columns_of(target: RoutingTarget) -> list[Any]:
+    """As ``TargetLoads`` has them."""
+    registration, load = target.registration, target.load
+    return [
+        registration.block_size,
+        registration.total_blocks,
+        registration.slots,
+        registration.slots + registration.queue,
+        load.sequences,
+        load.active_blocks,
+        load.context_blocks,
+        load.prefill_tokens,
+        load.computing,
+        load.slowness,
+        load.decode_slowness,
+        load.served_tokens,
+    ]

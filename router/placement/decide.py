@@ -7,32 +7,157 @@ unless its engines cannot (``Registration.pair_only``). Media go through an enco
 In mode "kv" the score of a target is what the request costs there, in prompt tokens of work (``placement.cost``); the
 lowest wins. A pair costs its prefill stage, the transfer of the blocks (``pairs``) and its decode stage. A request that
 is held waits for a better target that is full, for at most ``PATIENCE_S`` per token that it would not have to compute.
+
+Which encode worker computes the embeddings of a medium: probably the one that still caches them. Pure.
+
+Rendezvous hashing sends the same image to the same worker in every router, and moves few images when workers join or
+leave. A worker with much more than its share of the load is skipped, so that one popular image overloads no worker.
+
+The score table that is stored with a job: the chosen targets, the best others, and those that were rejected.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Any, NamedTuple
 
 import msgspec
+from blake3 import blake3
 
-from penstock.router.placement import encoders
-from penstock.router.placement.cost import TargetCost
-from penstock.router.placement.filters import Requirement, rejection
+from penstock.router.placement.cost import TargetCost, columns_of, target_costs, uncached_tokens, utilization
+from penstock.router.placement.filters import Requirement, common_reason, error_code, rejection
 from penstock.router.placement.pairs import PrefillPool, describe_path
 from penstock.router.placement.routing import PATIENCE_S, RoutingContext, RoutingDecision
-from penstock.router.placement.score_table import (
-    STORED_CANDIDATES,
-    Rejected,
-    ScoredTargets,
-    candidate,
-    no_target,
-    refusal,
-    table,
-)
-from penstock.router.placement.scoring import target_costs, uncached_tokens, utilization
 from penstock.router.state.depths import TargetId
 from penstock.router.state.load import ENCODE, RoutingTarget
+from penstock.router.state.target_loads import BACKLOG
 from penstock.schemas.fleet import Registration
-from penstock.schemas.jobs import Stage
+from penstock.schemas.jobs import Candidate, Stage
+
+SLACK = 1.25  # a worker takes at most this multiple of its fair share, rounded up
+
+
+def by_preference(medium: bytes, targets: Sequence[RoutingTarget]) -> list[RoutingTarget]:
+    """``targets`` in this medium's order of preference."""
+    return sorted(targets, key=lambda target: _weight(medium, target), reverse=True)
+
+
+def pick(medium: bytes, targets: Sequence[RoutingTarget]) -> tuple[RoutingTarget, bool]:
+    """The encode worker for a medium, and whether it is the preferred one.
+
+    Args:
+        medium: digest of the request's first medium.
+        targets: the candidates, at least one.
+    """
+    ordered = by_preference(medium, targets)
+    limit = ceil(SLACK * (sum(target.load.requests for target in targets) + 1) / len(targets))
+    for target in ordered:
+        if target.load.requests < limit:
+            return target, target is ordered[0]
+    raise AssertionError("some target is always at or below its fair share")
+
+
+def _weight(medium: bytes, target: RoutingTarget) -> bytes:
+    worker, rank = target.id
+    return blake3(f"{worker}:{rank}:".encode() + medium).digest(length=8)
+
+
+STORED_CANDIDATES = 16
+
+Rejected = list[tuple[RoutingTarget, str]]  # with the reason
+
+
+class ScoredTargets(NamedTuple):
+    """Targets that can decode the request, column by column.
+
+    ``transfer_blocks`` come from a prefill worker; -1: the target computes the prompt itself. The column is empty where
+    no prefill worker takes part.
+    """
+
+    targets: list[RoutingTarget]
+    scores: list[float]
+    transfer_blocks: list[int]
+
+
+def candidate(
+    context: RoutingContext, target: RoutingTarget, score: float, rejection: str = "", role: str = ""
+) -> Candidate:
+    columns = columns_of(target)
+    columns[BACKLOG] = int(columns[BACKLOG])
+    return candidate_of(target.id, context.overlap(target), columns, score, rejection, role)
+
+
+def candidate_of(
+    target_id: TargetId, overlap: int, columns: Sequence[Any], score: float, rejection: str, role: str = ""
+) -> Candidate:
+    """
+    Args:
+        columns: of ``TargetLoads``.
+    """
+    worker, rank = target_id
+    _, _, slots, _, running, active, context, backlog, computing, slowness, decode_slowness, served = columns
+    return Candidate(
+        worker,
+        overlap,
+        active,
+        backlog,
+        running,
+        slots,
+        score,
+        rejection,
+        rank,
+        role,
+        context,
+        computing,
+        slowness,
+        decode_slowness,
+        served,
+    )
+
+
+def table(
+    context: RoutingContext,
+    lines: list[Candidate],
+    at: int,
+    scored: ScoredTargets,
+    prefills: PrefillPool | None,
+    rejected: Rejected,
+) -> tuple[Candidate, ...]:
+    """
+    Args:
+        lines: of the chosen targets.
+        at: position of the chosen one in ``scored``.
+    """
+    targets, scores, transfer_blocks = scored
+    others = []
+    if prefills is not None:
+        chosen = (lines[0].worker, lines[0].rank)
+        others = sorted([each for each in prefills.scored if each.target.id != chosen], key=lambda each: each.cost)
+    order = sorted(range(len(targets)), key=scores.__getitem__)
+    order.remove(at)
+    room = STORED_CANDIDATES - len(lines)
+    for i in order[: max(room - len(others), (room + 1) // 2)]:
+        role = "decode" if transfer_blocks and transfer_blocks[i] >= 0 else ""
+        lines.append(candidate(context, targets[i], scores[i], "", role))
+    for each in others[: STORED_CANDIDATES - len(lines)]:
+        lines.append(candidate(context, each.target, each.cost, "", "prefill"))
+    for target, reason in rejected[: STORED_CANDIDATES - len(lines)]:
+        role = target.registration.role
+        lines.append(candidate(context, target, 0.0, reason, "" if role == "aggregated" else role))
+    return tuple(lines)
+
+
+def no_target(context: RoutingContext, rejected: Rejected) -> RoutingDecision:
+    """The decision when every target was rejected."""
+    lines = tuple(candidate(context, target, 0.0, reason) for target, reason in rejected[:STORED_CANDIDATES])
+    request = context.request
+    if request.worker and not any(request.names(target.registration) for target in context.targets):
+        return refusal("unknown_worker", lines)
+    return refusal(common_reason(reason for _, reason in rejected), lines)
+
+
+def refusal(reason: str, lines: tuple[Candidate, ...] = ()) -> RoutingDecision:
+    """No route: the request waits or ends, as the reason says."""
+    return RoutingDecision((), lines[:STORED_CANDIDATES], 0, reason, error_code(reason))
 
 
 def decide(context: RoutingContext) -> RoutingDecision:
@@ -266,7 +391,7 @@ def _decide_media(context: RoutingContext) -> RoutingDecision:
 
 def _pick_encoder(context: RoutingContext, available: list[RoutingTarget]) -> tuple[RoutingTarget, str]:
     if context.mode in ("kv", "direct"):
-        chosen, preferred = encoders.pick(context.request.medium, available)
+        chosen, preferred = pick(context.request.medium, available)
         return chosen, "" if preferred else ", since the preferred one is overloaded"
     return available[context.pick([utilization(target) for target in available], stage=2)], ""
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.configs.settings import RouterMode
 from penstock.router.placement.decide import decide
 from penstock.router.placement.routing import ALONE, ModelPart, RoutingContext, RoutingDecision, RoutingRequest, Weights
-from penstock.router.placement.sessions import Sessions
-from penstock.router.placement.shared_prefixes import SharedPrefixes
+from penstock.router.placement.sessions import Sessions, SharedPrefixes
 from penstock.router.state.depths import TargetId, as_dict
 from penstock.router.state.load_tracker import MODELS_CACHED, LoadTracker
 

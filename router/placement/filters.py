@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterable
 from penstock.router.placement.routing import RoutingRequest
 from penstock.router.state.load import ENCODE, RoutingTarget, serves
 from penstock.schemas.errors import Code
-from penstock.schemas.fleet import APART, Registration, State
+from penstock.schemas.fleet import APART, Registration, State, reads
 from penstock.schemas.requests import CONSTRAINT_MARKS
-from penstock.schemas.revisions import reads
 
 Requirement = Callable[[Registration], str]  # a further filter: returns a reason, or "" if the worker passes
 

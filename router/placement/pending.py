@@ -6,8 +6,8 @@ import msgspec
 
 from penstock.router.placement.routing import RoutingRequest
 from penstock.router.state.suspects import Standing
+from penstock.schemas.fleet import Revisions
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.revisions import Revisions
 from penstock.schemas.tokens import Finish, Logprob
 
 _NONE: frozenset[str] = frozenset()

@@ -12,7 +12,7 @@ from penstock.infra.bus.loop_lag import TimeSlice
 from penstock.infra.bus.publisher import Publisher
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.recovery.fencing import InterruptedAttempt, fence
-from penstock.router.recovery.terminal_publisher import TerminalPublisher
+from penstock.router.recovery.terminal_events import TerminalPublisher
 from penstock.router.state.background import BackgroundTasks
 from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.load import ActiveRequest

@@ -1,12 +1,29 @@
-"""Terminal events that a router makes: of requests that no worker will run, or whose terminal event is missing."""
+"""Terminal events that a router makes: of requests that no worker will run, or whose terminal event is missing.
 
+Publishes the end of a request that no worker ends.
+"""
+
+import asyncio
+import time
 from collections.abc import Sequence
 
-from penstock.schemas import done
+import structlog
+
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get_last
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.puller import ACK
+from penstock.router.placement.pending import PendingRequest
+from penstock.router.recovery.fencing import InterruptedAttempt
+from penstock.router.state.background import BackgroundTasks
+from penstock.router.state.cluster_state import ClusterState
+from penstock.router.state.metrics import Metrics
+from penstock.schemas import done, summary, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.reassembly import Progress
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
+from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenBatch, TokenItem
 
 _FAILED = ("error", "cancelled")
 
@@ -89,3 +106,116 @@ def completed(
 
 def _reason(code: Code) -> str:
     return "cancelled" if code is Code.cancelled else "error"
+
+
+log = structlog.get_logger("router")
+
+TIMEOUT_S = 600.0  # to store an end: as long as a broker may be away
+POLL_S = 0.1
+
+
+class TerminalPublisher:
+    """Publishes in the background. ``in``: whether the end of a request is being published."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        publisher: Publisher,
+        router: str,
+        *,
+        cluster: ClusterState,
+        background: BackgroundTasks,
+        metrics: Metrics,
+    ) -> None:
+        self._bus = bus
+        self._publisher = publisher
+        self._router = router
+        self._cluster = cluster
+        self._background = background
+        self._metrics = metrics
+        self._ending: set[str] = set()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._ending
+
+    def end(self, pending: PendingRequest, code: Code, message: str) -> None:
+        """End a request with an error, in the background."""
+        request_id = pending.request.id
+        if request_id not in self._ending:
+            self._ending.add(request_id)
+            self._background.spawn(self._publish_end(pending, code, message), f"end-{request_id}")
+
+    def complete(self, attempt: InterruptedAttempt) -> None:
+        """Publish the terminal event that a lost worker could not: all choices had finished in the token log."""
+        if attempt.request_id not in self._ending:
+            self._ending.add(attempt.request_id)
+            self._background.spawn(self._publish_completed(attempt), f"end-{attempt.request_id}")
+
+    async def drain(self, seconds: float) -> None:
+        """Wait until all ends are stored, or for ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while self._ending and time.monotonic() < deadline:  # noqa: ASYNC110 - rare, and bounded
+            await asyncio.sleep(POLL_S)
+
+    async def _publish_end(self, pending: PendingRequest, code: Code, message: str) -> None:
+        """Terminal event, terminal token item, acknowledgement, each stored before the next.
+
+        The event first: only one end of a request is stored, and if a worker's came before this one, no client may
+        read another. A router that dies in between leaves readers to the record.
+        """
+        request, attempt = pending.request, pending.attempt
+        batch = TokenBatch(self._router, 0, 0, (last_item(request, attempt, code, message),))
+        event = refused(
+            request,
+            pending.raw,
+            attempt,
+            pending.resume,
+            code=code,
+            message=message,
+            now_ns=self._bus.clock.now_ns(),
+            streamed_ns=pending.streamed_ns,
+        )
+        try:
+            subject, msg_id = self._bus.subjects.tokens(request.token_address), f"{request.id}:{attempt}:end"
+            if await self._publish_event(request, event):
+                await self._publisher.publish(subject, wire.encode(batch), msg_id, timeout=TIMEOUT_S)
+            if pending.reply:
+                await self._bus.nc.publish(pending.reply, ACK)
+        finally:
+            self._ending.discard(request.id)
+        self._cluster.tracker.finish(request.id)
+        self._metrics.ended.labels(code.value).inc()
+        log.info("request_ended_by_router", request=request.id, code=code.value)
+
+    async def _publish_completed(self, attempt: InterruptedAttempt) -> None:
+        assert attempt.request is not None
+        try:
+            event = completed(
+                attempt.request,
+                attempt.raw,
+                attempt.attempt,
+                attempt.worker,
+                progress=attempt.progress,
+                scores=attempt.scores,
+                now_ns=self._bus.clock.now_ns(),
+                streamed_ns=attempt.streamed_ns,
+            )
+            await self._publish_event(attempt.request, event)
+        finally:
+            self._ending.discard(attempt.request_id)
+
+    async def _publish_event(self, request: GenerateRequest, event: done.Done) -> bool:
+        """False: the request had another end already."""
+        headers = {HEADER_SUMMARY: summary.header_of(event, request)}
+        if request.no_store:
+            event = done.without_content(event)
+            headers[HEADER_NO_STORE] = "1"
+        payload = done.encode_within(event, self._bus.max_message)
+        subject = self._bus.subjects.done(request.tenant, request.model, request.id)
+        ack = await self._publisher.publish(subject, payload, request.id, headers=headers, timeout=TIMEOUT_S, once=True)
+        if not ack.duplicate:
+            return True
+        # The same end may have been stored by an earlier try, or by another router.
+        entry = await get_last(self._bus, self._bus.subjects.stream("DONE"), subject)
+        stored = done.decode(entry.data) if entry is not None else None
+        return isinstance(stored, done.Done) and (stored.code, stored.attempt) == (event.code, event.attempt)

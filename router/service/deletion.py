@@ -4,7 +4,7 @@ Gateways, which clients reach, may not delete anything of the pipeline's own str
 once everything is gone. Overwriting is expensive for the broker, so a router rests in between (``Eraser``).
 
 While a replica of a stream is away, nothing is erased there, for ``AWAY_S`` at most: the replica would keep its copy
-(``penstock.infra.bus.erase``). The request is noted, so nobody is shown it, and routers look every few seconds.
+(``penstock.infra.bus.forget``). The request is noted, so nobody is shown it, and routers look every few seconds.
 
 What comes back of a deleted request is erased again, by whichever routers see it: at once what somebody stores again
 (``came_back``), and when a router starts or finds another server, or that one restarted, what that one has again.
@@ -20,8 +20,7 @@ from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get, get_last
-from penstock.infra.bus.erase import AWAY_S, Eraser, ReplicaAway
-from penstock.infra.bus.forget import DeletedRequests, find_ended, forget_messages
+from penstock.infra.bus.forget import AWAY_S, DeletedRequests, Eraser, ReplicaAway, find_ended, forget_messages
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas import control
 from penstock.schemas.deletions import Deletion as Note

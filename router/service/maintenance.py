@@ -15,9 +15,8 @@ from penstock.infra.bus.puller import ACK, IN_PROGRESS
 from penstock.infra.bus.tasks import Tasks
 from penstock.router.held.held_requests import HeldRequests
 from penstock.router.placement.pending import PendingRequest
-from penstock.router.recovery.request_retention import RequestRetention
-from penstock.router.recovery.retention import JobRetention
-from penstock.router.recovery.terminal_publisher import TerminalPublisher
+from penstock.router.recovery.retention import JobRetention, RequestRetention
+from penstock.router.recovery.terminal_events import TerminalPublisher
 from penstock.router.state.background import BackgroundTasks
 from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.metrics import Metrics

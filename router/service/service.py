@@ -24,8 +24,7 @@ from penstock.infra.bus.loop_lag import TimeSlice
 from penstock.infra.bus.memory import MemoryStreams
 from penstock.infra.bus.publisher import Ack, Publisher
 from penstock.infra.bus.puller import ACK, NAK, TERM, sequence, stored_ns
-from penstock.router.held.held_order import HeldOrder
-from penstock.router.held.held_requests import HeldRequests
+from penstock.router.held.held_requests import HeldOrder, HeldRequests
 from penstock.router.held.tenant_weights import TenantWeights
 from penstock.router.ownership.intake import Intake
 from penstock.router.placement.decider import Decider
@@ -35,13 +34,12 @@ from penstock.router.placement.pending import PendingRequest
 from penstock.router.placement.routing import LOCAL_PREFILL_TOKENS, RoutingDecision
 from penstock.router.recovery.recovery import Recovery
 from penstock.router.recovery.resteering import resteer
-from penstock.router.recovery.terminal_publisher import TerminalPublisher
+from penstock.router.recovery.terminal_events import TerminalPublisher
 from penstock.router.recovery.watchdog import watch
 from penstock.router.service.deletion import Deletion
 from penstock.router.service.maintenance import Maintenance
 from penstock.router.state.background import BackgroundTasks
-from penstock.router.state.cluster_listener import ClusterListener
-from penstock.router.state.cluster_state import ClusterState
+from penstock.router.state.cluster_state import ClusterListener, ClusterState
 from penstock.router.state.holders import keys_view
 from penstock.router.state.load import ENCODE
 from penstock.router.state.metrics import Metrics

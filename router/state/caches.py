@@ -18,9 +18,8 @@ from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.tasks import Tasks
 from penstock.router.state.approximate import ApproximateIndex
 from penstock.router.state.depths import TargetId, as_dict
-from penstock.router.state.loader import IndexLoader
+from penstock.router.state.loader import IndexLoader, IndexSnapshots
 from penstock.router.state.prefix_index import PrefixIndex
-from penstock.router.state.snapshots import IndexSnapshots
 from penstock.schemas import kv
 from penstock.schemas.fleet import Registration
 

@@ -1,6 +1,8 @@
 """The state of the cluster as a router sees it: what its workers cache (``caches``) and have to do (``LoadTracker``).
 
 This is the shell around the load tracker: it follows WORK, DONE and the workers bucket.
+
+Callbacks of a router for changes of the cluster.
 """
 
 import asyncio
@@ -10,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from contextlib import AsyncExitStack
 from itertools import chain
+from typing import NamedTuple
 
 import structlog
 
@@ -19,22 +22,36 @@ from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.registry import EXPIRED, RegisteredWorker, WorkerRegistry
 from penstock.router.state.caches import SWEEP_BLOCKS, Caches
-from penstock.router.state.cluster_listener import ClusterListener
 from penstock.router.state.depths import TargetId
 from penstock.router.state.holders import keys_view
-from penstock.router.state.lease_losses import LeaseLosses
 from penstock.router.state.load import ENCODE, ActiveRequest, LoadState
 from penstock.router.state.load_tracker import LoadTracker
-from penstock.router.state.lost_workers import DisconnectWatch
-from penstock.router.state.registration_removal import BROKE, ENDED, RegistrationRemoval
-from penstock.router.state.sent import Positions, read_sent
-from penstock.router.state.snapshots import Snapshot, Snapshots
+from penstock.router.state.loader import Snapshot, Snapshots
+from penstock.router.state.lost_workers import BROKE, ENDED, DisconnectWatch, LeaseLosses, RegistrationRemoval
+from penstock.router.state.sent import Positions, Unfolded, UnownedRequests, read_sent
 from penstock.router.state.suspects import ReturnedAttempts
-from penstock.router.state.unowned import Unfolded, UnownedRequests
 from penstock.schemas import done, fleet, kv
 from penstock.schemas.jobs import LoadHeader, Stage
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 from penstock.schemas.subjects import HEADER_CRASHED, HEADER_GONE, HEADER_RETURNED, request_of
+
+
+class ClusterListener(NamedTuple):
+    """The callbacks, by change.
+
+    Attributes:
+        capacity_changed: a worker may have capacity again.
+        attempt_returned: a worker returned an attempt: request, attempt, reason.
+        worker_lost: a worker left: its id, why, its active requests. Requests of models that another router owns are
+            not among them.
+        request_stranded: a request was sent to a worker that had left, or will be by an earlier stage.
+    """
+
+    capacity_changed: Callable[[], None]
+    attempt_returned: Callable[[str, int, str], None]
+    worker_lost: Callable[[str, str, list[ActiveRequest]], None]
+    request_stranded: Callable[[ActiveRequest], None]
+
 
 log = structlog.get_logger("router")
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from blake3 import blake3
 
 from penstock.router.state.depths import Depths, Levels, TargetBits, TargetId, bits_of
-from penstock.router.state.leaf_ages import NOTHING
-from penstock.router.state.radix_tree import KEY_MASK, NODE_BLOCKS, SLOT, RadixTree
+from penstock.router.state.radix_tree import KEY_MASK, NODE_BLOCKS, NOTHING, SLOT, RadixTree
 from penstock.schemas.blocks import DIGEST_BYTES, key_of, keys_of
 
 _CHECKSUM = (1 << 48) - 1  # whole numbers that a metric, which is a float, can have

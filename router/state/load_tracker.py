@@ -7,15 +7,16 @@ admits its own decisions at once, before it reads them from the log.
 A disaggregated request counts at its present stage and at every later one, since all of them will have to take it. Each
 message to a later stage moves it on. The newest message of an attempt is the one with the fewest stages left, whatever
 the order of arrival.
+
+Which attempts have ended, so that a late message in WORK does not revive them. Pure.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from penstock.router.state.depths import TargetId
-from penstock.router.state.ended_attempts import EVERY, EndedAttempts
 from penstock.router.state.load import ENCODE, ActiveRequest, Load, LoadState, RoutingTarget, StageLoad, serves
 from penstock.router.state.target_loads import (
     ACTIVE,
@@ -27,13 +28,46 @@ from penstock.router.state.target_loads import (
     SERVED,
     SLOWNESS,
     TargetLoads,
+    TargetSums,
     Task,
 )
-from penstock.router.state.target_sums import TargetSums
 from penstock.schemas.blocks import DEFAULT_BLOCK_SIZE
-from penstock.schemas.fleet import Registration, State
+from penstock.schemas.fleet import Registration, Revisions, State, revisions
 from penstock.schemas.jobs import ALONE, LoadHeader, Stage
-from penstock.schemas.revisions import Revisions, revisions
+
+REMEMBERED = 65_536  # requests
+EVERY = 1 << 62  # above every attempt: the request has ended
+
+
+class EndedAttempts:
+    """The highest ended attempt of each request; the requests that ended longest ago are forgotten."""
+
+    def __init__(self) -> None:
+        # Oldest first. The first key of a dict is found behind all that were deleted before it: 15 µs at this size.
+        self._attempts: OrderedDict[str, int] = OrderedDict()
+
+    def close(self, request: str, attempt: int) -> None:
+        """An attempt, and all before it, have ended."""
+        self._attempts[request] = attempt
+        self._attempts.move_to_end(request)
+        if len(self._attempts) > REMEMBERED:
+            self._attempts.popitem(last=False)
+
+    def last(self, request: str) -> int:
+        """The highest attempt that has ended; -1: none."""
+        return self._attempts.get(request, -1)
+
+    def update(self, closed: Iterable[tuple[str, int]]) -> None:
+        """Add what ``parts`` yielded."""
+        self._attempts.update(closed)
+
+    def parts(self, size: int) -> Iterator[tuple[tuple[str, int], ...]]:
+        """All of them, ``size`` at a time. Attempts may end between two parts."""
+        requests = list(self._attempts)
+        for start in range(0, len(requests), size):
+            attempts = ((request, self.last(request)) for request in requests[start : start + size])
+            yield tuple((request, attempt) for request, attempt in attempts if attempt >= 0)
+
 
 MODELS_CACHED = 256  # model names whose workers are cached; requests may name any model
 PREFILL_TOKENS_PER_S = 20_000.0

@@ -1,17 +1,31 @@
 """Which connections are broken, from the events of the broker's system account.
 
 Events report a killed worker within milliseconds; its lease would take seconds to expire.
+
+How often workers lost their lease lately, by the names that they keep over their lives. Pure.
+
+A broker that stops, or elects a leader for the workers bucket, lets leases run out whose workers are well. Such losses
+are counted apart: those of a router whose own link broke just before, and those of all workers at once.
+
+Removes the registrations of dead workers: after a broken connection, when their process is reported to have ended,
+and those that a killed broker brought back.
 """
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
 import structlog
+from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.registry import WorkerRegistry
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas import fleet
 from penstock.schemas.errors import ServingError
+from penstock.schemas.routers import LostLeases
 
 
 class Link(NamedTuple):
@@ -104,3 +118,117 @@ def _read(data: bytes) -> _Event:
 
 def _on_closed(code: int) -> Any:
     log.warning("system_connection_closed", action="only leases report dead workers")
+
+
+WINDOW_NS = 600_000_000_000
+TOGETHER_NS = 3_000_000_000  # within which all workers lose their leases, if it is not theirs: one lease
+NAMES = 16  # in a router's lease, which stays small
+REMEMBERED = 10_000  # losses
+
+Loss = tuple[str, str, str, int]  # name, role and model of the worker; Unix time, ns
+
+
+class LeaseLosses:
+    """Of the last ten minutes. A worker that leaves in order has lost nothing."""
+
+    def __init__(self) -> None:
+        self._own: list[Loss] = []  # oldest first
+        self._together: list[Loss] = []
+        self._burst_ns = -TOGETHER_NS  # when the last burst of losses began, and how many workers there were then
+        self._burst_of = 0
+
+    def add(self, name: str, role: str, model: str, at_ns: int, *, workers: int, link_broke: bool = False) -> None:
+        """
+        Args:
+            workers: how many were registered before this loss.
+            link_broke: this router had lost the broker, too.
+        """
+        loss = (name, role, model, at_ns)
+        if link_broke:
+            self._together.append(loss)
+        else:
+            self._own.append(loss)
+            self._find_burst(at_ns, workers)
+        del self._own[:-REMEMBERED]
+        del self._together[:-REMEMBERED]
+
+    def _find_burst(self, at_ns: int, workers: int) -> None:
+        if at_ns - self._burst_ns > TOGETHER_NS:
+            self._burst_ns, self._burst_of = at_ns, workers
+        since, own, found = self._burst_ns, self._own, self._together
+        names = {name for losses in (own, found) for name, _, _, at in losses[-2 * self._burst_of :] if at >= since}
+        if len(names) >= max(2, self._burst_of):
+            found += [loss for loss in own if loss[3] >= since]
+            self._own = [loss for loss in own if loss[3] < since]
+
+    def recent(self, now_ns: int) -> tuple[LostLeases, ...]:
+        """Workers by their losses, most first."""
+        since = now_ns - WINDOW_NS
+        self._own = [loss for loss in self._own if loss[3] > since]
+        self._together = [loss for loss in self._together if loss[3] > since]
+        found: dict[str, LostLeases] = {}
+        for losses, own in ((self._together, 0), (self._own, 1)):
+            for name, role, model, at_ns in losses:
+                before = found.get(name, LostLeases(name, role, model, 0, 0))
+                count, together = before.count + own, before.together + 1 - own
+                found[name] = LostLeases(name, role, model, count, at_ns, together)  # the last of its own, if any
+        return tuple(sorted(found.values(), key=lambda each: (-each.count, -each.together, each.worker))[:NAMES])
+
+    def part(self) -> tuple[tuple[Loss, ...], tuple[Loss, ...]]:
+        """For a snapshot: workers' own losses, and those of all together."""
+        return tuple(self._own), tuple(self._together)
+
+    def update(self, own: Iterable[Loss], together: Iterable[Loss]) -> None:
+        """Continue from a snapshot."""
+        self._own = sorted({*own, *self._own}, key=lambda loss: loss[3])
+        self._together = sorted({*together, *self._together}, key=lambda loss: loss[3])
+
+
+TRIES = 3
+BROKE = "its connection broke"
+ENDED = "its process ended"
+
+
+class RegistrationRemoval:
+    def __init__(self, bus: Bus, registry: WorkerRegistry, tasks: Tasks) -> None:
+        self._bus = bus
+        self._registry = registry
+        self._tasks = tasks
+        self._stale: asyncio.Task[None] | None = None
+
+    def remove_connections(self, connections: frozenset[str]) -> None:
+        """The workers of these connections are dead. A worker that is not stops when its key is removed."""
+        for name, worker in list(self._registry.members.items()):
+            if worker.registration.connection in connections:
+                self._tasks.spawn(self._remove_key(name, worker.revision), name=f"remove-{name}")
+                self._registry.remove(name, BROKE)
+
+    def remove_ended(self, name: str) -> None:
+        """The process of this worker has ended. Otherwise it would be given requests until its lease expires."""
+        if (worker := self._registry.members.get(name)) is not None:
+            self._tasks.spawn(self._remove_key(name, worker.revision), name=f"remove-{name}")
+            self._registry.remove(name, ENDED)
+
+    def remove_stale(self) -> None:
+        """Remove expired registrations that a killed broker brought back, in a task; one runs at a time."""
+        if self._stale is None or self._stale.done():
+            self._stale = self._tasks.spawn(self._remove_stale(), name="stale-keys", on_failure=_not_read)
+
+    async def _remove_stale(self) -> None:
+        await self._registry.find_stale_keys()
+        for worker, revision in self._registry.take_stale_keys().items():
+            await self._remove_key(worker, revision)
+            log.info("stale_registration_removed", worker=worker)
+
+    async def _remove_key(self, worker: str, revision: int) -> None:
+        headers = fleet.removal_headers(revision)
+        for _ in range(TRIES):
+            try:
+                await self._bus.nc.request(self._bus.subjects.lease(worker), b"", timeout=1.0, headers=headers)
+                return
+            except (NatsError, TimeoutError) as error:
+                log.debug("key_not_removed", worker=worker, error=repr(error))
+
+
+def _not_read(error: BaseException) -> None:
+    log.debug("stale_registrations_not_read", error=repr(error))  # tried again a moment later

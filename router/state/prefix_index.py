@@ -2,16 +2,25 @@
 
 Only device blocks (tier 0) of layer group 0 are indexed, since they save prompt work. Group 0 must be the one that
 keeps the longest history.
+
+The prefix index as bytes and back. Pure.
+
+A snapshot is of one moment, and is encoded in steps while the index goes on changing. It has the order of eviction
+too, so an index that was restored and one that was not stay equal.
 """
 
+import sys
+from array import array
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from penstock.router.state.depths import Depths, TargetId
+from penstock.router.state.depths import Depths, TargetId, bits_of
 from penstock.router.state.holders import Holders, Holding
+from penstock.router.state.radix_tree import Node
+from penstock.schemas import wire
 from penstock.schemas.blocks import DIGEST_BYTES
 from penstock.schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Stored
 
@@ -213,3 +222,190 @@ def _parts(event: KvEvent) -> Iterator[KvEvent]:
         part = event.digests[start : start + STEP_BYTES]
         yield msgspec.structs.replace(event, digests=part, parent=parent)
         parent = part[-DIGEST_BYTES:]
+
+
+PART_BLOCKS = 8192  # encoded at once, in 1 ms
+_LOADED_BLOCKS = 4096  # at once
+_NODE_BLOCKS = 16  # what a node costs beside its blocks
+_MASKS = 500  # summed up at once
+
+
+class HeldBy(msgspec.Struct, frozen=True, array_like=True):
+    """A target: its position in the KV stream, and its bit in the masks (1 << slot)."""
+
+    worker: str
+    rank: int
+    epoch: int
+    seq: int
+    slot: int
+    cut: bool = False
+    ragged: bool = False
+
+
+class IndexHead(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The header before the parts. ``checksum`` and ``blocks`` are those of the whole index."""
+
+    taken_ns: int
+    kv_seq: int
+    checksum: int
+    blocks: int
+    max_blocks: int
+    clock: int
+    held_by: tuple[HeldBy, ...]
+
+
+class IndexPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Some nodes of the tree. Numbers are packed little-endian, 8 bytes each.
+
+    Attributes:
+        numbers: of the nodes.
+        sizes: blocks of each node.
+        parents: -1: none.
+        mask_at: each node's place in ``masks``.
+        masks: packed little-endian.
+        keys: of all blocks.
+        partial: (node, slot, number of blocks), for who has only the first blocks of a node.
+    """
+
+    numbers: bytes
+    sizes: bytes
+    parents: bytes
+    ages: bytes
+    mask_at: bytes
+    masks: tuple[bytes, ...]
+    keys: bytes
+    partial: tuple[tuple[int, int, int], ...] = ()
+
+
+_decode_head = wire.decoder(IndexHead)
+_decode_part = wire.decoder(IndexPart)
+
+
+def encoding(index: PrefixIndex, kv_seq: int, taken_ns: int) -> Iterator[bytes]:
+    """The head and the parts of a snapshot of ``index`` at the moment of the first step. One at a time."""
+    holders = index.holders
+    live, ragged = 0, set(holders.ragged)
+    held_by = []
+    for holding, epoch, seq in index.feeds():
+        live |= holding.bit
+        target_id = holding.target_id
+        slot = holding.bit.bit_length() - 1
+        held_by.append(HeldBy(*target_id, epoch, seq, slot, holding.cut, target_id in ragged))
+    head = IndexHead(
+        *(taken_ns, kv_seq, index.checksum(), index.blocks, holders.max_blocks, holders.tree.clock, tuple(held_by))
+    )
+    frozen = holders.tree.freeze()
+    try:
+        yield wire.encode(head)
+        nodes: list[tuple[int, Node]] = []
+        blocks = 0
+        for number, node in frozen:
+            nodes.append((number, node))
+            blocks += len(node.chunk) + _NODE_BLOCKS
+            if blocks >= PART_BLOCKS:
+                yield wire.encode(_part(nodes, live))
+                nodes, blocks = [], 0
+        if nodes:
+            yield wire.encode(_part(nodes, live))
+    finally:
+        holders.tree.thaw()
+
+
+def restoring(index: PrefixIndex, head: IndexHead, parts: Iterable[bytes]) -> Generator[None, None, bool]:
+    """Load a snapshot into a new index, in steps.
+
+    Returns: False: it is not the index that was stored, or one with another cap. Do not use the index.
+    Raises:
+        msgspec.MsgspecError, ValueError, IndexError: the parts are damaged.
+    """
+    tree = index.holders.tree
+    if head.max_blocks != index.holders.max_blocks:
+        return False
+    tree.clock = head.clock
+    by_slot = {}
+    for each in head.held_by:
+        by_slot[each.slot] = holding = Holding((each.worker, each.rank), 1 << each.slot)
+        holding.cut = each.cut
+        index.restore(holding, each.epoch, each.seq)
+        if each.ragged:
+            index.holders.mark_ragged(holding)
+    totals: dict[int, tuple[int, int]] = {}  # blocks and sum of keys by mask
+    for data in parts:
+        yield from _load(index, _decode_part(data), totals)
+    yield from tree.link()
+    index.holders.link()
+    for number, (mask, (blocks, key_sum)) in enumerate(totals.items()):
+        if number % _MASKS == 0:
+            yield
+        for bit in bits_of(mask):
+            holding = by_slot[bit.bit_length() - 1]
+            holding.blocks += blocks
+            holding.key_sum += key_sum
+    return index.blocks == head.blocks and index.checksum() == head.checksum
+
+
+def read_head(data: bytes) -> IndexHead:
+    """
+    Raises:
+        msgspec.MsgspecError: it is none.
+    """
+    return _decode_head(data)
+
+
+def _part(nodes: Sequence[tuple[int, Node]], live: int) -> IndexPart:
+    keys = array("q")
+    masks: dict[int, int] = {}
+    mask_at, partial = array("q"), []
+    for number, node in nodes:
+        keys.extend(node.chunk)
+        mask_at.append(masks.setdefault(node.mask & live, len(masks)))
+        for count, bits in node.partial.items():
+            partial += [(number, bit.bit_length() - 1, count) for bit in bits_of(bits & live)]
+    width = max(mask.bit_length() for mask in masks) // 8 + 1
+    return IndexPart(
+        _packed(array("q", [number for number, _ in nodes])),
+        _packed(array("q", [len(node.chunk) for _, node in nodes])),
+        _packed(array("q", [node.parent for _, node in nodes])),
+        _packed(array("q", [node.age for _, node in nodes])),
+        _packed(mask_at),
+        tuple(mask.to_bytes(width, "little") for mask in masks),
+        _packed(keys),
+        tuple(partial),
+    )
+
+
+def _load(index: PrefixIndex, part: IndexPart, totals: dict[int, tuple[int, int]]) -> Iterator[None]:
+    tree, at, loaded = index.holders.tree, 0, 0
+    keys, masks = _unpacked(part.keys), [int.from_bytes(mask, "little") for mask in part.masks]
+    columns = map(_unpacked, (part.numbers, part.sizes, part.parents, part.ages, part.mask_at))
+    for node, size, parent, age, mask_at in zip(*columns, strict=True):
+        chunk, mask = tuple(keys[at : at + size]), masks[mask_at]
+        if len(chunk) != size or not chunk:
+            raise ValueError(f"node {node} has {len(chunk)} of {size} keys")
+        at += size
+        tree.load(node, chunk, mask, parent, age)
+        blocks, key_sum = totals.get(mask, (0, 0))
+        totals[mask] = (blocks + size, key_sum + sum(chunk))
+        loaded += size + _NODE_BLOCKS
+        if loaded >= _LOADED_BLOCKS:
+            yield
+            loaded = 0
+    for node, slot, count in part.partial:
+        chunk = tree.chunks[node][:count]
+        tree.set_held(node, 1 << slot, count)
+        blocks, key_sum = totals.get(1 << slot, (0, 0))
+        totals[1 << slot] = (blocks + count, key_sum + sum(chunk))
+    yield
+
+
+def _packed(values: "array[int]") -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def _unpacked(data: bytes) -> list[int]:
+    values = array("q", data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()

@@ -1,6 +1,14 @@
-"""A message of WORK as routers read it: that a request was sent to a worker. Pure."""
+"""A message of WORK as routers read it: that a request was sent to a worker. Pure.
 
-from collections.abc import Sequence
+Unfinished requests of models that another router owns, as they were read from WORK. Pure.
+
+A router that is not the owner of a model decides nothing for it, so it folds of its requests only what it needs to take
+over: a message is kept as it came until the request ends. Most end before anybody asks. ``take`` gives what is left, in
+the order in which requests came, to be folded as if it were read now, with the time at which it was.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -78,3 +86,67 @@ def read_sent(entry: Entry) -> Sent | None:
         read_keys(keys) if keys else (),
         entry.headers.get(HEADER_SUSPECT, ""),
     )
+
+
+MOST = 10_000  # messages; all are folded in 0.3 s, within the lease of who takes over
+MOST_BYTES = 64 << 20  # of all; one has about 1 kB, and the block names of a long prompt
+_ENTRY_BYTES = 1_024
+
+
+class Unfolded(NamedTuple):
+    entry: Entry
+    read_ns: int
+
+
+class UnownedRequests:
+    """``full``: fold a message instead of adding it."""
+
+    def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._messages: OrderedDict[str, list[Unfolded]] = OrderedDict()  # by request, oldest first
+        self._count = self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._messages
+
+    @property
+    def full(self) -> bool:
+        return self._count >= self._most or self._bytes >= self._most_bytes
+
+    def add(self, request: str, entry: Entry, read_ns: int) -> None:
+        headers_only = msgspec.structs.replace(entry, data=b"")  # messages read from the stream have the whole job
+        self._messages.setdefault(request, []).append(Unfolded(headers_only, read_ns))
+        self._count += 1
+        self._bytes += _size(headers_only)
+
+    def end(self, request: str) -> bool:
+        """The terminal event of a request was read; False: nothing of it was kept."""
+        messages = self._messages.pop(request, None)
+        if messages is None:
+            return False
+        self._remove(messages)
+        return True
+
+    def take(self) -> Iterator[Unfolded]:
+        """Remove and yield all messages, those of one request together, the oldest request first.
+
+        Messages that were not yielded yet stay, so another caller gets them. Those added meanwhile are left for later.
+        """
+        for _ in range(len(self._messages)):
+            if not self._messages:
+                return
+            _, messages = self._messages.popitem(last=False)
+            self._remove(messages)
+            yield from messages
+
+    def _remove(self, messages: list[Unfolded]) -> None:
+        self._count -= len(messages)
+        self._bytes -= sum(_size(each.entry) for each in messages)
+
+
+def _size(entry: Entry) -> int:
+    return _ENTRY_BYTES + len(entry.headers.get(HEADER_KEYS, ""))

@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from penstock.infra.broker.binary import find_server
-from penstock.infra.broker.server import EmbeddedNats
-from penstock.launch.http import get
+from penstock.infra.broker.server import EmbeddedNats, find_server
 from penstock.launch.nats import apply_at
+from penstock.launch.readiness import get
 from tests.chaos.plan import BROKER
 from tests.cluster_support import NODES, LocalCluster
 from tests.tls_support import Pair, TlsNats

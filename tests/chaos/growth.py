@@ -19,7 +19,7 @@ import msgspec
 
 from penstock.configs.logs import setup
 from penstock.infra.bus.connection import Bus, connect
-from penstock.launch.http import get_url
+from penstock.launch.readiness import get_url
 from tests.chaos import log, recipes
 from tests.chaos.audit import Footprint
 from tests.chaos.brokers import profiled

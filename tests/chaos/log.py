@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last, read
-from penstock.launch.http import get_url
+from penstock.launch.readiness import get_url
 from penstock.log.requests.leases import leases
 from penstock.schemas import done, fleet, requests, tokens
 from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST, TokenItem

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.router.ownership.sharing import Sharing
+    from penstock.router.ownership.intake import Sharing
 
 TURN_S = 4.0
 
 
 def main(argv: Sequence[str]) -> int:
     from penstock.cli.commands import main as penstock
-    from penstock.router.ownership.sharing import Sharing
+    from penstock.router.ownership.intake import Sharing
 
     Sharing.update = _by_turns  # type: ignore[method-assign]
     return penstock(list(argv)) or 0

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import msgspec
 
-from penstock.launch.http import get_url
 from penstock.launch.machine import free_run
+from penstock.launch.readiness import get_url
 from penstock.launch.state import State
 from tests.chaos.audit import Footprint
 from tests.chaos.brokers import Brokers, live_heap

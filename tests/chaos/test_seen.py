@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.log.find import erased
+from penstock.gateway.log.lookup import erased
 from penstock.infra.bus.memory import lost
 from penstock.schemas.ids import new_request_id
 from penstock.schemas.tokens import WHOLE_REQUEST, TokenItem

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.gateway.apis.chat.bodies import parse_chat
-from penstock.gateway.apis.chat.messages import as_objects, template_messages
+from penstock.gateway.apis.chat.prompt import as_objects, template_messages
 from penstock.infra.text.chat_template import ChatTemplate, PromptEnd, TemplateError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}

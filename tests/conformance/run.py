@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from penstock.infra.text.parsers.answer_parser import AnswerParser
 from penstock.infra.text.parsers.delta_builder import Delta
 from penstock.infra.text.parsers.families import TABLE
-from penstock.infra.text.parsers.marks import Marks, tokens_in
+from penstock.infra.text.parsers.reader import Marks, tokens_in
 from penstock.infra.text.parsers.registry import ParserNames, answer_parsing, parser_for
 from penstock.schemas.requests import GenerateRequest, Parsing, Stop
 

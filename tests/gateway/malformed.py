@@ -11,9 +11,8 @@ from penstock.gateway.apis.chat.tokenization import detokenize, tokenize
 from penstock.gateway.apis.embeddings import prepare_embedding
 from penstock.gateway.apis.messages.prepare import count_message, prepare_message
 from penstock.gateway.apis.responses.bodies import parse_compaction, parse_response
-from penstock.gateway.apis.responses.compaction import encode_kept
-from penstock.gateway.apis.responses.items import encode_summary
-from penstock.gateway.apis.responses.prepare import count_prompt_of, prepare_response
+from penstock.gateway.apis.responses.chat import encode_summary
+from penstock.gateway.apis.responses.prepare import count_prompt_of, encode_kept, prepare_response
 from penstock.gateway.apis.responses.record import encode_stored, input_items, read_stored
 from penstock.infra.constraints import constraints
 from penstock.schemas.errors import Code, ServingError

@@ -53,7 +53,7 @@ def config(shape: str) -> Any:
 
 
 def random_model(shape: str) -> Any:
-    from penstock.workers.engines.native.model import mxfp4
+    from penstock.workers.engines.native.model import quantize as mxfp4
     from tests.gpu.native import large
 
     with mxfp4.as_stored(config(shape)) as loaded:
@@ -70,7 +70,7 @@ def spread(model: Any) -> None:
 def native(shape: str, fp8: bool, fp8_kv: bool) -> Run:
     from penstock.infra.bus.loop_lag import freeze_loaded
     from penstock.workers.engines.native.build import assemble
-    from penstock.workers.engines.native.cuda import prepare
+    from penstock.workers.engines.native.cuda import rewrite
     from penstock.workers.engines.native.model.loading import describe
     from penstock.workers.engines.native.model.options import NativeOptions
     from penstock.workers.engines.native.model.quantize import quantize
@@ -80,7 +80,7 @@ def native(shape: str, fp8: bool, fp8_kv: bool) -> Run:
     described = describe(made)
     if fp8:
         quantize(made)
-        prepare.ROUNDING_FP8 = 0.9  # noise of 8 bits grows from layer to layer if weights are random
+        rewrite.ROUNDING_FP8 = 0.9  # noise of 8 bits grows from layer to layer if weights are random
     engine = assemble(
         described,
         NativeOptions(

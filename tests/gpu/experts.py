@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.workers.engines.native.cuda import expert_kernels, experts, rows
 from penstock.workers.engines.native.cuda.experts import Experts, Router, Routing, Shape, Stored
-from penstock.workers.engines.native.model import mxfp4, quantize
+from penstock.workers.engines.native.model import quantize
 from tests.workers.engines.native.models import CONFIGS, mxfp4_blocks
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -73,7 +73,7 @@ def made(mixture: Mixture, device: torch.device, dtype: torch.dtype) -> Experts:
         layers = [
             Stored(values, layer.bias, scales)
             for layer in layers
-            for values, scales in [mxfp4.packed(*mxfp4_blocks(layer.values))]
+            for values, scales in [quantize.packed(*mxfp4_blocks(layer.values))]
         ]
     if mixture.bits == 8:
         narrow = [quantize.narrowed(layer.values) for layer in layers]
@@ -120,13 +120,15 @@ def wide(layer: Stored, expert: int) -> Tensor:
         return values.double()
     if values.dtype != torch.uint8:
         return values.double() * layer.scales[expert].double()[:, None]
-    rows, step = len(values), mxfp4.STEP
+    rows, step = len(values), quantize.STEP
     groups = 2 * layer.scales.shape[2]
     words = layer.scales[expert].view(rows // step, groups // 2, step)
     halves = values.view(rows // step, groups // 2, step, 32)
-    table = torch.tensor([*mxfp4.VALUES, *(-value for value in mxfp4.VALUES)], dtype=torch.float64).to(values.device)
+    table = torch.tensor([*quantize.VALUES, *(-value for value in quantize.VALUES)], dtype=torch.float64).to(
+        values.device
+    )
     parts = [
-        table[bits.int()] * torch.exp2(((each >> 7) - 127 - mxfp4.SHIFT).double())[..., None]
+        table[bits.int()] * torch.exp2(((each >> 7) - 127 - quantize.SHIFT).double())[..., None]
         for bits, each in ((halves & 15, words & 0xFFFF), (halves >> 4, words >> 16 & 0xFFFF))
     ]
     return torch.cat(parts, -1).transpose(1, 2).reshape(rows, 32 * groups)
@@ -185,7 +187,7 @@ def check_replaced(device: torch.device) -> None:
             for inner in (config.intermediate_size, 32):  # one of a size that the kernels take, and one that is widened
                 changed = copy.copy(config)
                 changed.intermediate_size = inner
-                stored = mxfp4.Mxfp4Experts(changed)
+                stored = quantize.Mxfp4Experts(changed)
                 for weight in stored.parameters():
                     weight.data.normal_() if weight.is_floating_point() else weight.data.random_(110, 126)
                 modules[f"4 bits, {inner} wide"] = stored.to(device=device).requires_grad_(False)

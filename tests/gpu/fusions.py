@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock.workers.engines.native.build import assemble
-from penstock.workers.engines.native.cuda import modules, paged, prepare
+from penstock.workers.engines.native.cuda import modules, paged, rewrite
 from penstock.workers.engines.native.cuda.fusions import FUSIONS
 from penstock.workers.engines.native.model.loading import describe
 from penstock.workers.engines.native.model.options import NativeOptions
@@ -117,7 +117,7 @@ def main() -> None:
     described = describe(made)
     if "fp8" in sys.argv:
         print("layers of 8-bit floats:", quantize(made))
-        prepare.ROUNDING_FP8 = 0.9  # noise of 8 bits grows from layer to layer if weights are random
+        rewrite.ROUNDING_FP8 = 0.9  # noise of 8 bits grows from layer to layer if weights are random
     kv_dtype = "fp8" if "fp8-kv" in sys.argv else "auto"
     engine = assemble(
         described, NativeOptions(max_running=256, max_model_len=4096, warm=False, kv_blocks=8192, kv_dtype=kv_dtype)

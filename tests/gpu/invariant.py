@@ -14,7 +14,7 @@ from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.native.build import assemble
-from penstock.workers.engines.native.cuda import products
+from penstock.workers.engines.native.cuda import rows as products
 from penstock.workers.engines.native.model.loading import describe
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.gpu.beside import SHAPES, config

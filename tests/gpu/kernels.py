@@ -14,9 +14,10 @@ from unittest import mock
 
 import torch
 
-from penstock.workers.engines.native.cuda import chunks, dense, few_rows, fp8, modules, rewrite, rows
-from penstock.workers.engines.native.cuda.chunks import LONG, Chunk
+from penstock.workers.engines.native.cuda import dense, few_rows, fp8, modules, rewrite, rows
+from penstock.workers.engines.native.cuda import packing as chunks
 from penstock.workers.engines.native.cuda.dense import DenseAttention
+from penstock.workers.engines.native.cuda.packing import LONG, Chunk
 from penstock.workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
 from penstock.workers.engines.native.model import quantize, sampler
 from penstock.workers.engines.native.model.attention import AttentionParams, ReferenceAttention, Span

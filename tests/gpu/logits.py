@@ -19,7 +19,7 @@ from penstock.infra.model import modeldir
 from penstock.schemas.requests import LogitsProcessor, Sampling, Stop
 from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.logits.apply import Chain
-from penstock.workers.engines.logits.error_counter import ErrorCounter
+from penstock.workers.engines.logits.base import ErrorCounter
 from penstock.workers.engines.native import from_settings
 from penstock.workers.engines.trtllm.logits_processors import TrtllmProcessor
 

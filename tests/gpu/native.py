@@ -26,7 +26,8 @@ from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.native import build as engine_build
-from penstock.workers.engines.native import executors, speculation_speed
+from penstock.workers.engines.native import build as speculation_speed
+from penstock.workers.engines.native import executors
 from penstock.workers.engines.native.build import assemble, build
 from penstock.workers.engines.native.model import attention
 from penstock.workers.engines.native.model.loading import describe
@@ -233,7 +234,7 @@ def keeping_speculation() -> Any:
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
     """The kernels on a CPU, by Triton's interpreter."""
-    from penstock.workers.engines.native.cuda.prepare import prepare
+    from penstock.workers.engines.native.cuda.rewrite import prepare
 
     def prepared(model: Any, reload: Any, *, invariant: bool = False) -> executors.Prepared:
         return executors.Prepared(model, prepare(model, invariant=invariant))

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from penstock.workers.engines.native.cuda import chunks, dense, prompt_graphs
+from penstock.workers.engines.native.cuda import dense, packing, prompt_graphs
 from penstock.workers.engines.native.cuda.modules import Rotation
 from penstock.workers.engines.native.cuda.paged import PagedAttention
 from penstock.workers.engines.native.model.attention import AttentionParams
@@ -104,9 +104,9 @@ def whole() -> None:
         for turn in range(8):  # in turns: a GPU slows down as it warms up
             least = (NEVER, LEAST)[turn % 2]
             with (
-                mock.patch.object(chunks, "LONG", least),
-                mock.patch.object(chunks, "LONG_BEHIND", least),
-                mock.patch.object(chunks, "BEHIND_WORK", least),
+                mock.patch.object(packing, "LONG", least),
+                mock.patch.object(packing, "LONG_BEHIND", least),
+                mock.patch.object(packing, "BEHIND_WORK", least),
             ):
                 took, *_ = drive(engine, ask(streams, tokens, 1, 128256, 100 * (streams + tokens) + turn))
             if turn > 1:

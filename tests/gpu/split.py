@@ -30,7 +30,7 @@ from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model import attention
 from penstock.workers.engines.native.model.options import NativeOptions
-from penstock.workers.kv_transfer.opening import open_transport
+from penstock.workers.kv_transfer.transport_thread import open_transport
 
 PROMPT, BLOCK, NEW = 4096, 32, 16
 ROOT = root("gpu")

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.launch.nats import apply_at
-from penstock.measure.generator.cpu import cpu_seconds
+from penstock.measure.generator.lag import cpu_seconds
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 
 # Kind and bytes of what one request stores.

@@ -25,12 +25,10 @@ from urllib.parse import urlsplit
 from nats.js.api import AckPolicy, ConsumerConfig
 
 from penstock.infra.broker.server import EmbeddedNats
-from penstock.infra.bus.pull_window import pull_request
-from penstock.infra.bus.puller import ACK
+from penstock.infra.bus.puller import ACK, pull_request
 from penstock.infra.bus.wire_protocol import Frame, FrameReader, publish_command
 from penstock.launch.nats import apply_at, connect_operator
-from penstock.measure.generator.cpu import cpu_of
-from penstock.measure.generator.event_loop import loop_factory
+from penstock.measure.generator.lag import cpu_of, loop_factory
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 
 REQUEST, JOB, FIRST, REST, KV, DONE = (os.urandom(size) for size in (1500, 2600, 120, 400, 350, 1600))

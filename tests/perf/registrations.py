@@ -10,10 +10,15 @@ are answers of the slow mock engine, all open at once. Both run beside two gatew
 These are measured three times: without anything, with the registrations, and with the streams as well; in between are
 the lags of the moments in which the workers register and the streams arrive. The metric shows the worst lag of 30 to
 60 s, so a measurement of 60 s has none of what was before it, and the moment behind it at most those of both.
+
+A deployment for one measurement: started, awaited, and stopped behind it.
 """
 
 import argparse
 import asyncio
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,11 +35,61 @@ from penstock.infra.bus.loop_lag import EVERY_S, WINDOW_S
 from penstock.infra.bus.wire_protocol import Frame
 from penstock.infra.model.modeldir import TINY
 from penstock.launch.state import State, read_state
-from penstock.measure.generator.cpu import cpu_seconds
+from penstock.measure.generator.lag import cpu_seconds
 from penstock.schemas import kv, wire
 from penstock.schemas.fleet import Registration
 from penstock.workers.session.lease import Lease
-from tests.perf.deployment import end_of, penstock, running
+
+READY_S = 60.0
+STOP_S = 20.0
+
+
+@contextlib.contextmanager
+def running(base: Path, *arguments: str) -> Iterator[None]:
+    """`penstock up` with these arguments; its data is in ``base``/data, its log ``base``/up.log.
+
+    Raises:
+        RuntimeError: it was not ready in time; the text has the end of its log.
+    """
+    log = base / "up.log"
+    up = penstock(
+        "up", "--http-port=0", f"--data-dir={base}/data", "--log-format=json", "--dashboard-port=-1", *arguments,
+        log=log,
+    )  # fmt: skip
+    try:
+        _wait_until_ready(up, log)
+        yield
+    finally:
+        up.send_signal(signal.SIGTERM)
+        try:
+            up.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            up.kill()
+            up.wait()
+
+
+def _wait_until_ready(up: "subprocess.Popen[bytes]", log: Path) -> None:
+    until = time.monotonic() + READY_S
+    while time.monotonic() < until and up.poll() is None:
+        if b'"event": "ready"' in log.read_bytes() or b'"event":"ready"' in log.read_bytes():
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"the deployment was not ready within {READY_S:g} s: {end_of(log)}")
+
+
+def penstock(*arguments: str, log: Path) -> "subprocess.Popen[bytes]":
+    """Start one of our commands, with its output in ``log``."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "penstock", *arguments],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ),
+        )  # fmt: skip
+
+
+def end_of(log: Path) -> str:
+    """The last lines of a log, in one."""
+    return " | ".join(log.read_text(errors="replace").splitlines()[-5:])
+
 
 GENERATORS = 2
 OPEN_S = 90.0  # until all streams are open, beyond the time over which they arrive

@@ -10,8 +10,7 @@ import pytest
 
 from tests.perf import scale
 from tests.perf.broker import BrokerFigures
-from tests.perf.scale import all_series, default_points, figures, main
-from tests.perf.scale_report import Figures, Point, Series, write
+from tests.perf.scale import Figures, Point, Series, all_series, default_points, figures, main, write
 
 
 def stage(rate: float, cpu: dict[str, float]) -> dict[str, Any]:

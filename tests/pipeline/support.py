@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.model import modeldir
-from penstock.infra.process.deathsig import die_with_parent
+from penstock.infra.process.child import die_with_parent
 from penstock.infra.process.sockets import bind
 from penstock.launch.state import State, read_state
 from penstock.log.timeline.read import read_timeline

@@ -13,7 +13,7 @@ from penstock.infra.bus.direct_get import read
 from penstock.launch.state import Running
 from penstock.schemas import blocks, kv, wire
 from penstock.schemas.jobs import Decision
-from penstock.workers.engines.events.publisher import Publisher
+from penstock.workers.engines.events.relay import Publisher
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.shared.test_prefix_reuse import BLOCK, ask_and_settle, cached, decision_of, published, text_body
 from tests.pipeline.support import Deployment, Oracle, registrations, stopped, token_prompt, until

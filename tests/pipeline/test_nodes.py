@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from penstock.infra.model.modeldir import DEMO, TINY
-from penstock.workers.engines.external.guard import _children
+from penstock.workers.engines.external.runtime import _children
 from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_START
 from tests import standins
 from tests.pipeline.conftest import NewDeployment

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from penstock.configs.settings import NatsSettings
-from penstock.infra.broker.binary import find_server
 from penstock.infra.broker.config import USERS
 from penstock.infra.broker.datadir import load_secrets
-from penstock.infra.process.deathsig import die_with_parent
+from penstock.infra.broker.server import find_server
+from penstock.infra.process.child import die_with_parent
 from penstock.launch.nats import own_config, run
 from tests.binaries import find_oldest_server
 from tests.penstock.deploy.running import answers, ask

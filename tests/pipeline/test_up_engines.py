@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from penstock.infra.model.modeldir import DEMO
-from penstock.infra.process.deathsig import die_with_parent
-from penstock.launch.http import get
+from penstock.infra.process.child import die_with_parent
+from penstock.launch.readiness import get
 from tests.pipeline.support import ROOT, START_S, Process, free_port, until
 from tests.standins import FOLDER, VARIANT, real
 

@@ -6,8 +6,8 @@ import time
 from rich.console import Console
 
 from penstock.infra.broker.server import EmbeddedNats
+from penstock.log.requests.inspect import show
 from penstock.log.requests.inspection import inspect
-from penstock.log.requests.show_inspection import show
 from penstock.log.timeline.read import read_timeline
 from penstock.schemas import jobs, wire
 from penstock.schemas.ids import new_request_id

@@ -7,7 +7,6 @@ import msgspec
 
 from penstock.schemas import (
     audit,
-    budgets,
     contents,
     control,
     deletions,
@@ -386,8 +385,8 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "tenant_with_a_weight": (tenants.Limits(weight=2.5), tenants.decode),
     "tenant_that_shares_its_cache": (tenants.Limits(shared_cache=True), tenants.decode),
     "budget": (
-        budgets.Ledger({1_700_000_000: 3}, {1_700_000_000: 900}, {"gw-1": budgets.Holder(2, 1_700_000_006)}),
-        budgets.decode,
+        keys.Ledger({1_700_000_000: 3}, {1_700_000_000: 900}, {"gw-1": keys.Holder(2, 1_700_000_006)}),
+        keys.decode_ledger,
     ),
     "api_key": (
         keys.ApiKey(

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.schemas.fleet import Load, Registration
 from penstock.schemas.pace import FLOOR_US, SLOW, compare
-from penstock.workers.engines.mock.timing import decode_seconds, prefill_seconds
+from penstock.workers.engines.mock.executor import decode_seconds, prefill_seconds
 
 CAPACITY = 16_384 * 32  # of a worker's KV pool, tokens
 

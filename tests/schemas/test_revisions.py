@@ -6,8 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas.fleet import Registration, State
-from penstock.schemas.revisions import reads, revisions
+from penstock.schemas.fleet import Registration, State, reads, revisions
 
 
 def worker(name: str, epoch: int, revision: str, *, role: str = "aggregated", **more: Any) -> Registration:

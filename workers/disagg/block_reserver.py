@@ -5,8 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from penstock.workers.engine_loop.block_waits import BlockWait
-from penstock.workers.engine_loop.loop import EngineLoop
+from penstock.workers.engine_loop.loop import BlockWait, EngineLoop
 from penstock.workers.engines.base import Engine
 from penstock.workers.session.request_table import RequestTable
 from penstock.workers.session.requests import RunningRequest

@@ -24,8 +24,7 @@ from penstock.workers.disagg.block_reserver import BlockReserver
 from penstock.workers.disagg.embedding_stage import EmbeddingStage
 from penstock.workers.disagg.ledger import Ledger
 from penstock.workers.disagg.owner import Owner
-from penstock.workers.disagg.peer_watcher import PeerWatcher
-from penstock.workers.disagg.reader import Reader
+from penstock.workers.disagg.reader import PeerWatcher, Reader
 from penstock.workers.engine_loop.loop import EngineLoop
 from penstock.workers.engines.base import Engine, EngineInfo, Reservation, VisionEngine, kv_transfer_of
 from penstock.workers.kv_transfer.base import TransferError, Transport

@@ -1,11 +1,16 @@
-"""The side that needs blocks: fetches those of a ticket into its own, or raises the reason why not."""
+"""The side that needs blocks: fetches those of a ticket into its own, or raises the reason why not.
+
+Watches the workers that blocks move to and from: connects to new ones before they are used, forgets lost ones.
+"""
 
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -13,12 +18,12 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.registry import RegisteredWorker, WorkerRegistry
 from penstock.schemas import control, wire
 from penstock.schemas.control import Push, Pushed, Release
-from penstock.schemas.transfer import Handoff, Ticket
+from penstock.schemas.transfer import Endpoint, Handoff, Ticket
 from penstock.workers.disagg.ledger import Ledger
-from penstock.workers.kv_transfer.base import TransferError, Transport
-from penstock.workers.kv_transfer.path import path_between
+from penstock.workers.kv_transfer.base import TransferError, Transport, path_between
 
 log = structlog.get_logger("handoff")
 
@@ -209,3 +214,75 @@ class Reader:
 def _task_failed(error: BaseException) -> None:
     """A ticket that was not released expires with its lease; quarantine has ended by then."""
     log.warning("reader_task_failed", error=repr(error))
+
+
+PARTNERS = {
+    "encode": {"prefill", "decode", "aggregated"},
+    "prefill": {"encode", "decode"},
+    "decode": {"encode", "prefill"},
+    "aggregated": {"encode"},
+}
+
+
+class PeerWatcher:
+    """Follows registrations. ``lost`` is called with the id of each worker that leaves."""
+
+    def __init__(
+        self, bus: Bus, transport: Transport, worker: str, model: str, role: str, lost: Callable[[str], None]
+    ) -> None:
+        self._transport = transport
+        self._worker = worker
+        self._model = model
+        self._role = role
+        self._lost = lost
+        self._agents: dict[str, Endpoint] = {}
+        self._watch = WorkerRegistry(bus, joined=self._joined, left=self._left)
+        self._following = AsyncExitStack()
+
+    async def start(self) -> None:
+        """
+        Raises:
+            ServingError: the workers bucket cannot be read.
+        """
+        await self._following.enter_async_context(self._watch)
+
+    async def stop(self) -> None:
+        await self._following.aclose()
+
+    def sweep(self) -> None:
+        """Expire leases; called several times a second."""
+        self._watch.expire()
+
+    def _joined(self, member: RegisteredWorker) -> None:
+        registration = member.registration
+        endpoint = registration.transfer
+        agent = self._agents.get(registration.worker)
+        if endpoint is None or registration.worker == self._worker or registration.model != self._model:
+            return
+        if agent is not None and agent.agent == endpoint.agent:
+            return  # a renewal
+        if (
+            registration.role not in PARTNERS.get(self._role, ())
+            or endpoint.backend != self._transport.endpoint.backend
+        ):
+            return
+        if agent is not None:
+            self._transport.forget(agent.agent)
+        self._agents[registration.worker] = endpoint
+        connected = asyncio.wrap_future(self._transport.connect(endpoint))  # logged in the loop's thread
+        connected.add_done_callback(functools.partial(_log_connected, registration.worker))
+
+    def _left(self, member: RegisteredWorker, reason: str) -> None:
+        worker = member.registration.worker
+        endpoint = self._agents.pop(worker, None)
+        if endpoint is not None:
+            self._transport.forget(endpoint.agent)
+        self._lost(worker)
+
+
+def _log_connected(worker: str, future: "asyncio.Future[None]") -> None:
+    error = None if future.cancelled() else future.exception()
+    if error is None:
+        log.info("peer_connected", worker=worker)
+    else:
+        log.warning("peer_connect_failed", worker=worker, error=str(error))

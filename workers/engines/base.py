@@ -2,6 +2,8 @@
 
 Everything here is synchronous and used from one thread, the engine thread. If the engine has ``short_steps``, that may
 be the event loop's. No NATS, no torch.
+
+Checks of a request that hold for every engine. Pure.
 """
 
 from collections.abc import Mapping
@@ -10,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.requests import Constraint, Sampling, Stop
 from penstock.schemas.tokens import Logprob
@@ -376,3 +379,36 @@ def vision_of(engine: Engine) -> VisionEngine:
     """The capability of an engine that is known to have it: its model takes images."""
     assert engine.vision is not None, f"engine {engine.info.name} takes no images"
     return engine.vision
+
+
+def check_vocabulary(request: SequenceRequest, vocab_size: int) -> None:
+    """
+    Raises:
+        RequestError: a token id is outside the vocabulary.
+    """
+    highest = max(max(request.prompt, default=0), max(request.generated, default=0))
+    if highest >= vocab_size:
+        raise RequestError(Code.invalid_request, f"token id {highest} is outside the vocabulary of {vocab_size}")
+
+
+def check_length(prompt_len: int, generated: int, *, max_tokens: int, max_model_len: int) -> None:
+    """Check that at least one more token can be generated. All sizes are in tokens.
+
+    Args:
+        generated: tokens of earlier attempts.
+
+    Raises:
+        RequestError: the prompt is empty or too long, or nothing is left to generate.
+    """
+    if not prompt_len:
+        raise RequestError(Code.invalid_request, "the prompt has no tokens; give at least one")
+    if max_tokens <= generated:
+        raise RequestError(
+            Code.invalid_request, f"max_tokens is {max_tokens} and {generated} are generated already: nothing to do"
+        )
+    length = prompt_len + generated
+    if length >= max_model_len:
+        raise RequestError(
+            Code.context_length_exceeded,
+            f"{length} tokens leave no room for a new one: this model takes {max_model_len}, output included",
+        )

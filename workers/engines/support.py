@@ -1,16 +1,77 @@
 """What each engine can do, and what becomes of sampling options, for the workers' checks and the tables of the docs.
 
 Imports no engine.
+
+Which sampling options an external engine applies, and what becomes of requests for the others. Pure.
+
+No option is dropped in silence. A request for one that shapes its text is refused; a seed, which every request has, is
+announced as ignored, and the gateway names it in its answers.
+
+Packages that only some workers need, and the command that installs a missing one.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import fields
 
 from penstock.schemas.requests import Sampling
-from penstock.workers.engines.served import ALL, TORCH_SAMPLER_1_2, TRTLLM_SAMPLER, Served, problem
+
+
+class Served(NamedTuple):
+    """
+    Attributes:
+        penalties: repetition_penalty, presence_penalty and frequency_penalty.
+        alternatives: log-probabilities of other tokens than the drawn one.
+        min_tokens: what it counts: the output, or prompt and output together; "": it has no effect.
+    """
+
+    penalties: bool = True
+    min_p: bool = True
+    seed: bool = True
+    alternatives: bool = True
+    min_tokens: Literal["output", "all", ""] = "output"
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Options of clients that have no effect, and of which their answers say so."""
+        return () if self.seed else ("seed",)
+
+
+# As found on the releases that are known; a test asks their stand-ins.
+ALL = Served()  # also of TensorRT-LLM from 1.3 on
+TRTLLM_SAMPLER = Served(alternatives=False)
+TORCH_SAMPLER_1_2 = Served(penalties=False, min_p=False, seed=False, min_tokens="all")
+
+SAMPLER = "use sampler_type: TRTLLMSampler in the engine's arguments, or another engine"
+
+
+def problem(sampling: Sampling, min_tokens: int, served: Served) -> str:
+    """Which option of a request this engine would drop in silence; "": none. A seed is not among them.
+
+    Args:
+        min_tokens: that the engine would have to heed.
+    """
+    penalties = {
+        "repetition_penalty": sampling.repetition_penalty != 1.0,
+        "presence_penalty": bool(sampling.presence_penalty),
+        "frequency_penalty": bool(sampling.frequency_penalty),
+    }
+    asked = [name for name, given in penalties.items() if given and not served.penalties]
+    if sampling.min_p > 0 and not served.min_p:
+        asked.append("min_p")
+    if asked:
+        return f"this engine's sampler does not apply {', '.join(asked)}; {SAMPLER}"
+    if sampling.logprobs and not served.alternatives:
+        return (
+            "this engine's sampler returns log-probabilities of the drawn tokens only: ask for top_logprobs 0, or use "
+            "sampler_type: TorchSampler in the engine's arguments"
+        )
+    if min_tokens > 0 and not served.min_tokens:
+        return f"this engine's sampler does not apply min_tokens; {SAMPLER}"
+    return ""
+
 
 NO = ""
 
@@ -239,3 +300,37 @@ def sampling_notes() -> list[str]:
     """The remarks of the table, in the order of their first appearance."""
     found = [sampler.notes.get(option) for option in _OPTIONS for sampler in SAMPLERS]
     return list(dict.fromkeys(note for note in found if note))
+
+
+EXTRAS = {
+    "numpy": "native",
+    "torch": "native",
+    "transformers": "native",
+    "safetensors": "native",
+    "PIL": "native",
+    "triton": "native",
+    "zmq": "zmq",
+    "diffusers": "diffusion",
+    "accelerate": "diffusion",
+}
+
+
+def install_hint(error: ModuleNotFoundError, engine: str, role: str) -> str:
+    """A message: which package a worker needs, and how to install it.
+
+    Raises:
+        ModuleNotFoundError: ``error`` itself, if no extra has the module: that is a bug, not a missing extra.
+    """
+    if not is_of_an_extra(error):
+        raise error
+    missing = _package(error)
+    return f"--engine {engine} --role {role} needs {missing}: pip install 'penstock[{EXTRAS[missing]}]'"
+
+
+def is_of_an_extra(error: ModuleNotFoundError) -> bool:
+    """Whether the missing module belongs to a package of an extra."""
+    return _package(error) in EXTRAS
+
+
+def _package(error: ModuleNotFoundError) -> str:
+    return (error.name or "").partition(".")[0]

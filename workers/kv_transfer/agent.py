@@ -1,12 +1,167 @@
 """The interface to the library that moves the bytes: one agent, called from one thread.
 
 Each library implements these few calls; deadlines, quarantine, checks and renewal are implemented once, above them.
+
+From block ids to memory ranges that an agent copies, after checking that these blocks may be copied at all.
+
+Pure. Ids are checked here, before an agent sees an address: a wrong one could kill the peer.
 """
 
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from penstock.schemas.transfer import Endpoint
-from penstock.workers.kv_transfer.blocks import CopyOp
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.schemas.transfer import Endpoint, Memory
+from penstock.workers.kv_transfer.base import TransferError
+
+PIECE_BYTES = 64 << 20  # a direct copy blocks the agent's thread: about 10 ms each
+WORD_BYTES = 4  # of a generation
+
+
+class MemoryRanges(NamedTuple):
+    """Ranges of one kind of memory. ``rows``: (n, 3) uint64 of address, bytes, device."""
+
+    kind: str
+    rows: NDArray[np.uint64]
+
+
+class CopyOp(NamedTuple):
+    """One copy by an agent; both sides have the same number of rows, of equal lengths."""
+
+    local: MemoryRanges
+    remote: MemoryRanges
+
+
+def check_peer(own: Endpoint, peer: Endpoint) -> None:
+    """
+    Raises:
+        TransferError: refused; nothing can ever move between these two.
+    """
+    if peer.backend != own.backend:
+        raise _refused(peer, f"its transport is {peer.backend!r}, ours {own.backend!r}")
+    if _series(peer.version) != _series(own.version):
+        raise _refused(peer, f"{peer.backend} {peer.version!r} there, {own.version!r} here: they must be one series")
+    if peer.agent == own.agent:
+        raise _refused(peer, "it is this worker itself")
+
+
+def check_pool(own: Endpoint, peer: Endpoint, pool: str) -> None:
+    """
+    Raises:
+        TransferError: refused; blocks of this pool can never move between these two.
+    """
+    check_peer(own, peer)
+    for endpoint, whose in ((own, "this worker has"), (peer, "the peer has")):
+        if pool not in endpoint.pools:
+            raise _refused(peer, f"{whose} no pool {pool!r}; it has {sorted(endpoint.pools)}")
+    own_pool, peer_pool = own.pools[pool], peer.pools[pool]
+    if own_pool.block_bytes != peer_pool.block_bytes:
+        raise _refused(
+            peer,
+            f"pool {pool!r} has blocks of {peer_pool.block_bytes} bytes there, {own_pool.block_bytes} here",
+        )
+    if own_pool.layout != peer_pool.layout:
+        raise _refused(peer, f"pool {pool!r} holds {peer_pool.layout!r} there, {own_pool.layout!r} here")
+
+
+def check_ids(
+    own_pool: Memory, peer_pool: Memory, local: Sequence[int], remote: Sequence[int], written: Sequence[int]
+) -> None:
+    """
+    Raises:
+        TransferError: refused; ``local`` and ``remote`` do not pair, lie outside, or write one block twice.
+    """
+    if len(local) != len(remote):
+        raise TransferError("refused", f"{len(local)} local blocks for {len(remote)} remote ones")
+    for ids, memory, whose in ((local, own_pool, "local"), (remote, peer_pool, "remote")):
+        if len(ids) and not (min(ids) >= 0 and max(ids) < memory.blocks):
+            raise TransferError(
+                "refused", f"{whose} block ids {min(ids)}..{max(ids)} are not in 0..{memory.blocks - 1}"
+            )
+    if len(set(written)) != len(written):
+        raise TransferError("refused", "a block is the target of two others")
+
+
+def check_generations(peer_pool: Memory, remote: Sequence[int], generations: Sequence[int]) -> None:
+    """
+    Raises:
+        TransferError: refused; they cannot be compared.
+    """
+    if len(generations) != len(remote):
+        raise TransferError("refused", f"{len(generations)} generations for {len(remote)} blocks")
+    if not peer_pool.generations:
+        raise TransferError("refused", "the peer does not show the generations of its blocks")
+
+
+def copy_ops(
+    own_pool: Memory, peer_pool: Memory, local: Sequence[int], remote: Sequence[int], *, in_one_piece: bool
+) -> Iterator[CopyOp]:
+    """The copies for these blocks, with neighbours merged; one copy, or pieces of ``PIECE_BYTES`` if not ``whole``."""
+    step = max(1, len(local) if in_one_piece else PIECE_BYTES // own_pool.block_bytes)
+    for first in range(0, len(local), step):
+        local_part, remote_part = local[first : first + step], remote[first : first + step]
+        yield merge_runs(own_pool, peer_pool, np.array(local_part, np.int64), np.array(remote_part, np.int64))
+
+
+def merge_runs(own_pool: Memory, peer_pool: Memory, local: NDArray[np.int64], remote: NDArray[np.int64]) -> CopyOp:
+    """One row per run of blocks that are neighbours on both sides."""
+    cuts = np.flatnonzero((local[1:] != local[:-1] + 1) | (remote[1:] != remote[:-1] + 1))
+    bounds = np.concatenate(([0], cuts + 1, [len(local)]))
+    starts, lengths = bounds[:-1], (bounds[1:] - bounds[:-1]) * own_pool.block_bytes
+    return CopyOp(
+        MemoryRanges(
+            own_pool.kind,
+            _rows(own_pool.base + local[starts] * own_pool.block_bytes, lengths, own_pool.device),
+        ),
+        MemoryRanges(
+            peer_pool.kind,
+            _rows(peer_pool.base + remote[starts] * peer_pool.block_bytes, lengths, peer_pool.device),
+        ),
+    )
+
+
+def generation_read(peer_pool: Memory, remote: Sequence[int], scratch: int) -> CopyOp:
+    """Read the generations of all blocks from the lowest to the highest id into ``scratch``."""
+    low, high = min(remote), max(remote)
+    size = np.array([(high - low + 1) * WORD_BYTES])
+    source = np.array([peer_pool.generations + low * WORD_BYTES])
+    return CopyOp(MemoryRanges("cpu", _rows(np.array([scratch]), size, 0)), MemoryRanges("cpu", _rows(source, size, 0)))
+
+
+def first_bytes(peer_pool: Memory, scratch: int, size: int) -> CopyOp:
+    """Read the first bytes of a pool into ``scratch``."""
+    length = np.array([size])
+    return CopyOp(
+        MemoryRanges("cpu", _rows(np.array([scratch]), length, 0)),
+        MemoryRanges(peer_pool.kind, _rows(np.array([peer_pool.base]), length, peer_pool.device)),
+    )
+
+
+def span_bytes(remote: Sequence[int]) -> int:
+    """Room that ``generation_read`` needs."""
+    return (max(remote) - min(remote) + 1) * WORD_BYTES
+
+
+def stale_blocks(read: NDArray[np.uint32], remote: Sequence[int], expected: Sequence[int]) -> list[int]:
+    """The blocks whose generation, in what ``generation_read`` read, is not the expected one."""
+    now = read[np.array(remote) - min(remote)]
+    return list(np.array(remote)[now != np.array(expected, np.uint32)].tolist())
+
+
+def _rows(addresses: NDArray[np.int64], lengths: NDArray[np.int64], device: int) -> NDArray[np.uint64]:
+    rows = np.empty((len(addresses), 3), np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, lengths, device
+    return rows
+
+
+def _series(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def _refused(peer: Endpoint, reason: str) -> TransferError:
+    return TransferError("refused", f"agent {peer.agent}: {reason}")
 
 
 class PeerLost(Exception):

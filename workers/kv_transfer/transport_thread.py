@@ -2,21 +2,78 @@
 
 The agent is used in this thread only. A direct copy between processes happens inside a call of the agent, so it blocks
 this thread and never the caller's.
+
+How an agent's thread sleeps: until there is a command, the agent has something to do, or a time has passed.
+
+Opens the transport of a worker. Needs numpy and NIXL, which only ``penstock[native]`` installs.
 """
 
+import contextlib
+import os
+import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
+from typing import Literal
 
 import structlog
 
-from penstock.schemas.transfer import Endpoint
+from penstock.schemas.transfer import Endpoint, Memory
 from penstock.workers.kv_transfer.agent import Agent
-from penstock.workers.kv_transfer.base import QUARANTINE_S, TIMEOUT_S, TransferError, TransferResult, TransportStats
+from penstock.workers.kv_transfer.base import (
+    QUARANTINE_S,
+    TIMEOUT_S,
+    TransferError,
+    TransferResult,
+    Transport,
+    TransportStats,
+)
 from penstock.workers.kv_transfer.inflight import InflightTransfers, TransferRequest
-from penstock.workers.kv_transfer.waker import Waker
+
+POLL_FLOOR_S = 0.001  # poll() counts in milliseconds
+
+
+class Waker:
+    """``wake`` from any thread, the rest from the one that sleeps."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._poll = select.poll()
+        self._poll.register(self._read, select.POLLIN)
+        self._watched: tuple[int, ...] = ()
+
+    def watch(self, descriptors: Iterable[int]) -> None:
+        """Wake up when one of these is readable, too; replaces the ones before."""
+        for descriptor in self._watched:
+            self._poll.unregister(descriptor)
+        self._watched = tuple(descriptors)
+        for descriptor in self._watched:
+            self._poll.register(descriptor, select.POLLIN)
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: a wake-up is pending
+            os.write(self._write, b"\0")
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleep; returns whether a watched descriptor ended it. A sleep below a millisecond cannot end early."""
+        if seconds < POLL_FLOOR_S:
+            time.sleep(seconds)
+            return False
+        ready = [descriptor for descriptor, _ in self._poll.poll(seconds * 1000)]
+        if self._read in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._read, 4096)
+        return any(descriptor != self._read for descriptor in ready)
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
 
 log = structlog.get_logger("transfer")
 
@@ -218,3 +275,32 @@ class TransportThread:
             log.exception("transfer_cleanup_failed", agent=self._name)
         with self._lock:
             self._waker.close()
+
+
+def open_transport(
+    backend: Literal["auto", "nixl"],
+    agent: str,
+    pools: Mapping[str, Memory],
+    *,
+    on_renewed: Callable[[Endpoint], None] = lambda _: None,
+    quarantine_s: float = QUARANTINE_S,
+) -> Transport:
+    """Open a transport for these pools, which must stay where they are until the process ends.
+
+    Args:
+        backend: NIXL is the only one, so "auto" selects it.
+        agent: a name that no other incarnation of any worker ever has.
+        on_renewed: called in the transport's thread when the agent had to be replaced, with the endpoint that peers
+            need from then on.
+        quarantine_s: how long a transfer that timed out may stay unfinished before the agent is replaced.
+
+    Raises:
+        TransportUnavailable: what to install, or what failed when it was tried.
+    """
+    return TransportThread(partial(_nixl, pools), agent, on_renewed=on_renewed, quarantine_s=quarantine_s)
+
+
+def _nixl(pools: Mapping[str, Memory], name: str) -> Agent:
+    from penstock.workers.kv_transfer.nixl import NixlAgent, load
+
+    return NixlAgent(load(), name, pools)

@@ -16,8 +16,7 @@ from typing import TypeVar
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from penstock.infra.metrics.names import label_name, metric_name
-from penstock.infra.metrics.scope import MetricConflict
+from penstock.infra.metrics.scope import MetricConflict, label_name, metric_name
 
 PREFIX = "user_"
 AUTOMATIC = ("namespace", "component", "process", "model", "role")

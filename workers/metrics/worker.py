@@ -1,4 +1,25 @@
-"""The metrics of a worker. One scope per process; names end in their unit."""
+"""The metrics of a worker. One scope per process; names end in their unit.
+
+Memory and use of the GPUs that a worker's engine sees, read through NVIDIA's management library.
+
+The library (package ``nvidia-ml-py``) needs no CUDA context, so that it also serves engines in processes of their own.
+Without it, or without a GPU, there are no such series.
+
+Metrics of a worker's KV blocks, in a registry of their own.
+
+Counters that follow a total kept elsewhere.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import structlog
+from prometheus_client import Counter
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from penstock.infra.metrics.scope import MetricScope
 from penstock.schemas.done import Done
@@ -6,9 +27,134 @@ from penstock.schemas.streams import LONGEST_DEADLINE_S as LONGEST
 from penstock.schemas.transfer import Handoff
 from penstock.workers.engines.base import EngineInfo, EngineStats, GrammarStats
 from penstock.workers.kv_transfer.base import CAUSES
-from penstock.workers.metrics.gpu import GpuMetrics, find_library
-from penstock.workers.metrics.kv import KvMetrics
-from penstock.workers.metrics.totals import Total
+
+log = structlog.get_logger("worker")
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def find_library() -> ModuleType | None:
+    """NVIDIA's management library, ready for use; None: it is not installed, or there is no driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        log.debug("gpu_metrics_off", error=str(error))
+        return None
+    return pynvml  # type: ignore[no-any-return]
+
+
+class GpuMetrics(Collector):
+    """Register it with a worker's scope. ``gpu`` is the index among those that the worker sees.
+
+    Args:
+        library: from ``find_library``.
+        prefix: of the series.
+    """
+
+    def __init__(self, library: Any, prefix: str, environ: Mapping[str, str] = os.environ) -> None:
+        self._library = library
+        self._prefix = prefix
+        self._handles = list(self._visible(environ.get(VISIBLE)))
+
+    @property
+    def count(self) -> int:
+        """GPUs that the worker sees."""
+        return len(self._handles)
+
+    @property
+    def device(self) -> str:
+        """What they are, as in "2x NVIDIA H100 80GB HBM3"; "": none, or not told."""
+        names: dict[str, int] = {}
+        with contextlib.suppress(self._library.NVMLError):
+            for handle in self._handles:
+                name = self._library.nvmlDeviceGetName(handle)
+                name = name.decode() if isinstance(name, bytes) else name  # of older releases
+                names[name] = names.get(name, 0) + 1
+        return ", ".join(f"{count}x {name}" for name, count in sorted(names.items()))
+
+    def collect(self) -> Iterator[Metric]:
+        used = GaugeMetricFamily(f"{self._prefix}_gpu_memory_used_bytes", "memory in use on a GPU", labels=["gpu"])
+        total = GaugeMetricFamily(f"{self._prefix}_gpu_memory_bytes", "memory of a GPU", labels=["gpu"])
+        busy = GaugeMetricFamily(
+            f"{self._prefix}_gpu_utilization_ratio", "share of the last second in which kernels ran", labels=["gpu"]
+        )
+        for index, handle in enumerate(self._handles):
+            with contextlib.suppress(self._library.NVMLError):  # a GPU that has fallen off the bus
+                memory = self._library.nvmlDeviceGetMemoryInfo(handle)
+                used.add_metric([str(index)], memory.used)
+                total.add_metric([str(index)], memory.total)
+                busy.add_metric([str(index)], self._library.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+        yield from (used, total, busy)
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: the scope names them when they are read."""
+        return iter(())
+
+    def _visible(self, chosen: str | None) -> Iterator[Any]:
+        """Handles of the GPUs in CUDA_VISIBLE_DEVICES (indices or UUIDs, up to the first unknown one, as CUDA does)."""
+        library = self._library
+        if chosen is None:
+            yield from map(library.nvmlDeviceGetHandleByIndex, range(library.nvmlDeviceGetCount()))
+            return
+        for name in filter(None, (each.strip() for each in chosen.split(","))):
+            try:
+                if name.isdigit():
+                    yield library.nvmlDeviceGetHandleByIndex(int(name))
+                else:
+                    yield library.nvmlDeviceGetHandleByUUID(name)
+            except library.NVMLError:
+                return
+
+
+class Total:
+    """A counter that is set to a total of an engine instead of being increased.
+
+    Prometheus takes a counter that falls for a restart, so a smaller total (the engine began anew) counts from zero.
+    """
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._last = 0.0
+
+    def set(self, total: float) -> None:
+        """The total since the engine's start, as it is now."""
+        grown = total - self._last if total >= self._last else total
+        self._last = total
+        if grown:
+            self._counter.inc(grown)
+
+
+class KvMetrics:
+    """
+    Args:
+        scope: with the prefix of these metrics.
+    """
+
+    def __init__(self, scope: MetricScope) -> None:
+        self.scope = scope
+        self.capacity = scope.gauge("capacity_blocks", "KV blocks in all")
+        self.block_size = scope.gauge("block_size_tokens", "tokens in a KV block")
+        self.used = scope.gauge("used_blocks", "KV blocks held by sequences")
+        self.cached = scope.gauge("cached_blocks", "KV blocks kept for reuse")
+        self.free = scope.gauge("free_blocks", "KV blocks without content")
+        self.usage = scope.gauge("usage_ratio", "share of the KV blocks that sequences hold")
+        self.host = scope.gauge("host_blocks", "KV blocks kept in host memory")
+        self.loaded = Total(scope.counter("loaded_blocks", "KV blocks copied back from host memory"))
+
+    def observe(self, stats: EngineStats) -> None:
+        """The engine's statistics, as they are now."""
+        self.used.set(stats.used_blocks)
+        self.cached.set(stats.cached_blocks)
+        self.free.set(stats.free_blocks)
+        blocks = stats.used_blocks + stats.cached_blocks + stats.free_blocks
+        self.usage.set(stats.used_blocks / blocks if blocks else 0.0)
+        self.host.set(stats.host_blocks)
+        self.loaded.set(stats.loaded_blocks)
+
 
 TOKEN_SECONDS = (
     0.001,

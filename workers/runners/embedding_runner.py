@@ -1,6 +1,14 @@
 """Runs embeddings requests: the inputs of all of them form batches, one after the other, in the engine's thread.
 
 A request's vectors are published once all are there, so that they come from one attempt.
+
+The backend of a worker that makes embeddings: an engine in the pipeline thread.
+
+Inputs of all requests that wait to be embedded, and which of them form the next batch. Pure.
+
+The requests take turns: a batch has the oldest input of the request whose turn it is, so a short request does not wait
+for all of a large one. Beside it are inputs of nearly the same length, of any request: a matrix is as wide as its
+longest row, and what pads the others is computed for nothing.
 """
 
 import asyncio
@@ -8,13 +16,17 @@ import os
 import socket
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import accumulate, islice
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
+from penstock.configs.settings import WorkerSettings, served_names
 from penstock.infra.bus.tasks import end
+from penstock.infra.model import modeldir, servable
 from penstock.schemas import done, fleet, jobs, requests
 from penstock.schemas.control import Ok, Push, Pushed, Release
 from penstock.schemas.errors import Code
@@ -24,10 +36,107 @@ from penstock.schemas.tokens import Finish, TokenItem
 from penstock.schemas.wire import pack_tokens, unpack_tokens
 from penstock.workers.engines.base import RequestError
 from penstock.workers.engines.embed.base import EmbeddingEngine, finite, shortened, window
-from penstock.workers.runners.inputs import Input, InputQueue
+from penstock.workers.metrics.worker import Metrics
 from penstock.workers.runners.pipeline_thread import PipelineThread
-from penstock.workers.session.request_runner import SessionContext, StageInput
+from penstock.workers.session.process import ProcessEvents
+from penstock.workers.session.request_runner import ServedModel, SessionContext, StageInput
 from penstock.workers.session.requests import RunningRequest, admit
+
+LOOK_AHEAD = (
+    4096  # waiting inputs that a batch is made of: the oldest ones of each request, as many of one as of another
+)
+NEAR_SHARE = 0.25  # rows may be shorter than the longest by this share,
+NEAR_TOKENS = 16  # or by so many tokens
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Input(NamedTuple, Generic[K]):
+    """The input at ``place`` of the request ``key``."""
+
+    key: K
+    place: int
+    tokens: Sequence[int]
+
+
+class InputQueue(Generic[K]):
+    """
+    Args:
+        max_tokens: of a batch, padding included; an input that is longer forms a batch of its own.
+        max_inputs: of a batch.
+    """
+
+    def __init__(self, max_tokens: int, max_inputs: int = 1024) -> None:
+        self._max_tokens = max_tokens
+        self._max_inputs = max_inputs
+        self._waiting: OrderedDict[K, dict[int, Sequence[int]]] = OrderedDict()  # the request whose turn it is first
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, key: K, inputs: Sequence[Sequence[int]]) -> None:
+        """
+        Args:
+            key: a request that is not in the queue.
+        """
+        if inputs:
+            self._waiting[key] = dict(enumerate(inputs))
+            self._size += len(inputs)
+
+    def drop(self, key: K) -> None:
+        """Forget what waits of a request."""
+        self._size -= len(self._waiting.pop(key, ()))
+
+    def take(self) -> list[Input[K]]:
+        """The inputs of the next batch, removed from the queue; empty if none waits."""
+        if not self._waiting:
+            return []
+        first = next(iter(self._waiting))
+        each_of = max(1, LOOK_AHEAD // len(self._waiting))
+        ahead = [
+            (len(tokens), key, place)
+            for key, inputs in islice(self._waiting.items(), LOOK_AHEAD)
+            for place, tokens in islice(inputs.items(), each_of)
+        ]
+        wanted = ahead[0][0]
+        by_length = sorted(ahead, key=lambda each: each[0])  # stable: ``ahead[0]`` leads those of its length
+        begin, end = _window([length for length, _, _ in by_length], wanted, self._max_tokens, self._max_inputs)
+        self._waiting.move_to_end(first)
+        return [self._pop(key, place) for _, key, place in by_length[begin:end]]
+
+    def _pop(self, key: K, place: int) -> Input[K]:
+        inputs = self._waiting[key]
+        tokens = inputs.pop(place)
+        self._size -= 1
+        if not inputs:
+            del self._waiting[key]
+        return Input(key, place, tokens)
+
+
+def _window(lengths: Sequence[int], wanted: int, max_tokens: int, max_inputs: int) -> tuple[int, int]:
+    """The part of sorted lengths that begins at ``wanted`` or before it, and fits.
+
+    Longer rows are added before shorter ones: they make the matrix wider, but each adds more tokens than padding.
+    """
+    first = bisect_left(lengths, wanted)
+    last = first + 1
+    while last < len(lengths) and last - first < max_inputs:
+        longest = lengths[last]
+        if longest * (last + 1 - first) > max_tokens or longest - wanted > _near(longest):
+            break
+        last += 1
+    longest = lengths[last - 1]
+    while first and last - first < max_inputs:
+        if longest * (last + 1 - first) > max_tokens or longest - lengths[first - 1] > _near(longest):
+            break
+        first -= 1
+    return first, last
+
+
+def _near(longest: int) -> float:
+    return max(NEAR_TOKENS, NEAR_SHARE * longest)
+
 
 log = structlog.get_logger("worker")
 
@@ -318,3 +427,84 @@ def _check(index: int, tokens: Sequence[int], limit: int, *, whole: bool = True)
             f"input[{index}] has {'' if whole else 'at least '}{len(tokens)} tokens; this model takes {limit}. "
             "Shorten it, or set truncate_prompt_tokens to -1",
         )
+
+
+JOIN_S = 5.0
+
+
+class EmbeddingBackend:
+    def __init__(self, settings: WorkerSettings, metrics: Metrics, events: ProcessEvents) -> None:
+        self.join_s = JOIN_S
+        self.load_seconds = 0.0
+        self._settings = settings
+        self._metrics = metrics
+        self._events = events
+        self._thread = PipelineThread()
+        self._engine: EmbeddingEngine | None = None
+
+    async def start(self) -> None:
+        """Build the engine: a model that cannot be served is reported before the broker is needed.
+
+        Raises:
+            ModelError, EngineError, ValueError: the model or the engine cannot be served.
+        """
+        self._engine = await asyncio.wrap_future(self._thread.call(lambda: build_engine(self._settings)))
+        self.load_seconds = self._engine.load_seconds
+
+    async def open(self, connection: str) -> ServedModel:
+        assert self._engine is not None
+        settings = self._settings
+        names = served_names(settings.served_model_name) or (self._engine.model,)
+        self._metrics.process.set_label("model", names[0])
+        self._metrics.max_sequences.set(settings.max_running)
+        self._metrics.max_batched_tokens.set(settings.max_batched_tokens)
+        self._metrics.max_model_len.set(self._engine.embedder.max_tokens)
+        return ServedModel(names[0], names[1:], self._engine.revision, None, connection)
+
+    def make_runner(self, context: SessionContext) -> EmbeddingRunner:
+        assert self._engine is not None
+        return EmbeddingRunner(context, self._thread, self._engine, self._events.engine_failed)
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            self._thread.call(self._engine.close)
+
+    def stop(self, timeout: float) -> bool:
+        return self._thread.stop(timeout)
+
+
+def build_engine(settings: WorkerSettings) -> EmbeddingEngine:
+    """The engine that the settings name, built in the thread that will run it.
+
+    Raises:
+        ModelError: the model cannot be served.
+        EngineError: it does not fit into memory.
+        ValueError: the engine makes no embeddings.
+    """
+    engine: EmbeddingEngine
+    if settings.engine == "native":
+        from penstock.workers.engines.budgets import wait_passively
+
+        path = modeldir.resolve(settings.model, weights=True)
+        if reason := servable.problem(path, "native"):  # before what takes seconds to import
+            raise modeldir.ModelError(reason)
+        wait_passively()
+        from penstock.workers.engines.embed import native
+
+        engine = native.from_settings(settings, path)
+    elif settings.engine == "mock":
+        from penstock.workers.engines.embed import mock
+
+        engine = mock.from_settings(settings, modeldir.resolve(settings.model or str(modeldir.TINY)))
+    else:
+        raise ValueError(f"--role embed runs with --engine native or mock, not {settings.engine}")
+    known = engine.embedder
+    log.info(
+        "engine_ready",
+        engine=engine.name,
+        dimensions=known.dimensions,
+        max_tokens=known.max_tokens,
+        pooling=known.pooling,
+        seconds=round(engine.load_seconds, 2),
+    )
+    return engine

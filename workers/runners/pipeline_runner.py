@@ -3,6 +3,8 @@
 A request streams its denoising steps: each is a "token" whose value is the milliseconds it took. So progress is
 ordered, counted once and resumed like any answer; a later attempt begins at step 0 and streams again once it has passed
 what was streamed before. The files go into the object store and their names into the last item.
+
+The backend of a worker that makes images or videos: a diffusion engine in the pipeline thread.
 """
 
 import asyncio
@@ -12,10 +14,12 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import structlog
 
+from penstock.configs.settings import WorkerSettings, served_names
 from penstock.infra.bus.memory import put_file
 from penstock.infra.bus.object_store import put
 from penstock.infra.bus.tasks import end
@@ -29,8 +33,10 @@ from penstock.workers.engine_loop.sequence_state import SequenceState
 from penstock.workers.engines.base import RequestError
 from penstock.workers.engines.diffusion.base import DiffusionEngine, Interrupted
 from penstock.workers.engines.diffusion.encode import encode, media_type
+from penstock.workers.metrics.worker import Metrics
 from penstock.workers.runners.pipeline_thread import PipelineThread
-from penstock.workers.session.request_runner import SessionContext, StageInput
+from penstock.workers.session.process import ProcessEvents
+from penstock.workers.session.request_runner import ServedModel, SessionContext, StageInput
 from penstock.workers.session.requests import RunningRequest, admit
 
 log = structlog.get_logger("worker")
@@ -332,3 +338,77 @@ class PipelineRunner:
 def _progress_failed(error: BaseException) -> None:
     """The next message has all steps that were not sent."""
     log.warning("progress_publish_failed", error=repr(error))
+
+
+JOIN_S = 5.0
+
+
+class DiffusionBackend:
+    def __init__(self, settings: WorkerSettings, metrics: Metrics, events: ProcessEvents) -> None:
+        self.join_s = JOIN_S
+        self.load_seconds = 0.0
+        self._settings = settings
+        self._events = events
+        self._thread = PipelineThread()
+        self._engine: DiffusionEngine | None = None
+
+    async def start(self) -> None:
+        """Build the engine: a model that cannot be served is reported before the broker is needed.
+
+        Raises:
+            ModelError, EngineError, ValueError: the model or the engine cannot be served.
+        """
+        built = self._thread.call(lambda: build_engine(self._settings))
+        self._engine = await asyncio.wrap_future(built)
+        self.load_seconds = self._engine.load_seconds
+
+    async def open(self, connection: str) -> ServedModel:
+        settings = self._settings
+        names = served_names(settings.served_model_name) or (_name(settings.model),)
+        return ServedModel(names[0], names[1:], "", None, connection)
+
+    def make_runner(self, context: SessionContext) -> PipelineRunner:
+        assert self._engine is not None
+        return PipelineRunner(context, self._thread, self._engine, self._events.engine_failed)
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            self._thread.call(self._engine.close)
+
+    def stop(self, timeout: float) -> bool:
+        return self._thread.stop(timeout)
+
+
+def _name(model: str) -> str:
+    """The directory's name, or the Hugging Face id."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
+
+
+def build_engine(settings: WorkerSettings) -> DiffusionEngine:
+    """The engine that the settings name, built in the thread that will run it.
+
+    Raises:
+        ModelError: the model cannot be served.
+        EngineError: the engine's library cannot.
+    """
+    engine: DiffusionEngine
+    if settings.engine == "native":
+        from penstock.workers.engines.diffusion import diffusers_engine
+
+        engine = diffusers_engine.from_settings(settings, diffusers_engine.resolve(settings.model))
+    elif settings.engine == "trtllm":
+        from penstock.workers.engines.trtllm import visual_gen
+
+        engine = visual_gen.from_settings(settings)
+    else:
+        raise ValueError(f"--role diffusion runs with --engine native (diffusers) or trtllm, not {settings.engine}")
+    diffuser = engine.diffuser
+    log.info(
+        "engine_ready",
+        engine=engine.name,
+        pipeline=diffuser.pipeline,
+        makes=diffuser.kind,
+        seconds=round(engine.load_seconds, 2),
+    )
+    return engine

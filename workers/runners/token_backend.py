@@ -14,7 +14,7 @@ from penstock.infra.bus import loop_lag
 from penstock.infra.model import modeldir, servable
 from penstock.infra.model.embedding_model import is_encoder
 from penstock.infra.model.weight_files import elsewhere
-from penstock.infra.text.parsers import parser_detection
+from penstock.infra.text.parsers import families
 from penstock.schemas import blocks
 from penstock.schemas.transfer import Endpoint
 from penstock.workers.engine_loop.engine_thread import EngineThread
@@ -114,8 +114,8 @@ class TokenBackend:
             described.revision,
             described.detokenizer,
             connection,
-            parser_detection.reasoning_parser(settings.reasoning_parser, template),
-            parser_detection.tool_call_parser(settings.tool_call_parser, template),
+            families.reasoning_parser(settings.reasoning_parser, template),
+            families.tool_call_parser(settings.tool_call_parser, template),
             described.tokenizer_digest,
             modeldir.source_of(settings.model, described.path),
         )
@@ -135,7 +135,7 @@ class TokenBackend:
             log.warning("transfer_agent_renewed", agent=endpoint.agent)
             asyncio.run_coroutine_threadsafe(self._events.registration_changed(), self._loop)
 
-        from penstock.workers.kv_transfer.opening import open_transport
+        from penstock.workers.kv_transfer.transport_thread import open_transport
 
         pools = await asyncio.wrap_future(self._engine_loop.call(lambda engine: engine.memory()))
         try:

@@ -21,10 +21,9 @@ from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.workers.metrics.worker import Metrics
 from penstock.workers.session.lease import Lease
 from penstock.workers.session.outbox import Outbox
-from penstock.workers.session.reporter import Reporter
 from penstock.workers.session.request_table import RequestTable
 from penstock.workers.session.requests import RunningRequest
-from penstock.workers.session.terminal_events import TerminalEvents
+from penstock.workers.session.terminal_events import Reporter, TerminalEvents
 
 StageInput = Prefilled | Encoded
 

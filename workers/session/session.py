@@ -19,11 +19,10 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.consumers import make_again
 from penstock.infra.bus.loop_lag import TimeSlice
 from penstock.infra.bus.memory import ContentReader, MemoryStreams, fetch
 from penstock.infra.bus.publisher import Publisher
-from penstock.infra.bus.puller import ACK, TERM, Puller
+from penstock.infra.bus.puller import ACK, TERM, Puller, make_again
 from penstock.schemas import contents, fleet, jobs, requests
 from penstock.schemas.control import Ok, Push, Pushed, Release
 from penstock.schemas.errors import Code, ServingError
@@ -31,16 +30,14 @@ from penstock.schemas.kv import KvDump
 from penstock.schemas.subjects import HEADER_PART
 from penstock.schemas.trace import wanted
 from penstock.workers.metrics.worker import Metrics
-from penstock.workers.session import housekeeping
+from penstock.workers.session import request_table
 from penstock.workers.session.crash_journal import CrashJournal
-from penstock.workers.session.housekeeping import Housekeeping
 from penstock.workers.session.lease import Lease
 from penstock.workers.session.outbox import Outbox
-from penstock.workers.session.reporter import Reporter
 from penstock.workers.session.request_runner import RequestRunner, ServedModel, SessionContext, StageInput
-from penstock.workers.session.request_table import Admission, RequestTable
+from penstock.workers.session.request_table import Admission, Housekeeping, RequestTable
 from penstock.workers.session.requests import RunningRequest
-from penstock.workers.session.terminal_events import SETTLE_S, TerminalEvents
+from penstock.workers.session.terminal_events import SETTLE_S, Reporter, TerminalEvents
 
 log = structlog.get_logger("worker")
 
@@ -439,7 +436,7 @@ class WorkerSession:
             filter_subject=self._bus.subjects.work(self._settings.role, self.id),
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
-            ack_wait=housekeeping.ACK_WAIT_S,
+            ack_wait=request_table.ACK_WAIT_S,
             max_ack_pending=4 * (self._runner.slots + self._runner.queue),
             # The server removes it: a permission to delete consumers would cover those of all workers.
             inactive_threshold=CONSUMER_TTL_S,

@@ -7,8 +7,7 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from penstock.gateway.apis.chat.answer_state import AnswerState, ChoiceState, reasoning_names
-from penstock.gateway.apis.chat.logprobs import LARGE, LogprobFormatter
-from penstock.gateway.apis.chat.prompt_logprobs import PromptEcho
+from penstock.gateway.apis.chat.logprobs import LARGE, LogprobFormatter, PromptEcho
 from penstock.gateway.base.chat_objects import (
     AnswerMessage,
     ChatChoice,
@@ -18,7 +17,7 @@ from penstock.gateway.base.chat_objects import (
     UsageBody,
     message_of,
 )
-from penstock.gateway.base.json_slices import PLACEHOLDER, encode_fields, encode_list, fill
+from penstock.gateway.base.event_stream import PLACEHOLDER, encode_fields, encode_list, fill
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.infra.text.parsers.delta_builder import Delta
 from penstock.schemas.errors import ServingError

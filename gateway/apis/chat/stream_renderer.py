@@ -11,8 +11,7 @@ from itertools import compress
 import msgspec
 
 from penstock.gateway.apis.chat.answer_state import AnswerState, ChoiceState, reasoning_names
-from penstock.gateway.apis.chat.logprobs import LogprobFormatter
-from penstock.gateway.apis.chat.prompt_logprobs import PromptEcho
+from penstock.gateway.apis.chat.logprobs import LogprobFormatter, PromptEcho
 from penstock.gateway.base.chat_objects import ChatLogprobs, TextLogprobs, UsageBody
 from penstock.gateway.base.event_stream import COMMENT, DONE, error_event, invalid_event_id, parse_position
 from penstock.infra.text.detokenizer import Detokenizer

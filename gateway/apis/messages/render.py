@@ -23,7 +23,7 @@ from penstock.gateway.apis.messages.objects import (
     message_error,
 )
 from penstock.gateway.base.chat_objects import UsageBody
-from penstock.gateway.base.event_writer import EventWriter
+from penstock.gateway.base.event_stream import EventWriter
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest

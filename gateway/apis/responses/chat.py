@@ -1,13 +1,210 @@
-"""A response's body as the chat that answers it. Pure."""
+"""A response's body as the chat that answers it. Pure.
 
+Input items of the Responses API as chat messages, and where each message came from. Pure.
+"""
+
+import base64
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+from zlib import crc32
 
-from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, ResponseFormat, SchemaFormat
-from penstock.gateway.apis.responses.bodies import InputItem, ResponsesRequest
-from penstock.gateway.apis.responses.items import Conversation
-from penstock.gateway.apis.responses.tools import ToolNames, chat_tools
-from penstock.gateway.base.errors import invalid
+import msgspec
+
+from penstock.gateway.apis.chat.bodies import (
+    ChatCompletionRequest,
+    ChatMessage,
+    ContentPart,
+    FunctionCall,
+    ResponseFormat,
+    SchemaFormat,
+    ToolCall,
+)
+from penstock.gateway.apis.responses.bodies import InputItem, InputPart, ResponsesRequest, ToolNames, chat_tools
+from penstock.gateway.base.errors import invalid, unsupported
+
+ROLES = ("system", "developer", "user", "assistant")
+SUMMARY = "Summary of the conversation so far:\n\n"  # in front of what a compaction item holds
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What a compaction item holds. ``check``: CRC-32 of the text in UTF-8."""
+
+    text: str
+    check: int
+    version: int = 1
+
+
+_read_summary = msgspec.json.Decoder(Summary).decode
+
+
+def encode_summary(text: str) -> str:
+    """A summary as ``encrypted_content``: encoded for transport, not encrypted."""
+    data = msgspec.json.encode(Summary(text, crc32(text.encode())))
+    return base64.urlsafe_b64encode(data).decode()
+
+
+def decode_summary(content: str, at: str) -> str:
+    """
+    Args:
+        at: the name of the field, for errors.
+    Raises:
+        ServingError: invalid_request: damaged, or not made by ``encode_summary``.
+    """
+    try:
+        found = _read_summary(base64.b64decode(content, b"-_", validate=True))
+        intact = found.version == 1 and found.check == crc32(found.text.encode())
+    except (ValueError, msgspec.DecodeError):
+        intact = False
+    if not intact:
+        raise invalid(at, f"{at} is damaged or from another server; send it as POST /v1/responses/compact returned it")
+    return found.text
+
+
+class Conversation:
+    """Chat messages made of items.
+
+    Consecutive items of a turn of the assistant (reasoning, text, calls) become one message, as chat templates expect.
+
+    Attributes:
+        messages: so far.
+        places: from a field of a message to the client's, as in "messages[2].content" -> "input[1].output".
+    """
+
+    def __init__(self, names: ToolNames) -> None:
+        self._names = names
+        self.messages: list[ChatMessage] = []
+        self.places: dict[str, str] = {}
+        self._open = False  # the last message is the assistant's, and may grow
+        self._calls: set[str] = set()  # ids
+
+    def instruct(self, text: str) -> None:
+        self._append(ChatMessage("system", text), "instructions", "instructions")
+
+    def say(self, text: str, place: str) -> None:
+        """What the user wrote, as one text."""
+        self._append(ChatMessage("user", text), place, place)
+
+    def add(self, items: Sequence[InputItem], place: str) -> None:
+        """
+        Args:
+            place: the name of the list, for errors.
+        Raises:
+            ServingError: an item that is not supported, or lacks something.
+        """
+        for number, item in enumerate(items):
+            self._item(item, f"{place}[{number}]")
+
+    def _item(self, item: InputItem, at: str) -> None:
+        match item.type or "message":
+            case "message":
+                self._message(item, at)
+            case "function_call":
+                name = self._names.shown(item.namespace, _needed(item.name, f"{at}.name"))
+                call = ToolCall(FunctionCall(name, item.arguments), id=_needed(item.call_id, f"{at}.call_id"))
+                self._calls.add(call.id or "")
+                self._grow(at, ChatMessage("assistant", None, tool_calls=[call]))
+            case "function_call_output":
+                content = _content(item.output, f"{at}.output")
+                call_id = _needed(item.call_id, f"{at}.call_id")
+                if call_id not in self._calls:
+                    known = "send its function_call too, or continue its response with previous_response_id"
+                    raise invalid(f"{at}.call_id", f"{at}.call_id {call_id[:80]!r} is of no call before it: {known}")
+                self._append(ChatMessage("tool", content, tool_call_id=call_id), at, f"{at}.output")
+            case "reasoning":
+                parts = item.content if isinstance(item.content, list) else []
+                if text := "".join(part.text or "" for part in parts or item.summary or ()):
+                    self._grow(at, ChatMessage("assistant", None, reasoning_content=text))
+            case "compaction":
+                place = f"{at}.encrypted_content"
+                # As the user's: every template has that role, and a forged summary gets no authority by it.
+                summary = decode_summary(_needed(item.encrypted_content, place), place)
+                self._append(ChatMessage("user", SUMMARY + summary), at, place)
+            case "item_reference":
+                raise unsupported(
+                    f"{at}.type", "item references are not supported; send the item itself, or previous_response_id"
+                )
+            case other:
+                raise unsupported(
+                    f"{at}.type",
+                    f"{at}: items of type {other[:40]!r} are not supported; use 'message', 'function_call', "
+                    "'function_call_output', 'reasoning' or 'compaction'",
+                )
+
+    def _message(self, item: InputItem, at: str) -> None:
+        role = _needed(item.role, f"{at}.role")
+        if role not in ROLES:
+            raise invalid(f"{at}.role", f"{at}.role {role[:40]!r} is not known; use {', '.join(ROLES)}")
+        content = _content(item.content, f"{at}.content")
+        message = ChatMessage(role, content)
+        if role == "assistant":
+            self._grow(at, message)
+        else:
+            self._append(message, at)
+
+    def _append(self, message: ChatMessage, place: str, content: str = "") -> None:
+        name = f"messages[{len(self.messages)}]"
+        self.places[name] = place
+        if content:
+            self.places[f"{name}.content"] = content
+        self.messages.append(message)
+        self._open = message.role == "assistant"
+
+    def _grow(self, at: str, part: ChatMessage) -> None:
+        """Add to the assistant's turn, unless this part begins another one."""
+        last = self.messages[-1] if self._open else None
+        calls = part.tool_calls or []
+        if last is None or not _continues(last, part):
+            self._append(part, at)
+        else:
+            self.messages[-1] = msgspec.structs.replace(
+                last,
+                content=part.content if part.content is not None else last.content,
+                tool_calls=[*(last.tool_calls or ()), *calls] or None,
+            )
+        name = f"messages[{len(self.messages) - 1}]"
+        if calls:
+            count = len(self.messages[-1].tool_calls or ())
+            self.places[f"{name}.tool_calls[{count - 1}].function.arguments"] = f"{at}.arguments"
+            self.places[f"{name}.tool_calls[{count - 1}]"] = at
+        elif part.content is not None:
+            self.places[f"{name}.content"] = f"{at}.content"
+
+
+def _continues(last: ChatMessage, part: ChatMessage) -> bool:
+    if part.reasoning_content is not None:
+        return False
+    return bool(part.tool_calls) or (last.content is None)
+
+
+def _content(content: str | list[InputPart] | None, at: str) -> str | list[ContentPart]:
+    if content is None:
+        raise invalid(at, f"{at} is missing")
+    if isinstance(content, str):
+        return content
+    return [_part(part, f"{at}[{number}]") for number, part in enumerate(content)]
+
+
+def _part(part: InputPart, at: str) -> ContentPart:
+    if part.type in _TEXTS:
+        return ContentPart("text", _needed(part.text, f"{at}.text"))
+    if part.type == "refusal":
+        return ContentPart("text", _needed(part.refusal, f"{at}.refusal"))
+    if part.type == "input_image":
+        if part.file_id is not None:
+            raise unsupported(f"{at}.file_id", f"{at}.file_id is not supported; send the image in image_url")
+        return ContentPart("image_url", image_url=_needed(part.image_url, f"{at}.image_url"))
+    raise unsupported(
+        f"{at}.type",
+        f"{at}: content of type {part.type[:40]!r} is not supported; use 'input_text', 'output_text' or 'input_image'",
+    )
+
+
+def _needed(value: str | None, at: str) -> str:
+    if value is None:
+        raise invalid(at, f"{at} is missing")
+    return value
+
 
 NAMES = {
     "messages": "input",

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.gateway.apis.chat.segments import SegmentedAnswer
-from penstock.gateway.apis.responses.bodies import InputItem, InputPart, ResponsesRequest
+from penstock.gateway.apis.responses.bodies import InputItem, InputPart, ResponsesRequest, ToolNames
 from penstock.gateway.apis.responses.chat import Turn
-from penstock.gateway.apis.responses.tools import ToolNames
 from penstock.gateway.base.errors import decode_body, invalid
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import done

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from penstock.infra.engine_args.model_shape import Shape
+from penstock.infra.engine_args.memory_estimate import Shape
 from penstock.infra.engine_args.schema import EngineArgs
 
 Role = Literal["aggregated", "prefill", "decode", "encode"]

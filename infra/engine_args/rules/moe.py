@@ -1,6 +1,6 @@
 """Does the backend suit the mixture of experts, and are the experts evenly distributed?"""
 
-from penstock.infra.engine_args.model_shape import NVFP4_BITS
+from penstock.infra.engine_args.memory_estimate import NVFP4_BITS
 from penstock.infra.engine_args.rules.base import Context, Details, rule, up
 from penstock.infra.engine_args.schema import EngineArgs
 

@@ -6,8 +6,7 @@ from typing import Literal
 from msgspec import Struct
 
 from penstock.infra.text.detokenizer import StopMatcher
-from penstock.infra.text.parsers.marks import NONE, Marks
-from penstock.infra.text.parsers.reader import Reader
+from penstock.infra.text.parsers.reader import NONE, Marks, Reader
 
 _SPACE = " \t\r\n"
 

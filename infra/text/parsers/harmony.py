@@ -8,8 +8,7 @@ import re
 from collections.abc import Set
 
 from penstock.infra.text.parsers.delta_builder import DeltaBuilder
-from penstock.infra.text.parsers.marks import Marks
-from penstock.infra.text.parsers.reader import Markers, Reader, Steps
+from penstock.infra.text.parsers.reader import Markers, Marks, Reader, Steps
 from penstock.infra.text.parsers.tool_formats import FUNCTION_NAME, end_call
 
 _RECIPIENT = re.compile("\\bto=([^\\s<\ud800-\udfff]+)")

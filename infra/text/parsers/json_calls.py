@@ -9,8 +9,16 @@ from collections.abc import Callable
 from penstock.infra.text.parsers.delta_builder import DeltaBuilder
 from penstock.infra.text.parsers.families import Calls
 from penstock.infra.text.parsers.json_text import string, value
-from penstock.infra.text.parsers.marks import TOKEN, Marks
-from penstock.infra.text.parsers.reader import EmptySection, MalformedCall, Markers, NotACall, Reader, Steps
+from penstock.infra.text.parsers.reader import (
+    TOKEN,
+    EmptySection,
+    MalformedCall,
+    Markers,
+    Marks,
+    NotACall,
+    Reader,
+    Steps,
+)
 from penstock.infra.text.parsers.tool_formats import (
     FUNCTION_NAME_CHARS,
     CallReader,

@@ -14,8 +14,7 @@ import msgspec
 from penstock.infra.text.parsers.delta_builder import DeltaBuilder
 from penstock.infra.text.parsers.families import Calls
 from penstock.infra.text.parsers.json_text import encode
-from penstock.infra.text.parsers.marks import TOKEN, Marks
-from penstock.infra.text.parsers.reader import MalformedCall, Markers, NotACall, Reader, Steps
+from penstock.infra.text.parsers.reader import TOKEN, MalformedCall, Markers, Marks, NotACall, Reader, Steps
 from penstock.infra.text.parsers.tool_formats import CallReader, Offered, end_call, parse_name, read_closing
 
 _TAG = re.compile("[^<>\n\ud800-\udfff]*")  # a name and attributes

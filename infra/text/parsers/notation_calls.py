@@ -11,8 +11,7 @@ import msgspec
 from penstock.infra.text.parsers.delta_builder import DeltaBuilder
 from penstock.infra.text.parsers.families import Calls
 from penstock.infra.text.parsers.json_text import encode
-from penstock.infra.text.parsers.marks import Marks
-from penstock.infra.text.parsers.reader import MalformedCall, Markers, Reader, Steps
+from penstock.infra.text.parsers.reader import MalformedCall, Markers, Marks, Reader, Steps
 from penstock.infra.text.parsers.tool_formats import (
     FUNCTION_NAME_CHARS,
     CallReader,

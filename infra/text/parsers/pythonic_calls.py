@@ -13,8 +13,7 @@ from penstock.infra.text.parsers.delta_builder import DeltaBuilder
 from penstock.infra.text.parsers.families import Calls
 from penstock.infra.text.parsers.json_calls import listed_calls
 from penstock.infra.text.parsers.json_text import PYTHON, Nesting, encode
-from penstock.infra.text.parsers.marks import Marks
-from penstock.infra.text.parsers.reader import MalformedCall, Reader, Steps
+from penstock.infra.text.parsers.reader import MalformedCall, Marks, Reader, Steps
 from penstock.infra.text.parsers.tool_formats import CallReader, Offered, end_call, parse_name, read_closing
 
 _NAME_RUN = re.compile(r"[A-Za-z0-9_.\-]*")

@@ -6,18 +6,17 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from penstock.infra.constraints.schema_kinds import kinds
+from penstock.infra.constraints.schema_rewriting import kinds
 from penstock.infra.text.detokenizer import Detokenizer, StopSearch, TextStream
-from penstock.infra.text.parsers import marks as mark_tokens
-from penstock.infra.text.parsers.answer_parser import AnswerFormat, AnswerParser
+from penstock.infra.text.parsers import reader as mark_tokens
+from penstock.infra.text.parsers.answer_parser import AnswerFormat, AnswerParser, ThoughtMarks
 from penstock.infra.text.parsers.families import CHANNELS, TABLE, Calls, Family
 from penstock.infra.text.parsers.harmony import HarmonyMarks
 from penstock.infra.text.parsers.json_calls import json_calls
-from penstock.infra.text.parsers.marks import NONE, Marks
 from penstock.infra.text.parsers.markup_calls import markup_calls
 from penstock.infra.text.parsers.notation_calls import notation_calls
 from penstock.infra.text.parsers.pythonic_calls import pythonic_calls
-from penstock.infra.text.parsers.reasoning import ThoughtMarks
+from penstock.infra.text.parsers.reader import NONE, Marks
 from penstock.infra.text.parsers.tool_formats import ContentMarks, TextParameters, ToolFormat
 from penstock.schemas.fleet import Registration
 from penstock.schemas.requests import GenerateRequest, Parsing

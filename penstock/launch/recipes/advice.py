@@ -1,14 +1,111 @@
-"""Advice on a file of engine arguments, or on a set: findings and a memory estimate, as values and as text."""
+"""Advice on a file of engine arguments, or on a set: findings and a memory estimate, as values and as text.
 
-from collections.abc import Iterable, Sequence
+Arguments that must agree between engines that hand off KV to each other or serve one model together.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.infra.engine_args import memory_estimate as memories
 from penstock.infra.engine_args.memory_estimate import GIB, Memory
-from penstock.infra.engine_args.rules.base import Context, Finding
+from penstock.infra.engine_args.rules.base import Context, Finding, Level, Role, up
 from penstock.infra.engine_args.rules.check import check
+from penstock.infra.engine_args.schema import EngineArgs
 from penstock.launch.recipes.catalogue import Recipe
-from penstock.launch.recipes.compatibility import EngineConfig, compare
+
+
+class EngineConfig(NamedTuple):
+    """The arguments of one engine of a set."""
+
+    name: str
+    role: Role
+    model: str
+    args: EngineArgs
+
+
+# Rule, argument, its value, and the consequence of a difference. All engines of a set with a KV cache must agree.
+_EQUAL: tuple[tuple[str, str, Callable[[EngineArgs], object], str], ...] = (
+    ("C01", "kv_cache_config.max_attention_window", lambda a: a.kv_cache_config.max_attention_window,
+     "layers would keep different tokens of the same context"),
+    ("C02", "kv_cache_config.tokens_per_block", lambda a: a.kv_cache_config.tokens_per_block,
+     "blocks would not be the same blocks"),
+    ("C03", "kv_cache_config.dtype", lambda a: a.kv_cache_config.dtype, "cached values would be misread"),
+)  # fmt: skip
+
+
+def compare(engines: Sequence[EngineConfig]) -> list[Finding]:
+    """Findings about the engines of one set; errors first."""
+    findings = [*_equal(engines)]
+    prefills = [engine for engine in engines if engine.role == "prefill"]
+    decodes = [engine for engine in engines if engine.role == "decode"]
+    for prefill in prefills:
+        for decode in decodes:
+            findings += [Finding(*each) for each in _handoff(prefill, decode)]
+    if len({(engine.role, repr(engine.args)) for engine in engines}) < len(engines):
+        findings.append(Finding("C09", "warning", "files", "the same engine is given twice", "give each once"))
+    if bool(prefills) != bool(decodes):
+        have, lack = ("prefill", "decode") if prefills else ("decode", "prefill")
+        findings.append(Finding("C08", "warning", "role", f"{have} without {lack}", f"add the {lack} recipe"))
+    return sorted(findings, key=lambda finding: finding.level != "error")
+
+
+def _equal(engines: Sequence[EngineConfig]) -> Iterator[Finding]:
+    cached = [engine for engine in engines if engine.role != "encode"]
+    if len({engine.model for engine in cached}) > 1:
+        names = ", ".join(f"{engine.name}: {engine.model}" for engine in cached)
+        yield Finding("C07", "error", "model", f"different models ({names})", "serve one model per set")
+        return
+    for rule, where, read, breaks in _EQUAL:
+        if len({repr(read(engine.args)) for engine in cached}) > 1:
+            values = ", ".join(f"{engine.name}: {_short(read(engine.args))}" for engine in cached)
+            yield Finding(rule, "error", where, f"differs ({values}): {breaks}", "use the same value for all")
+
+
+def _short(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _handoff(prefill: EngineConfig, decode: EngineConfig) -> Iterator[tuple[str, Level, str, str, str]]:
+    one, two = prefill.args, decode.args
+    first, second = one.cache_transceiver_config, two.cache_transceiver_config
+    if (first and first.backend) != (second and second.backend):
+        yield (
+            "C04", "error", "cache_transceiver_config.backend",
+            f"{prefill.name} uses {first and first.backend}, {decode.name} {second and second.backend}",
+            "set the same on both sides",
+        )  # fmt: skip
+    if one.pipeline_parallel_size > 1 and two.tensor_parallel_size > 1:
+        yield (
+            "C05", "error", "pipeline_parallel_size",
+            "prefill with PP handing off to decode with TP may hang (known issue of 1.2)", "use TP or EP for prefill",
+        )  # fmt: skip
+    if one.max_seq_len and two.max_seq_len and two.max_seq_len < one.max_seq_len:
+        yield (
+            "C06", "error", "max_seq_len",
+            f"{prefill.name} accepts {one.max_seq_len} tokens, {decode.name} only {two.max_seq_len}",
+            f"raise decode's to {one.max_seq_len}",
+        )  # fmt: skip
+    if first and second and first.max_tokens_in_buffer != second.max_tokens_in_buffer:
+        larger = max(first.max_tokens_in_buffer or 0, second.max_tokens_in_buffer or 0)
+        yield (
+            "C10", "warning", "cache_transceiver_config.max_tokens_in_buffer",
+            f"{first.max_tokens_in_buffer} and {second.max_tokens_in_buffer} tokens: the smaller one decides",
+            f"use {up(larger, one.kv_cache_config.tokens_per_block)} on both sides",
+        )  # fmt: skip
+    if _drafts(one) != _drafts(two):
+        yield (
+            "C11", "warning", "speculative_config",
+            f"{prefill.name} has {_drafts(one)}, {decode.name} {_drafts(two)}: their caches may have different layers",
+            "use the same speculation on both sides",
+        )  # fmt: skip
+
+
+def _drafts(args: EngineArgs) -> str:
+    """The draft whose layers are in the cache besides the target's."""
+    speculation = args.speculative_config
+    return (
+        "no draft" if speculation is None else f"{speculation.__struct_config__.tag} ({speculation.draft_model or '-'})"
+    )
 
 
 class Advice(NamedTuple):

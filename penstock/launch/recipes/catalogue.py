@@ -1,6 +1,8 @@
 """The recipes: files of engine arguments with a header in their leading comment.
 
 A recipe is a plain TensorRT-LLM options file, so it also works with ``trtllm-serve``: its header is YAML behind ``#``.
+
+The shape of a model given on the command line.
 """
 
 import difflib
@@ -12,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.infra.engine_args.model_shape import Shape, shape_of
+from penstock.infra.engine_args.memory_estimate import Shape, UnknownShape, shape_of
 from penstock.infra.engine_args.rules.base import Context, Role
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.infra.engine_args.tree import BadArguments, Tree, decode, parse_yaml
@@ -233,3 +235,30 @@ def context_of(recipe: Recipe) -> Context:
         shape=known_shape(header.model),
         draft_bytes=0,
     )
+
+
+def shape_at(model: str) -> Shape:
+    """The shape of a directory with a config.json, or of the model of a recipe.
+
+    Raises:
+        UnknownShape: neither a directory with a config.json nor a known model; or a size is missing.
+    """
+    published = known_shape(model)
+    if published is not None:
+        return published
+    config = Path(model).expanduser() / "config.json"
+    try:
+        read = msgspec.json.decode(config.read_bytes(), type=dict)
+        # ModelOpt's checkpoints say there, and older ones only there, how weights and KV are quantized.
+        quantized = config.with_name("hf_quant_config.json")
+        if quantized.is_file():
+            found = msgspec.json.decode(quantized.read_bytes(), type=dict).get("quantization") or {}
+            read["quantization_config"] = found | (read.get("quantization_config") or {})
+        return shape_of(read, model=model)
+    except OSError as error:
+        raise UnknownShape(
+            f"{config} cannot be read ({error.strerror}): give a directory with a config.json, or the id of a "
+            f"known model: {', '.join(known_models())}"
+        ) from error
+    except msgspec.DecodeError as error:
+        raise UnknownShape(f"{config} is not JSON: {error}") from error

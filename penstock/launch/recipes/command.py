@@ -1,8 +1,41 @@
-"""The command line that runs a recipe."""
+"""The command line that runs a recipe.
 
+``penstock recipe list|show|check|matrix``.
+
+Tables of the recipes, for the terminal and for configs/recipes/README.md.
+"""
+
+import argparse
 import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import get_args
 
-from penstock.launch.recipes.catalogue import Header, RecipeEntry
+import msgspec
+
+from penstock.cli.terminal import reason
+from penstock.configs.flags import Parser
+from penstock.infra.engine_args.memory_estimate import GIB, Memory, UnknownShape, estimate
+from penstock.infra.engine_args.rules.base import Context, Role
+from penstock.infra.engine_args.rules.check import RULES
+from penstock.infra.engine_args.tree import BadArguments, parse_yaml
+from penstock.launch.recipes import other_engines
+from penstock.launch.recipes.advice import advise, check_set, failed, finding_lines, lines
+from penstock.launch.recipes.catalogue import (
+    FOLDER,
+    GPUS,
+    Header,
+    Recipe,
+    RecipeEntry,
+    context_of,
+    entry_at,
+    members,
+    parse,
+    shape_at,
+)
+from penstock.workers.engines import support
+from penstock.workers.engines.support import matrix, sampling_notes, sampling_table
 
 LAUNCHER = "trtllm-llmapi-launch"  # runs the worker on rank 0 only; the other ranks compute
 
@@ -32,3 +65,261 @@ def _launch(header: Header) -> list[str]:
         *environ, "srun", "--mpi=pmix", f"--nodes={header.nodes}", f"--ntasks={header.gpus}",
         f"--ntasks-per-node={per_node}", LAUNCHER,
     ]  # fmt: skip
+
+
+BEGIN, END = "<!-- made by `python -m penstock.docs.readme`: {} -->", "<!-- end: {} -->"
+MIB = 1 << 20
+
+
+def memory_of(recipe: Recipe) -> Memory | None:
+    """The memory estimate on a recipe's GPU; None: its model's shape is unknown."""
+    context = context_of(recipe)
+    if context.shape is None or context.gpu_bytes is None:
+        return None
+    length = recipe.args.max_seq_len or context.shape.max_len
+    return estimate(recipe.args, context.shape, context.gpu_bytes, length=length)
+
+
+def hardware(header: Header) -> str:
+    nodes = f", {header.nodes} nodes" if header.nodes > 1 else ""
+    return f"{header.gpus} x {header.gpu}{nodes}"
+
+
+def overview(members: Mapping[str, RecipeEntry]) -> list[tuple[str, ...]]:
+    """Name, model, engine, role, hardware, purpose; the first row is the header."""
+    rows: list[tuple[str, ...]] = [("recipe", "model", "engine", "role", "GPUs", "for")]
+    for name, (_, header, *_) in members.items():
+        rows.append((name, header.model, header.engine, header.role, hardware(header), header.use))
+    return rows
+
+
+def memory(recipes: Mapping[str, Recipe]) -> list[tuple[str, ...]]:
+    """The memory estimate of each recipe, for one GPU."""
+    rows: list[tuple[str, ...]] = [
+        ("recipe", "GPU, GiB", "weights, GiB", "reserve, GiB", "buffer, GiB", "KV pool, GiB", "KV per token, KiB",
+         "context, tokens", "contexts", "blocks")
+    ]  # fmt: skip
+    for name, recipe in recipes.items():
+        plan = memory_of(recipe)
+        if plan is None or recipe.role == "encode":
+            continue
+        sizes = [f"{size / GIB:.1f}" for size in (plan.gpu, plan.weights, plan.reserve, plan.buffer, plan.pool)]
+        per_token = f"{plan.kv_per_token / 1024:.1f}"
+        counts = (plan.length, plan.sequences, plan.blocks)
+        rows.append((name, *sizes, per_token, *(f"{count}" for count in counts)))
+    return rows
+
+
+def rules() -> list[tuple[str, ...]]:
+    return [("rule", "what must hold", "rows"), *((r.number, r.about, ", ".join(r.rows)) for r in RULES)]
+
+
+def markdown(rows: Iterable[tuple[str, ...]]) -> str:
+    head, *body = rows
+    lines = [head, tuple("---" for _ in head), *body]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def refreshed(text: str, recipes: Mapping[str, Recipe], members: Mapping[str, RecipeEntry]) -> str:
+    """A README with regenerated tables.
+
+    Raises:
+        ValueError: the markers of a table are missing.
+    """
+    tables = (
+        ("recipes", overview(members)), ("memory", memory(recipes)), ("rules", rules()), ("matrix", support.matrix()),
+    )  # fmt: skip
+    for name, rows in tables:
+        begin, end = BEGIN.format(name), END.format(name)
+        if begin not in text or end not in text:
+            raise ValueError(f"no marks for the table {name!r}")
+        before, remainder = text.split(begin, 1)
+        text = f"{before}{begin}\n\n{markdown(rows)}\n\n{end}{remainder.split(end, 1)[1]}"
+    return text
+
+
+OK, REFUSED, USAGE = 0, 1, 2
+
+
+def run_list(argv: Sequence[str]) -> int:
+    """Print all recipes."""
+    Parser(prog="penstock recipe list", description="recipes that come with penstock").parse_args(argv)
+    _print([("recipe", "engine", "role", "GPUs", "model", "title"), *(
+        (name, header.engine, header.role, hardware(header), header.model, header.title)
+        for name, (_, header, *_) in members().items()
+    )])  # fmt: skip
+    return OK
+
+
+def run_matrix(argv: Sequence[str]) -> int:
+    """Print what each engine can do, and what becomes of sampling options."""
+    Parser(prog="penstock recipe matrix", description="what each engine can do").parse_args(argv)
+    _print(matrix())
+    print()
+    _print(sampling_table())
+    print()
+    for number, note in enumerate(sampling_notes(), 1):
+        print(f"({number}) {note}")
+    return OK
+
+
+def run_show(argv: Sequence[str]) -> int:
+    """Print a recipe and the commands of its set."""
+    parser = Parser(prog="penstock recipe show", description="a recipe, and how to run it")
+    parser.add_argument("name", help="recipe, see `penstock recipe list`; or a file of your own with such a header")
+    parser.add_argument("--model", default="", help="model directory, instead of the id")
+    args = parser.parse_args(argv)
+    entries = members()
+    member = entries.get(args.name.removesuffix(".yaml"))
+    own = Path(args.name)
+    if member is None and own.is_file():
+        try:
+            member = entry_at(own)
+        except (BadArguments, OSError, UnicodeDecodeError) as error:
+            return _refuse(error.problems[0] if isinstance(error, BadArguments) else f"{own}: {reason(error)}")
+        entries = {member.name: member}
+    if member is None:
+        return _refuse(f"no recipe {args.name!r}; recipes are {', '.join(entries)}")
+    print(Path(member.path).read_text(encoding="utf-8").rstrip())
+    same_set = [each for each in entries.values() if each.header.set == member.header.set]
+    for one in same_set:
+        container = f"  (container: {' '.join(one.header.container)})" if one.header.container else ""
+        print(f"\n# {one.header.title}{container}\n{worker_command(one, model=args.model)}")
+    if all(one.header.nodes == 1 for one in same_set) and member.path != str(own):
+        model_flag = f" --model {shlex.quote(args.model)}" if args.model else ""
+        print(f"\n# all of it on one machine\npenstock up --recipe {member.header.set}{model_flag}")
+    return OK
+
+
+def _print(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def run_check(argv: Sequence[str]) -> int:
+    """Check files, each alone and all together. Returns 1 if an engine would refuse one."""
+    args = _check_parser().parse_args(argv)
+    opened: list[tuple[Recipe, Context]] = []
+    refused = False
+    for file in args.files:
+        role, name = _role_of(file)
+        try:
+            text = _text(name)
+            engine: other_engines.Engine = args.engine or other_engines.engine_of(text)
+            if engine != "trtllm":
+                problems = other_engines.problems_of(engine, parse_yaml(text))
+                print("\n".join(other_engines.lines(name, engine, problems)))
+                refused |= bool(problems)
+                continue
+            recipe = parse(Path(name).stem, text)
+            opened.append((recipe, _context(recipe, args, role)))
+        except (BadArguments, UnknownShape, OSError, UnicodeDecodeError) as error:
+            for problem in error.problems if isinstance(error, BadArguments) else (reason(error),):
+                print(f"{name}: {problem}", file=sys.stderr)
+            return REFUSED
+    for recipe, context in opened:
+        advice = advise(recipe, context)
+        refused |= failed(advice.findings)
+        print("\n".join(lines(advice)))
+    if len(opened) > 1:
+        findings = check_set(opened)
+        refused |= failed(findings)
+        print("\n".join(["together", *(line for each in findings for line in finding_lines(each))]))
+        if not findings:
+            print("  they agree")
+    return REFUSED if refused else OK
+
+
+def _check_parser() -> Parser:
+    parser = Parser(prog="penstock recipe check", description="check engine arguments: what would fail or be slow")
+    parser.add_argument("files", nargs="+", metavar="[ROLE=]FILE", help="YAML of engine arguments, or a recipe's name")
+    about_engine = "whose arguments they are (default: the header's, else the engine that knows most of the keys)"
+    parser.add_argument("--engine", choices=get_args(other_engines.Engine), help=about_engine)
+    parser.add_argument("--role", choices=get_args(Role), help="default: the recipe's, else aggregated")
+    parser.add_argument("--model", help="model directory (default: the recipe's model)")
+    parser.add_argument("--model-len", type=_positive, metavar="N", help="longest prompt + output, in tokens")
+    parser.add_argument("--longest-prompt", type=_positive, metavar="N", help="in tokens (default: --model-len)")
+    parser.add_argument("--gpus", type=_positive, metavar="N", help="GPUs of the engine, on all nodes")
+    parser.add_argument("--nodes", type=_positive, metavar="N")
+    parser.add_argument("--gpu", choices=tuple(GPUS), help="kind of GPU")
+    parser.add_argument("--gpu-memory-gib", type=float, metavar="X", help="memory of one GPU")
+    parser.add_argument("--block-size", type=_positive, metavar="N", help="tokens per block of the pipeline")
+    parser.add_argument(
+        "--draft-tokens", type=int, metavar="N", help="proposed so far: trtllm_spec_draft_tokens_total of a worker"
+    )
+    parser.add_argument(
+        "--accepted-tokens", type=int, metavar="N", help="right ones of those: trtllm_spec_accepted_tokens_total"
+    )
+    parser.add_argument("--logits-processors", action="store_true", help="requests may ask for logits processors")
+    parser.add_argument("--trtllm-version", metavar="V")
+    parser.add_argument("--container-version", metavar="V", help="of NVIDIA's runtime container")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _role_of(given: str) -> tuple[str | None, str]:
+    """Split an argument such as ``prefill=a.yaml`` into role and file."""
+    role, equals, name = given.partition("=")
+    return (role, name) if equals and role in get_args(Role) else (None, given)
+
+
+def _text(name: str) -> str:
+    """Of a file, or of a bundled recipe by its name."""
+    path = Path(name)
+    bundled = FOLDER / f"{name}.yaml"
+    if not path.is_file() and bundled.is_file():
+        path = bundled
+    return path.read_text(encoding="utf-8")
+
+
+def _context(recipe: Recipe, args: argparse.Namespace, role: str | None) -> Context:
+    """The recipe's context, overridden by the command line."""
+    base = context_of(recipe)
+    over: dict[str, object] = {}
+    for field, given in (
+        ("role", role or args.role), ("model_len", args.model_len),
+        ("longest_prompt", args.longest_prompt or args.model_len),
+        ("gpus", args.gpus), ("nodes", args.nodes), ("router_block_size", args.block_size),
+        ("version", args.trtllm_version), ("container", args.container_version),
+    ):  # fmt: skip
+        if given is not None:
+            over[field] = given
+    if args.gpu:
+        over["gpu_bytes"], over["blackwell"] = int(GPUS[args.gpu][0] * GIB), GPUS[args.gpu][1]
+    if args.gpu_memory_gib:
+        over["gpu_bytes"] = int(args.gpu_memory_gib * GIB)
+    if args.model:
+        over["shape"] = shape_at(args.model)
+    if args.draft_tokens is not None and args.accepted_tokens is not None:
+        over["accepted"] = (args.draft_tokens, args.accepted_tokens)
+    over["logits_processors"] = args.logits_processors
+    draft = recipe.args.speculative_config.draft_model if recipe.args.speculative_config else None
+    if draft:
+        directory = Path(draft).expanduser()
+        if directory.is_dir():
+            over["draft"] = shape_at(draft)
+            over["draft_bytes"] = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        elif _local(draft):
+            over["missing"] = frozenset([draft])
+    balancer = recipe.args.moe_config.load_balancer
+    if isinstance(balancer, str) and not Path(balancer).is_file():
+        over["missing"] = frozenset([*(over.get("missing") or ()), balancer])  # type: ignore[misc]
+    return msgspec.structs.replace(base, **over)
+
+
+def _local(name: str) -> bool:
+    """Whether a model is given as a path rather than as an id "owner/name"."""
+    return name.startswith((".", "/", "~")) or name.count("/") != 1
+
+
+def _refuse(message: str) -> int:
+    print(f"penstock recipe: {message}", file=sys.stderr)
+    return USAGE

@@ -10,8 +10,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from penstock.infra.engine_args.memory_estimate import GIB, Memory, estimate
-from penstock.infra.engine_args.model_shape import NVFP4_BITS, Shape
+from penstock.infra.engine_args.memory_estimate import GIB, NVFP4_BITS, Memory, Shape, estimate
 from penstock.infra.engine_args.rules.base import Context, Role, up
 from penstock.infra.engine_args.rules.batching import DECODE_BATCH, PREFILL_BATCH
 from penstock.infra.engine_args.rules.check import check

@@ -10,15 +10,13 @@ from typing import Any, get_args
 import yaml
 
 from penstock.configs.flags import Parser
-from penstock.infra.engine_args.memory_estimate import GIB
-from penstock.infra.engine_args.model_shape import Shape, UnknownShape
+from penstock.infra.engine_args.memory_estimate import GIB, Shape, UnknownShape
 from penstock.infra.engine_args.rules.base import Role
 from penstock.infra.engine_args.schema import TransceiverBackend
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.launch.recipes.advice import check_set, failed
-from penstock.launch.recipes.catalogue import GPUS, context_of, parse
+from penstock.launch.recipes.catalogue import GPUS, context_of, parse, shape_at
 from penstock.launch.recipes.engine_args import EngineSpec, Generated, generate
-from penstock.launch.recipes.model_shape import shape_at
 
 OK, REFUSED, USAGE = 0, 1, 2
 PER_NODE = {"GB200": 4}  # a tray; other nodes have eight

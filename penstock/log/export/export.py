@@ -13,16 +13,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from penstock.cli.counts import counted
-from penstock.cli.figures import moment_ns
-from penstock.cli.sizes import parse_size, show_size
+from penstock.cli.figures import counted, moment_ns, parse_size, show_size
 from penstock.configs.flags import Parser
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Readable, format_time, get, get_last, read, read_backwards
-from penstock.log.export.line_writer import LineWriter, without_gc
-from penstock.log.export.media import Exported, export_media
-from penstock.log.export.parallel_export import Blocks, export_blocks, processes_for
+from penstock.log.export.parallel_export import Blocks, LineWriter, export_blocks, processes_for, without_gc
 from penstock.log.export.read_lines import copy_messages, span
+from penstock.log.export.recording import Exported, export_media
 from penstock.log.export.redaction import VOCABULARY, Redactor
 from penstock.log.requests.find_requests import of_entry
 from penstock.log.sources.data_folder import StoredLog
@@ -35,12 +32,12 @@ from penstock.log.sources.log_line import (
     FileHeader,
     LogLine,
     ModelInfo,
+    Selection,
     StreamLimits,
     encode_line,
     header_line,
 )
 from penstock.log.sources.open_log import Log, Source, add_flags, add_verify_flag, open_log, run_command
-from penstock.log.sources.selection import Selection
 from penstock.schemas import fleet
 from penstock.schemas.errors import ServingError
 from penstock.schemas.ids import request_of_answer, time_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nats.errors import Error as NatsError
 
-from penstock.cli.counts import counted
+from penstock.cli.figures import counted
 from penstock.configs.flags import Parser
 from penstock.infra.broker.apply import create_streams, stream_configs
 from penstock.infra.broker.datadir import Lock

@@ -8,20 +8,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.cli.counts import counted
-from penstock.cli.figures import show_duration
+from penstock.cli.figures import counted, show_duration
 from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.log.export.export import add_selection_flags, selection
 from penstock.log.export.recording import Recording, Run
-from penstock.log.replay.changes import parse_changes
+from penstock.log.replay.comparison import parse_changes
 from penstock.log.replay.html_report import write_html
-from penstock.log.replay.http import replay_over_http
-from penstock.log.replay.http_answers import unsupported
+from penstock.log.replay.http import replay_over_http, unsupported
 from penstock.log.replay.nats import collect, replay_over_nats
-from penstock.log.replay.report import Report, make_report
-from penstock.log.replay.show_report import show
-from penstock.log.replay.texts import with_texts
+from penstock.log.replay.report import Report, make_report, show, with_texts
 from penstock.log.sources.export_file import write_json
 from penstock.log.sources.log_copy import MEDIA
 from penstock.log.sources.log_line import STREAMS

@@ -1,4 +1,7 @@
-"""``penstock inspect ID``: everything that happened to a request, and why."""
+"""``penstock inspect ID``: everything that happened to a request, and why.
+
+An inspection on a terminal: a summary, a waterfall of the phases, and the events. Readable without colour.
+"""
 
 import sys
 import time
@@ -8,17 +11,165 @@ from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
 
-from penstock.cli.terminal import reason, stdout
+from penstock.cli.figures import clock, counted, span
+from penstock.cli.terminal import Column, bar, escape, fitting_table, print_hanging, reason, stdout, visible
 from penstock.configs.flags import Parser
-from penstock.log.requests.inspection import Content, Inspection, inspect
-from penstock.log.requests.show_inspection import show
-from penstock.log.requests.texts import Texts
+from penstock.log.requests.describe import Texts
+from penstock.log.requests.inspection import Content, InspectedEvent, Inspection, Phase, inspect, line_of
 from penstock.log.sources.open_log import REQUEST_STREAMS, Source, add_flags, add_verify_flag, open_log, run_command
 from penstock.log.timeline.read import read_timeline
 from penstock.log.timeline.request_timeline import RequestTimeline
 from penstock.schemas.ids import request_of_answer
 from penstock.schemas.summary import as_dict
+
+WIDEST = 64  # columns of the waterfall, at most
+NARROWEST = 12
+BESIDE = 62  # columns of the text beside it
+INDENT = 4  # of a score table
+NARROW = 100  # a terminal below this width shows no names of processes
+_COLOURS = {"gateway": "cyan", "router": "magenta", "worker": "green"}
+_PHASES = {"wait": "yellow", "prompt": "blue", "transfer": "cyan", "generate": "green", "first token": "blue"}
+_EVENTS = {
+    "done": "bold",
+    "returned": "red",
+    "revoked": "red",
+    "continued": "yellow",
+    "routed": "magenta",
+    "tokens": "dim",
+}
+_STATES = {"done": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "queued": "magenta"}
+
+
+def show(inspection: Inspection, console: Console, *, now_ns: int) -> None:
+    """Print an inspection; ``now_ns``: Unix time, so that dates are left out if they are today's."""
+    _show_request(inspection, console, now_ns)
+    console.print()
+    console.print(_waterfall(inspection, console.width))
+    console.print()
+    _show_events(inspection, console)
+    for text in inspection.missing:
+        console.print(f"missing: {escape(text)}", style="yellow", highlight=False, soft_wrap=True)
+    _show_content(inspection, console)
+
+
+def _show_request(inspection: Inspection, console: Console, now_ns: int) -> None:
+    request = inspection.request
+    state = f"[{_STATES[request.state]}]{request.state}[/]"
+    state += f" [red]{request.code}[/]" if request.code not in ("", request.state) else ""
+    about = [f"[bold]{request.id}[/]", state, f"model {escape(request.model)}", request.endpoint]
+    about += [f"class {request.priority}", f"tenant {escape(request.tenant)}", f"via {escape(inspection.gateway)}"]
+    about += [f"user {escape(request.user)}"] if request.user else []
+    broken = not console.is_terminal  # by its reader, anywhere
+    console.print("  ".join(filter(None, about)), highlight=False, soft_wrap=broken)
+    parts = [f"accepted {clock(request.created_ns, now_ns)}", f"prompt {counted(request.prompt_tokens, 'token')}"]
+    if request.ended_ns:
+        parts[-1] += f" ({request.cached_tokens} from the cache)"
+        parts.append(f"output {request.completion_tokens}")
+        parts += [f"first token after {span(request.ttft_ms)}"] if request.ttft_ms is not None else []
+        parts.append(f"{span(request.duration_ms)} in all")
+    parts += [f"{request.attempts} attempts"] if request.attempts > 1 else []
+    console.print(", ".join(parts), highlight=False, soft_wrap=broken)
+    if request.message:
+        console.print(escape(request.message), style="red", highlight=False, soft_wrap=broken)
+
+
+def _waterfall(inspection: Inspection, columns: int) -> Table:
+    root = inspection.phases[0]
+    whole = max(1, root.end_ns - root.start_ns)
+    narrow = columns < NARROW
+    width = max(NARROWEST, min(WIDEST, columns - (BESIDE - 20 if narrow else BESIDE)))
+    attempts = any(phase.attempt > 1 for phase in inspection.phases)
+    names = ["phase", *([] if narrow else ["where"]), f"0 … {span(whole / 1e6)}", "from", "took"]
+    table = Table(*names, box=None, pad_edge=False, header_style="bold")
+    for column in table.columns:
+        column.no_wrap = True
+    table.columns[-1].justify = table.columns[-2].justify = "right"
+    for phase in inspection.phases:
+        colour = _colour(phase)
+        name = "  " * phase.depth + phase.name + (f" #{phase.attempt}" if attempts and phase.depth == 1 else "")
+        start, end = phase.start_ns - root.start_ns, phase.end_ns - root.start_ns
+        drawn = bar(start, end, whole, width)
+        drawn = drawn.replace("█", "░") if phase.name == "wait" else drawn
+        table.add_row(
+            f"[{colour}]{escape(name)}{' !' if phase.error else ''}[/]",
+            *([] if narrow else [escape(phase.where)]),
+            f"[{colour}]{drawn}[/]",
+            span(start / 1e6),
+            span((end - start) / 1e6),
+        )
+    return table
+
+
+def _colour(phase: Phase) -> str:
+    return "red" if phase.error else _PHASES.get(phase.name, _COLOURS.get(phase.service, "default"))
+
+
+def _show_events(inspection: Inspection, console: Console) -> None:
+    begin = inspection.request.created_ns
+    attempts = max((entry.attempt for entry in inspection.events), default=0) > 1
+    for entry in inspection.events:
+        offset = f"+{span((entry.at_ns - begin) / 1e6)}" if entry.at_ns >= begin else "before"
+        attempt = f"{f'attempt {entry.attempt}' if entry.attempt else '':<9}  " if attempts else ""
+        style = _EVENTS.get(entry.kind, "")
+        style = "bold red" if entry.kind == "done" and inspection.request.code else style
+        kind = f"[{style}]{entry.kind:<10}[/]" if style else f"{entry.kind:<10}"
+        print_hanging(console, f"{offset:>11}  {attempt}{kind}  ", escape(line_of(entry)))
+        if entry.candidates:
+            console.print(Padding(_scores(entry, console.width - INDENT), (0, 0, 0, INDENT)))
+
+
+_SCORES = (
+    Column("worker"),
+    Column("score", right=True),
+    Column("overlap\nblocks", right=True),
+    Column("active\nblocks", 4, right=True),
+    Column("prefill\ntokens", 1, right=True),
+    Column("running", 3, right=True),
+    Column("stage", 2),
+    Column("excluded"),
+)
+
+
+def _scores(entry: InspectedEvent, width: int) -> Table:
+    blocks = entry.decided_at.get("prompt_blocks", 0)
+    rows = []
+    for candidate in entry.candidates:
+        name = f"{candidate.worker}/{candidate.rank}" if candidate.rank else candidate.worker
+        row = (
+            f"[bold green]{escape(name)}[/] ←" if name in entry.chosen else escape(name),
+            "" if candidate.excluded else f"{candidate.score:,.2f}",
+            f"{candidate.overlap_blocks}/{blocks}",
+            str(candidate.active_blocks),
+            str(candidate.prefill_tokens),
+            f"{candidate.running}/{candidate.slots}",
+            candidate.role or "all",
+            candidate.excluded,
+        )
+        rows.append(row)
+    roles = any(candidate.role for candidate in entry.candidates)
+    excluded = any(candidate.excluded for candidate in entry.candidates)
+    named = [at for at, column in enumerate(_SCORES) if {"stage": roles, "excluded": excluded}.get(column.name, True)]
+    table = fitting_table([_SCORES[at] for at in named], [[row[at] for at in named] for row in rows], width)
+    table.caption = ", ".join(f"{name} {value}" for name, value in entry.decided_at.items() if name != "prompt_blocks")
+    table.caption_justify = "left"
+    return table
+
+
+def _show_content(inspection: Inspection, console: Console) -> None:
+    content = inspection.content
+    answers = [
+        (f"answer {n}" if len(content.answers) > 1 else "answer", text) for n, text in enumerate(content.answers)
+    ]
+    for name, text in ([("prompt", content.prompt)] if content.prompt is not None else []) + answers:
+        console.print(f"\n[bold]{name}[/]")
+        console.print(visible(text) if console.is_terminal else text, markup=False, highlight=False, soft_wrap=True)
+    ids = [("answer tokens", each) for each in content.answer_tokens]
+    for name, tokens in ([("prompt tokens", content.prompt_tokens)] if content.prompt_tokens else []) + ids:
+        console.print(f"\n[bold]{name}[/]")
+        console.print(" ".join(map(str, tokens)), markup=False, highlight=False, soft_wrap=True)
 
 
 class Options(NamedTuple):

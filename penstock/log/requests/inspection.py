@@ -1,15 +1,18 @@
 """Everything in the log about one request, as data: what ``penstock inspect`` prints, draws and writes. Pure.
 
 The structs are the JSON of ``penstock inspect --json``: fields are added, but neither renamed nor removed.
+
+A request's token batches as a few lines that stay readable: the first tokens, then counts and rates. Pure.
+
+How a request spent its time: the bars of its waterfall. Pure.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from penstock.cli.counts import counted
-from penstock.log.requests.phases import Phase, phases
-from penstock.log.requests.token_lines import token_lines
+from penstock.cli.figures import counted
 from penstock.log.timeline.events import (
     AttemptReturned,
     AttemptRevoked,
@@ -27,10 +30,142 @@ from penstock.log.timeline.events import (
     TransferReported,
 )
 from penstock.log.timeline.request_timeline import RequestTimeline
+from penstock.log.traces.span import in_order
+from penstock.log.traces.spans import spans
 from penstock.schemas.done import Done
 from penstock.schemas.jobs import Candidate
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.summary import QUEUED, RUNNING, RequestSummary, of_done, of_request
+from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST
+
+MOST_LINES = 12  # of one worker in one attempt, besides the first and the ends
+_SPANS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1800)
+
+
+class TokenLine(NamedTuple):
+    """``at_ns``: of its last batch, by the broker's clock."""
+
+    at_ns: int
+    attempt: int
+    where: str
+    text: str
+
+
+def token_lines(batches: Sequence[TokensStored]) -> list[TokenLine]:
+    """Lines for the batches of a request, in their order in the log."""
+    groups: dict[tuple[int, str], list[TokensStored]] = {}
+    lines = []
+    newest = 0
+    for each in batches:
+        newest = max(newest, each.attempt)
+        if each.choice == WHOLE_REQUEST and not each.count:
+            end = f"ends all choices: {each.finish}" if each.finish else f"attempt {each.attempt - 1} ends here"
+            lines.append(TokenLine(each.at_ns, each.attempt, each.worker, end))
+        elif each.attempt < newest:
+            lines.append(TokenLine(each.at_ns, each.attempt, each.worker, f"{_tokens(each.count)}, void: too late"))
+        else:
+            groups.setdefault((each.attempt, each.worker), []).append(each)
+    for group in groups.values():
+        lines += _of_worker(group)
+    return sorted(lines, key=lambda line: line.at_ns)
+
+
+def _of_worker(group: Sequence[TokensStored]) -> Iterator[TokenLine]:
+    first, *others = group
+    yield _line([first], 0)
+    span_ns = _span_ns(group[-1].at_ns - first.at_ns)
+    part: list[TokensStored] = []
+    since = first.at_ns
+    for each in others:
+        if part and (each.at_ns - since > span_ns or each.choice == PROMPT):
+            yield _line(part, since)
+            since, part = part[-1].at_ns, []
+        part.append(each)
+    if part:
+        yield _line(part, since)
+
+
+def _span_ns(whole_ns: int) -> int:
+    fitting = (span for span in _SPANS_S if whole_ns <= span * 1e9 * MOST_LINES)
+    return int(next(fitting, whole_ns / 1e9 / MOST_LINES) * 1e9)
+
+
+def _line(part: Sequence[TokensStored], since_ns: int) -> TokenLine:
+    last, first = part[-1], part[0]
+    count = sum(each.count for each in part if each.choice != PROMPT)
+    took = (last.at_ns - since_ns) / 1e9 if since_ns else 0.0
+    choices = sorted({each.choice for each in part})
+    what = f"scores of {first.count} prompt tokens" if choices == [PROMPT] else _tokens(count)
+    where = f"choice {choices[0]}: " if len(choices) == 1 and choices[0] >= 0 else ""
+    text = f"{where}{what}" + (f" from {first.first}" if where and count else "")
+    text += f" in {took * 1e3:.0f} ms ({count / took:.0f}/s)" if took and count else ""
+    ends = [each for each in part if each.finish]
+    text += "".join(f", choice {each.choice} {each.finish}" if not where else f", {each.finish}" for each in ends)
+    return TokenLine(last.at_ns, last.attempt, last.worker, text)
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token" + ("" if count == 1 else "s") if count else "no tokens"
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """A part of the request's time. ``depth`` 0: all of it; deeper ones lie within the one above.
+
+    ``service``: "gateway", "router" or "worker"; ``where``: which one. Unix time in ns.
+    """
+
+    name: str
+    depth: int
+    service: str
+    where: str
+    start_ns: int
+    end_ns: int
+    attempt: int = 0
+    error: str = ""
+
+
+def phases(timeline: RequestTimeline, events: Sequence[TimelineEvent]) -> Iterator[Phase]:
+    """The request's phases, depth first: its spans, and the periods in which tokens were stored."""
+    all_spans = spans(timeline)
+    if timeline.done is None:  # a running request has come as far as its last token
+        last = max(event.at_ns for event in events)
+        worker = timeline.stages[-1].worker if timeline.stages else ""
+        for span in all_spans:
+            if span is all_spans[0] or span.instance == worker:
+                span.end_ns = max(span.end_ns, last)
+    made = [
+        Phase(
+            "request" if depth == 0 else span.name,
+            depth,
+            span.service,
+            span.instance,
+            span.start_ns,
+            span.end_ns,
+            attempt if isinstance(attempt := span.attributes.get("penstock.attempt", 0), int) else 0,
+            span.error or "",
+        )
+        for depth, span in in_order(all_spans)
+    ]
+    streamed: dict[tuple[int, str], list[int]] = {}
+    for event in events:
+        if isinstance(event, TokensStored) and event.count:
+            streamed.setdefault((event.attempt, event.worker), []).append(event.at_ns)
+    for place, phase in enumerate(made):
+        yield phase
+        if not any(_of(each) == _of(phase) for each in made[place + 1 :]) and phase.depth:
+            yield from _generated(made, phase, streamed.get(_of(phase), []))
+
+
+def _of(phase: Phase) -> tuple[int, str]:
+    return phase.attempt, phase.where
+
+
+def _generated(made: Sequence[Phase], last: Phase, streamed: Sequence[int]) -> Iterator[Phase]:
+    """The period after a worker's ``last`` phase in which it streamed tokens, if no message has its times."""
+    own = [each for each in made if _of(each) == _of(last)]
+    if len(streamed) > 1 and not any(each.name in ("generate", "first token") for each in own):
+        first, until = streamed[0], min(streamed[-1], own[0].end_ns)
+        yield Phase("generate", 2, last.service, last.where, first, max(first, until), last.attempt)
 
 
 class InspectedEvent(msgspec.Struct, frozen=True, omit_defaults=True):

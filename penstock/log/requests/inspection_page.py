@@ -3,10 +3,8 @@
 from collections.abc import Iterator
 from html import escape
 
-from penstock.cli.counts import counted
-from penstock.cli.figures import span
-from penstock.log.requests.inspection import InspectedEvent, Inspection, line_of
-from penstock.log.requests.phases import Phase
+from penstock.cli.figures import counted, span
+from penstock.log.requests.inspection import InspectedEvent, Inspection, Phase, line_of
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #d8dbe0; --dim: #5b6470; --wait: #d9a400; --prompt: #2f6fde;

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from penstock.cli.counts import counted
+from penstock.cli.figures import counted
 from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import Readable, format_time, get_last, read
 from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
-from penstock.log.timeline.request_timeline import RequestTimeline
-from penstock.log.timeline.ticket_lease import TicketLease
+from penstock.log.timeline.request_timeline import RequestTimeline, TicketLease
 from penstock.schemas import transfer
 
 LOOK_BACK_S = 3600.0  # as long as the ledger is kept

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.log.sources.highway_hash import highway_hash_64
+from penstock.log.sources.checksums import highway_hash_64
 from penstock.schemas.subjects import Subjects
 
 MEDIA = "MEDIA"

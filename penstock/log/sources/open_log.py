@@ -16,13 +16,13 @@ import msgspec
 import structlog
 
 from penstock.infra.broker.datadir import DataDirBusy, DataDirUnusable, Lock, holder
-from penstock.infra.broker.failures import NoServerBinary, ServerFailed
+from penstock.infra.broker.server import NoServerBinary, ServerFailed
 from penstock.infra.bus.direct_get import LogFiles, Readable
 from penstock.launch.state import State, read_state
+from penstock.log.sources.blocks import can_verify_much
 from penstock.log.sources.data_folder import StoredLog
 from penstock.log.sources.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces, stream_name
 from penstock.log.sources.stream import Unsupported
-from penstock.log.sources.verify import can_verify_much
 from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects
 
@@ -355,7 +355,7 @@ def running(source: Source, data_dir: Path, role: str = "operator") -> tuple[str
     with contextlib.suppress(OSError, msgspec.DecodeError):
         state = read_state(data_dir / "state.json")
     namespace = source.namespace or (state.namespace if state is not None else "ps")
-    from penstock.infra.broker.passwords import user_in_use  # loads slowly, and a stopped deployment is read without it
+    from penstock.infra.broker.tenants import user_in_use  # loads slowly, and a stopped deployment is read without it
 
     with contextlib.suppress(OSError, ValueError, KeyError):
         passwords = json.loads((data_dir / "secrets.json").read_text())

@@ -22,10 +22,11 @@ from penstock.log.sources.blocks import (
     LARGEST_GAP,
     Place,
     Records,
+    damaged,
+    key_of,
     records,
     subject_of,
 )
-from penstock.log.sources.verify import damaged, key_of
 
 log = structlog.get_logger("store")
 

@@ -3,6 +3,8 @@
 The log is the queue. While the collector is away nothing is read ahead, so memory is bounded and no request waits;
 a batch that could not be sent for ``export_timeout_s`` is dropped and counted. Sent twice, after a restart, spans have
 the same ids.
+
+Where an export of traces begins, and where it stopped: a position in the log, kept in a bucket.
 """
 
 import asyncio
@@ -14,25 +16,93 @@ from typing import NamedTuple
 import msgspec
 import structlog
 from blake3 import blake3
+from nats.errors import Error as NatsError
+from nats.js.errors import Error as JetStreamError
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import Entry, read
+from penstock.infra.bus.direct_get import Entry, get_last, read
 from penstock.log.timeline.request_timeline import RequestTimeline
 from penstock.log.traces.export import Sink
-from penstock.log.traces.position import BEFORE_NS, Position, last_seq
 from penstock.log.traces.span import Span
 from penstock.log.traces.spans import spans
-from penstock.schemas import done, jobs, requests
+from penstock.schemas import done, jobs, requests, wire
 from penstock.schemas.done import Done, Returned
-from penstock.schemas.errors import ServingError
+from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import Job
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
-from penstock.schemas.subjects import HEADER_MSG_ID, KEPT
+from penstock.schemas.subjects import HEADER_MSG_ID, KEPT, token
 from penstock.schemas.trace import trace_id, wanted
 from penstock.schemas.transfer import decode_ledger
 
 log = structlog.get_logger("trace")
+
+KEPT_S = 5.0  # to load or save the position
+BEFORE_NS = 600_000_000_000  # how long before its end a request may have begun; the stages of older ones are unknown
+
+_FAILED = (NatsError, JetStreamError, TimeoutError)
+
+
+class Position(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where an export stopped: it has sent all ends up to ``done_seq``; unfinished requests begin at ``since_ns``."""
+
+    done_seq: int
+    since_ns: int
+
+
+async def begin(bus: Bus, kept: Position | None) -> Position:
+    """Where to begin: where an earlier export stopped, or at the present end.
+
+    Raises:
+        ServingError: there is no such stream.
+    """
+    last = await last_seq(bus)
+    if kept is not None and kept.done_seq <= last:
+        return kept
+    return Position(last, time.time_ns() - BEFORE_NS)
+
+
+async def last_seq(bus: Bus) -> int:
+    """The sequence of the newest terminal event.
+
+    Raises:
+        ServingError: there is no such stream.
+    """
+    stream = bus.subjects.stream("DONE")
+    try:
+        return int((await bus.js.stream_info(stream)).state.last_seq)
+    except _FAILED as error:
+        raise ServingError(
+            Code.broker_unavailable, f"stream {stream} does not answer ({error!r}); run 'penstock streams apply'"
+        ) from error
+
+
+class PositionStore:
+    """The position of the exporter of one name, in a bucket. Losing it loses traces of the time in between."""
+
+    def __init__(self, bus: Bus, name: str) -> None:
+        self._bus = bus
+        self._stream = f"KV_{bus.subjects.bucket('exporters')}"
+        key = token(f"trace-{name or 'trace'}")
+        self._subject = f"$KV.{bus.subjects.bucket('exporters')}.{key}"
+
+    async def load(self) -> Position | None:
+        try:
+            entry = await get_last(self._bus, self._stream, self._subject, newest=True, within_s=KEPT_S)
+            return _decode(entry.data) if entry is not None else None
+        except (ServingError, msgspec.MsgspecError) as error:
+            log.info("no_position", reason=repr(error)[:200])
+            return None
+
+    async def save(self, position: Position) -> None:
+        try:
+            await self._bus.js.publish(self._subject, wire.encode(position), timeout=KEPT_S, stream=self._stream)
+        except _FAILED as error:
+            log.warning("position_not_saved", error=repr(error)[:200])
+
+
+_decode = wire.decoder(Position)
+
 
 POLL_S = 0.5
 ENDS = 1_000  # terminal events taken at once

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from penstock.log.timeline.events import PromptPrefilled, RequestRouted
 from penstock.log.timeline.request_timeline import RequestTimeline, StageRun
-from penstock.log.traces import attributes
+from penstock.log.traces import span as attributes
 from penstock.log.traces.span import Event, Link, Span, covered
 from penstock.schemas.done import Done
 from penstock.schemas.trace import Stamps, read_parent, span_id, stage_name, trace_id

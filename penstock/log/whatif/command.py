@@ -10,16 +10,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli.counts import counted
-from penstock.cli.figures import clock, moment_ns, span
+from penstock.cli.figures import clock, counted, moment_ns, span
 from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import Readable, read
 from penstock.log.requests.find_requests import of_entry
 from penstock.log.sources.open_log import Source, add_flags, add_verify_flag, open_log, run_command
-from penstock.log.whatif.change import Change, Redecided, redecide
+from penstock.log.whatif.change import Change, Distribution, Redecided, Report, ms_per_token, redecide, report
 from penstock.log.whatif.decided_again import insufficient
-from penstock.log.whatif.report import Distribution, Report, ms_per_token, report
 from penstock.router.placement.routing import Weights
 from penstock.schemas import jobs
 from penstock.schemas.jobs import Job

@@ -2,18 +2,190 @@
 
 The score table has the inputs of the formula (``placement.cost``) for the cheapest targets, ``Job.inputs`` what else
 the decision depended on. With the router's own weights the outcome is what it chose, with others what those lead to.
+
+A recorded decision among prefill and decode workers, made again from its score table. Pure.
+
+``penstock.router.placement.decide`` decides among registrations and loads, this by the same rules among the candidates of
+a record.
+
+What a recorded request cost at a candidate, from the record in its job alone. Pure.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from penstock.log.whatif.pairs_decided_again import RecordedPools
-from penstock.log.whatif.recorded_costs import recorded_cost, recorded_size
-from penstock.router.placement.routing import TIE, Weights
+from penstock.configs.settings import RouterMode
+from penstock.router.placement.cost import RequestSize, TargetCost, favour_tokens, favoured, target_cost
+from penstock.router.placement.pairs import FAR, MEDIUM, NEAR
+from penstock.router.placement.routing import TIE, Weights, draw
 from penstock.router.state.depths import TargetId
 from penstock.router.state.load import ENCODE
-from penstock.schemas.jobs import Candidate, Job
-from penstock.schemas.requests import decode
+from penstock.schemas.jobs import Candidate, DecisionInputs, Job, Link
+from penstock.schemas.requests import GenerateRequest, decode
+
+_ANY_NUMBER = float(1 << 60)  # whether there was room is in the table
+
+
+def recorded_size(job: Job, request: GenerateRequest) -> RequestSize:
+    """
+    Args:
+        request: of the job, which has ``inputs``.
+    """
+    resumed = sum(len(tokens) // 4 for tokens in job.resume)
+    shared = job.inputs.shared_blocks if job.inputs is not None else 0
+    return RequestSize(request.prompt_tokens + resumed, job.decision.prompt_blocks, request.n, shared)
+
+
+def recorded_cost(size: RequestSize, at: Candidate, inputs: DecisionInputs, weights: Weights) -> TargetCost:
+    columns = (
+        inputs.block_size,
+        _ANY_NUMBER,
+        at.slots,
+        _ANY_NUMBER,
+        at.running,
+        at.active_blocks,
+        at.context_blocks,
+        at.prefill_tokens,
+        at.computing,
+        at.slowness,
+        at.decode_slowness,
+        at.served_tokens,
+    )
+    cost = target_cost(
+        size,
+        at.overlap_blocks,
+        at.overlap_blocks,
+        columns,
+        overlap_weight=weights.overlap,
+        prefill_weight=weights.prefill,
+    )
+    return favoured(cost, favour_tokens(size)) if (at.worker, at.rank) in inputs.session else cost
+
+
+class _Option(NamedTuple):
+    """A target, and what the request costs there. With ``partners``, one of them computes the prompt."""
+
+    target: Candidate
+    cost: float
+    partners: Sequence["_Option"] = ()
+
+    @property
+    def id(self) -> TargetId:
+        return (self.target.worker, self.target.rank)
+
+
+class _Line(NamedTuple):
+    at: Candidate
+    link: Link
+    pair_only: bool
+    on_gpu: bool
+
+
+class RecordedPools:
+    """
+    Args:
+        job: its ``inputs`` have ``links``.
+        without: workers that are not there.
+    """
+
+    def __init__(self, job: Job, request: GenerateRequest, weights: Weights, without: Collection[str]) -> None:
+        assert job.inputs is not None
+        self._weights = weights
+        self._inputs = job.inputs
+        self._block_size = job.inputs.block_size
+        self._blocks = job.decision.prompt_blocks
+        self._size = recorded_size(job, request)
+        self._seed = job.inputs.seed
+        alone, on_gpu = set(job.inputs.pair_only), set(job.inputs.on_gpu)
+        lines = [
+            _Line(at, link, number in alone, number in on_gpu)
+            for number, (at, link) in enumerate(zip(job.decision.candidates, job.inputs.links, strict=False))
+        ]
+        self._lines = [each for each in lines if each.link.role != ENCODE and each.at.worker not in without]
+        has_decode = self._exists("decode")
+        targets = self._open("aggregated") + (self._open("decode") if has_decode else [])
+        if request.worker or not has_decode:
+            targets += self._open("prefill")
+        pairs = has_decode and not request.worker and self._exists("prefill")
+        if not pairs:
+            targets = [each for each in targets if not each.pair_only]
+        self._prefills = [(each.link, _Option(each.at, self._cost(each.at).prefill))
+                          for each in self._open("prefill")] if pairs else []  # fmt: skip
+        self._full = {each.link.kind for each in self._lines
+                      if (each.link.role, each.at.excluded) == ("prefill", "full")}  # fmt: skip
+        self._options = [option for each in targets if (option := self._option(each, pairs)) is not None]
+
+    def decide(self, recorded: tuple[TargetId, ...], mode: RouterMode = "kv", number: int = 0) -> tuple[TargetId, ...]:
+        """The target, or the prefill and the decode target; empty: there is none.
+
+        Args:
+            recorded: what is taken of equal ones.
+            number: number of the decision, for round robin.
+        """
+        if not self._options:
+            return ()
+        chosen = self._pick(self._options, recorded[-1], mode, number, 0)
+        if not chosen.partners:
+            return (chosen.id,)
+        return (self._pick(chosen.partners, recorded[0], mode, number, 1).id, chosen.id)
+
+    def scores(self, candidates: Sequence[Candidate]) -> tuple[float | None, ...]:
+        """Of each candidate; None: it was excluded, or only computes prompts."""
+        costs = {each.id: each.cost for each in self._options}
+        return tuple(costs.get((each.worker, each.rank)) for each in candidates)
+
+    def _pick(
+        self, options: Sequence[_Option], recorded: TargetId, mode: RouterMode, number: int, stage: int
+    ) -> _Option:
+        order = sorted(options, key=lambda each: each.id)  # as routers number their targets
+        if mode == "round_robin":
+            return order[number % len(order)]
+        if mode == "random":
+            return order[draw(self._seed, stage) % len(order)]
+        if mode == "least_loaded":
+            order = [_Option(each.target, each.target.running / max(1, each.target.slots), each.partners)
+                     for each in order]  # fmt: skip
+        best = min(each.cost for each in order)
+        equal = [each for each in order if each.cost - best <= TIE]
+        return next((each for each in equal if each.id == recorded), equal[0])
+
+    def _option(self, line: _Line, pairs: bool) -> _Option | None:
+        """None: only prefill workers that are full, or none at all, could compute its prompts."""
+        at, link, pair_only, on_gpu = line
+        cost = self._cost(at)
+        cached = min(at.overlap_blocks, self._blocks)
+        uncached = self._size.tokens - cached * self._block_size
+        limit = self._weights.local_tokens(gpu=on_gpu)
+        if pairs and link.role == "decode" and (pair_only or uncached > limit):
+            step = self._weights.transfer * (self._blocks - cached) * self._block_size
+            partners = [
+                _Option(partner.target, partner.cost + _distance(own, link) * step)
+                for own, partner in self._prefills
+                if link.kind and own.kind == link.kind
+            ]
+            if partners:
+                return _Option(at, min(each.cost for each in partners) + cost.decode, partners)
+            if pair_only or (link.kind and link.kind in self._full):
+                return None
+        return _Option(at, cost.whole)
+
+    def _cost(self, at: Candidate) -> TargetCost:
+        return recorded_cost(self._size, at, self._inputs, self._weights)
+
+    def _open(self, role: str) -> list[_Line]:
+        return [each for each in self._lines if each.link.role == role and each.at.excluded in ("", "prefill_full")]
+
+    def _exists(self, role: str) -> bool:
+        """Whether such a worker takes the request, now or once it is no longer full."""
+        return any(each.link.role == role and each.at.excluded in ("", "full", "prefill_full") for each in self._lines)
+
+
+def _distance(one: Link, other: Link) -> float:
+    """As ``pairs.distance``."""
+    if one.host and one.host == other.host:
+        return NEAR
+    return MEDIUM if one.rdma and other.rdma else FAR
+
 
 UNRECORDED = "without the inputs of its decision"
 

@@ -23,12 +23,10 @@ from msgspec import Meta, Struct
 
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.schemas.wire import decoder, encode
-from penstock.workers.kv_transfer.base import Transport, TransportUnavailable
-from penstock.workers.kv_transfer.blocks import CopyOp, copy_ops
-from penstock.workers.kv_transfer.nixl import KINDS
-from penstock.workers.kv_transfer.nixl_library import Library, load
-from penstock.workers.kv_transfer.opening import open_transport
-from penstock.workers.kv_transfer.path import path_between
+from penstock.workers.kv_transfer.agent import CopyOp, copy_ops
+from penstock.workers.kv_transfer.base import Transport, TransportUnavailable, path_between
+from penstock.workers.kv_transfer.nixl import KINDS, Library, load
+from penstock.workers.kv_transfer.transport_thread import open_transport
 
 POOL = "kv"
 START_S = 60.0

@@ -1,4 +1,9 @@
-"""``penstock bench http``: closed-loop load on any OpenAI-compatible URL, and what it costs each process."""
+"""``penstock bench http``: closed-loop load on any OpenAI-compatible URL, and what it costs each process.
+
+The figures of each stage of ``penstock bench http``, and their table.
+
+What one stage of ``penstock bench http`` saw.
+"""
 
 import asyncio
 import contextlib
@@ -6,8 +11,10 @@ import json
 import random
 import sys
 import time
+from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,16 +23,159 @@ import msgspec
 from msgspec import Meta, Struct
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
+from penstock.cli.figures import quantile
+from penstock.cli.terminal import stdout
 from penstock.launch.state import read_state
-from penstock.measure.bench.http_report import Stage, figures, report
-from penstock.measure.bench.tally import Tally
-from penstock.measure.generator.cpu import cpu_of, own_seconds
-from penstock.measure.generator.event_loop import loop_factory
-from penstock.measure.generator.exchange import Exchange
-from penstock.measure.generator.pool import ClosedLoop, Pool
+from penstock.measure.generator.lag import cpu_of, loop_factory, own_seconds
+from penstock.measure.generator.pool import WORDS, ClosedLoop, Exchange, Pool
 from penstock.measure.generator.target import BadTarget, Target, ask, parse_target
-from penstock.measure.generator.words import WORDS
+
+_MOST_REASONS = 20
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one stage of a benchmark saw; times in seconds."""
+
+    first_s: "array[float]" = field(default_factory=lambda: array("d"))  # to the first text
+    between_s: "array[float]" = field(default_factory=lambda: array("d"))  # between reads that carried text
+    total_s: "array[float]" = field(default_factory=lambda: array("d"))
+    tokens: int = 0
+    events: int = 0  # server-sent events but [DONE]
+    errors: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def requests(self) -> int:
+        """Answered as they should be."""
+        return len(self.total_s)
+
+    @property
+    def failed(self) -> int:
+        return sum(self.errors.values())
+
+    def clear(self) -> None:
+        for series in (self.first_s, self.between_s, self.total_s):
+            del series[:]
+        self.tokens = self.events = 0
+        self.errors.clear()
+
+    def copy(self) -> "Tally":
+        return replace(
+            self,
+            first_s=self.first_s[:],
+            between_s=self.between_s[:],
+            total_s=self.total_s[:],
+            errors=self.errors.copy(),
+        )
+
+    def fail(self, reason: str) -> None:
+        counted = reason in self.errors or len(self.errors) < _MOST_REASONS
+        self.errors[reason if counted else "other"] += 1
+
+    def count(self, exchange: Exchange, expected_tokens: int) -> None:
+        """Count a finished request. An answer with an unexpected number of tokens is an error."""
+        if exchange.error:
+            self.fail(exchange.error)
+        elif exchange.output_tokens < 0:
+            self.fail("answer without usage")
+        elif exchange.output_tokens != expected_tokens:
+            self.fail(f"{exchange.output_tokens} tokens instead of {expected_tokens}")
+        else:
+            self.tokens += exchange.output_tokens
+            self.events += exchange.events
+            self.total_s.append(exchange.ended - exchange.sent)
+            self.between_s.extend(exchange.gaps_s)
+            if exchange.first:
+                self.first_s.append(exchange.first - exchange.sent)
+
+
+_BUSY = 0.85  # share of a core from which the generator is itself the limit
+
+
+class Stage(Struct, frozen=True):
+    """Figures of one stage. ``cpu_us_per_token`` is by process name; the generator's own is in a field of its own."""
+
+    concurrency: int
+    seconds: float
+    requests: int
+    failed: int
+    errors: dict[str, int]
+    requests_per_s: float
+    tokens_per_s: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    itl_p50_ms: float
+    itl_p99_ms: float
+    latency_p50_ms: float
+    latency_p99_ms: float
+    tokens_per_event: float
+    cpu_us_per_token: dict[str, float]
+    total_cpu_us_per_token: float
+    cpu_ms_per_request: float
+    own_cpu_us_per_token: float
+    own_cpu_share: float
+
+
+def figures(concurrency: int, seconds: float, tally: Tally, spent: Mapping[str, float], own_s: float) -> Stage:
+    """Compute a stage's figures from its counters, and from the CPU seconds of each process."""
+    tokens = max(1, tally.tokens)
+    first, between, total = sorted(tally.first_s), sorted(tally.between_s), sorted(tally.total_s)
+    return Stage(
+        concurrency=concurrency,
+        seconds=round(seconds, 3),
+        requests=tally.requests,
+        failed=tally.failed,
+        errors=dict(tally.errors),
+        requests_per_s=round(tally.requests / seconds, 1),
+        tokens_per_s=round(tally.tokens / seconds, 1),
+        ttft_p50_ms=quantile(first, 0.5, 0.0) * 1e3,
+        ttft_p99_ms=quantile(first, 0.99, 0.0) * 1e3,
+        itl_p50_ms=quantile(between, 0.5, 0.0) * 1e3,
+        itl_p99_ms=quantile(between, 0.99, 0.0) * 1e3,
+        latency_p50_ms=quantile(total, 0.5, 0.0) * 1e3,
+        latency_p99_ms=quantile(total, 0.99, 0.0) * 1e3,
+        tokens_per_event=round(tally.tokens / max(1, tally.events), 3),
+        cpu_us_per_token={name: round(cpu / tokens * 1e6, 2) for name, cpu in spent.items()},
+        total_cpu_us_per_token=round(sum(spent.values()) / tokens * 1e6, 2),
+        cpu_ms_per_request=round(sum(spent.values()) / max(1, tally.requests) * 1e3, 3),
+        own_cpu_us_per_token=round(own_s / tokens * 1e6, 2),
+        own_cpu_share=round(own_s / seconds, 3),
+    )
+
+
+def report(stages: list[Stage], processes: Mapping[str, int]) -> None:
+    """Print a table of all stages, then the errors."""
+    console = stdout()
+    table = Table(title="closed loop, times in ms")
+    names = ("conns", "req/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "latency p50", "tok/event", "failed")
+    for name in (*names, *(("CPU µs/token", "CPU ms/req") if processes else ()), "own CPU"):
+        table.add_column(name, justify="right")
+    for stage in stages:
+        cells = [
+            *(str(stage.concurrency), f"{stage.requests_per_s:.0f}", f"{stage.tokens_per_s:.0f}"),
+            *(f"{stage.ttft_p50_ms:.2f}", f"{stage.ttft_p99_ms:.2f}"),
+            *(f"{stage.itl_p50_ms:.2f}", f"{stage.itl_p99_ms:.2f}", f"{stage.latency_p50_ms:.1f}"),
+            *(f"{stage.tokens_per_event:.2f}", str(stage.failed)),
+        ]
+        if processes:
+            cells += [f"{stage.total_cpu_us_per_token:.1f}", f"{stage.cpu_ms_per_request:.2f}"]
+        table.add_row(*cells, f"{stage.own_cpu_share:.0%}")
+    console.print(table)
+    for stage in stages if processes else ():
+        parts = ", ".join(f"{name} {cpu:.1f}" for name, cpu in stage.cpu_us_per_token.items())
+        console.print(f"{stage.concurrency} connections, CPU µs/token: {parts}", highlight=False)
+    for stage in stages:
+        for reason, count in stage.errors.items():
+            console.print(f"{stage.concurrency} connections: {count} × {reason}", style="red", markup=False)
+        if stage.own_cpu_share > _BUSY:
+            console.print(
+                f"{stage.concurrency} connections: the load generator itself used {stage.own_cpu_share:.0%} of a core; "
+                "the server may be faster than shown",
+                style="yellow",
+            )
+
 
 _STUCK_S = 60.0
 _SHOW_S = 0.25

@@ -19,13 +19,12 @@ import msgspec
 from msgspec import Meta, Struct
 from rich.table import Table
 
-from penstock.cli.quantile import quantile
+from penstock.cli.figures import quantile
 from penstock.cli.terminal import stdout
 from penstock.client import Client, PenstockError
 from penstock.launch.state import State, read_state
 from penstock.measure.plots import PlotsMissing, plot_prefix_ratios
-from penstock.measure.simulation.trace import Multipliers, Row, Trace, TraceError, multiplied, read
-from penstock.measure.simulation.workloads import WORKLOADS, generate
+from penstock.measure.simulation.trace import WORKLOADS, Multipliers, Row, Trace, TraceError, generate, multiplied, read
 
 _FIRST_TOKEN = 16  # ids below may be special
 _CACHED_UNITS = 50_000

@@ -14,12 +14,10 @@ from rich.table import Table
 from penstock.cli.terminal import stdout
 from penstock.measure.intervals import Interval
 from penstock.measure.plots import PlotsMissing, _save, _subplots, plot_prefix_ratios
-from penstock.measure.simulation.comparison import Cell, Run, Summary, runs, summaries
+from penstock.measure.simulation.comparison import Cell, PrefixSweep, Run, Summary, runs, series, summaries
 from penstock.measure.simulation.placement import DELAY_NS
 from penstock.measure.simulation.policy import Fleet, WorkerSpec
-from penstock.measure.simulation.prefix_sweep import PrefixSweep, series
-from penstock.measure.simulation.trace import TraceError, read_multiplied
-from penstock.measure.simulation.workloads import WORKLOADS
+from penstock.measure.simulation.trace import WORKLOADS, TraceError, read_multiplied
 from penstock.router.placement.routing import Weights
 
 

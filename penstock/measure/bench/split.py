@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.launch.http import get
+from penstock.launch.readiness import get
 
 ANSWER_S = 60.0
 FIRST_ID = 16  # token ids below may be special ones

@@ -1,9 +1,36 @@
-"""Whether the load generator is itself the bottleneck: how late its event loop runs, and its CPU time."""
+"""Whether the load generator is itself the bottleneck: how late its event loop runs, and its CPU time.
+
+CPU time of processes, from /proc (Linux).
+
+The event loop of load generators.
+"""
 
 import asyncio
+import os
 import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
-from penstock.measure.generator.cpu import own_seconds
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process and its threads so far; 0.0: no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) * _TICK_S
+
+
+def cpu_of(pids: Iterable[int]) -> dict[int, float]:
+    return {pid: cpu_seconds(pid) for pid in pids}
+
+
+def own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system
+
 
 _EVERY_S = 0.02
 
@@ -40,3 +67,11 @@ class LagMeter:
             due = time.perf_counter() + _EVERY_S
             await asyncio.sleep(_EVERY_S)
             self.late_s.append(max(0.0, time.perf_counter() - due))
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """uvloop's event loop. asyncio's own runs late at a few thousand requests per second."""
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

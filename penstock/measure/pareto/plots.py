@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.measure.pareto.front import Gain, front
-from penstock.measure.pareto.records import Record, efficiency, fronts, kinds
+from penstock.measure.pareto.records import Gain, Record, efficiency, front, fronts, kinds
 from penstock.measure.plots import PlotsMissing
-from penstock.measure.sweep.plots import COLOURS, STYLE
+from penstock.measure.sweep.plot import COLOURS, STYLE
 
 _MUTED = "#6b7280"
 

@@ -1,14 +1,167 @@
-"""One record for each level of each deployment: speed per user, throughput per GPU, and cost. Pure."""
+"""One record for each level of each deployment: speed per user, throughput per GPU, and cost. Pure.
 
-from collections.abc import Iterable, Mapping, Sequence
+The deployment behind an endpoint: from ``deployment.json`` beside its results and from the command line.
+
+Pareto fronts of points, and how far one front lies above another. Pure.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from penstock.measure.pareto import front
 from penstock.measure.pareto.cost import BadPrices, Cost, Prices, cost, gpu_of
-from penstock.measure.pareto.deployment import BadDeployment, Deployment
 from penstock.measure.sweep.results import Result, Series, mean
+
+FILE = "deployment.json"
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class BadDeployment(ValueError):
+    """A description that cannot be used; the text names the file or the flag."""
+
+
+class Deployment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """
+    Attributes:
+        kind: deployments of one kind share a line, such as "aggregated"; "": the endpoint's name.
+        model: "": the sweep's.
+        total_gpus: that it uses; 0: as the sweep says.
+        gpu: its type, as the price file calls it; "": unknown.
+        workers: aggregated workers, which prefill and decode; 0: none, or unknown.
+        settings: further differences from other deployments, such as a batch size.
+    """
+
+    kind: str = ""
+    model: str = ""
+    total_gpus: _Count = 0
+    gpu: str = ""
+    workers: _Count = 0
+    prefill_workers: _Count = 0
+    decode_workers: _Count = 0
+    settings: dict[str, str | int | float | bool] = {}
+
+
+_FIELDS = tuple(field for field in Deployment.__struct_fields__ if field != "settings")
+
+
+def find(folder: Path) -> Deployment:
+    """Read the description in the endpoint's folder or the one above it. Without either it is empty.
+
+    Raises:
+        BadDeployment: the file is damaged.
+    """
+    for path in (folder / FILE, folder.parent / FILE):
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Deployment)
+        except FileNotFoundError:
+            continue
+        except (OSError, msgspec.DecodeError) as error:
+            raise BadDeployment(f"{path}: {error}") from None
+    return Deployment()
+
+
+def parse(flags: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Parse the fields that flags give, by endpoint.
+
+    Args:
+        flags: each ``NAME:FIELD=VALUE,…``; a field that no deployment has becomes one of its settings.
+
+    Raises:
+        BadDeployment: a flag has another form.
+    """
+    values: dict[str, dict[str, str]] = {}
+    for flag in flags:
+        name, colon, path = flag.rpartition(":")
+        pairs = [pair.partition("=") for pair in path.split(",")]
+        if not colon or not name or not all(key and equals and value for key, equals, value in pairs):
+            raise BadDeployment(f"--deployment {flag}: expected NAME:FIELD=VALUE,… such as pd:kind=disaggregated")
+        values.setdefault(name, {}).update((key, value) for key, _, value in pairs)
+    return values
+
+
+def override(deployment: Deployment, fields: dict[str, str]) -> Deployment:
+    """Return the deployment with ``fields`` replaced.
+
+    Raises:
+        BadDeployment: a number is none, or negative.
+    """
+    own = {key: value for key, value in fields.items() if key in _FIELDS}
+    other = {key: value for key, value in fields.items() if key not in _FIELDS}
+    merged = msgspec.structs.asdict(deployment) | own | {"settings": deployment.settings | other}
+    try:
+        return msgspec.convert(merged, Deployment, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadDeployment(f"--deployment: {error}") from None
+
+
+T = TypeVar("T")
+Line = Sequence[tuple[float, float]]  # x ascending, y descending
+
+
+class Gain(NamedTuple):
+    """The heights of two fronts at ``x``."""
+
+    x: float
+    ours: float
+    theirs: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs
+
+
+def front(points: Iterable[T], goals: Callable[[T], tuple[float, float]]) -> list[T]:
+    """The points that no other one dominates, the first goal ascending (and so the second descending).
+
+    A point dominates another if it is at least as good in both goals and better in one. Of equal points the first
+    is kept.
+
+    Args:
+        goals: both to be maximised; negate what should be small.
+    """
+    kept: list[T] = []
+    best: float | None = None
+    for point in sorted(points, key=goals, reverse=True):
+        second = goals(point)[1]
+        if best is None or second > best:
+            kept.append(point)
+            best = second
+    return kept[::-1]
+
+
+def at(line: Line, x: float) -> float | None:
+    """The height of a front at ``x``, linear between its points; None: ``x`` is beyond its last point.
+
+    Left of the first point the front is as high as there: reaching a larger ``x`` implies reaching a smaller one.
+    """
+    if not line or x > line[-1][0]:
+        return None
+    if x <= line[0][0]:
+        return line[0][1]
+    for (left, high), (right, low) in pairwise(line):
+        if x <= right:
+            share = (x - left) / (right - left)
+            return high + share * (low - high)
+    raise AssertionError("x lies between the first and the last point")
+
+
+def gain_at(ours: Line, theirs: Line, x: float) -> Gain | None:
+    """The gain at ``x``; None: one of the fronts does not reach so far."""
+    mine, other = at(ours, x), at(theirs, x)
+    return Gain(x, mine, other) if mine is not None and other else None
+
+
+def largest_gain(ours: Line, theirs: Line) -> Gain | None:
+    """Where the first front is highest in proportion to the second, in the range that both reach; None: one is empty.
+
+    Between two corners of the lines their ratio is monotonic, so that its maximum is at a corner of either.
+    """
+    gains = (gain_at(ours, theirs, x) for x in sorted({x for x, _ in (*ours, *theirs)}))
+    return max((gain for gain in gains if gain), key=lambda gain: gain.ratio, default=None)
 
 
 class Record(Struct, frozen=True, kw_only=True):
@@ -130,7 +283,7 @@ def kinds(measured: Iterable[Record]) -> dict[str, list[Record]]:
 
 def fronts(measured: Iterable[Record]) -> dict[str, list[Record]]:
     """For each kind, the records on its front, by tokens/s per user ascending."""
-    return {kind: front.front(of_kind, efficiency) for kind, of_kind in kinds(measured).items()}
+    return {kind: front(of_kind, efficiency) for kind, of_kind in kinds(measured).items()}
 
 
 def marked(measured: Sequence[Record]) -> list[Record]:
@@ -139,7 +292,7 @@ def marked(measured: Sequence[Record]) -> list[Record]:
     return [msgspec.structs.replace(each, on_front=id(each) in best) for each in measured]
 
 
-def gains(lines: Mapping[str, Sequence[Record]], baseline: str, pace: float = 0.0) -> dict[str, front.Gain]:
+def gains(lines: Mapping[str, Sequence[Record]], baseline: str, pace: float = 0.0) -> dict[str, Gain]:
     """How much higher the front of each other kind is than that of ``baseline``.
 
     Args:
@@ -150,7 +303,7 @@ def gains(lines: Mapping[str, Sequence[Record]], baseline: str, pace: float = 0.
     result = {}
     for kind, line in lines.items():
         ours = [efficiency(each) for each in line]
-        gain = front.gain_at(ours, theirs, pace) if pace else front.largest_gain(ours, theirs)
+        gain = gain_at(ours, theirs, pace) if pace else largest_gain(ours, theirs)
         if kind != baseline and gain:
             result[kind] = gain
     return result

@@ -1,32 +1,94 @@
-"""``penstock plan``: watches load and latencies, and starts and drains workers."""
+"""``penstock plan``: watches load and latencies, and starts and drains workers.
+
+Decisions of planners as lines of text, and the list of those in the log.
+"""
 
 import asyncio
 import contextlib
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import structlog
+from rich.console import Console
 
-from penstock.cli.figures import clock
+from penstock.cli.figures import clock, duration_ns
+from penstock.cli.terminal import escape, print_hanging, stdout
 from penstock.configs.logs import setup
 from penstock.configs.planner_settings import BadRules, Settings, rules_of
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
 from penstock.log.sources.open_log import FAILURES, Source, open_log
-from penstock.measure.planner.connectors import Connector, DryRun
+from penstock.measure.planner.capacity import EngineTiming
+from penstock.measure.planner.connectors import Api, BadCluster, Connector, DryRun, LocalWorkers, Replicas
 from penstock.measure.planner.core import Planner
-from penstock.measure.planner.kubernetes import Api, BadCluster, Replicas
-from penstock.measure.planner.lines import line, show_history
-from penstock.measure.planner.local import LocalWorkers
 from penstock.measure.planner.loop import NoDecision, PlannerLoop
-from penstock.measure.planner.timing import EngineTiming
 from penstock.measure.profile.data import BadProfile, Profile, load
 from penstock.measure.profile.modelled import mock_profile
 from penstock.operate.workers import registrations
-from penstock.schemas.plans import ROLES, Planned, Role
+from penstock.schemas import plans
+from penstock.schemas.plans import ROLES, Change, Planned, Role
+
+
+def line(planned: Planned) -> str:
+    """One decision, without its time."""
+    decision = planned.decision
+    seen = decision.observed
+    waiting = f", {seen.backlog} waiting" if seen.backlog else ""
+    latencies = [
+        f"{name} p95 {times.p95:,.{digits}f} ms"
+        for name, times, digits in (("TTFT", seen.ttft, 0), ("ITL", seen.itl, 1))
+        if times is not None
+    ]
+    parts = [
+        f"{seen.rate:.2f} requests/s (planned for {decision.demand.rate:.2f}){waiting}",
+        *latencies,
+        *(_change(role, change) for role, change in decision.changes.items()),
+        *([f"failed: {planned.failure}"] if planned.failure else []),
+    ]
+    return ", ".join(parts)
+
+
+def _change(role: str, change: Change) -> str:
+    moved = f"{change.current} → {change.target}" if change.target != change.current else str(change.target)
+    reasons = f" ({', '.join(change.reasons)})" if change.reasons else ""
+    return f"{role} {moved}{reasons}"
+
+
+async def show_history(source: Source, model: str, since: str, *, as_json: bool) -> None:
+    """Print the decisions in the log.
+
+    Args:
+        model: "": of all models.
+        since: "15m", "2h".
+
+    Raises:
+        ValueError: ``since`` is no time.
+    """
+    since_ns = time.time_ns() - duration_ns(since)
+    console = stdout()
+    async with open_log(source, name="plan", role="viewer", streams=("PLAN",), files=True) as log:
+        subjects = log.reader.subjects
+        subject = subjects.plan(model) if model else subjects.all("plan")
+        count = 0
+        async for entry in read(log.reader, subjects.stream("PLAN"), subject, since_ns=since_ns):
+            planned = plans.decode(entry.data)
+            _print(planned, console, as_json=as_json)
+            count += 1
+    if not count and not as_json:
+        console.print(f"no decision in the last {since}")
+
+
+def _print(planned: Planned, console: Console, *, as_json: bool) -> None:
+    if as_json:
+        console.file.write(msgspec.json.encode(planned).decode() + "\n")
+        return
+    print_hanging(console, f"{clock(planned.at_ns, time.time_ns())}  {escape(planned.model)}  ", escape(line(planned)))
+
 
 log = structlog.get_logger("plan")
 

@@ -1,9 +1,38 @@
-"""The interface of connectors, and the one that changes nothing."""
+"""The interface of connectors, and the one that changes nothing.
 
-from collections.abc import Mapping
-from typing import ClassVar, Protocol
+Replicas of the Helm chart's workers, by the scale subresource of the Kubernetes API.
 
-from penstock.schemas.plans import Role
+A pod that Kubernetes ends gets SIGTERM: its worker drains within the chart's ``drainSeconds``. Which pod that is,
+Kubernetes decides. A horizontal autoscaler of the same workers would undo the changes: leave ``autoscaling`` off.
+
+Workers of the `penstock up` on this machine: started by it, and drained over the broker.
+
+A worker that leaves takes no new request, finishes those it has and ends; `penstock up` does not start it again. One
+that is to come is one of the drained ones, or a further one with the next number.
+"""
+
+import asyncio
+import json
+import os
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import httpcore2
+import msgspec
+
+from penstock.infra.broker.datadir import holder
+from penstock.infra.bus.audit import recorded
+from penstock.infra.bus.connection import Bus
+from penstock.infra.process.signals import RESUME
+from penstock.launch.state import Running, read_state, write_resume
+from penstock.operate.drain import DrainFailed, ask, change_of
+from penstock.operate.workers import registrations
+from penstock.schemas import control
+from penstock.schemas.errors import ServingError
+from penstock.schemas.plans import ROLES, Role
 
 
 class ConnectorFailed(Exception):
@@ -40,3 +69,209 @@ class DryRun:
 
     async def apply(self, targets: Mapping[Role, int]) -> None:
         pass
+
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+GROUPS = {"deployment": "apps/v1", "statefulset": "apps/v1", "leaderworkerset": "leaderworkerset.x-k8s.io/v1"}
+TIMEOUT_S = 10.0
+
+
+class BadCluster(ValueError):
+    """No API server is known, or a workload is named wrongly."""
+
+
+class Api:
+    """
+    Args:
+        url: of the API server, such as that of `kubectl proxy`.
+        token_file: read for each request, since Kubernetes renews it; None: no token.
+    """
+
+    def __init__(self, url: str, token_file: Path | None = None, tls: ssl.SSLContext | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._token_file = token_file
+        self._tls = tls
+
+    @classmethod
+    def find(cls, url: str, account: Path = ACCOUNT, environ: Mapping[str, str] = os.environ) -> "Api":
+        """The API server at ``url``; "": the one of the cluster that this process runs in, as its service account.
+
+        Raises:
+            BadCluster: this process runs in no cluster.
+        """
+        if url:
+            return cls(url)
+        host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
+        if not host or not (account / "token").is_file():
+            raise BadCluster(
+                "this process runs in no Kubernetes cluster: name the API server with --kubernetes-url, such as "
+                "http://127.0.0.1:8001 of `kubectl proxy`"
+            )
+        tls = ssl.create_default_context(cafile=str(account / "ca.crt"))
+        return cls(f"https://{f'[{host}]' if ':' in host else host}:{port}", account / "token", tls)
+
+    async def call(self, method: str, path: str, body: object = None) -> dict[str, Any]:
+        """
+        Raises:
+            ConnectorFailed: no answer, or one that is no success.
+        """
+        headers = [("Accept", "application/json"), ("Content-Type", "application/merge-patch+json")]
+        if self._token_file is not None:
+            headers.append(("Authorization", f"Bearer {self._token_file.read_text().strip()}"))
+        limits = dict.fromkeys(("connect", "read", "write", "pool"), TIMEOUT_S)
+        try:
+            async with httpcore2.AsyncConnectionPool(ssl_context=self._tls) as pool:
+                response = await pool.request(
+                    method,
+                    f"{self.url}{path}",
+                    headers=headers,
+                    content=None if body is None else json.dumps(body).encode(),
+                    extensions={"timeout": limits},
+                )
+            answer = json.loads(response.content or b"{}")
+        except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException, OSError) as error:
+            raise ConnectorFailed(f"{self.url}{path} does not answer: {str(error) or type(error).__name__}") from error
+        except ValueError:
+            answer = {}
+        if response.status >= 300 or not isinstance(answer, dict):
+            said = answer.get("message", "") if isinstance(answer, dict) else ""
+            raise ConnectorFailed(f"{method} {path}: status {response.status} {said}".rstrip())
+        return answer
+
+
+class Replicas:
+    """
+    Args:
+        workloads: kind/name of each role, such as ``deployment/penstock-decode``.
+    """
+
+    name: ClassVar[str] = "kubernetes"
+
+    def __init__(self, api: Api, namespace: str, workloads: Mapping[Role, str]) -> None:
+        self._api = api
+        self._paths = {role: scale_path(namespace, workload) for role, workload in workloads.items()}
+
+    async def counts(self) -> dict[Role, int]:
+        return {role: await self._replicas(path) for role, path in self._paths.items()}
+
+    async def apply(self, targets: Mapping[Role, int]) -> None:
+        for role, target in targets.items():
+            path = self._paths[role]
+            if await self._replicas(path) != target:
+                await self._api.call("PATCH", path, {"spec": {"replicas": target}})
+
+    async def _replicas(self, path: str) -> int:
+        scale = await self._api.call("GET", path)
+        return int((scale.get("spec") or {}).get("replicas") or 0)
+
+
+def scale_path(namespace: str, workload: str) -> str:
+    """The scale subresource of ``kind/name``.
+
+    Raises:
+        BadCluster: an unknown kind, or no name.
+    """
+    kind, _, name = workload.partition("/")
+    if kind not in GROUPS or not name or "/" in name:
+        raise BadCluster(f"{workload!r} is no workload: write {', '.join(f'{each}/NAME' for each in GROUPS)}")
+    return f"/apis/{GROUPS[kind]}/namespaces/{namespace}/{kind}s/{name}/scale"
+
+
+STEMS: dict[Role, str] = {"aggregated": "worker", "prefill": "prefill", "decode": "decode"}
+LISTED_S = 10.0  # after which a worker that was asked for must be in state.json
+_POLL_S = 0.05
+
+
+class LocalWorkers:
+    """
+    Args:
+        data_dir: of the `penstock up`.
+    """
+
+    name: ClassVar[str] = "local"
+
+    def __init__(self, bus: Bus, data_dir: Path) -> None:
+        self._bus = bus
+        self._data_dir = data_dir
+        self._leaving: set[str] = set()
+
+    async def counts(self) -> dict[Role, int]:
+        processes = self._processes()
+        return {role: len(names) for role in ROLES if (names := self._staying(role, processes))}
+
+    async def apply(self, targets: Mapping[Role, int]) -> None:
+        processes = self._processes()
+        wanted: list[str] = []
+        for role, target in targets.items():
+            staying = self._staying(role, processes)
+            wanted += joining(role, target - len(staying), processes)
+            for name in reversed(staying[max(1, target) :]):
+                await self._drain(name)
+        if wanted:
+            await self._start(wanted)
+
+    def _staying(self, role: Role, processes: Sequence[Running]) -> list[str]:
+        """Workers of a role that run or are being started, by number."""
+        named = {each.name: each for each in processes}
+        self._leaving = {name for name in self._leaving if name in named and not named[name].drained}
+        names = [each.name for each in processes if not each.drained and each.name not in self._leaving]
+        return sorted((name for name in names if _is(name, role)), key=_number)
+
+    async def _drain(self, name: str) -> None:
+        fleet = await registrations(self._bus)
+        worker = next((each for each in fleet if each.name == name), None)
+        if worker is None:
+            raise ConnectorFailed(f"{name} is not registered, so it cannot be drained yet")
+        try:
+            detail = f"{change_of(worker)}, by a planner"
+            async with recorded(self._bus.nc, self._bus.subjects, "drain", name, detail):
+                await ask(self._bus, worker, control.Drain(stay_down=True))
+        except (DrainFailed, ServingError) as error:
+            raise ConnectorFailed(str(error)) from error
+        self._leaving.add(name)
+
+    async def _start(self, names: Sequence[str]) -> None:
+        up = holder(self._data_dir / "up.lock")
+        if up is None:
+            raise ConnectorFailed(f"no `penstock up` runs on {self._data_dir}")
+        write_resume(self._data_dir, names)
+        os.kill(up, RESUME)
+        until = time.monotonic() + LISTED_S
+        while missing := [name for name in names if name not in self._running()]:
+            if time.monotonic() > until:
+                logs = self._data_dir / "logs"
+                raise ConnectorFailed(
+                    f"`penstock up` did not start {', '.join(missing)}; its log says why, also {logs}"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    def _running(self) -> set[str]:
+        return {each.name for each in self._processes() if not each.drained}
+
+    def _processes(self) -> list[Running]:
+        try:
+            state = read_state(self._data_dir / "state.json")
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConnectorFailed(f"no `penstock up` runs on {self._data_dir} ({error})") from error
+        return [each for each in state.processes if each.role == "worker"]
+
+
+def joining(role: Role, count: int, processes: Sequence[Running]) -> list[str]:
+    """The next ``count`` workers of a role: drained ones first, then further numbers."""
+    known = {each.name for each in processes}
+    drained = sorted((each.name for each in processes if each.drained and _is(each.name, role)), key=_number)
+    names = drained[: max(0, count)]
+    number = 0
+    while len(names) < count:
+        if (name := f"{STEMS[role]}-{number}") not in known:
+            names.append(name)
+        number += 1
+    return names
+
+
+def _is(name: str, role: Role) -> bool:
+    return name.rpartition("-")[0] == STEMS[role]
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])

@@ -11,17 +11,21 @@ No clock, no broker. A decision takes these steps:
 4. More workers are asked for at once. Fewer are kept only when the load with ``hysteresis`` on top has needed no more
    for ``down_after_s``, and not again within ``down_cooldown_s``.
 5. Minimum, maximum and the GPU budget bound the result.
+
+What the request rate will be a few intervals from now, from what it was.
+
+``constant``: the last one. ``moving_average``: the mean of the last few. ``holt``: exponential smoothing of level and
+trend, the trend damped (Gardner and McKenzie 1985), or the last one if that is higher; it follows a ramp, on which the
+others lag behind.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
 
-from penstock.measure.planner import prediction
-from penstock.measure.planner.capacity import BUSY, Need, latency, needed
-from penstock.measure.planner.timing import EngineTiming
+from penstock.measure.planner.capacity import BUSY, EngineTiming, Need, latency, needed
 from penstock.schemas.plans import (
     Bounds,
     Change,
@@ -30,10 +34,44 @@ from penstock.schemas.plans import (
     Demand,
     Latency,
     Observation,
+    Predictor,
     Role,
     Rules,
     Times,
 )
+
+HISTORY = 60  # intervals that are kept
+AVERAGED = 5
+LEVEL, TREND, DAMPING = 0.5, 0.3, 0.9
+
+
+def predict(kind: Predictor, history: Sequence[float], ahead: float) -> float:
+    """The value ``ahead`` intervals after the last one; not below zero, nor above twice the largest that was seen.
+
+    Args:
+        history: the oldest first; empty: 0.0.
+    """
+    if not history:
+        return 0.0
+    if kind == "constant":
+        return history[-1]
+    if kind == "moving_average":
+        recent = history[-AVERAGED:]
+        return sum(recent) / len(recent)
+    level, trend = holt(history)
+    damped: float = DAMPING * (1 - DAMPING**ahead) / (1 - DAMPING)  # sum of its powers from 1 to ahead
+    return min(max(history[-1], level + damped * trend), 2 * max(history))
+
+
+def holt(history: Sequence[float]) -> tuple[float, float]:
+    """Level and trend after the last value."""
+    level, trend = history[0], 0.0
+    for value in history[1:]:
+        before = level
+        level = LEVEL * value + (1 - LEVEL) * (before + DAMPING * trend)
+        trend = TREND * (level - before) + (1 - TREND) * DAMPING * trend
+    return level, trend
+
 
 LEAST_ENDED = 10  # requests from which observed latencies count
 EVEN = 0.3  # change of the rate within ``SETTLED`` intervals up to which latencies are those of the rate
@@ -95,7 +133,7 @@ class Planner:
     def _demand(self, state: PlannerState, seen: Observation) -> Demand:
         rules = self.rules
         ahead = 1 + rules.start_s / rules.interval_s
-        rate = prediction.predict(rules.predictor, state.rates, ahead) + seen.backlog / rules.drain_s
+        rate = predict(rules.predictor, state.rates, ahead) + seen.backlog / rules.drain_s
         return Demand(rate, state.isl, state.osl, state.hit_rate)
 
     def _predicted(self, state: PlannerState, seen: Observation) -> Latency:
@@ -178,7 +216,7 @@ class Planner:
 
 def _learnt(state: PlannerState, seen: Observation) -> PlannerState:
     """With the interval's rate and lengths."""
-    rates = (*state.rates, seen.rate)[-prediction.HISTORY :]
+    rates = (*state.rates, seen.rate)[-HISTORY:]
     sizes = (*state.sizes, {role: pool.ready for role, pool in seen.pools.items()})[-SETTLED:]
     state = msgspec.structs.replace(state, rates=rates, sizes=sizes)
     if not seen.ended:

@@ -2,20 +2,32 @@
 
 Requests are counted by the sequence of their stream, which all models share: where there are several, a model's part is
 its part of the requests that ended.
+
+Percentiles of what was seen in an interval.
 """
 
 import time
 from collections.abc import Mapping
 
+from penstock.cli.figures import quantile
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import stream_end
-from penstock.measure.planner.observation import times
-from penstock.operate.ended import Ended
+from penstock.operate.observe import Ended
 from penstock.operate.workers import registrations
 from penstock.schemas.fleet import Registration, State
-from penstock.schemas.plans import ROLES, Observation, Pool, Role
+from penstock.schemas.plans import ROLES, Observation, Pool, Role, Times
 from penstock.schemas.requests import Priority
 from penstock.schemas.summary import DONE, RequestSummary
+
+
+def times(values: list[float]) -> Times | None:
+    """Of unordered values; None: there are none."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    p50, p95 = (quantile(ordered, share, 0.0) for share in (0.5, 0.95))
+    return Times(round(sum(ordered) / len(ordered), 3), round(p50, 3), round(p95, 3))
+
 
 MOST = 2000  # ends that are looked at of one interval
 

@@ -2,16 +2,21 @@
 
 Such a trace comes from ``export_chrome_trace``, or from a server's own profiling request. Kernels of a GPU count where
 it has any, else operators of the CPU, each without the time of those that it calls.
+
+``penstock profile kernels``: the shares of attention and dense layers in a trace of torch's profiler.
 """
 
 import gzip
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+
+from penstock.configs.flags import Parser
 
 # In this order: an attention kernel may be named after the matrix products that it fuses.
 KINDS = {
@@ -100,3 +105,18 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
         return [event for event in events if isinstance(event, dict)]
     except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
         raise BadTrace(f"{path}: {str(error) or type(error).__name__}") from None
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print one line per kind. Returns 1 if the file is no trace."""
+    parser = Parser(prog="penstock profile kernels", description="shares of attention and dense layers in a trace")
+    parser.add_argument("trace", metavar="FILE", help="Chrome trace of torch's profiler: .json or .json.gz")
+    path = Path(parser.parse_args(argv).trace)
+    try:
+        table = shares(read_trace(path))
+    except BadTrace as error:
+        print(f"penstock profile kernels: {error}", file=sys.stderr)
+        return 1
+    for each in table:
+        print(f"{each.share:6.1%}  {each.kind:<22} {each.seconds * 1e3:10.2f} ms  {each.calls:>8,} calls")
+    return 0

@@ -8,8 +8,7 @@ import msgspec
 
 from penstock.measure.profile import grid
 from penstock.measure.profile.data import Decode, DecodePoint, Profile, Setup
-from penstock.measure.simulation.engine import MAX_SEQUENCES, Engine, EngineSequence
-from penstock.measure.simulation.timing import decode_ns
+from penstock.measure.simulation.engine import MAX_SEQUENCES, Engine, EngineSequence, decode_ns
 
 BLOCKS, BLOCK_SIZE = 16_384, 32  # as a mock worker's
 _POINTS = 12

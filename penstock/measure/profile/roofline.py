@@ -5,16 +5,87 @@ norm, because neither hides the other wholly. Attention: of prompts 2 x heads x 
 operations a layer; of a decode step the bytes of the KV read. Tensor ranks add two all-reduces a layer (ring: 2 (n-1)/n
 of the activations), expert ranks two all-to-all a layer. Pipeline stages split the rows into as many groups: a group's
 time is that of all stages, so stages save memory and not time.
+
+Peak rates of GPUs, from NVIDIA's data sheets, and what share of them engines were measured to reach.
+
+Rates are dense (without sparsity), links are per direction. Data sheets: A100 80 GB SXM, H100 SXM, H200 SXM, HGX B200,
+L40S, all by NVIDIA. The L40S has no NVLink: its link is PCIe 4.0 x16.
+
+The parallel mappings of a model that are worth trying: which divide its heads and experts, up to some GPUs.
+
+The profile of an engine that was only estimated, with the same arrays as one that was measured.
 """
 
+from collections.abc import Iterator
+
+import msgspec
 from msgspec import Struct
 
 from penstock.infra.engine_args import memory_estimate
-from penstock.infra.engine_args.memory_estimate import GIB, Memory
-from penstock.infra.engine_args.model_shape import Shape, UnknownShape
+from penstock.infra.engine_args.memory_estimate import GIB, Memory, Shape, UnknownShape
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.infra.engine_args.tree import decode
-from penstock.measure.profile.gpus import Efficiency, Gpu
+from penstock.measure.profile import grid
+from penstock.measure.profile.data import Decode, DecodePoint, Profile, Setup
+
+
+class Gpu(Struct, frozen=True, kw_only=True):
+    """
+    Attributes:
+        bf16_tflops, fp8_tflops, fp4_tflops: 10^12 operations per second; 0: the type is computed as bf16.
+        hbm_gb_s: memory bandwidth, 10^9 bytes per second.
+        memory_gib: as the driver reports it.
+        link_gb_s: between two GPUs of a node.
+    """
+
+    bf16_tflops: float
+    fp8_tflops: float = 0.0
+    fp4_tflops: float = 0.0
+    hbm_gb_s: float
+    memory_gib: float
+    link_gb_s: float
+
+    def tflops(self, bits: float) -> float:
+        """Of products of weights with so many bits."""
+        if bits < 8:
+            return self.fp4_tflops or self.fp8_tflops or self.bf16_tflops
+        return self.fp8_tflops or self.bf16_tflops if bits < 16 else self.bf16_tflops
+
+
+GPUS = {
+    "A100": Gpu(bf16_tflops=312, hbm_gb_s=2039, memory_gib=79.3, link_gb_s=300),
+    "H100": Gpu(bf16_tflops=989, fp8_tflops=1979, hbm_gb_s=3350, memory_gib=79.6, link_gb_s=450),
+    "H200": Gpu(bf16_tflops=989, fp8_tflops=1979, hbm_gb_s=4800, memory_gib=140.4, link_gb_s=450),
+    "B200": Gpu(bf16_tflops=2250, fp8_tflops=4500, fp4_tflops=9000, hbm_gb_s=8000, memory_gib=179.0, link_gb_s=900),
+    "L40S": Gpu(bf16_tflops=362, fp8_tflops=733, hbm_gb_s=864, memory_gib=44.5, link_gb_s=32),
+}
+
+
+class Efficiency(Struct, frozen=True, kw_only=True):
+    """Shares of the peak rates that an engine reaches, and times that no rate explains.
+
+    The defaults are of the native engine on one H200 with an 8B Llama shape in bf16 (docs/benchmarks.md); how well they
+    fit is in docs/planner.md. Products of prompts 640 of 989 TFLOP/s, attention of prompts 550, weights and KV 4.0 of
+    4.8 TB/s, KV of a prompt between two GPUs 250 of 450 GB/s. All-reduce was not measured: 70 % of the link and 10 µs
+    are assumptions.
+
+    Attributes:
+        blend: norm that joins the time of reading weights and the time of computing with them. 1: one after the
+            other, infinite: at once.
+        step_ms: of each decode step; ``prompt_ms``: of each prompt.
+        reduce_ms: of one all-reduce of nothing.
+    """
+
+    products: float = 0.647
+    attention: float = 0.556
+    memory: float = 0.833
+    handoff: float = 0.55
+    link: float = 0.7
+    blend: float = 1.5
+    step_ms: float = 0.3
+    prompt_ms: float = 3.0
+    reduce_ms: float = 0.01
+
 
 ACTIVATION_BYTES = 2
 _MLA_WIDTH = 320  # query and value width of a head with multi-head latent attention: 128 + 64, and 128
@@ -181,3 +252,81 @@ def fits(engine: Engine, length: int) -> str:
 def most(engine: Engine, length: int) -> int:
     """Sequences at once, over all ranks."""
     return min(engine.sequences(length), MAX_BATCH * engine.mapping.ranks)
+
+
+def mappings(shape: Shape, most_gpus: int, *, stages: int = 2) -> Iterator[Mapping]:
+    """With powers of two of GPUs, as engines support them; the fewest first.
+
+    Dense models: tensor ranks times pipeline stages. Mixtures of experts: the same tensor ranks with whole experts on
+    each (TEP), and ranks that attend to sequences of their own (DEP).
+
+    Args:
+        stages: of a pipeline, at most.
+    """
+    tp = 1
+    while tp <= most_gpus:
+        if _divides(shape, tp):
+            if shape.experts is None or tp == 1:
+                yield Mapping(tp=tp)
+            elif shape.experts.count % tp == 0:
+                yield Mapping(tp=tp, ep=tp)
+        if tp > 1 and shape.experts is not None and shape.experts.count % tp == 0:
+            yield Mapping(tp=tp, ep=tp, attention_dp=True)
+        pp = 2
+        while shape.experts is None and pp <= stages and tp * pp <= most_gpus:
+            if _divides(shape, tp) and shape.layers % pp == 0:
+                yield Mapping(tp=tp, pp=pp)
+            pp *= 2
+        tp *= 2
+
+
+def _divides(shape: Shape, ranks: int) -> bool:
+    """Whether heads, and KV heads or their copies, are the same number on each rank; KV copies waste memory."""
+    if shape.heads % ranks:
+        return False
+    return not shape.kv_heads or shape.kv_heads % ranks == 0
+
+
+_POINTS = 10
+
+
+def roofline_profile(engine: Engine, *, isl: int, osl: int, up: str = "") -> Profile:
+    """Around prompts of ``isl`` and answers of ``osl`` tokens. The engine holds at least one such context."""
+    length = isl + osl
+    mapping = engine.mapping
+    limit = min(engine.shape.max_len or 4 * length, max(4 * length, 8192))
+    # Pipeline stages compute as many prompts at once as there are stages.
+    ranks = mapping.ranks * mapping.pp
+    setup = Setup(
+        model=engine.shape.model,
+        api="chat",
+        gpus=mapping.gpus,
+        attention_dp=ranks,
+        osl=osl,
+        max_context=limit,
+        max_kv_tokens=engine.sequences(length) * length,
+        max_batch=most(engine, length),
+        up=up,
+    )
+    profile = Profile(setup=setup, url="roofline estimate")
+    prefill, decode = profile.prefill, Decode(max_kv_tokens=setup.max_kv_tokens)
+    for tokens in sorted({*grid.spaced(grid.SHORTEST, limit, _POINTS), isl}):
+        ttft = engine.prefill_ms(tokens)
+        prefill = prefill.added(
+            tokens, round(ttft, 4), round(grid.prefill_throughput(tokens, ttft, mapping.gpus, ranks), 3)
+        )
+    for tokens in sorted({*grid.spaced(grid.SHORTEST, limit - osl, 5), isl}):
+        context = tokens + osl / 2
+        top = min(setup.max_batch, max(1, int(setup.max_kv_tokens / (tokens + osl))))
+        for level in grid.spaced(1, top, _POINTS):
+            itl = engine.step_ms(level / mapping.ranks, context)
+            point = DecodePoint(
+                isl=tokens,
+                concurrency=level,
+                kv_usage=round(grid.kv_usage(context, level, setup.max_kv_tokens), 5),
+                context=context,
+                itl_ms=round(itl, 4),
+                throughput=round(level / itl * 1e3 / mapping.gpus, 3),
+            )
+            decode = decode.added(point)
+    return msgspec.structs.replace(profile, prefill=prefill, decode=decode)

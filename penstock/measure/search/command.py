@@ -12,19 +12,18 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from penstock.cli.counts import counted
+from penstock.cli.figures import counted
 from penstock.cli.terminal import stdout
 from penstock.deploy.values import Engine
-from penstock.infra.engine_args.model_shape import UnknownShape
+from penstock.infra.engine_args.memory_estimate import UnknownShape
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model.modeldir import DEMO, TINY
-from penstock.launch.recipes.model_shape import shape_at
+from penstock.launch.recipes.catalogue import shape_at
 from penstock.measure.pareto.cost import BadPrices, Prices, gpu_of
 from penstock.measure.pareto.cost import read as read_prices
 from penstock.measure.profile.data import FILE, BadProfile
 from penstock.measure.search import answer, sources
-from penstock.measure.search.candidates import Candidate, PoolSize, Scope, Sla, candidates
-from penstock.measure.search.show import lines, table
+from penstock.measure.search.candidates import Candidate, PoolSize, Scope, Sla, candidates, lines, table
 from penstock.measure.search.simulated import Load, Percentile, search
 from penstock.measure.search.sources import Choices
 from penstock.schemas.plans import Role

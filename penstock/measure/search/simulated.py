@@ -11,8 +11,8 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from penstock.cli.quantile import quantile
-from penstock.measure.planner.simulation.profiled import worker_of
+from penstock.cli.figures import quantile
+from penstock.measure.planner.simulation.run import worker_of
 from penstock.measure.planner.simulation.shapes import generate
 from penstock.measure.search.candidates import Candidate, Configuration, PoolSize, Scope, Sla
 from penstock.measure.simulation.fleet import simulate

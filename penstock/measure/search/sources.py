@@ -7,15 +7,11 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from penstock.infra.engine_args.model_shape import Shape
-from penstock.measure.planner.timing import EngineTiming
-from penstock.measure.profile.data import BadProfile, Profile, load
-from penstock.measure.profile.gpus import GPUS
-from penstock.measure.profile.interpolate import DecodeSurface, ttft_at
-from penstock.measure.profile.mappings import mappings
+from penstock.infra.engine_args.memory_estimate import Shape
+from penstock.measure.planner.capacity import EngineTiming
+from penstock.measure.profile.data import BadProfile, DecodeSurface, Profile, load, ttft_at
 from penstock.measure.profile.modelled import mock_profile
-from penstock.measure.profile.profile import roofline_profile
-from penstock.measure.profile.roofline import Engine, fits
+from penstock.measure.profile.roofline import GPUS, Engine, fits, mappings, roofline_profile
 from penstock.measure.search.candidates import Configuration, Sla, why_not
 
 

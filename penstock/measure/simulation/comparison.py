@@ -1,24 +1,99 @@
-"""Several policies on the same requests and engines, over several seeds."""
+"""Several policies on the same requests and engines, over several seeds.
 
+The figures of one simulation run.
+
+Traces whose prompts share a given part of their tokens, for a sweep over that share, and its series.
+"""
+
+import math
+import random
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from random import Random
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from penstock.cli.figures import quantile
 from penstock.measure.intervals import Interval, paired
 from penstock.measure.simulation import rules
-from penstock.measure.simulation.dynamo import DynamoPolicy
-from penstock.measure.simulation.figures import Figures, figures
-from penstock.measure.simulation.fleet import simulate
+from penstock.measure.simulation.fleet import Result, Served, simulate
 from penstock.measure.simulation.placement import DELAY_NS, PlacementPolicy
-from penstock.measure.simulation.policy import Fleet, Policy
-from penstock.measure.simulation.trace import Trace
-from penstock.measure.simulation.workloads import WORKLOADS, generate
+from penstock.measure.simulation.policy import Fleet, Policy, Target
+from penstock.measure.simulation.rules import DynamoPolicy
+from penstock.measure.simulation.trace import UNIT_TOKENS, WORKLOADS, Row, Trace, generate
 from penstock.router.placement.routing import Weights
+
+
+class Figures(Struct, frozen=True):
+    """Figures of the completed requests; times in ms.
+
+    Attributes:
+        hit_rate: prompt tokens cached when a request was admitted first, of all prompt tokens.
+        itl_mean: over all gaps between two tokens of a request.
+        imbalance: work (prompt tokens computed and tokens generated) of the busiest target, divided by the mean.
+        served: the same ratio for tokens served: prompts, cached or not, and tokens generated.
+        unfinished: requests that were rejected or never placed.
+    """
+
+    requests: int
+    unfinished: int
+    hit_rate: float
+    ttft_mean: float
+    ttft_p50: float
+    ttft_p99: float
+    ttft_max: float
+    e2e_mean: float
+    itl_mean: float
+    tokens_per_s: float
+    imbalance: float
+    served: float
+    preemptions: int
+
+
+def figures(fleet: Fleet, result: Result) -> Figures:
+    done = [served for served in result.served if served.complete]
+    if not done:
+        raise ValueError("no request was completed")
+    ttft = sorted((served.first_ns - served.request.arrival_ns) / 1e6 for served in done)
+    gaps = sum(served.request.output_tokens - 1 for served in done)
+    last = max(served.last_ns for served in done)
+    return Figures(
+        requests=len(done),
+        unfinished=len(result.served) - len(done),
+        hit_rate=sum(served.cached_tokens for served in done) / sum(served.request.prompt_tokens for served in done),
+        ttft_mean=statistics.fmean(ttft),
+        ttft_p50=quantile(ttft, 0.5, math.nan),
+        ttft_p99=quantile(ttft, 0.99, math.nan),
+        ttft_max=ttft[-1],
+        e2e_mean=statistics.fmean((served.last_ns - served.request.arrival_ns) / 1e6 for served in done),
+        itl_mean=sum(served.last_ns - served.first_ns for served in done) / 1e6 / max(1, gaps),
+        tokens_per_s=sum(served.request.output_tokens for served in done) / (last / 1e9),
+        imbalance=_imbalance(fleet, done, lambda served: served.request.prompt_tokens - served.cached_tokens),
+        served=_imbalance(fleet, done, lambda served: served.request.prompt_tokens),
+        preemptions=result.preemptions,
+    )
+
+
+def _imbalance(fleet: Fleet, done: Sequence[Served], prompt_tokens: Callable[[Served], int]) -> float:
+    """The imbalance of the worst-balanced pool."""
+    work: dict[Target, int] = dict.fromkeys(fleet.targets, 0)
+    for served in done:
+        placement = served.placement
+        assert placement is not None
+        work[placement.target] += prompt_tokens(served)
+        work[served.decode or placement.target] += served.request.output_tokens
+    worst = 1.0
+    for role in {worker.role for worker in fleet.workers}:
+        loads = [work[target] for target in fleet.with_role(role)]
+        if sum(loads):
+            worst = max(worst, max(loads) / statistics.fmean(loads))
+    return worst
+
 
 POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "kv": PlacementPolicy,
@@ -131,3 +206,60 @@ def _jittered(trace: Trace, seed: int) -> Trace:
     rng = Random(seed)
     moved = [msgspec.structs.replace(row, timestamp=row.timestamp + rng.uniform(0, _JITTER_MS)) for row in trace.rows]
     return Trace(trace.name, tuple(sorted(moved, key=lambda row: row.timestamp)), trace.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSweep:
+    """
+    Attributes:
+        ratios: shares of the mean prompt that are one of ``prefixes`` common prefixes.
+        rate: requests per second, Poisson arrivals.
+    """
+
+    ratios: Sequence[float]
+    requests: int = 200
+    prompt_tokens: int = 14000
+    output_tokens: int = 200
+    prefixes: int = 20
+    rate: float = 5.0
+    seed: int = 0
+
+    def traces(self) -> dict[float, Trace]:
+        """One trace per ratio, each with its own seed. Lengths of unshared parts are normal with σ of a quarter."""
+        return {ratio: self._trace(ratio, self.seed + turn) for turn, ratio in enumerate(self.ratios)}
+
+    def _trace(self, ratio: float, seed: int) -> Trace:
+        rng = random.Random(seed)
+        shared = round(self.prompt_tokens * ratio / UNIT_TOKENS)
+        own_tokens = self.prompt_tokens - shared * UNIT_TOKENS
+        fresh = self.prefixes * shared  # ids below are of the prefixes
+        rows, at_ms = [], 0.0
+        for _ in range(self.requests):
+            first = rng.randrange(self.prefixes) * shared
+            tokens = max(1, round(rng.gauss(own_tokens, own_tokens / 4)))
+            own = -(-tokens // UNIT_TOKENS)
+            ids = (*range(first, first + shared), *range(fresh, fresh + own))
+            fresh += own
+            rows.append(Row(at_ms, shared * UNIT_TOKENS + tokens, self.output_tokens, ids))
+            at_ms += rng.expovariate(self.rate) * 1e3
+        return Trace(name_of(ratio), tuple(rows), UNIT_TOKENS)
+
+
+def name_of(ratio: float) -> str:
+    return f"prefix {ratio:g}"
+
+
+def series(summaries: Sequence[Summary], ratios: Sequence[float], load: float) -> dict[str, Any]:
+    """The results at one load as series by policy: mean TTFT in ms, output tokens per second, hit rates."""
+    cells = {(each.workload, each.policy): each.figures for each in summaries if each.load == load}
+    policies = list(dict.fromkeys(each.policy for each in summaries))
+
+    def line(figure: str) -> dict[str, list[float]]:
+        return {name: [getattr(cells[name_of(ratio), name], figure) for ratio in ratios] for name in policies}
+
+    return {
+        "prefix_ratios": list(ratios),
+        "ttft_values": line("ttft_mean"),
+        "throughput_values": line("tokens_per_s"),
+        "hit_rates": line("hit_rate"),
+    }

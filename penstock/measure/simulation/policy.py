@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from penstock.measure.simulation.cache import StoredRun
-from penstock.measure.simulation.engine import MAX_SEQUENCES
-from penstock.measure.simulation.timing import PassTimes
+from penstock.measure.simulation.engine import MAX_SEQUENCES, PassTimes
 from penstock.measure.simulation.trace import Request
 
 Target = tuple[int, int]  # number of the worker in the fleet, rank

@@ -14,9 +14,9 @@ from rich.table import Table
 from penstock.cli.terminal import reason, stdout
 from penstock.configs.flags import Parser, read
 from penstock.infra.engine_args.tree import Tree, parse_yaml
-from penstock.launch.recipes.model_shape import shape_at
+from penstock.launch.recipes.catalogue import shape_at
 from penstock.measure.pareto import command as pareto
-from penstock.measure.pareto import deployment
+from penstock.measure.pareto import records
 from penstock.measure.slurm import script
 from penstock.measure.slurm.engines import Worker, load_of, workers_of
 from penstock.measure.slurm.jobs import (
@@ -150,7 +150,7 @@ def write(sweep: SweepFile, point: Point, out: Path) -> tuple[list[Worker], int]
     described = script.JobPoint(point.name, sweep.penstock, groups, {each.group.role: each.argv for each in workers})
     (own / "point.json").write_bytes(msgspec.json.encode(described))
     document = msgspec.json.format(msgspec.json.encode(deployment_of(sweep, point)), indent=2) + b"\n"
-    (out / point.name / deployment.FILE).write_bytes(document)
+    (out / point.name / records.FILE).write_bytes(document)
     numa = own / "numa.sh"
     numa.write_bytes(script.NUMA.read_bytes())
     numa.chmod(0o755)

@@ -8,8 +8,7 @@ import yaml
 
 from penstock.configs.flags import BadFlags, read
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.engine_args.memory_estimate import GIB
-from penstock.infra.engine_args.model_shape import Shape, UnknownShape
+from penstock.infra.engine_args.memory_estimate import GIB, Shape, UnknownShape
 from penstock.infra.engine_args.rules.base import up
 from penstock.infra.engine_args.rules.check import check
 from penstock.infra.engine_args.tree import BadArguments, Tree, decode, merge

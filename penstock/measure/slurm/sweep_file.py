@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.infra.engine_args.tree import BadArguments, Tree, parse_yaml
-from penstock.measure.pareto.deployment import Deployment
+from penstock.measure.pareto.records import Deployment
 from penstock.measure.sweep.endpoints import NAME, RESERVED
 
 Count = Annotated[int, Meta(ge=0)]

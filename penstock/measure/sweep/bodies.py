@@ -17,8 +17,7 @@ from typing import Any
 from penstock.measure.generator.target import Target
 from penstock.measure.simulation.trace import Trace
 from penstock.measure.sweep.smoke import PATHS, Abilities, Api
-from penstock.measure.sweep.token_text import TokenText
-from penstock.measure.sweep.workload import Level, Workload
+from penstock.measure.sweep.workload import Level, TokenText, Workload
 
 _MOST_BYTES = 4 << 30  # of one level's requests, in memory
 _CACHED_UNITS = 4096

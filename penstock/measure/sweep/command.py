@@ -1,26 +1,287 @@
-"""``penstock bench sweep``: load endpoints at several levels, and keep the figures of each as files."""
+"""``penstock bench sweep``: load endpoints at several levels, and keep the figures of each as files.
+
+The order of a sweep: smoke requests, warm-up, then levels and their repetitions, endpoint by endpoint.
+"""
 
 import asyncio
 import json
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from penstock.infra.model.modeldir import ModelError, load_tokenizer, resolve
-from penstock.measure.generator.event_loop import loop_factory
+from penstock.measure.generator.lag import loop_factory
 from penstock.measure.generator.target import BadTarget
-from penstock.measure.simulation.trace import TraceError, read_multiplied
-from penstock.measure.sweep.bodies import TooLarge
-from penstock.measure.sweep.endpoints import BadEndpoint, parse_endpoints
-from penstock.measure.sweep.level_run import Limits
+from penstock.measure.simulation.trace import Trace, TraceError, read_multiplied
+from penstock.measure.sweep import results
+from penstock.measure.sweep.bodies import Bodies, Planned, TooLarge
+from penstock.measure.sweep.endpoints import BadEndpoint, Endpoint, parse_endpoints
+from penstock.measure.sweep.level_run import Limits, run_level, warm_up
 from penstock.measure.sweep.report import print_report
-from penstock.measure.sweep.results import BadResults, read_series
-from penstock.measure.sweep.smoke import Api, Unhealthy
-from penstock.measure.sweep.sweep import Plan, Sweep, SweepFailed
-from penstock.measure.sweep.token_text import NoShortWord, TokenText
-from penstock.measure.sweep.workload import PRESETS, WorkloadFlags, levels_of, workload_of
+from penstock.measure.sweep.results import BadResults, Result, Run, read_series
+from penstock.measure.sweep.smoke import Api, Smoke, Unhealthy, smoke
+from penstock.measure.sweep.workload import (
+    PRESETS,
+    Level,
+    NoShortWord,
+    TokenText,
+    Workload,
+    WorkloadFlags,
+    concurrency_level,
+    levels_of,
+    workload_of,
+)
+
+_OFF = 0.02  # share by which the prompts' mean may differ from what was asked for
+
+
+class SweepFailed(Exception):
+    """No endpoint could be loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """
+    Attributes:
+        search_up_to: highest concurrency of the search for the knee; 0: the levels are run as they are.
+        requests: of a level that the search adds; 0: by its concurrency.
+        repeat: runs per level.
+        warm_up: requests before the first level.
+        overwrite: run levels again that are finished.
+    """
+
+    endpoints: tuple[Endpoint, ...]
+    workload: Workload
+    levels: tuple[Level, ...]
+    out: Path
+    model: str = ""
+    api: Api = "chat"
+    stream: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+    trace: Trace | None = None
+    search_up_to: int = 0
+    requests: int = 0
+    repeat: int = 1
+    warm_up: int = 0
+    seed: int = 1
+    overwrite: bool = False
+    limits: Limits = Limits()  # noqa: RUF009  # frozen
+
+
+@dataclass(slots=True)
+class Loaded:
+    """An endpoint that passed its smoke request."""
+
+    endpoint: Endpoint
+    smoke: Smoke
+    texts: TokenText
+    levels: list[Level] = field(default_factory=list)  # that were run, or were finished
+    warm: bool = False
+    healthy: bool = True
+
+
+class Sweep:
+    """
+    Args:
+        texts: makes the texts of a model by its name.
+    """
+
+    def __init__(self, plan: Plan, texts: Callable[[str], TokenText]) -> None:
+        self._plan = plan
+        self._texts = texts
+        self._loaded: list[Loaded] = []
+        self._failed = False
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            auto_refresh=False,  # no thread that takes time from the load
+            disable=not sys.stderr.isatty(),
+        )
+
+    @property
+    def measured(self) -> list[Endpoint]:
+        """The endpoints that have results."""
+        return [each.endpoint for each in self._loaded if each.levels]
+
+    async def run(self) -> bool:
+        """Run all that is not finished; False: an endpoint was left, or a request failed.
+
+        Runs of one number alternate between the endpoints, so that what changes on the machine meets all of them.
+
+        Raises:
+            Unhealthy: an endpoint does not pass its smoke request. Nothing was loaded then.
+            SweepFailed: every level of every endpoint was aborted.
+            BadResults: the folder has results of another load.
+        """
+        for endpoint in self._plan.endpoints:
+            self._loaded.append(await self._smoke(endpoint))
+        with self._bar:
+            for number in range(1, self._plan.repeat + 1):
+                if self._plan.search_up_to:
+                    for each in self._loaded:
+                        await self._search(each, number)
+                else:
+                    for level in self._plan.levels:
+                        for each in self._loaded:
+                            await self._level(each, level, number)
+        if not self.measured:
+            raise SweepFailed("every endpoint was left before a level was finished")
+        return not self._failed
+
+    async def _smoke(self, endpoint: Endpoint) -> Loaded:
+        plan = self._plan
+        try:
+            first = await smoke(endpoint.target, plan.api, plan.model, None, stream=plan.stream, extra=plan.extra)
+            texts = self._texts(first.model)
+            loaded = await smoke(endpoint.target, plan.api, first.model, texts, stream=plan.stream, extra=plan.extra)
+        except Unhealthy as error:
+            raise Unhealthy(f"{endpoint.name}: {error}") from None
+        loaded = msgspec.structs.replace(loaded, warnings=(*loaded.warnings, *_raised(plan, loaded)))
+        for warning in loaded.warnings:
+            self._say(f"{endpoint.name}: {warning}")
+        return Loaded(endpoint, loaded, texts)
+
+    async def _search(self, loaded: Loaded, number: int) -> None:
+        """Find the knee in the first run; later ones repeat its levels."""
+        if number > 1:
+            for level in sorted(loaded.levels, key=lambda level: level.value):
+                await self._level(loaded, level, number)
+            return
+        points: list[results.Point] = []
+        while (value := results.next_level(points, self._plan.search_up_to)) is not None and loaded.healthy:
+            level = concurrency_level(value, self._plan.requests)
+            result = await self._level(loaded, level, number)
+            if result is not None and result.complete:
+                points.append(results.point(result))
+
+    async def _level(self, loaded: Loaded, level: Level, number: int) -> Result | None:
+        """One run of a level, unless it is finished or the endpoint was left; its result so far."""
+        if not loaded.healthy:
+            return None
+        plan = self._plan
+        folder = results.level_folder(plan.out, loaded.endpoint.name, level)
+        result = self._begun(loaded, level)
+        stored = None if plan.overwrite and number == 1 else results.load(folder)
+        if stored is not None and not stored.same_load(result):
+            raise results.BadResults(
+                f"{folder}/result.json is of another load (model, lengths, requests or seed); "
+                "choose another --out, or --overwrite"
+            )
+        if stored is not None:
+            result = msgspec.structs.replace(result, runs=stored.runs)
+        if any(run.number == number for run in result.complete):
+            loaded.levels += [level] if level not in loaded.levels else []
+            return result
+        bodies = self._bodies(loaded)
+        if not loaded.warm:
+            await self._warm_up(loaded, bodies)
+        planned = self._planned(bodies, level, number)
+        run = await self._run(loaded, level, planned, number, folder)
+        kept = tuple(each for each in result.runs if each.number != number)
+        result = msgspec.structs.replace(result, runs=(*kept, run))
+        results.save(folder, result)
+        if run.aborted:
+            loaded.healthy = False
+            self._say(
+                f"{loaded.endpoint.name}, {level.title}: aborted, and its further levels are left out: {run.aborted}"
+            )
+        else:
+            loaded.levels += [level] if level not in loaded.levels else []
+        self._failed = self._failed or bool(run.figures.failed)
+        return result
+
+    async def _run(self, loaded: Loaded, level: Level, planned: Sequence[Planned], number: int, folder: Path) -> Run:
+        title = f"{loaded.endpoint.name}, {level.title}" + (f", run {number}" if self._plan.repeat > 1 else "")
+        line = self._bar.add_task(title, total=len(planned), state="")
+
+        def show(done: int, failed: int) -> None:
+            state = f"{done}/{len(planned)}" + (f", {failed} failed" if failed else "")
+            self._bar.update(line, completed=done, state=state, refresh=True)
+
+        run, records = await run_level(loaded.endpoint, level, planned, self._plan.limits, number=number, show=show)
+        results.save_records(folder, number, records)
+        for warning in (*run.client.warnings, *_lengths(run, self._plan.workload.images)):
+            self._say(f"{title}: {warning}")
+        return run
+
+    async def _warm_up(self, loaded: Loaded, bodies: Bodies) -> None:
+        plan = self._plan
+        if plan.warm_up:
+            level = Level("concurrency", 0, plan.warm_up)
+            planned = bodies.synthetic(plan.workload, level, plan.seed, 0)
+            error = await warm_up(loaded.endpoint, planned, min(plan.warm_up, 4), plan.limits.timeout_s)
+            if error:
+                raise Unhealthy(f"{loaded.endpoint.name}: warm-up failed: {error}")
+        loaded.warm = True
+
+    def _begun(self, loaded: Loaded, level: Level) -> Result:
+        plan = self._plan
+        return Result(
+            endpoint=loaded.endpoint.name,
+            url=loaded.endpoint.target.url,
+            model=loaded.smoke.model,
+            api=plan.api,
+            level=level,
+            workload=plan.workload,
+            seed=plan.seed,
+            gpus=loaded.endpoint.gpus,
+            trace=plan.trace.name if plan.trace else "",
+            stream=plan.stream,
+            warnings=loaded.smoke.warnings,
+        )
+
+    def _bodies(self, loaded: Loaded) -> Bodies:
+        plan = self._plan
+        return Bodies(
+            loaded.endpoint.target,
+            loaded.smoke.model,
+            plan.api,
+            loaded.smoke.abilities,
+            loaded.texts,
+            stream=plan.stream,
+            extra=plan.extra,
+        )
+
+    def _planned(self, bodies: Bodies, level: Level, number: int) -> list[Planned]:
+        if self._plan.trace is not None:
+            return bodies.of_trace(self._plan.trace, level, self._plan.seed, number)
+        return bodies.synthetic(self._plan.workload, level, self._plan.seed, number)
+
+    def _say(self, text: str) -> None:
+        self._bar.console.print(text, style="yellow", markup=False, highlight=False)
+
+
+def _raised(plan: Plan, loaded: Smoke) -> list[str]:
+    """Says that prompts are longer than asked for because the chat template alone is."""
+    least, asked = loaded.abilities.overhead_tokens + 1, plan.workload.isl
+    if plan.trace is not None or asked >= least:
+        return []
+    return [f"prompts have at least {least} tokens instead of {asked}: the server's chat template adds {least - 1}"]
+
+
+def _lengths(run: Run, images: int) -> list[str]:
+    """Notes about lengths that differ from the requested ones, by the server's count. Images add to them."""
+    notes = []
+    figures = run.figures
+    for what, seen, asked in (
+        ("prompts", figures.isl, figures.isl_asked),
+        ("answers", figures.osl, figures.osl_asked),
+    ):
+        if images and what == "prompts":
+            continue
+        if seen is not None and asked is not None and abs(seen.mean - asked.mean) > _OFF * asked.mean:
+            notes.append(f"{what} had {seen.mean:.0f} tokens on average instead of {asked.mean:.0f}")
+    return notes
 
 
 class Settings(WorkloadFlags, frozen=True, kw_only=True, forbid_unknown_fields=True):

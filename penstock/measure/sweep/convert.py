@@ -1,14 +1,190 @@
-"""``penstock bench convert``: converts results of aiperf or guidellm into our format."""
+"""``penstock bench convert``: converts results of aiperf or guidellm into our format.
+
+Converts results of aiperf and guidellm into our format, so that all are plotted and compared alike.
+
+Only the measurements of each request are converted. Figures are computed from them, by our definitions.
+"""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
 
 from penstock.configs.flags import Parser
 from penstock.measure.sweep import results
 from penstock.measure.sweep.endpoints import BadEndpoint, name_of
-from penstock.measure.sweep.peers import NotConvertible, aiperf, as_runs, guidellm
+from penstock.measure.sweep.figures import Record, figures
 from penstock.measure.sweep.report import print_report
+from penstock.measure.sweep.results import Result, Run
+from penstock.measure.sweep.workload import Level, Workload
+
+_AIPERF_SUMMARY, _AIPERF_RECORDS = "profile_export_aiperf.json", "profile_export.jsonl"
+
+
+class NotConvertible(Exception):
+    """Files that are not of the named tool, or have an unknown format."""
+
+
+class Converted(NamedTuple):
+    result: Result
+    records: list[Record]
+
+
+def aiperf(folder: Path, name: str, gpus: int = 0) -> list[Converted]:
+    """One run of ``aiperf profile`` from its ``--artifact-dir``.
+
+    Raises:
+        NotConvertible: the folder has no run with a concurrency or a rate.
+    """
+    try:
+        summary: Any = msgspec.json.decode((folder / _AIPERF_SUMMARY).read_bytes())
+        lines: list[Any] = [msgspec.json.decode(line) for line in (folder / _AIPERF_RECORDS).read_bytes().splitlines()]
+        config = summary["input_config"]
+        phase = next(each for each in config["phases"] if each["kind"] == "profiling")
+        prompts: Any = next((each["prompts"] for each in config["datasets"] if "prompts" in each), {})
+        measured = [each for each in lines if each["metadata"]["benchmark_phase"] == "profiling"]
+        began = min(each["metadata"]["request_start_ns"] for each in measured)
+        records = [_aiperf_record(number, each, began, prompts) for number, each in enumerate(measured)]
+        level = _level(phase.get("concurrency"), phase.get("rate") or phase.get("request_rate"), len(records))
+        result = Result(
+            endpoint=name,
+            url=config["endpoint"]["urls"][0],
+            model=config["models"]["items"][0]["name"],
+            api="completions" if config["endpoint"]["type"] == "completions" else "chat",
+            level=level,
+            workload=_workload(prompts.get("isl"), prompts.get("osl")),
+            seed=0,
+            gpus=gpus,
+            generator="aiperf",
+            stream=bool(config["endpoint"].get("streaming")),
+            runs=(Run(number=1, began=str(summary["start_time"]), figures=figures(records, gpus)),),
+        )
+    except OSError as error:
+        raise NotConvertible(f"{error.filename}: {error.strerror}; name the --artifact-dir of aiperf") from None
+    except (msgspec.DecodeError, LookupError, TypeError, ValueError, StopIteration) as error:
+        raise NotConvertible(f"{folder}: not of a form of aiperf that is known ({error!r})") from None
+    return [Converted(result, records)]
+
+
+def _aiperf_record(number: int, line: Any, began: int, prompts: Any) -> Record:
+    metadata, metrics = line["metadata"], line.get("metrics") or {}
+
+    def value(*names: str, default: float = -1.0) -> Any:
+        return next((metrics[each]["value"] for each in names if each in metrics), default)
+
+    error = line.get("error") or ("cancelled" if metadata.get("was_cancelled") else "")
+    return Record(
+        number=number,
+        sent_ms=(metadata["request_start_ns"] - began) / 1e6,
+        latency_ms=float(value("request_latency")),
+        ttft_ms=float(value("time_to_first_token")),
+        itl_ms=float(value("inter_token_latency")),
+        gaps_ms=tuple(map(float, value("inter_chunk_latency", default=0) or ())),
+        isl_asked=round((prompts.get("isl") or {}).get("mean", 0)),
+        osl_asked=round((prompts.get("osl") or {}).get("mean", 0)),
+        isl=int(value("usage_prompt_tokens", "input_sequence_length")),
+        osl=int(value("usage_completion_tokens", "output_sequence_length")),
+        cached=int(value("usage_prompt_cache_read_tokens")),
+        error=str(error.get("message", error) if isinstance(error, dict) else error),
+    )
+
+
+def guidellm(file: Path, name: str, gpus: int = 0) -> list[Converted]:
+    """All benchmarks of a report that ``guidellm run --output kind=json`` wrote.
+
+    Raises:
+        NotConvertible: it is no such report, or a benchmark has neither a concurrency nor a rate.
+    """
+    try:
+        report: Any = msgspec.json.decode(file.read_bytes())
+        data = report["config"]["spec"]["data"][0]
+        return [_guidellm_benchmark(each, data, name, gpus) for each in report["benchmarks"]]
+    except OSError as error:
+        raise NotConvertible(f"{error.filename}: {error.strerror}; name the JSON file of guidellm") from None
+    except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
+        raise NotConvertible(f"{file}: not of a form of guidellm that is known ({error!r})") from None
+
+
+def _guidellm_benchmark(benchmark: Any, data: Any, name: str, gpus: int) -> Converted:
+    config = benchmark["config"]
+    backend, strategy = config["backend"], config["strategy"]
+    groups = benchmark["requests"]
+    requests = [(each, "") for each in groups["successful"]]
+    requests += [(each, str((each.get("info") or {}).get("error") or "failed")) for each in groups["errored"]]
+    began = min(float(each["request_start_time"]) for each, _ in requests)
+    lengths = (data.get("prompt_tokens") or 0, data.get("output_tokens") or 0)
+    records = [_guidellm_record(number, *each, began, lengths) for number, each in enumerate(requests)]
+    prompt_stdev, output_stdev = data.get("prompt_tokens_stdev"), data.get("output_tokens_stdev")
+    result = Result(
+        endpoint=name,
+        url=backend["target"],
+        model=backend["model"] or "",
+        api="chat" if "chat" in backend["request_format"] else "completions",
+        level=_level(strategy.get("streams"), strategy.get("rate"), len(records)),
+        workload=_workload(
+            {"mean": lengths[0], "stddev": prompt_stdev or 0}, {"mean": lengths[1], "stddev": output_stdev or 0}
+        ),
+        seed=0,
+        gpus=gpus,
+        generator="guidellm",
+        stream=bool(backend["stream"]),
+        runs=(Run(number=1, began=str(benchmark["start_time"]), figures=figures(records, gpus)),),
+    )
+    return Converted(result, records)
+
+
+def _guidellm_record(number: int, request: Any, error: str, began: float, lengths: tuple[int, int]) -> Record:
+    def value(key: str, scale: float = 1.0) -> float:
+        raw = request.get(key)
+        return -1.0 if raw is None else float(raw) * scale
+
+    return Record(
+        number=number,
+        sent_ms=(float(request["request_start_time"]) - began) * 1e3,
+        latency_ms=value("request_latency", 1e3),
+        ttft_ms=value("time_to_first_token_ms"),
+        itl_ms=value("inter_token_latency_ms"),
+        isl_asked=lengths[0],
+        osl_asked=lengths[1],
+        isl=int(value("prompt_tokens")),
+        osl=int(value("output_tokens")),
+        cached=int(value("cached_tokens")),
+        error=error,
+    )
+
+
+def _level(concurrency: float | None, rate: float | None, requests: int) -> Level:
+    if rate:
+        return Level("rate", float(rate), requests)
+    if concurrency:
+        return Level("concurrency", float(concurrency), requests)
+    raise ValueError("neither a concurrency nor a rate")
+
+
+def _workload(isl: Any, osl: Any) -> Workload:
+    isl, osl = isl or {}, osl or {}
+    return Workload(
+        isl=round(isl.get("mean", 0)),
+        isl_stddev=float(isl.get("stddev", 0.0)),
+        osl=round(osl.get("mean", 0)),
+        osl_stddev=float(osl.get("stddev", 0.0)),
+    )
+
+
+def as_runs(converted: Iterable[Converted]) -> list[tuple[Result, list[Sequence[Record]]]]:
+    """Merge results of the same level as runs of one result, in their order, with the records of each run."""
+    levels: dict[str, tuple[Result, list[Sequence[Record]]]] = {}
+    for result, records in converted:
+        if result.level.folder not in levels:
+            levels[result.level.folder] = (result, [records])
+            continue
+        kept, all_records = levels[result.level.folder]
+        run = msgspec.structs.replace(result.runs[0], number=len(kept.runs) + 1)
+        levels[result.level.folder] = (msgspec.structs.replace(kept, runs=(*kept.runs, run)), [*all_records, records])
+    return list(levels.values())
+
 
 _TOOLS = {"aiperf": aiperf, "guidellm": guidellm}
 

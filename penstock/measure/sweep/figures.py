@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from penstock.cli.quantile import quantile
-from penstock.measure.generator.exchange import Exchange
+from penstock.cli.figures import quantile
+from penstock.measure.generator.pool import Exchange
 from penstock.measure.sweep.bodies import Planned
 
 _MOST_REASONS = 20

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from penstock.cli.quantile import quantile
-from penstock.measure.generator.exchange import Exchange
+from penstock.cli.figures import quantile
 from penstock.measure.generator.lag import LagMeter
-from penstock.measure.generator.pool import ClosedLoop, Pool, send_in_time
+from penstock.measure.generator.pool import ClosedLoop, Exchange, Pool, send_in_time
 from penstock.measure.sweep.bodies import Planned
 from penstock.measure.sweep.endpoints import Endpoint
 from penstock.measure.sweep.figures import Record, figures, record

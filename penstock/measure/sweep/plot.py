@@ -1,19 +1,355 @@
-"""``penstock bench plot``: plots, a page and a summary of the results of ``penstock bench sweep``."""
+"""``penstock bench plot``: plots, a page and a summary of the results of ``penstock bench sweep``.
 
+Plots of results: one line per endpoint, one point per level. matplotlib comes with ``penstock[bench]``.
+
+One self-contained HTML page of a sweep: plots, tables and remarks.
+"""
+
+import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+from jinja2 import Environment
 from rich.console import Console
 
 from penstock.configs.flags import Parser
 from penstock.measure.plots import PlotsMissing
-from penstock.measure.sweep.page import render
-from penstock.measure.sweep.plots import draw
-from penstock.measure.sweep.report import knee_of, print_report
-from penstock.measure.sweep.results import BadResults, Series, read_series, values_of
+from penstock.measure.sweep.report import knee_of, print_report, remarks
+from penstock.measure.sweep.results import BadResults, Result, Run, Series, mean, read_series, values_of
+
+COLOURS = ("#0f766e", "#c2410c", "#4338ca", "#a16207", "#be185d", "#4d7c0f", "#0369a1", "#6b7280")
+_INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
+STYLE = {
+    "font.size": 9.5,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.edgecolor": "#9ca3af",
+    "axes.labelcolor": _MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "text.color": _INK,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+    "svg.hashsalt": "penstock",
+}
+
+
+class Line(NamedTuple):
+    """A figure by level: its source, and its style.
+
+    Attributes:
+        label: behind the endpoint's name, where a plot has several lines for each.
+    """
+
+    figure: str
+    part: str = ""
+    label: str = ""
+    style: str = "-"
+
+
+class Plot(NamedTuple):
+    """
+    Attributes:
+        name: of its file; "{x}" is the kind of load.
+        knee: mark where throughput stops growing.
+    """
+
+    name: str
+    title: str
+    unit: str
+    lines: tuple[Line, ...]
+    scale: float = 1.0
+    knee: bool = False
+
+
+PLOTS = (
+    Plot(
+        "output_token_throughput_vs_{x}",
+        "Output throughput",
+        "tokens/s",
+        (Line("output_tokens_per_s"),),
+        knee=True,
+    ),
+    Plot("request_throughput_vs_{x}", "Request throughput", "requests/s", (Line("requests_per_s"),)),
+    Plot("avg_time_to_first_token_vs_{x}", "Time to first token, mean", "ms", (Line("ttft_ms", "mean"),)),
+    Plot(
+        "time_to_first_token_percentiles_vs_{x}",
+        "Time to first token, p50 and p99",
+        "ms",
+        (Line("ttft_ms", "p50", "p50"), Line("ttft_ms", "p99", "p99", "--")),
+    ),
+    Plot("p50_inter_token_latency_vs_{x}", "Inter-token latency, p50", "ms", (Line("itl_ms", "p50"),)),
+    Plot("avg_inter_token_latency_vs_{x}", "Inter-token latency, mean", "ms", (Line("itl_ms", "mean"),)),
+    Plot(
+        "request_latency_percentiles_vs_{x}",
+        "Request latency, p50 and p99",
+        "s",
+        (Line("latency_ms", "p50", "p50"), Line("latency_ms", "p99", "p99", "--")),
+        scale=1e-3,
+    ),
+    Plot(
+        "kv_hit_rate_vs_{x}",
+        "Prompt tokens found in the KV cache",
+        "%",
+        (Line("cached_share"),),
+        scale=100.0,
+    ),
+)
+EFFICIENCY = "efficiency_tok_s_gpu_vs_user"
+_AXES = {
+    "concurrency": "concurrency (requests under way)",
+    "rate": "requests per second offered",
+    "speed": "speed-up of the trace",
+}
+
+
+class Drawn(NamedTuple):
+    name: str
+    title: str
+    svg: str
+
+
+def draw(series: Sequence[Series], folder: Path) -> list[Drawn]:
+    """Write all plots that have data as PNG; the same as SVG is returned, for a page.
+
+    Args:
+        series: of one kind of load.
+
+    Raises:
+        PlotsMissing: with the command that installs matplotlib.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlotsMissing("plots need matplotlib: pip install 'penstock[bench]'") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = series[0].results[0].level.kind
+    drawn = []
+    with matplotlib.rc_context(STYLE):
+        for name, title, paint in _painters(series, kind):
+            figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+            axis = figure.subplots()
+            paint(axis)
+            axis.set_title(title)
+            if len(series) > 1 or len(axis.get_legend_handles_labels()[0]) > 1:
+                axis.legend(fontsize=8.5, handlelength=2.4)
+            figure.savefig(folder / f"{name}.png", dpi=160)
+            text = io.StringIO()
+            figure.savefig(text, format="svg")
+            drawn.append(Drawn(name, title, text.getvalue()[text.getvalue().index("<svg") :]))
+    return drawn
+
+
+def _painters(series: Sequence[Series], kind: str) -> Iterator[tuple[str, str, Callable[[Any], None]]]:
+    """Name, title and drawing of each plot that has data."""
+    results = [result for each in series for result in each.results]
+    if any(mean(result, "tokens_per_s_per_user") is not None for result in results):
+        per_gpu = all(result.gpus for result in results)
+        title = (
+            "Efficiency: throughput per GPU against pace per user" if per_gpu else "Throughput against pace per user"
+        )
+        yield EFFICIENCY, title, lambda axis: _efficiency(axis, series, per_gpu)
+    for plot in PLOTS:
+        if any(mean(result, *line[:2]) is not None for line in plot.lines for result in results):
+            yield plot.name.format(x=kind), plot.title, partial(_by_level, plot=plot, series=series, kind=kind)
+
+
+def _by_level(axis: Any, plot: Plot, series: Sequence[Series], kind: str) -> None:
+    levels = sorted({result.level.value for each in series for result in each.results})
+    for number, each in enumerate(series):
+        colour = COLOURS[number % len(COLOURS)]
+        for line in plot.lines:
+            points = [(result.level.value, values_of(result, *line[:2])) for result in each.results]
+            scaled = [(x, [value * plot.scale for value in values]) for x, values in points if values]
+            if not scaled:
+                continue
+            x = [at for at, _ in scaled]
+            label = f"{each.name} {line.label}".strip()
+            means = [sum(values) / len(values) for _, values in scaled]
+            axis.plot(x, means, line.style, marker="o", color=colour, label=label)
+            low, high = ([pick(values) for _, values in scaled] for pick in (min, max))
+            if low != high:
+                axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        if plot.knee:
+            _mark_knee(axis, each, colour)
+    if len(levels) > 2 and levels[-1] / levels[0] > 8:
+        axis.set_xscale("log")
+    axis.set_xticks(_apart(levels), [f"{level:g}" for level in _apart(levels)])
+    axis.minorticks_off()
+    axis.set_ylim(0, 100 if plot.unit == "%" else axis.get_ylim()[1] * 1.06)
+    axis.set_xlabel(_AXES[kind])
+    axis.set_ylabel(plot.unit)
+
+
+def _apart(levels: Sequence[float]) -> list[float]:
+    """The levels whose labels do not touch on a logarithmic axis."""
+    kept: list[float] = []
+    for level in levels:
+        if not kept or level / kept[-1] >= (levels[-1] / levels[0]) ** (1 / 14):
+            kept.append(level)
+    return kept
+
+
+def _mark_knee(axis: Any, series: Series, colour: str) -> None:
+    knee = knee_of(series)
+    if knee is None or not knee.saturated:
+        return
+    axis.axvline(knee.level, color=colour, linewidth=1, linestyle=":")
+    axis.annotate(
+        f"knee {knee.level:g}",
+        (knee.level, knee.throughput),
+        textcoords="offset points",
+        xytext=(5, -13),
+        fontsize=8,
+        color=colour,
+    )
+
+
+def _efficiency(axis: Any, series: Sequence[Series], per_gpu: bool) -> None:
+    for number, each in enumerate(series):
+        colour = COLOURS[number % len(COLOURS)]
+        points = [(x, y, result) for result in each.results if (xy := _pace(result, per_gpu)) for x, y in [xy]]
+        axis.plot([x for x, _, _ in points], [y for _, y, _ in points], marker="o", color=colour, label=each.name)
+        below = number % 2  # labels of two lines on either side
+        for x, y, result in points:
+            axis.annotate(
+                f"{result.level.value:g}",
+                (x, y),
+                textcoords="offset points",
+                xytext=(-6, -10) if below else (5, 4),
+                ha="right" if below else "left",
+                fontsize=8,
+                color=colour,
+            )
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    axis.margins(0.06)
+    axis.set_xlabel("tokens/s per user")
+    axis.set_ylabel("tokens/s per GPU" if per_gpu else "tokens/s (GPUs unknown: --gpus)")
+
+
+def _pace(result: Result, per_gpu: bool) -> tuple[float, float] | None:
+    pace = mean(result, "tokens_per_s_per_user")
+    throughput = mean(result, "tokens_per_s_per_gpu" if per_gpu else "output_tokens_per_s")
+    return None if pace is None or throughput is None else (pace, throughput)
+
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+_PARTS = ("mean", "p50", "p95", "p99")
+_PERCENT, _GIB = 100.0, 1 << 30
+
+
+class _Column(NamedTuple):
+    group: str
+    head: str
+    figure: str
+    part: str = ""
+    decimals: int = 0
+    scale: float = 1.0
+
+
+_CLIENT = (
+    _Column("throughput", "req/s", "requests_per_s", decimals=2),
+    _Column("throughput", "tok/s", "output_tokens_per_s"),
+    _Column("throughput", "per user", "tokens_per_s_per_user", decimals=1),
+    _Column("throughput", "per GPU", "tokens_per_s_per_gpu", decimals=1),
+    *(_Column("TTFT, ms", part, "ttft_ms", part) for part in _PARTS),
+    *(_Column("ITL, ms", part, "itl_ms", part, 1) for part in _PARTS),
+    *(_Column("gap, ms", part, "gap_ms", part, 1) for part in ("p95", "p99")),
+    *(_Column("latency, ms", part, "latency_ms", part) for part in _PARTS),
+    *(_Column("ISL seen", part, "isl", part, 1) for part in ("mean", "stddev")),
+    *(_Column("OSL seen", part, "osl", part, 1) for part in ("mean", "stddev")),
+)
+_SERVER = (
+    _Column("server", "running", "running", "mean", 1),
+    _Column("server", "batch", "batch", "mean", 1),
+    _Column("server", "waiting", "waiting", "mean", 1),
+    _Column("server", "KV use, %", "kv_usage", "max", 0, _PERCENT),
+    _Column("server", "KV hit, %", "kv_hit_rate", "", 0, _PERCENT),
+    _Column("server", "GPU mem, GiB", "gpu_memory_bytes", "max", 1, 1 / _GIB),
+    _Column("server", "GPU, %", "gpu_utilisation", "mean", 0, _PERCENT),
+)
+
+
+def render(title: str, series: Sequence[Series], groups: Sequence[tuple[str, Sequence[Drawn]]]) -> str:
+    """
+    Args:
+        groups: plots by heading.
+    """
+    environment = Environment(autoescape=True)
+    first = min(run.began for each in series for result in each.results for run in result.runs)
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        title=title,
+        about=f"Measured by penstock bench sweep from {first}. Times in milliseconds, means over repeated runs.",
+        cards=[_card(each, number) for number, each in enumerate(series)],
+        groups=[{"title": heading, "plots": plots} for heading, plots in groups],
+        tables=[_table(each) for each in series],
+    )
+
+
+def _card(series: Series, number: int) -> dict[str, Any]:
+    first = series.results[0]
+    load = f"trace {first.trace}" if first.trace else f"ISL {first.workload.isl}, OSL {first.workload.osl} tokens"
+    shared = f", {first.workload.shared_prefix:.0%} shared" if first.workload.shared_prefix else ""
+    gpus = f", {first.gpus} GPU{'s' if first.gpus > 1 else ''}" if first.gpus else ""
+    return {
+        "name": series.name,
+        "colour": COLOURS[number % len(COLOURS)],
+        "where": f"{first.model} at {first.url} ({first.generator}); {load}{shared}{gpus}",
+        "remarks": remarks(series),
+    }
+
+
+def _table(series: Series) -> dict[str, Any]:
+    """A table of levels. Columns without values are left out; those of the server say that they are absent."""
+    client = [
+        each for each in _CLIENT if any(mean(result, each.figure, each.part) is not None for result in series.results)
+    ]
+    heads: list[tuple[str, bool]] = [("load", False), ("requests", True), ("failed", False)]
+    groups: list[list[Any]] = [["", 1], ["requests", 2]]
+    for column in (*client, *_SERVER):
+        new = groups[-1][0] != column.group
+        heads.append((column.head, new))
+        if new:
+            groups.append([column.group, 1])
+        else:
+            groups[-1][1] += 1
+    rows = []
+    for result in series.results:
+        cells = [_number(mean(result, each.figure, each.part), each) for each in client]
+        cells += [_number(_of_server(result, each), each) for each in _SERVER]
+        counts = [sum(getattr(run.figures, name) for run in result.runs) for name in ("requests", "failed")]
+        rows.append([f"{result.level.value:g}", *map(str, counts), *cells])
+    return {"name": series.name, "groups": groups, "heads": heads, "rows": rows}
+
+
+def _of_server(result: Result, column: _Column) -> float | None:
+    def value(run: Run) -> float | None:
+        figure: Any = getattr(run.server, column.figure)
+        if figure is not None and column.part:
+            figure = getattr(figure, column.part)
+        return None if figure is None else float(figure)
+
+    figures = [measured for run in result.complete if (measured := value(run)) is not None]
+    return sum(figures) / len(figures) if figures else None
+
+
+def _number(value: float | None, column: _Column) -> str:
+    return "–" if value is None else f"{value * column.scale:,.{column.decimals}f}"
+
 
 _WIDTH = 220
 _HEADINGS = {"concurrency": "By concurrency", "rate": "By request rate", "speed": "By speed of the trace"}

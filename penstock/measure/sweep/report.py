@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.terminal import stdout
-from penstock.measure.sweep import knee
+from penstock.measure.sweep import results as knee
 from penstock.measure.sweep.results import Result, Series, mean, point
 
 _COLUMNS: tuple[tuple[str, str, str, int], ...] = (  # heading, figure, part, decimals

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from penstock.measure.generator.target import Target, ask
-from penstock.measure.sweep.token_text import TokenText
+from penstock.measure.sweep.workload import TokenText
 
 Api = Literal["chat", "completions"]
 PATHS: dict[Api, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}

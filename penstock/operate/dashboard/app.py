@@ -25,7 +25,7 @@ from penstock.log.timeline.read import read_timeline
 from penstock.operate.dashboard import pages
 from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.live import Live, Moment
-from penstock.operate.dashboard.reports import list_reports
+from penstock.operate.dashboard.pages import list_reports
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.summary import Criteria
 

@@ -11,13 +11,13 @@ import uvicorn
 from penstock.configs.flags import Parser
 from penstock.infra.broker.datadir import prepare
 from penstock.infra.process.sockets import CannotListen, bind
-from penstock.launch.http import base_url
+from penstock.launch.readiness import base_url
 from penstock.launch.state import stored_token
 from penstock.log.sources.open_log import REQUEST_STREAMS, Source, add_flags, open_log, run_command
 from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.app import Dashboard
 from penstock.operate.dashboard.live import Live
-from penstock.operate.dashboard.reports import FOLDER
+from penstock.operate.dashboard.pages import FOLDER
 from penstock.operate.observe import Observer
 
 PORT = 8480

@@ -1,22 +1,84 @@
-"""HTML of the dashboard's pages. Everything that comes from requests is escaped by the templates."""
+"""HTML of the dashboard's pages. Everything that comes from requests is escaped by the templates.
+
+Small line charts as SVG, drawn on the server. Pure.
+
+HTML reports that commands such as ``penstock replay --html`` have written into a folder.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from penstock.cli.figures import clock, show_duration, span
-from penstock.cli.sizes import show_size
+from penstock.cli.figures import clock, show_duration, show_size, span
 from penstock.log.requests.find_requests import LoggedRequest
-from penstock.log.timeline.ticket_lease import TicketLease
-from penstock.operate.dashboard.charts import sparkline
+from penstock.log.timeline.request_timeline import TicketLease
 from penstock.operate.dashboard.live import Moment
-from penstock.operate.dashboard.reports import ReportFile
 from penstock.operate.observe import Snapshot, tenant_rows, unsteady
 from penstock.schemas.summary import STATES
+
+WIDTH, HEIGHT = 240, 48
+PAD = 2
+
+
+def sparkline(values: Sequence[float | None], *, label: str) -> str:
+    """A line through ``values`` from left to right; where a value is None there is a gap.
+
+    Args:
+        label: what a screen reader says of it.
+    """
+    numbers = [value for value in values if value is not None]
+    top = max(numbers, default=0.0) or 1.0
+    step = (WIDTH - 2 * PAD) / max(1, len(values) - 1)
+    lines: list[list[str]] = [[]]
+    for index, value in enumerate(values):
+        if value is None:
+            lines.append([])
+            continue
+        y = HEIGHT - PAD - (HEIGHT - 2 * PAD) * value / top
+        lines[-1].append(f"{PAD + index * step:.1f},{y:.1f}")
+    shapes = "".join(_shape(points) for points in lines if points)
+    return (
+        f'<svg class="spark" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{label}">{shapes}</svg>'
+    )
+
+
+def _shape(points: Sequence[str]) -> str:
+    first, last = points[0].partition(",")[0], points[-1].partition(",")[0]
+    line = " ".join(points)
+    if len(points) == 1:
+        return f'<polyline class="line" points="{line} {line}"/>'
+    area = f"{first},{HEIGHT} {line} {last},{HEIGHT}"
+    return f'<polygon class="area" points="{area}"/><polyline class="line" points="{line}"/>'
+
+
+FOLDER = "reports"  # in the data folder
+MOST = 500
+
+
+class ReportFile(NamedTuple):
+    """``modified_ns``: Unix time."""
+
+    name: str
+    size: int
+    modified_ns: int
+
+
+def list_reports(folder: Path | None) -> list[ReportFile]:
+    """The newest first, at most ``MOST``; none if there is no such folder."""
+    if folder is None or not folder.is_dir():
+        return []
+    reports = []
+    for path in folder.glob("*.html"):
+        if path.is_file() and not path.is_symlink():
+            status = path.stat()
+            reports.append(ReportFile(path.name, status.st_size, status.st_mtime_ns))
+    return sorted(reports, key=lambda report: report.modified_ns, reverse=True)[:MOST]
+
 
 PER_PAGE = 100
 

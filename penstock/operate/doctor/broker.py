@@ -5,15 +5,14 @@ import time
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
-from penstock.cli.sizes import show_size
+from penstock.cli.figures import show_size
 from penstock.infra.broker.apply import check, stream_configs, widened
 from penstock.infra.broker.jetstream_api import BrokerProblem, existing_config, request
 from penstock.infra.broker.retention import StreamUse, uses
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import parse_time
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
-from penstock.operate.doctor.certificates import check_broker_certificate
-from penstock.operate.doctor.finding import Finding, ok, problem, warning
+from penstock.operate.doctor.finding import Finding, check_broker_certificate, ok, problem, warning
 from penstock.schemas.streams import topology
 
 NEARLY_FULL = 0.8

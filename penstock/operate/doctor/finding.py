@@ -1,8 +1,17 @@
-"""What a check found."""
+"""What a check found.
+
+Checks of the certificates that gateways and the broker show: their dates, now and in the next days.
+"""
 
 import enum
+import ssl
+from datetime import UTC, datetime
+from urllib.parse import urlsplit
 
 import msgspec
+
+from penstock.gateway.http.tls import date_problem
+from penstock.infra.bus.connection import Bus
 
 
 class Status(enum.StrEnum):
@@ -41,3 +50,35 @@ def problem(check: str, what: str, fix: str) -> Finding:
 
 def skipped(check: str, what: str) -> Finding:
     return Finding(check, Status.skipped, what)
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def check_gateway_certificate(url: str) -> list[Finding]:
+    """The one that an https URL shows. Blocks for a few seconds at most."""
+    parts = urlsplit(url)
+    if parts.scheme != "https":
+        return []
+    try:
+        pem = ssl.get_server_certificate((parts.hostname or "", parts.port or 443), timeout=3)
+    except OSError:
+        return []  # that it does not answer is a finding of its own
+    return [_finding(url, pem, "replace the files of --tls-cert and --tls-key; the gateway loads them by itself")]
+
+
+def check_broker_certificate(bus: Bus) -> list[Finding]:
+    """The one of a connection over TLS, which was valid when that was made."""
+    shown = bus.nc.peer_certificate
+    if not shown:
+        return []
+    fix = "replace the server's files and reload it (`nats-server --signal reload`): without it no process reconnects"
+    return [_finding("the broker", ssl.DER_cert_to_PEM_cert(shown), fix)]
+
+
+def _finding(of: str, pem: str, fix: str) -> Finding:
+    found = date_problem(pem, now())
+    if found is None:
+        return ok("certificate", f"that of {of} is valid")
+    return (problem if found.refused else warning)("certificate", f"that of {of} {found.text}", fix)

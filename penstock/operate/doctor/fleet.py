@@ -9,19 +9,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from penstock.cli.counts import counted
-from penstock.cli.figures import span
+from penstock.cli.figures import counted, span
 from penstock.infra.broker.jetstream_api import existing_info, request
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
-from penstock.launch.http import get_url
-from penstock.launch.readiness import _SAMPLE, metrics
+from penstock.launch.readiness import _SAMPLE, get_url, metrics
 from penstock.launch.state import State
-from penstock.operate.doctor.certificates import check_gateway_certificate
-from penstock.operate.doctor.finding import Finding, ok, problem, warning
+from penstock.operate.doctor.finding import Finding, check_gateway_certificate, ok, problem, warning
 from penstock.operate.observe import CLASSES, STALLED_MS, lost_leases
-from penstock.operate.routers import routers
-from penstock.operate.workers import registrations
+from penstock.operate.workers import registrations, routers
 from penstock.schemas.fleet import Registration
 from penstock.schemas.fleet import State as WorkerState
 from penstock.schemas.pace import PREFILL, compare

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from penstock.cli.sizes import show_size
+from penstock.cli.figures import show_size
 from penstock.infra.broker import datadir
-from penstock.infra.broker.binary import find_server
-from penstock.infra.broker.failures import NoServerBinary
+from penstock.infra.broker.server import NoServerBinary, find_server
 from penstock.launch.state import State
 from penstock.operate.doctor.finding import Finding, ok, problem, skipped, warning
 from penstock.schemas.streams import limits_bytes, topology

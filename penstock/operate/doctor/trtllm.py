@@ -30,7 +30,7 @@ from penstock.workers.engines.base import (
     SequenceRequest,
 )
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
-from penstock.workers.engines.served import Served
+from penstock.workers.engines.support import Served
 from penstock.workers.engines.trtllm import api as apis
 from penstock.workers.engines.trtllm import encoder_from_settings, from_settings, interface
 from penstock.workers.engines.trtllm.adapter import TrtllmAdapter

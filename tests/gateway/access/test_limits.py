@@ -6,20 +6,22 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.access.account import SPARE, Account, Reservation
-from penstock.gateway.access.ledger import (
+from penstock.gateway.access.account import (
     CHARGED_S,
     EMPTY,
     HOLD_NS,
     MINUTE_S,
     SKEW_S,
+    SPARE,
+    Account,
     Amount,
+    Reservation,
     free,
     held_by_others,
     seconds_until,
     taken,
 )
-from penstock.schemas.budgets import Ledger, decode
+from penstock.schemas.keys import Ledger, decode_ledger
 from penstock.schemas.wire import encode
 from tests.properties import examples
 
@@ -37,7 +39,7 @@ class Shared:
     def swap(self, ledger: Ledger, revision: int) -> bool:
         if revision != self.revision:
             return False
-        self.ledger, self.revision = decode(encode(ledger)), revision + 1
+        self.ledger, self.revision = decode_ledger(encode(ledger)), revision + 1
         return True
 
 

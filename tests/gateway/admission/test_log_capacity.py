@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from nats.aio.client import Client
 
-from penstock.gateway.admission.log_capacity import LogCapacity
+from penstock.gateway.admission.storage import LogCapacity
 from penstock.gateway.base.metrics import Metrics
 from penstock.infra.broker.apply import apply
 from penstock.infra.bus.connection import Bus

@@ -7,7 +7,7 @@ import pytest
 from nats.aio.client import Client
 from structlog.testing import capture_logs
 
-from penstock.gateway.admission.retention import DAY, Retention, retention_s
+from penstock.gateway.admission.storage import DAY, Retention, retention_s
 from penstock.gateway.base.metrics import Metrics
 from penstock.infra.broker.apply import apply
 from penstock.infra.bus.connection import Bus

@@ -60,7 +60,7 @@ async def test_while_one_request_looks_the_others_go_on(
 ) -> None:
     await all_of(check, broker, 1, (Fill(0, 1 << 20), Fill(0, 64 << 20)))
     broker.answer = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr("penstock.gateway.admission.storage.LOOK_S", 0.0)
+    monkeypatch.setattr("penstock.gateway.admission.storage.MEMORY_LOOK_S", 0.0)
     monkeypatch.setattr("penstock.gateway.admission.storage.TRUST_S", 3600.0)
     looking = asyncio.ensure_future(check.check(REQUEST, 100))
     await asyncio.sleep(0)

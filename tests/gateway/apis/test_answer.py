@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.apis.answer import EmbeddingAggregator
+from penstock.gateway.apis.embeddings import EmbeddingAggregator
 from penstock.schemas import done
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import EMBEDDING, Embedding, GenerateRequest, Stop

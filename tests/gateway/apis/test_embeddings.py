@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.gateway.apis.chat.prepare import PreparedRequest
-from penstock.gateway.apis.embeddings import MAX_FLOATS, prepare_embedding
-from penstock.gateway.apis.requests import MAX_INPUTS, MAX_TOKENS
+from penstock.gateway.apis.embeddings import MAX_FLOATS, MAX_INPUTS, MAX_TOKENS, prepare_embedding
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Embedder
 from penstock.schemas.requests import EMBEDDING

@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.apis.chat.prepare import PreparedRequest
-from penstock.gateway.apis.images import IMAGE, VIDEO, prepare_images
-from penstock.gateway.apis.images_requests import VideoGenerationRequest
-from penstock.gateway.apis.parameters import frame_count
+from penstock.gateway.apis.images import IMAGE, VIDEO, VideoGenerationRequest, frame_count, prepare_images
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Diffuser
 from penstock.schemas.requests import Diffusion, Priority

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.apis.images_responses import ImageAggregator, ImageStreamRenderer
+from penstock.gateway.apis.images import ImageAggregator, ImageStreamRenderer
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Diffusion, GenerateRequest, Stop
 from penstock.schemas.tokens import File, Finish, TokenItem

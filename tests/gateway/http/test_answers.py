@@ -17,8 +17,8 @@ from penstock.gateway.apis.responses.record import encode_stored
 from penstock.gateway.base.chat_objects import stopping
 from penstock.gateway.base.event_stream import COMMENT as PING_COMMENT
 from penstock.gateway.http.answers import Generations, IdleTimer, Responder, SendError, answer_text, send_error
+from penstock.gateway.http.app import send_message_error
 from penstock.gateway.http.connections import SCOPE
-from penstock.gateway.http.messages import send_message_error
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.store_check import unstored
 from penstock.infra.bus.loop_lag import TurnBudget

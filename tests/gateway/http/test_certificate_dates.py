@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 import certifi
 import pytest
 
-from penstock.gateway.http.certificate_dates import date_problem, validity
+from penstock.gateway.http.tls import date_problem, validity
 
 ROOTS = ssl.create_default_context(cafile=certifi.where())
 

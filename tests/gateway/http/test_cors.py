@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.http.cors import check_origins, with_cors
+from penstock.gateway.http.middleware import check_origins, with_cors
 
 APP, OTHER = b"https://app.example.com", b"https://evil.example.com"
 

@@ -4,7 +4,7 @@ import base64
 import re
 from hashlib import sha256
 
-from penstock.gateway.http.home import home_page
+from penstock.gateway.http.app import home_page
 
 
 def test_the_policy_allows_what_is_on_the_page_and_nothing_else() -> None:

@@ -7,7 +7,7 @@ import msgspec
 
 from penstock import gateway
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, CompletionRequest
-from penstock.gateway.apis.images_requests import ImageGenerationRequest, VideoGenerationRequest
+from penstock.gateway.apis.images import ImageGenerationRequest, VideoGenerationRequest
 from penstock.gateway.http.openapi import OPERATIONS, Operation, document
 from penstock.schemas.errors import Code
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.http.proxies import TrustedProxies, with_proxies
+from penstock.gateway.http.middleware import TrustedProxies, with_proxies
 
 TRUSTED = TrustedProxies(["10.0.0.0/8", "fd00::/8", "127.0.0.1"])
 

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from penstock.gateway.log import catch_up
-from penstock.gateway.log.find import RequestFinder
 from penstock.gateway.log.inflight import InflightRequest
-from penstock.gateway.log.subscription import TokenSubscription
+from penstock.gateway.log.lookup import RequestFinder
+from penstock.gateway.log.subscriptions import TokenSubscription
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Publisher

@@ -10,8 +10,8 @@ import pytest
 from penstock.gateway.log import completion
 from penstock.gateway.log.completion import Completion
 from penstock.gateway.log.inflight import InflightRequest
-from penstock.gateway.log.records import Records
-from penstock.gateway.log.subscription import TokenSubscription
+from penstock.gateway.log.lookup import Records
+from penstock.gateway.log.subscriptions import TokenSubscription
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Publisher

@@ -6,9 +6,8 @@ import pytest
 
 from penstock.gateway.http.request_list import parse
 from penstock.gateway.log import listing
-from penstock.gateway.log.listing import Page, RequestListing
-from penstock.gateway.log.progress import Progress
-from penstock.gateway.log.records import Records
+from penstock.gateway.log.listing import Page, Progress, RequestListing
+from penstock.gateway.log.lookup import Records
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.schemas import control

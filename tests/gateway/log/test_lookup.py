@@ -6,9 +6,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from penstock.gateway.log.find import RequestFinder
-from penstock.gateway.log.lookup import RequestLookup
-from penstock.gateway.log.records import Records
+from penstock.gateway.log.lookup import Records, RequestFinder, RequestLookup
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.schemas import contents, deletions, done, wire

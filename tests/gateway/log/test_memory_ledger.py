@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.log.memory_ledger import Fronts, MemoryLedger
+from penstock.gateway.log.unstored import Fronts, MemoryLedger
 from tests.properties import examples
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.media.contents import check_image, embedding_tokens
-from penstock.gateway.media.limits import MediaLimits, MediaRejected
+from penstock.gateway.media.sources import MediaLimits, MediaRejected
 from penstock.schemas.errors import Code
 from tests.gateway.media.test_image_header import picture, png
 from tests.properties import examples

@@ -10,9 +10,9 @@ from typing import Any
 import httpcore2
 import pytest
 
-from penstock.gateway.media import download, fetch
-from penstock.gateway.media.fetch import Fetcher, read_below
-from penstock.gateway.media.limits import MediaLimits, MediaRejected
+from penstock.gateway.media import download, loader
+from penstock.gateway.media.loader import Fetcher, read_below
+from penstock.gateway.media.sources import MediaLimits, MediaRejected
 from penstock.schemas.errors import Code
 from tests.gateway.media.support import Site, data_url
 
@@ -289,7 +289,7 @@ def test_a_file_that_becomes_a_link_while_it_is_opened_is_not_followed(
     """The path was resolved a moment ago; then somebody replaced a folder, or the file, by a link."""
     (root / "swap").symlink_to(root.parent)
     (root / "out").symlink_to(root.parent / "secret")
-    monkeypatch.setattr(fetch.os.path, "realpath", lambda path: path)
+    monkeypatch.setattr(loader.os.path, "realpath", lambda path: path)
     for path in (f"{root}/swap/secret", f"{root}/out"):
         with pytest.raises(MediaRejected, match="cannot be read"):
             read_below(str(root), path, 100)

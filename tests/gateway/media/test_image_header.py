@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from penstock.gateway.media.image_header import NotAnImage, kind_of, size_of
+from penstock.gateway.media.contents import NotAnImage, kind_of, size_of
 from tests.properties import examples
 
 WRITERS: list[tuple[str, str, dict[str, Any]]] = [

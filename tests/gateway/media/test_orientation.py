@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from penstock.gateway.media.contents import check_image
-from penstock.gateway.media.orientation import lies_on_its_side
+from penstock.gateway.media.contents import check_image, lies_on_its_side
 from tests.gateway.media.test_contents import LIMITS
 
 

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.media.addresses import check_address
-from penstock.gateway.media.limits import MediaLimits, MediaRejected
+from penstock.gateway.media.download import check_address
 from penstock.gateway.media.sources import (
     SLICE,
     InlineSource,
     LocalSource,
+    MediaLimits,
+    MediaRejected,
     RemoteSource,
     decode_inline,
     parse_redirect,

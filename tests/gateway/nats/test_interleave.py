@@ -5,8 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.nats.interleave import ChoiceInterleaver
-from penstock.gateway.nats.messages import StreamMessages
+from penstock.gateway.nats.messages import ChoiceInterleaver, StreamMessages
 from penstock.schemas.done import Done, Outcome
 from penstock.schemas.done import items as items_of
 from penstock.schemas.requests import GenerateRequest, Sampling, Stop

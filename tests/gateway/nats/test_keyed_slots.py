@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from penstock.gateway.nats.keyed_slots import KeyedSlots
+from penstock.gateway.nats.delivery import KeyedSlots
 from penstock.schemas.errors import Code, ServingError
 
 

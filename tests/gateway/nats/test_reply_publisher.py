@@ -8,9 +8,9 @@ import nats
 import pytest
 from nats.aio.client import Client
 
-from penstock.gateway.nats import reply_publisher
+from penstock.gateway.nats import delivery
+from penstock.gateway.nats.delivery import ReplyPublisher
 from penstock.gateway.nats.messages import AnswerMessage
-from penstock.gateway.nats.reply_publisher import ReplyPublisher
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.schemas.subjects import Subjects
@@ -25,9 +25,9 @@ async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reply_publisher, "INTEREST_S", 0.3)
-    monkeypatch.setattr(reply_publisher, "PROBE_S", 0.02)
-    monkeypatch.setattr(reply_publisher, "TRACED_S", 0.0)
+    monkeypatch.setattr(delivery, "INTEREST_S", 0.3)
+    monkeypatch.setattr(delivery, "PROBE_S", 0.02)
+    monkeypatch.setattr(delivery, "TRACED_S", 0.0)
 
 
 def message(number: int) -> AnswerMessage:
@@ -72,7 +72,7 @@ async def test_a_reader_gets_every_message_and_the_answer_is_given_up_once_it_ha
 
 
 async def test_a_reader_that_is_away_for_a_moment_goes_on(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reply_publisher, "INTEREST_S", 10.0)
+    monkeypatch.setattr(delivery, "INTEREST_S", 10.0)
     inbox, got = bus.nc.new_inbox(), list[bytes]()
     replies = ReplyPublisher(bus, [inbox], check_interest=True)
 
@@ -152,7 +152,7 @@ async def test_a_reader_in_an_account_of_its_own_that_disconnects_is_known_to_be
 async def test_a_refusal_waits_for_its_client_if_the_broker_was_away(
     bus: Bus, broker: EmbeddedNats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reply_publisher, "INTEREST_S", 30.0)
+    monkeypatch.setattr(delivery, "INTEREST_S", 30.0)
     inbox = bus.nc.new_inbox()
     replies = ReplyPublisher(bus, [inbox])
     links = bus.reconnects

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.gateway.nats import submissions
-from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery
-from penstock.gateway.nats.reply_publisher import ReplyPublisher
+from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery, ReplyPublisher
 from penstock.infra.broker.apply import apply_submissions
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus

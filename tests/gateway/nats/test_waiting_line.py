@@ -2,7 +2,7 @@
 
 import asyncio
 
-from penstock.gateway.nats.waiting_line import OF_TENANT, WaitingLine
+from penstock.gateway.nats.submissions import OF_TENANT, WaitingLine
 from penstock.schemas.requests import Priority
 
 INTERACTIVE, STANDARD, _ = Priority

@@ -9,11 +9,11 @@ import pytest
 
 from penstock.gateway.access.caller import Caller
 from penstock.gateway.admission.idempotency import Claim
-from penstock.gateway.log.find import unknown
 from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.log.lookup import unknown
 from penstock.gateway.service import payments
-from penstock.gateway.service.claimed_submission import submit_claimed
 from penstock.gateway.service.payments import Payments, prompt_tokens
+from penstock.gateway.service.service import submit_claimed
 from penstock.infra.bus.clock import BrokerClock
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas.done import Done, Usage

@@ -4,8 +4,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.gateway.service import role_models
-from penstock.gateway.service.role_models import MAX_MODELS, RoleModels, ServedLately
+from penstock.gateway.service import fleet
+from penstock.gateway.service.fleet import MAX_MODELS, RoleModels, ServedLately
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.schemas.errors import Code, ServingError
@@ -106,7 +106,7 @@ async def test_a_model_of_which_the_log_has_a_request_is_expected_back(
     assert await code_of(lately, "vectors.v2") is Code.broker_unavailable
     for name, endpoint in (("tiny", EMBEDDING), ("vectors.v2", "image"), ("vectors", EMBEDDING), ("*", EMBEDDING)):
         assert await code_of(lately, name, endpoint) is None
-    monkeypatch.setattr(role_models, "LATELY_NS", -1_000_000_000)
+    monkeypatch.setattr(fleet, "LATELY_NS", -1_000_000_000)
     assert await code_of(lately, "vectors.v2") is Code.broker_unavailable, "the answer is kept for a while"
     assert await code_of(ServedLately(bus), "vectors.v2") is None, "its last request was too long ago"
 

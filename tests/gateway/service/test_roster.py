@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.gateway.base.metrics import ModelMetrics
-from penstock.gateway.service.roster import Roster
+from penstock.gateway.service.text_model import Roster
 from penstock.infra.metrics.scope import MetricScope
 from penstock.schemas.fleet import Registration, State
 

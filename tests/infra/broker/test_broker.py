@@ -22,13 +22,19 @@ from nats.js.errors import NotFoundError
 from penstock.configs.settings import NatsSettings
 from penstock.infra.broker import server
 from penstock.infra.broker.apply import apply, stream_configs, widened
-from penstock.infra.broker.binary import find_server, parse_version
 from penstock.infra.broker.config import USERS, ServerConfig, render
 from penstock.infra.broker.datadir import DataDirBusy, Lock, load_secrets
-from penstock.infra.broker.failures import ServerFailed
 from penstock.infra.broker.jetstream_api import BrokerProblem
 from penstock.infra.broker.roles import ROLES, permissions
-from penstock.infra.broker.server import EmbeddedNats, memory_bytes, was_started_with, with_memory_limit
+from penstock.infra.broker.server import (
+    EmbeddedNats,
+    ServerFailed,
+    find_server,
+    memory_bytes,
+    parse_version,
+    was_started_with,
+    with_memory_limit,
+)
 from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import connect as open_bus
 from penstock.infra.process.sockets import CannotListen

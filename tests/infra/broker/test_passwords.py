@@ -16,13 +16,11 @@ from nats.aio.client import Client
 
 from penstock.cli.commands import main
 from penstock.configs.settings import NatsSettings
-from penstock.infra.broker.binary import find_server
 from penstock.infra.broker.config import USERS
 from penstock.infra.broker.datadir import load_secrets
-from penstock.infra.broker.passwords import other_user, user_in_use
-from penstock.infra.broker.server import EmbeddedNats
-from penstock.infra.broker.tenants import Tenant
-from penstock.infra.process.deathsig import die_with_parent
+from penstock.infra.broker.server import EmbeddedNats, find_server
+from penstock.infra.broker.tenants import Tenant, other_user, user_in_use
+from penstock.infra.process.child import die_with_parent
 from penstock.launch.machine import free_port
 from penstock.launch.nats import own_config
 

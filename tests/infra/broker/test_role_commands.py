@@ -14,7 +14,7 @@ from penstock.infra.broker import roles
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus, connect
 from penstock.log.sources.open_log import Source, running
-from penstock.log.traces.position import Position, PositionStore, begin
+from penstock.log.traces.follow import Position, PositionStore, begin
 from penstock.measure.planner.core import Planner
 from penstock.measure.planner.loop import PlannerLoop
 from penstock.operate.doctor.command import examine

@@ -16,9 +16,8 @@ from penstock.client import connection as client_connection
 from penstock.infra.broker import apply as apply_module
 from penstock.infra.broker import jetstream_api
 from penstock.infra.broker.apply import apply_submissions
-from penstock.infra.broker.binary import find_server
 from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.broker.server import EmbeddedNats, find_server
 from penstock.infra.bus.connection import connect
 from penstock.launch.nats import apply_at, connect_operator
 from penstock.schemas.streams import GIB, topology

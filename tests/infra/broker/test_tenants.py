@@ -15,7 +15,7 @@ from nats.errors import TimeoutError as NatsTimeout
 from penstock.cli.commands import main
 from penstock.infra.broker import tenants
 from penstock.infra.broker.apply import apply
-from penstock.infra.broker.reload import reload
+from penstock.infra.broker.jetstream_api import reload
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.broker.tenants import Accounts, Tenant
 from penstock.infra.bus.client import BusClient

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from penstock.infra.bus import direct_get
-from penstock.infra.bus import erase as erasing
+from penstock.infra.bus import forget as erasing
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import Entry, get, get_last, read
-from penstock.infra.bus.erase import Eraser, ReplicaAway, erase
+from penstock.infra.bus.forget import Eraser, ReplicaAway, erase
 from penstock.infra.bus.log_tail import LogTail
 from penstock.launch.nats import apply_at
 from tests.cluster_support import NODES, LocalCluster

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.broker.binary import find_server
 from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.server import find_server
 from penstock.infra.bus.connection import connect
-from penstock.infra.process.deathsig import die_with_parent
+from penstock.infra.process.child import die_with_parent
 from penstock.launch.nats import connect_operator
 from penstock.schemas.errors import ServingError
 from tests.infra.bus.support import eventually

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.bus import erase as erasing
-from penstock.infra.bus.erase import MOST_REST_S, SHARE, Eraser
+from penstock.infra.bus import forget as erasing
+from penstock.infra.bus.forget import MOST_REST_S, SHARE, Eraser
 
 
 async def test_one_is_erased_at_a_time_with_a_rest_that_is_longer_than_it_took(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from penstock.infra.bus.pull_window import SILENT_S, PullWindow, Received, pull_request
+from penstock.infra.bus.puller import SILENT_S, PullWindow, Received, pull_request
 
 
 class Got(NamedTuple):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.constraints.schema_kinds import kinds, texts
+from penstock.infra.constraints.schema_rewriting import kinds, texts
 
 ROOT = {
     "$defs": {

@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import configs
-from penstock.infra.engine_args.memory_estimate import estimate, kv_values, layer_windows, weight_bytes
-from penstock.infra.engine_args.model_shape import UnknownShape, shape_of
+from penstock.infra.engine_args.memory_estimate import (
+    UnknownShape,
+    estimate,
+    kv_values,
+    layer_windows,
+    shape_of,
+    weight_bytes,
+)
 from penstock.infra.engine_args.tree import decode
 
 GIB = 1 << 30

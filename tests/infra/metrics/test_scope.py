@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.infra.metrics.names import label_name, metric_name
-from penstock.infra.metrics.scope import MetricConflict, MetricScope, process_scope
+from penstock.infra.metrics.scope import MetricConflict, MetricScope, label_name, metric_name, process_scope
 
 PROCESS = {"namespace": "ps", "process": "worker-0", "model": "demo"}
 

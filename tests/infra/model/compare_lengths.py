@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from penstock.infra.model.lengths import length
+from penstock.infra.model.defaults import length
 from tests.infra.model.test_lengths import FORMS
 
 

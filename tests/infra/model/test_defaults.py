@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.model.defaults import NONE, BadDefaults, defaults, ids
+from penstock.infra.model.defaults import NO_DEFAULTS, BadDefaults, defaults, ids
 from penstock.schemas.requests import Sampling
 
 
@@ -10,7 +10,7 @@ def test_options_of_sampling_are_defaults_of_requests() -> None:
     found = defaults({"do_sample": True, "temperature": 0.6, "top_p": 1, "top_k": 20.0, "repetition_penalty": 1.05})
     assert found.sampling == Sampling(temperature=0.6, top_p=1.0, top_k=20, repetition_penalty=1.05)
     assert defaults({"do_sample": False, "temperature": 0.6}).sampling.temperature == 0.0
-    assert defaults({"temperature": None, "transformers_version": "4.51.0", "pad_token_id": 0}) == NONE
+    assert defaults({"temperature": None, "transformers_version": "4.51.0", "pad_token_id": 0}) == NO_DEFAULTS
 
 
 def test_lengths_and_stops_are_read_as_files_write_them() -> None:
@@ -40,7 +40,7 @@ def test_tokens_that_may_not_come_are_barred_and_longer_words_are_told_of() -> N
 )
 def test_what_is_not_applied_is_named_and_only_if_it_would_change_texts(key: str, value: Any, neutral: Any) -> None:
     assert defaults({key: value}).ignored == ((key, value),)
-    assert defaults({key: neutral}) == NONE
+    assert defaults({key: neutral}) == NO_DEFAULTS
 
 
 @pytest.mark.parametrize(

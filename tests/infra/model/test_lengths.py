@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from penstock.infra.model.lengths import DEFAULTS, ROPE_TYPES, length
+from penstock.infra.model.defaults import DEFAULTS, ROPE_TYPES, length
 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from penstock.infra.model import modeldir
-from penstock.infra.model.mistral_format import configuration, is_own, length, problem, tensors
 from penstock.infra.model.modeldir import ModelError
 from penstock.infra.model.servable import problem as servable
+from penstock.infra.model.weight_files import configuration, is_own, length, problem, tensors
 from tests.infra.model.test_text_files import tekken
 
 PARAMS: dict[str, Any] = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.model.template_files import UnreadableTemplate, special_tokens, template_sources
+from penstock.infra.model.text_files import UnreadableTemplate, special_tokens, template_sources
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from penstock.infra.process.sockets import CannotListen, bind, cannot_listen, listening, own_sockets
-from penstock.launch.listeners import Listeners
+from penstock.launch.machine import Listeners
 
 
 def test_a_port_in_use_is_named_and_another_start_may_succeed() -> None:

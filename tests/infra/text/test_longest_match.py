@@ -4,7 +4,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.infra.text.longest_match import longest_of
+from penstock.infra.text.encoder import longest_of
 
 some = st.text(alphabet="ab<|\n.", min_size=1, max_size=5)
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.chat.answer import Answer, Call
-from penstock.chat.conversation import IMAGE_BYTES, Conversation, image_url, load, save
+from penstock.chat.answer import IMAGE_BYTES, Answer, Call, Conversation, image_url, load, save
 
 
 def answered(text: str, *calls: Call) -> Answer:

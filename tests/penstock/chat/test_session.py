@@ -13,9 +13,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from penstock.chat.answer import Conversation
 from penstock.chat.client import ChatClient
 from penstock.chat.command import run
-from penstock.chat.conversation import Conversation
 from penstock.chat.session import Options, Session
 from tests.penstock.chat.test_answer import event
 

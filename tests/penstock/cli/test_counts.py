@@ -1,4 +1,4 @@
-from penstock.cli.counts import counted
+from penstock.cli.figures import counted
 
 
 def test_one_is_singular_and_all_others_are_not() -> None:

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from penstock.cli.fitting_table import Column, fitting_table
+from penstock.cli.terminal import Column, fitting_table
 
 COLUMNS = (Column("name"), Column("size", 1, right=True), Column("what it is", 2))
 ROWS = [("[bold]requests[/]", "3.5 MiB", "accepted requests"), ("work", "12 B", "jobs")]

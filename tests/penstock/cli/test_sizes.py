@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cli.sizes import parse_size, show_size
+from penstock.cli.figures import parse_size, show_size
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import io
 from rich.console import Console
 
 from penstock.cli.terminal import escape, print_hanging, visible
-from penstock.log.requests.request_lines import RequestLine, lines
+from penstock.log.requests.list_requests import RequestLine, lines
 from penstock.schemas.summary import RequestSummary
 
 

@@ -295,7 +295,7 @@ async def test_cancel_names_the_request_by_its_key(client: Client, gateway: Fake
 
 
 def test_names_of_the_wire_are_those_of_the_server() -> None:
-    from penstock.client import reorder
+    from penstock.client import reader as reorder
 
     assert reorder.HEADER_FINAL == wire.HEADER_FINAL
     assert reorder.HEADER_REQUEST == wire.HEADER_REQUEST

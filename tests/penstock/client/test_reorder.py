@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.client.reorder import MAX_AHEAD, Message, ReorderBuffer, message_of
+from penstock.client.reader import MAX_AHEAD, Message, ReorderBuffer, message_of
 
 
 def answer(count: int) -> list[Message]:

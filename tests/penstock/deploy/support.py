@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from penstock.deploy.chart import CHART
-from penstock.deploy.kubernetes import rendered
-from penstock.deploy.render import Wanted
+from penstock.deploy.kubernetes import Wanted, rendered
 from tests.binaries import find_helm
 
 Tree = dict[str, Any]

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from penstock.deploy.chart import CHART, NAMESPACE
-from penstock.deploy.generate import FOLDER as COMPOSE
+from penstock.deploy.chart import FOLDER as COMPOSE
 from penstock.infra.broker import apply
-from penstock.infra.broker.binary import MINIMUM, TESTED, WHEEL, dotted, find_server, parse_version
 from penstock.infra.broker.config import USERS, variable
 from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.server import MINIMUM, TESTED, WHEEL, dotted, find_server, parse_version
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 from tests.binaries import OLDEST, find_oldest_server

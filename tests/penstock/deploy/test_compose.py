@@ -14,11 +14,11 @@ import yaml
 
 from penstock.configs.flags import parse
 from penstock.configs.settings import GatewaySettings, RouterSettings, WorkerSettings
-from penstock.deploy.generate import DASHBOARDS, FOLDER, files
+from penstock.deploy.chart import DASHBOARDS, FOLDER, compose_files
 from penstock.deploy.monitoring import ALERTS, GRAFANA
-from penstock.infra.broker.binary import find_server
 from penstock.infra.broker.config import USERS, variable
-from penstock.infra.process.deathsig import die_with_parent
+from penstock.infra.broker.server import find_server
+from penstock.infra.process.child import die_with_parent
 from tests.infra.deploy.images.test_images import stages
 from tests.penstock.deploy.running import Here, answers, ask
 from tests.pipeline.support import MODEL, free_port
@@ -44,7 +44,7 @@ def services(environ: Mapping[str, str]) -> dict[str, Tree]:
 
 
 def test_the_files_that_come_from_the_code_are_current() -> None:
-    for path, text in files().items():
+    for path, text in compose_files().items():
         assert path.read_text() == text, "run python -m penstock.docs"
 
 

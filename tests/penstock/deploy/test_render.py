@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.deploy.kubernetes import rendered, run_chart, run_render
-from penstock.deploy.render import Wanted
+from penstock.deploy.kubernetes import Wanted, rendered, run_chart, run_render
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.launch.recipes.catalogue import members
 from tests.penstock.deploy.support import HELM, needs_helm

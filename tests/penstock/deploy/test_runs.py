@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from penstock.deploy.chart import CHART
-from penstock.infra.broker.binary import find_server
-from penstock.infra.process.deathsig import die_with_parent
+from penstock.infra.broker.server import find_server
+from penstock.infra.process.child import die_with_parent
 from tests.penstock.deploy.running import Here, answers, ask
 from tests.penstock.deploy.support import (
     Tree,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.deploy.chart import CHART
-from penstock.infra.process.deathsig import die_with_parent
+from penstock.infra.process.child import die_with_parent
 from tests.pipeline.support import free_port, until
 
 FILES = CHART / "files"

@@ -13,7 +13,7 @@ import pytest
 from penstock.configs.flags import read
 from penstock.configs.settings import WorkerSettings
 from penstock.deploy.systemd import GRACE_S, USER_ROLES, run
-from penstock.workers.session.stopping import GRACE_S as WORKER_GRACE_S
+from penstock.workers.session.process import GRACE_S as WORKER_GRACE_S
 from tests.infra.broker.test_several_machines import UNITS, UPGRADE
 
 FLAGS = {

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.direct_get import read
-from penstock.launch.crash_report import report_end
+from penstock.launch.deployment import report_end
 from penstock.schemas import done
 from penstock.schemas.subjects import Subjects
 from penstock.workers.session.crash_journal import CrashJournal, paths, read_journal

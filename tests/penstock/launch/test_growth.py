@@ -5,8 +5,7 @@ import pytest
 from penstock.configs.settings import WorkerSettings
 from penstock.configs.up_settings import UpSettings
 from penstock.launch.groups import Fleet, Group, PlanError, fleet_of
-from penstock.launch.growth import further
-from penstock.launch.plan import Planned, plan
+from penstock.launch.plan import Planned, further, plan
 
 
 def url(role: str) -> str:

@@ -14,9 +14,9 @@ import pytest
 
 from penstock.infra.process.child import Process
 from penstock.infra.process.supervisor import Keeper
-from penstock.launch import stopping
+from penstock.launch import deployment
+from penstock.launch.deployment import stop_in_order
 from penstock.launch.state import read_state
-from penstock.launch.stopping import stop_in_order
 
 ROOT = Path(__file__).parents[3]
 # Ends once the file named by its argument is there, whatever signals it gets.
@@ -47,7 +47,7 @@ async def started(
 async def test_it_says_what_it_waits_for_and_for_how_long_and_when_it_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopping, "REPORT_S", 0.02)
+    monkeypatch.setattr(deployment, "REPORT_S", 0.02)
     keepers = await started(tmp_path, "gateway", "worker")
     lines: list[str] = []
     reported = asyncio.Event()

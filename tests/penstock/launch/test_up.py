@@ -24,8 +24,8 @@ from penstock.infra.process.child import Process
 from penstock.infra.process.supervisor import Backoff, Keeper
 from penstock.launch.deployment import Deployment, UpFailed
 from penstock.launch.groups import fleet_of
-from penstock.launch.http import get
 from penstock.launch.plan import Planned, plan
+from penstock.launch.readiness import get
 from penstock.launch.show import curl_line, readable, welcome
 from penstock.launch.state import State, read_state, write_state
 

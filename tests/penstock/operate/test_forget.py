@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.infra.broker.server import EmbeddedNats
-from penstock.infra.bus import erase as erasing
+from penstock.infra.bus import forget as erasing
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.log.requests.summary_cache import cache_folder

@@ -14,7 +14,7 @@ from penstock.cli.commands import COMMANDS
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.operate import key_store
-from penstock.operate.key_copies import line_of, read_keys
+from penstock.operate.key_store import line_of, read_keys
 from penstock.operate.keys import VERBS, run
 from penstock.schemas.keys import ApiKey, digest_of, new_key
 from penstock.schemas.requests import Priority

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.client import Client, Position
 from penstock.infra.bus.connection import Bus
-from penstock.infra.process.deathsig import die_with_parent
+from penstock.infra.process.child import die_with_parent
 from tests.pipeline.support import ROOT, Deployment, Oracle, accepted, idle_workers, until, words
 
 ANSWERS = 20

@@ -18,8 +18,8 @@ from PIL import Image
 from rich.console import Console
 
 from penstock.infra.bus.connection import Bus
+from penstock.log.requests.inspect import show
 from penstock.log.requests.inspection import inspect
-from penstock.log.requests.show_inspection import show
 from penstock.log.timeline.read import read_timeline
 from penstock.schemas import fleet
 from penstock.schemas.subjects import HEADER_REPLY_TO

@@ -6,8 +6,15 @@ from typing import TypeVar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.held.class_queue import QueueEntry
-from penstock.router.held.queue import HANDICAP_NS, PATIENCE_NS, SECOND_NS, URGENT_NS, RequestQueue, delay_ns
+from penstock.router.held.queue import (
+    HANDICAP_NS,
+    PATIENCE_NS,
+    SECOND_NS,
+    URGENT_NS,
+    QueueEntry,
+    RequestQueue,
+    delay_ns,
+)
 from tests.properties import examples
 
 T = TypeVar("T")

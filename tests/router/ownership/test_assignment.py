@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.ownership.assignment import assign, default_owner
+from penstock.router.ownership.membership import assign, default_owner
 from penstock.schemas.routers import Member
 
 MODELS = st.frozensets(st.sampled_from("abcdefgh"), max_size=8)

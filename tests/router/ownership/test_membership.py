@@ -11,8 +11,8 @@ import pytest
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.log.whatif.decided_again import decide_again
 from penstock.router.ownership import intake, membership
+from penstock.router.ownership.intake import redeliver
 from penstock.router.ownership.membership import Membership
-from penstock.router.ownership.takeover import redeliver
 from penstock.router.placement.routing import ALONE, ModelPart
 from penstock.router.state.lost_workers import Link
 from penstock.schemas import blocks, routers, wire

@@ -1,6 +1,6 @@
 """When the owner of models has other routers place requests, too."""
 
-from penstock.router.ownership.sharing import CALM_S, Sharing
+from penstock.router.ownership.intake import CALM_S, Sharing
 
 
 def test_requests_are_shared_once_the_owner_was_busy_for_two_seconds() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.simulation.simulated_router import Arrival, SimulatedRouter
+from penstock.measure.simulation.placement import Arrival, SimulatedRouter
 from penstock.router.placement.aggregated import HeldRequest, is_ready
 from penstock.router.placement.decide import decide
 from penstock.router.placement.decisions import FEW, Decisions, array_decisions
@@ -159,7 +159,7 @@ def test_a_run_without_numpy_places_the_same_requests_in_the_same_order(
 
     with_arrays = run()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.measure.simulation.simulated_router.array_decisions", lambda tracker: None)
+        patch.setattr("penstock.measure.simulation.placement.array_decisions", lambda tracker: None)
         assert run() == with_arrays
 
 

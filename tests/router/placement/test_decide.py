@@ -7,12 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.configs.settings import RouterMode
-from penstock.router.placement.cost import HELD_UP, OCCUPANCY, OWN_WORK, PASS_TOKENS
-from penstock.router.placement.decide import decide
+from penstock.router.placement.cost import HELD_UP, OCCUPANCY, OWN_WORK, PASS_TOKENS, target_costs, utilization
+from penstock.router.placement.decide import STORED_CANDIDATES, decide
 from penstock.router.placement.filters import rejection
 from penstock.router.placement.routing import RoutingContext, RoutingRequest, Weights
-from penstock.router.placement.score_table import STORED_CANDIDATES
-from penstock.router.placement.scoring import target_costs, utilization
 from penstock.router.state.load import Load, RoutingTarget
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Registration, State

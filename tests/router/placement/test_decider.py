@@ -12,7 +12,7 @@ from penstock.infra.metrics.scope import MetricScope
 from penstock.router.placement.decider import Decider
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.placement.routing import ModelPart
-from penstock.router.placement.shared_prefixes import USES
+from penstock.router.placement.sessions import USES
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.metrics import Metrics
 from penstock.schemas.fleet import Registration

@@ -5,14 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.configs.settings import RouterMode
-from penstock.router.placement import encoders
-from penstock.router.placement.cost import OCCUPANCY, OWN_WORK
-from penstock.router.placement.decide import decide
+from penstock.router.placement import decide as encoders
+from penstock.router.placement.cost import OCCUPANCY, OWN_WORK, target_costs, utilization
+from penstock.router.placement.decide import STORED_CANDIDATES, decide
 from penstock.router.placement.filters import describe, rejection
 from penstock.router.placement.pairs import FAR, MEDIUM, NEAR, PrefillPool, distance, transfer_kind
 from penstock.router.placement.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
-from penstock.router.placement.score_table import STORED_CANDIDATES
-from penstock.router.placement.scoring import target_costs, utilization
 from penstock.router.state.load import Load, RoutingTarget
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Registration, State

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.router.placement.pending import PendingRequest, lane, required_revision
 from penstock.schemas import wire
-from penstock.schemas.revisions import Revisions
+from penstock.schemas.fleet import Revisions
 from tests.workers.support import request
 
 BOTH = Revisions("serving", frozenset({"serving", "other"}))

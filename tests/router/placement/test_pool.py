@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.placement.arrays import _lowest
-from penstock.router.placement.pool import Pools
+from penstock.router.placement.arrays import Pools, _lowest
 from penstock.router.placement.routing import RoutingRequest
 from penstock.router.state.depths import Depths, TargetBits
 from penstock.router.state.load_tracker import LoadTracker

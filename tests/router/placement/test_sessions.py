@@ -1,6 +1,6 @@
 """The hint that a session gives: where its last request went, unless requests of it run at the same time."""
 
-from penstock.measure.simulation.simulated_router import Arrival
+from penstock.measure.simulation.placement import Arrival
 from penstock.router.placement.cost import FAVOUR
 from penstock.router.placement.sessions import SessionId, Sessions
 from tests.penstock.measure.simulation.test_simulated_router import BLOCK, S, arrival, placement, target

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from nats.aio.client import Client
 
-from penstock.gateway.admission.log_capacity import LogCapacity
+from penstock.gateway.admission.storage import LogCapacity
 from penstock.gateway.base.metrics import Metrics
 from penstock.infra.broker.apply import apply
 from penstock.infra.broker.server import EmbeddedNats

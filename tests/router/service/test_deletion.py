@@ -15,12 +15,11 @@ from nats.errors import NoRespondersError
 
 from penstock.infra.broker.apply import apply
 from penstock.infra.broker.server import EmbeddedNats
-from penstock.infra.bus import erase as erasing
+from penstock.infra.bus import forget as erasing
 from penstock.infra.bus import forget as forgetting
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
-from penstock.infra.bus.erase import AWAY_S, ReplicaAway, erase
-from penstock.infra.bus.forget import DeletedRequests, Ended
+from penstock.infra.bus.forget import AWAY_S, DeletedRequests, Ended, ReplicaAway, erase
 from penstock.launch.nats import apply_at
 from penstock.operate.forget import forget
 from penstock.router.service import deletion

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.state.encoding import encoding, read_head, restoring
-from penstock.router.state.prefix_index import PrefixIndex
+from penstock.router.state.prefix_index import PrefixIndex, encoding, read_head, restoring
 from penstock.schemas import kv, wire
 from penstock.schemas.blocks import keys_of
 from penstock.schemas.kv import KvBatch
@@ -86,7 +85,7 @@ def test_a_snapshot_is_of_one_moment_though_the_index_changes_while_it_is_encode
     entries = stream(seed, messages)
     index, half = PrefixIndex(500), messages // 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.router.state.encoding.PART_BLOCKS", 1)
+        patch.setattr("penstock.router.state.prefix_index.PART_BLOCKS", 1)
         for _, data in entries[:half]:
             index.apply(kv.decode(data))
         then, encoder, parts = index.checksum(), encoding(index, half, 0), []

@@ -21,7 +21,7 @@ from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.model import modeldir
 from penstock.router.state.cluster_state import ClusterState
-from penstock.router.state.ended_attempts import REMEMBERED
+from penstock.router.state.load_tracker import REMEMBERED
 from penstock.schemas import fleet, jobs, kv, wire
 from penstock.schemas.jobs import LoadHeader, Stage
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects

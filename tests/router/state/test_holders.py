@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from penstock.router.state import radix_tree
 from penstock.router.state.depths import TargetId
 from penstock.router.state.holders import Holders
-from penstock.router.state.leaf_ages import NOTHING
-from penstock.router.state.radix_tree import NODE_BLOCKS, RadixTree
+from penstock.router.state.radix_tree import NODE_BLOCKS, NOTHING, RadixTree
 from penstock.schemas.blocks import chain, keys_of, root
 from tests.properties import examples
 

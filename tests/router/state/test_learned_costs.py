@@ -2,7 +2,7 @@
 
 from random import Random
 
-from penstock.router.state.learned_costs import LearnedCosts
+from penstock.router.state.load import LearnedCosts
 
 
 def seconds(tokens: int, rng: Random) -> float:

@@ -8,8 +8,8 @@ import pytest
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.metrics.scope import MetricScope
 from penstock.operate.observe import lost_leases
-from penstock.operate.routers import routers
-from penstock.router.state.lease_losses import NAMES, WINDOW_NS, LeaseLosses
+from penstock.operate.workers import routers
+from penstock.router.state.lost_workers import NAMES, WINDOW_NS, LeaseLosses
 from penstock.router.state.metrics import Metrics
 from penstock.schemas import fleet
 from penstock.schemas.routers import LostLeases, Member

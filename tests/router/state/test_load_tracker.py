@@ -8,10 +8,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.state.ended_attempts import REMEMBERED
 from penstock.router.state.load import Load, LoadState, merge
-from penstock.router.state.load_tracker import LoadTracker
-from penstock.router.state.snapshots import only_logged
+from penstock.router.state.load_tracker import REMEMBERED, LoadTracker
+from penstock.router.state.loader import only_logged
 from penstock.router.state.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SEQUENCES
 from penstock.schemas.fleet import Registration, State
 from penstock.schemas.jobs import LoadHeader, Stage

@@ -17,7 +17,7 @@ from penstock.schemas.requests import Stop
 from penstock.workers.engines import mock
 from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.mock.executor import GREEDY
-from penstock.workers.runners.kv_dump import in_pages
+from penstock.workers.runners.flush_publisher import in_pages
 from tests.properties import examples
 from tests.router.dumps import load_dump
 

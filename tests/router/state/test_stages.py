@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from penstock.infra.broker.server import EmbeddedNats
-from penstock.router.placement import encoders
+from penstock.router.placement import decide
 from penstock.router.recovery import recovery
 from penstock.router.state import cluster_state
 from penstock.router.state.load import Load, RoutingTarget
@@ -204,7 +204,7 @@ async def test_an_image_begins_at_an_encode_worker_and_moves_on(clients: Clients
     stubs = await fleet(clients, one, e1="encode", e2="encode", p="prefill", d="decode")
     asked = picture()
     members = [RoutingTarget((name, 0), stubs[name].registration, Load()) for name in ("e1", "e2")]
-    home = encoders.by_preference(asked.media[0].digest, members)[0].id[0]
+    home = decide.by_preference(asked.media[0].digest, members)[0].id[0]
     await clients.ask(asked)
     worker, job = await clients.placed(asked)
     assert (worker, [stage.worker for stage in job.route]) == (home, ["p", "d"])

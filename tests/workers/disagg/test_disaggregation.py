@@ -33,7 +33,7 @@ from penstock.workers.engines import mock
 from penstock.workers.engines.base import Reservation
 from penstock.workers.engines.mock.executor import expected_tokens
 from penstock.workers.engines.mock.memory import embedding
-from penstock.workers.session.stopping import GRACE_S
+from penstock.workers.session.process import GRACE_S
 from tests.infra.bus.support import eventually
 from tests.workers.kv_transfer.loopback import LoopbackNetwork
 from tests.workers.support import (

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.disagg.pins import Pin, Pins
+from penstock.workers.disagg.owner import Pin, Pins
 
 
 def pin(ticket: str, expires: float = 10.0, blocks: int = 2) -> Pin:

@@ -16,8 +16,7 @@ from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import Subjects
 from penstock.workers.engines import mock
 from penstock.workers.engines.base import StepResult
-from penstock.workers.engines.events.publisher import Publisher
-from penstock.workers.engines.events.relay import start_relay
+from penstock.workers.engines.events.relay import Publisher, start_relay
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing
 from tests.workers.support import BLOCK, REVISION, ControlledEngine, LogClient, WorkerHarness, request, run_worker

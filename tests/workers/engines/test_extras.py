@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.broker.server import EmbeddedNats
-from penstock.workers.engines.extras import install_hint
+from penstock.workers.engines.support import install_hint
 
 ROOT = Path(__file__).parents[3]
 # What ``penstock[native]`` adds to ``penstock``.

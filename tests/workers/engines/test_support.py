@@ -17,7 +17,7 @@ from penstock.workers.engines.support import (
     sampling_table,
 )
 from penstock.workers.main import check_settings
-from penstock.workers.runners.diffusion_backend import build_engine
+from penstock.workers.runners.pipeline_runner import build_engine
 from tests.workers.engines.contract import (
     ALL,
     ALTERNATIVES,

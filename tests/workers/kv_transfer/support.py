@@ -17,7 +17,7 @@ import pytest
 
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.workers.kv_transfer.base import TransferError, Transport, TransportStats
-from penstock.workers.kv_transfer.opening import open_transport
+from penstock.workers.kv_transfer.transport_thread import open_transport
 
 BLOCK_BYTES = 4096
 BLOCKS = 64

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.schemas.transfer import Endpoint, Memory
-from penstock.workers.kv_transfer import blocks
+from penstock.workers.kv_transfer import agent
 from penstock.workers.kv_transfer.base import TransferError
 
 HERE = Memory(base=1 << 40, block_bytes=4096, blocks=64, kind="cpu", layout="x")
@@ -19,7 +19,7 @@ pairs = st.integers(0, 64).flatmap(
 )
 
 
-def expand(move: blocks.CopyOp) -> list[tuple[int, int]]:
+def expand(move: agent.CopyOp) -> list[tuple[int, int]]:
     """The pairs of block ids that a move stands for."""
     found = []
     for (here, size, _), (there, other, device) in zip(
@@ -34,24 +34,24 @@ def expand(move: blocks.CopyOp) -> list[tuple[int, int]]:
 @given(pairs, st.booleans())
 def test_a_move_is_exactly_the_pairs_of_blocks_asked_for(ids: tuple[list[int], list[int]], whole: bool) -> None:
     local, remote = ids
-    found = [pair for move in blocks.copy_ops(HERE, THERE, local, remote, in_one_piece=whole) for pair in expand(move)]
+    found = [pair for move in agent.copy_ops(HERE, THERE, local, remote, in_one_piece=whole) for pair in expand(move)]
     assert found == list(zip(local, remote, strict=True))
 
 
 def test_neighbours_on_both_sides_become_one_row_and_others_do_not() -> None:
-    [move] = blocks.copy_ops(HERE, THERE, [0, 1, 2, 3, 9, 10], [5, 6, 7, 9, 10, 11], in_one_piece=True)
+    [move] = agent.copy_ops(HERE, THERE, [0, 1, 2, 3, 9, 10], [5, 6, 7, 9, 10, 11], in_one_piece=True)
     assert (move.local.rows[:, 1] // 4096).tolist() == [3, 1, 2]
     assert (move.local.kind, move.remote.kind) == ("cpu", "cuda")
 
 
 def test_a_direct_copy_is_cut_into_pieces_of_bounded_size() -> None:
     big = Memory(base=1 << 40, block_bytes=40 << 20, blocks=5)
-    pieces = list(blocks.copy_ops(big, big, range(5), range(5), in_one_piece=False))
+    pieces = list(agent.copy_ops(big, big, range(5), range(5), in_one_piece=False))
     assert [int(piece.local.rows[:, 1].sum()) for piece in pieces] == [40 << 20] * 5
     small = Memory(base=1 << 40, block_bytes=1 << 20, blocks=200)
     sizes = [
         int(piece.local.rows[:, 1].sum())
-        for piece in blocks.copy_ops(small, small, range(200), range(200), in_one_piece=False)
+        for piece in agent.copy_ops(small, small, range(200), range(200), in_one_piece=False)
     ]
     assert sizes == [64 << 20, 64 << 20, 64 << 20, 8 << 20]
 
@@ -62,12 +62,12 @@ def test_exactly_the_blocks_with_another_generation_are_stale(remote: list[int],
     expected = [int(generations[block]) for block in remote]
     wrong = data.draw(st.sets(st.integers(0, len(remote) - 1)))
     expected = [(value + 1) % 2**32 if at in wrong else value for at, value in enumerate(expected)]
-    move = blocks.generation_read(THERE, remote, 1 << 30)
+    move = agent.generation_read(THERE, remote, 1 << 30)
     [(start, size, _)] = move.remote.rows.tolist()
-    assert (size, size) == (blocks.span_bytes(remote), move.local.rows[0, 1])
+    assert (size, size) == (agent.span_bytes(remote), move.local.rows[0, 1])
     first = (start - THERE.generations) // 4
     found = generations[first : first + size // 4]  # what a read of these words brings
-    assert set(blocks.stale_blocks(found, remote, expected)) == {remote[at] for at in wrong}
+    assert set(agent.stale_blocks(found, remote, expected)) == {remote[at] for at in wrong}
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_exactly_the_blocks_with_another_generation_are_stale(remote: list[int],
 )
 def test_wrong_ids_are_refused(local: list[int], remote: list[int], says: str) -> None:
     with pytest.raises(TransferError, match=says) as caught:
-        blocks.check_ids(HERE, THERE, local, remote, local)
+        agent.check_ids(HERE, THERE, local, remote, local)
     assert caught.value.cause == "refused"
     assert caught.value.settled.done()
 
 
 def test_one_source_block_may_go_to_two_targets() -> None:
-    blocks.check_ids(HERE, THERE, [0, 1], [5, 5], [0, 1])
+    agent.check_ids(HERE, THERE, [0, 1], [5, 5], [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,6 @@ def test_one_source_block_may_go_to_two_targets() -> None:
 def test_a_peer_that_does_not_fit_is_refused_with_the_reason(change: dict[str, object], says: str) -> None:
     mine = Endpoint(agent="me", backend="nixl", version="1.5.1", pools={"kv": HERE})
     fields: dict[str, object] = {"agent": "peer", "backend": "nixl", "version": "1.5.2", "pools": {"kv": HERE}}
-    blocks.check_pool(mine, Endpoint(**fields), "kv")  # type: ignore[arg-type]
+    agent.check_pool(mine, Endpoint(**fields), "kv")  # type: ignore[arg-type]
     with pytest.raises(TransferError, match=says):
-        blocks.check_pool(mine, Endpoint(**(fields | change)), "kv")  # type: ignore[arg-type]
+        agent.check_pool(mine, Endpoint(**(fields | change)), "kv")  # type: ignore[arg-type]

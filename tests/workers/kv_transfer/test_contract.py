@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.schemas.transfer import Endpoint
 from penstock.workers.kv_transfer.base import TransferError, Transport
-from penstock.workers.kv_transfer.opening import open_transport
-from penstock.workers.kv_transfer.transport_thread import TransportThread
+from penstock.workers.kv_transfer.transport_thread import TransportThread, open_transport
 from tests.properties import examples
 from tests.workers.kv_transfer.loopback import LoopbackNetwork, open_loopback
 from tests.workers.kv_transfer.support import BLOCK_BYTES, BLOCKS, WAIT_S, Pool, needs_nixl, until

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.schemas.transfer import Endpoint
-from penstock.workers.kv_transfer import blocks
+from penstock.workers.kv_transfer import agent as blocks
 from penstock.workers.kv_transfer.agent import PeerLost
 from penstock.workers.kv_transfer.base import TransferError
 from penstock.workers.kv_transfer.inflight import DRAIN_S, TICK_S, InflightTransfers, Op, TransferRequest

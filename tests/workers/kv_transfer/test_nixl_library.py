@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from penstock.workers.kv_transfer.nixl_library import candidates, cuda_driver
+from penstock.workers.kv_transfer.nixl import candidates, cuda_driver
 from tests.workers.kv_transfer.support import needs_nixl
 
 QUIET = """
 import json, logging, os, signal, sys
 raised = logging.raiseExceptions
-from penstock.workers.kv_transfer.opening import open_transport
+from penstock.workers.kv_transfer.transport_thread import open_transport
 transport = open_transport("nixl", "quiet", {})
 handlers = logging.getLogger("nixl").handlers
 print("FACTS" + json.dumps({
@@ -86,7 +86,7 @@ def test_opening_prints_nothing_and_leaves_logging_and_signals_alone() -> None:
 
 @needs_nixl
 def test_what_does_not_work_here_is_reported_when_it_is_opened() -> None:
-    code = "from penstock.workers.kv_transfer.opening import open_transport\nopen_transport('nixl', 'bad', {})"
+    code = "from penstock.workers.kv_transfer.transport_thread import open_transport\nopen_transport('nixl', 'bad', {})"
     done = run(code, UCX_TLS="no_such_transport")
     assert done.returncode == 1
     assert "TransportUnavailable: NIXL 1." in done.stderr
@@ -97,7 +97,7 @@ def test_without_nixl_it_says_what_to_install() -> None:
     code = (
         "import sys\n"
         "for name in ('nixl_cu12', 'nixl_cu13'): sys.modules[name] = None\n"
-        "from penstock.workers.kv_transfer.opening import open_transport\nopen_transport('auto', 'none', {})"
+        "from penstock.workers.kv_transfer.transport_thread import open_transport\nopen_transport('auto', 'none', {})"
     )
     done = run(code)
     assert done.returncode == 1

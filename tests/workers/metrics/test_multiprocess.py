@@ -10,8 +10,7 @@ import pytest
 
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
-from penstock.workers.metrics.multiprocess import LAUNCHED, VARIABLE, own_directory
-from penstock.workers.metrics.ranks import RankMetricsSettings, served
+from penstock.workers.metrics.multiprocess import LAUNCHED, VARIABLE, RankMetricsSettings, own_directory, served
 from tests.pipeline.support import MODEL, Process, free_port, samples
 
 WRITES = """

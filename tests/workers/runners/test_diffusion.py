@@ -28,7 +28,7 @@ from penstock.schemas.subjects import Subjects
 from penstock.workers.engines.base import EngineError, RequestError
 from penstock.workers.engines.diffusion.base import GeneratedMedia, Progress
 from penstock.workers.metrics.worker import Metrics
-from penstock.workers.runners import diffusion_backend as module
+from penstock.workers.runners import pipeline_runner as module
 from penstock.workers.runners.pipeline_runner import PipelineRunner
 from penstock.workers.runners.pipeline_thread import PipelineThread
 from penstock.workers.session.process import WorkerProcess

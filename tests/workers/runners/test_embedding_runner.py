@@ -8,8 +8,7 @@ import pytest
 
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Embedding
-from penstock.workers.runners.embedding_runner import EmbeddingRunner, _Batch, _Vectors
-from penstock.workers.runners.inputs import Input
+from penstock.workers.runners.embedding_runner import EmbeddingRunner, Input, _Batch, _Vectors
 
 
 class Terminal:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.runners.inputs import InputQueue
+from penstock.workers.runners.embedding_runner import InputQueue
 
 LENGTHS = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=5), max_size=12)
 

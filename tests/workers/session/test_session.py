@@ -25,8 +25,8 @@ from penstock.workers.engine_loop import loop as engine_loop
 from penstock.workers.engine_loop.sequence_state import SequenceState
 from penstock.workers.engines.mock.executor import Vocabulary
 from penstock.workers.runners import token_runner
-from penstock.workers.session import housekeeping as module
-from penstock.workers.session import reporter
+from penstock.workers.session import request_table as module
+from penstock.workers.session import terminal_events
 from penstock.workers.session.lease import Lease
 from tests.infra.bus.support import eventually
 from tests.workers.support import DRAWN, GATEWAY, LogClient, WorkerHarness, answer, engine, ids, request, run_worker
@@ -573,7 +573,7 @@ async def test_output_that_does_not_fit_one_message_is_split(
     log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch, limit: int, most: int
 ) -> None:
     monkeypatch.setattr(Bus, "max_message", property(lambda bus: limit))
-    monkeypatch.setattr(reporter, "MOST_ITEMS", most)
+    monkeypatch.setattr(terminal_events, "MOST_ITEMS", most)
     worker.engine.hold()
     asked = [request([i + 1, 2], max_tokens=1) for i in range(40)]
     for one in asked:

@@ -19,8 +19,7 @@ from penstock.schemas.jobs import Stage
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 from penstock.workers.runners import token_backend as module
-from penstock.workers.session.process import WorkerProcess
-from penstock.workers.session.stopping import GRACE_S, Stopping
+from penstock.workers.session.process import GRACE_S, Stopping, WorkerProcess
 from tests.conftest import Connect
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import Process

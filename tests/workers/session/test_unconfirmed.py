@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from penstock.workers.session import outbox as module
-from penstock.workers.session.outbox import Outbox
-from penstock.workers.session.unconfirmed import RESEND_S
+from penstock.workers.session.outbox import RESEND_S, Outbox
 
 
 class Answer(NamedTuple):

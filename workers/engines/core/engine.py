@@ -1,9 +1,20 @@
-"""The engine made of a scheduler and an executor: each step is planned, computed and committed."""
+"""The engine made of a scheduler and an executor: each step is planned, computed and committed.
+
+Speculative decoding: proposed tokens are verified several at a time. Pure.
+
+The target computes the last token and ``n`` proposed ones in one step and draws a token behind each, exactly as it
+would have drawn them one by one: a draw depends on (seed, choice, position) and the logits only. Proposals are accepted
+as long as they equal the drawn tokens, so the output is that of the target alone, greedy and seeded.
+
+The state of a scheduler in numbers, as engines report it. Pure.
+"""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
@@ -16,18 +27,78 @@ from penstock.workers.engines.base import (
     RequestError,
     SequenceRequest,
     StepResult,
+    check_vocabulary,
 )
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler
 from penstock.workers.engines.constraints.running import RunningConstraints, matcher_of
-from penstock.workers.engines.core.embedding_pool import MISSING_EMBEDDINGS, TEXT_ONLY, EmbeddingPool
-from penstock.workers.engines.core.embeddings import VisionEncoder
-from penstock.workers.engines.core.offload import BlockCopier
+from penstock.workers.engines.core.blocks import BlockCopier
+from penstock.workers.engines.core.embeddings import MISSING_EMBEDDINGS, TEXT_ONLY, EmbeddingPool, VisionEncoder
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Executor, OverlapExecutor, PendingStep, Sampled, ScheduledSequence
-from penstock.workers.engines.core.speculation import Speculation
-from penstock.workers.engines.core.stats import scheduler_stats
 from penstock.workers.engines.logits.registry import Registry
-from penstock.workers.engines.validation import check_vocabulary
+
+
+class Drafter(Protocol):
+    """Proposes tokens that are likely to come next. Called once per step, with all sequences of its plan."""
+
+    def propose(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:
+        """Up to ``limits[i]`` tokens behind the known ones of ``plan[i]``; their blocks are allocated.
+
+        Raises:
+            EngineError: the device is lost.
+        """
+
+    def close(self) -> None: ...
+
+
+class Speculation:
+    """Adds proposals to plans.
+
+    Args:
+        tokens: proposed per sequence and step, at most.
+    """
+
+    def __init__(self, drafter: Drafter, tokens: int) -> None:
+        if tokens < 1:
+            raise ValueError(f"num_speculative_tokens must be at least 1, not {tokens}")
+        self.drafter = drafter
+        self._tokens = tokens
+
+    def extend(self, plan: list[ScheduledSequence], scheduler: Scheduler) -> list[ScheduledSequence]:
+        """The plan with proposed tokens behind single ones; they are in ``sequence.draft`` until it is committed."""
+        budget = scheduler.max_batched_tokens - sum(scheduled.count for scheduled in plan)
+        limits = []
+        for scheduled in plan:
+            # What a constraint allows behind a proposed token is known only once that token is.
+            most = 0 if scheduled.sequence.constraint is not None else min(self._tokens, budget)
+            limits.append(scheduler.kv_cache.draft_room(scheduled, most))
+            budget -= limits[-1]
+        extended = []
+        for scheduled, draft in zip(plan, self.drafter.propose(plan, limits), strict=True):
+            scheduled.sequence.draft = draft
+            extended.append(replace(scheduled, count=scheduled.count + len(draft)) if draft else scheduled)
+        return extended
+
+
+def scheduler_stats(scheduler: Scheduler) -> EngineStats:
+    report, drafts = scheduler.report, scheduler.drafts
+    pool, host = scheduler.kv_cache.pool, scheduler.blocks.host
+    return EngineStats(
+        running=len(scheduler.running),
+        waiting=len(scheduler.queue),
+        used_blocks=pool.used_blocks,
+        cached_blocks=pool.cached_blocks,
+        free_blocks=pool.free_blocks,
+        pinned_blocks=scheduler.reservations.reserved_blocks + scheduler.held.block_count,
+        preemptions=report.preemptions,
+        hit_tokens=report.hit_tokens,
+        prompt_tokens=report.prompt_tokens,
+        drafts=drafts.drafts,
+        draft_tokens=drafts.proposed,
+        accepted_tokens=drafts.accepted,
+        host_blocks=0 if host is None else host.used_slots,
+        loaded_blocks=0 if host is None else host.loaded_blocks,
+    )
 
 
 class InflightStep(NamedTuple):

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.schemas.blocks import split
 from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
-from penstock.workers.engines.events.block_tree import merge_adjacent
+from penstock.workers.engines.events.translator import merge_adjacent
 
 Key = tuple[bytes, int, int]  # digest, tier, group
 

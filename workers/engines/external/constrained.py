@@ -17,7 +17,7 @@ from penstock.workers.engines.base import RequestError, SequenceRequest
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler
 from penstock.workers.engines.constraints.matcher import Matcher
 from penstock.workers.engines.constraints.running import clients_error, matcher_of
-from penstock.workers.engines.external.outputs import SequenceFailure, Token
+from penstock.workers.engines.external.sequences import SequenceFailure, Token
 
 REMEMBERED_BYTES = 16 << 20  # of grammars as text
 

@@ -13,7 +13,7 @@ from penstock.workers.engines.base import EngineError
 from penstock.workers.engines.events import wire
 from penstock.workers.engines.events.subscriber import Subscriber
 from penstock.workers.engines.events.translator import Translator
-from penstock.workers.engines.external.network import free_ports
+from penstock.workers.engines.external.nodes import free_ports
 from penstock.workers.engines.external.runtime import Inbox
 
 log = structlog.get_logger("engine")

@@ -1,18 +1,103 @@
-"""A started engine of another package: its event loop, and the queue from that loop to the engine thread."""
+"""A started engine of another package: its event loop, and the queue from that loop to the engine thread.
 
+An event loop in a thread of its own, open as long as its engine.
+
+Asynchronous engines (TensorRT-LLM, vLLM, SGLang) bind their results, events and statistics to the loop that runs when
+they are requested, and their threads refuse to deliver to a loop that has stopped. One loop therefore serves all of it.
+
+Ends an engine's child processes when the worker dies (Linux).
+
+vLLM's core process does not watch its parent: after a SIGKILL of the worker it would keep the device and its memory.
+A shell blocks on a pipe from the worker; when the pipe closes it terminates them.
+"""
+
+import asyncio
 import contextlib
+import os
 import queue
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
-from penstock.workers.engines.external.loop import LoopThread
-
 log = structlog.get_logger("engine")
+
+
+class LoopThread:
+    """Starts at once; ``close`` cancels what still runs and joins the thread."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    def post(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function in the loop, after those posted before."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def run(self, work: Coroutine[Any, Any, Any], timeout: float) -> Any:
+        """Run in the loop and wait for it.
+
+        Raises:
+            TimeoutError: it took longer, and was cancelled.
+        """
+        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout), self._loop)
+        return future.result(timeout + 5.0)
+
+    def task(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+        """Start a task; call this in the loop."""
+        task = self._loop.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def later(self, seconds: float, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function after ``seconds``; call this in the loop."""
+        self._loop.call_later(seconds, function, *arguments)
+
+    def _done(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:  # those that matter report it themselves
+            log.error("engine_task_failed", task=task.get_name(), error=repr(task.exception()))
+
+    def cancel_all(self, timeout: float) -> bool:
+        """Cancel all tasks and wait for their ends; False: some did not end in time."""
+
+        async def cancel() -> None:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        try:
+            self.run(cancel(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """End the thread; False: it still hangs. May be called twice."""
+        if self._loop.is_closed():
+            return True
+        ended = self.cancel_all(timeout)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout)
+        return ended and not self._thread.is_alive()
+
 
 CLOSE_S = 5.0
 SHUT_DOWN_S = 60.0
@@ -98,3 +183,50 @@ def shut_down(llm: Any, seconds: float = SHUT_DOWN_S) -> None:
         bounded(llm.shutdown, seconds=seconds)
     except Exception as error:
         log.error("engine_shutdown_failed", error=repr(error))
+
+
+GRACE_S = 5  # from SIGTERM to SIGKILL
+_SCRIPT = f'read -r _; kill "$@"; sleep {GRACE_S}; kill -KILL "$@"'
+
+
+class Guard:
+    """
+    Args:
+        pids: processes to terminate if this process dies before ``close``.
+    """
+
+    def __init__(self, pids: Collection[int]) -> None:
+        self._shell: subprocess.Popen[bytes] | None = None
+        if not pids:
+            return
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", _SCRIPT, "engine-guard", *map(str, sorted(pids))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def close(self) -> None:
+        """Stop guarding: the processes end on their own."""
+        shell, self._shell = self._shell, None
+        if shell is None:
+            return
+        shell.kill()
+        shell.wait()
+        if shell.stdin is not None:
+            shell.stdin.close()
+
+
+def children() -> frozenset[int]:
+    """Ids of running child processes of this process; empty without ``/proc``."""
+    return frozenset(_children(os.getpid()))
+
+
+def _children(parent: int) -> Iterator[int]:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, above = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue  # it has just ended
+        if int(above) == parent and state != "Z":
+            yield int(stat.parent.name)

@@ -1,9 +1,15 @@
-"""Sampling parameters that all external engines share. Pure."""
+"""Sampling parameters that all external engines share. Pure.
+
+Checks of a request that hold for all external engines. Pure.
+"""
 
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.base import EngineInfo, RequestError, SequenceRequest, check_length, check_vocabulary
+from penstock.workers.engines.constraints.running import NO_CONSTRAINTS
 
 _MASK = (1 << 63) - 1
 _STRIDE = 0x9E3779B97F4A7C15  # golden ratio: neighbouring positions get unrelated seeds
@@ -36,3 +42,19 @@ def shape(sampling: Sampling) -> dict[str, Any]:
         arguments["presence_penalty"] = sampling.presence_penalty
         arguments["frequency_penalty"] = sampling.frequency_penalty
     return arguments
+
+
+def check(request: SequenceRequest, info: EngineInfo) -> None:
+    """
+    Raises:
+        RequestError: it can never run here; the message names the limit.
+    """
+    prompt_len, generated = len(request.prompt), len(request.generated)
+    check_length(prompt_len, generated, max_tokens=request.stop.max_tokens, max_model_len=info.max_model_len)
+    check_vocabulary(request, info.vocab_size)
+    if any(not 0 <= token < info.vocab_size for token in request.sampling.logit_bias):
+        raise RequestError(Code.invalid_request, f"logit_bias names tokens outside the vocabulary of {info.vocab_size}")
+    if request.constraint is not None and not info.constraints:
+        raise RequestError(Code.unsupported, NO_CONSTRAINTS)
+    if request.reservation is not None:
+        raise RequestError(Code.transfer_failed, "this engine fetches KV itself; it cannot adopt transferred blocks")

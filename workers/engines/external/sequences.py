@@ -1,4 +1,9 @@
-"""One sequence on its way through an external engine, and the updates that its follower reports."""
+"""One sequence on its way through an external engine, and the updates that its follower reports.
+
+Tokens and failures of one sequence, as the followers report them. Pure.
+
+Log-probabilities of a prompt from the lists of TensorRT-LLM and vLLM. Pure.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -7,9 +12,56 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
+from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.base import Scored, SequenceRequest
-from penstock.workers.engines.external.outputs import SequenceFailure, Token
-from penstock.workers.engines.external.prompt_logprobs import scores
+
+MISSING = -9999.0  # log-probability of a token for which the engine returned none; the API's value for "very unlikely"
+
+
+class Token(NamedTuple):
+    """One new token; fields as of ``penstock.workers.engines.base.Output``."""
+
+    token: int
+    finish: str = ""
+    logprob: Logprob | None = None
+    stop_token: int | None = None
+
+
+class SequenceFailure(NamedTuple):
+    """The sequence ended with an error of its own instead of a last token."""
+
+    code: str
+    message: str
+
+
+def logprob_of(entry: Any, token: int, top: int) -> Logprob:
+    """Convert one entry of the engine's list: a number, or a mapping of token id to an object with ``logprob``."""
+    if not isinstance(entry, Mapping):
+        return Logprob(float(entry))
+    values = {int(token_id): float(value.logprob) for token_id, value in entry.items()}
+    best = sorted(values.items(), key=lambda pair: -pair[1])[:top]
+    return Logprob(values.get(token, MISSING), tuple(best))
+
+
+def scores(entries: Seq[Any], prompt: Seq[int], first: int, top: int) -> list[Logprob]:
+    """Log-probabilities of the prompt's tokens from ``first`` on.
+
+    Args:
+        entries: for each prompt token but the first, token id → object with ``logprob`` and ``rank``.
+        top: number of alternatives per token.
+    Returns: an empty list if entries are missing: they could not be assigned to tokens.
+    """
+    if len(entries) < len(prompt) - 1:
+        return []
+    return [_score(entries[at - 1], prompt[at], top) for at in range(first, len(prompt))]
+
+
+def _score(entry: Mapping[int, Any], token: int, top: int) -> Logprob:
+    values = {int(token_id): float(value.logprob) for token_id, value in entry.items()}
+    best = sorted(values.items(), key=lambda pair: -pair[1])[:top]
+    own = entry.get(token)
+    return Logprob(MISSING, tuple(best)) if own is None else Logprob(float(own.logprob), tuple(best), own.rank or 0)
+
 
 log = structlog.get_logger("engine")
 

@@ -6,8 +6,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from penstock.workers.engines.logits.base import BaseLogitsProcessor
-from penstock.workers.engines.logits.error_counter import ErrorCounter
+from penstock.workers.engines.logits.base import BaseLogitsProcessor, ErrorCounter
 
 NO_TOKEN_LEFT = "it left no token to draw: the largest logit is not a finite number"
 

@@ -1,7 +1,12 @@
-"""The protocol of logits processors."""
+"""The protocol of logits processors.
+
+Counts the failures of logits processors, and logs each kind once.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import structlog
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,3 +39,21 @@ class BaseLogitsProcessor(Protocol):
             input_ids: the prompt and all generated tokens; read-only.
             logits: (vocab,) of the next token, a view that is edited in place. Return values are ignored.
         """
+
+
+log = structlog.get_logger("engine")
+
+
+class ErrorCounter:
+    """The failures of one engine. ``count``: calls that were undone."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._logged: set[tuple[str, str]] = set()
+
+    def add(self, name: str, kind: str, error: str) -> None:
+        """Count a failure. ``kind`` decides whether it is logged, since the text may contain changing numbers."""
+        self.count += 1
+        if (name, kind) not in self._logged:
+            self._logged.add((name, kind))
+            log.error("logits_processor_failed", processor=name, error=error, action="logits left as they were")

@@ -14,17 +14,14 @@ from penstock.infra.text.detokenizer import REPLACEMENT
 from penstock.workers.engines.base import EngineInfo
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler, ModelTokens, working
 from penstock.workers.engines.core.blocks import BlockManager
-from penstock.workers.engines.core.config import SchedulerConfig
+from penstock.workers.engines.core.config import MAX_SCORED_TOKENS, SchedulerConfig
 from penstock.workers.engines.core.data_parallel import DataParallelEngine
-from penstock.workers.engines.core.encode_engine import EncodeEngine
+from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.core.scheduler import Scheduler
-from penstock.workers.engines.core.scoring import MAX_SCORED_TOKENS
-from penstock.workers.engines.mock.constrained import closing_tokens
-from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary
+from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary, closing_tokens
 from penstock.workers.engines.mock.memory import BLOCK_BYTES, MockBlocks, MockVisionEncoder
-from penstock.workers.engines.mock.play import Played, Player
-from penstock.workers.engines.mock.recording import read_recording
+from penstock.workers.engines.mock.play import Played, Player, read_recording
 
 DEFAULT_BLOCKS = 16_384
 DEFAULT_SLOTS = 256

@@ -2,17 +2,27 @@
 
 A request is recognised by its prompt's tokens, then by the recorded request's id in its ``X-Request-Id`` header. Of
 several recorded answers to a prompt the one with the same seed is played, else they take turns.
+
+Reads what the mock plays from an export: records for the answers, token batches for their times.
 """
 
+import gzip
 import time
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+import structlog
 from blake3 import blake3
 
-from penstock.schemas.tokens import Logprob
-from penstock.schemas.wire import pack_tokens
+from penstock.infra.bus.direct_get import parse_time
+from penstock.schemas.done import Done, Outcome
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import Logprob, TokenBatch
+from penstock.schemas.wire import pack_tokens, unpack_tokens
 from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
 
 LONGEST_WAIT_S = 0.005  # then new requests are looked at
@@ -132,3 +142,131 @@ def is_played(scheduled: ScheduledSequence) -> bool:
 
 def _digest(prompt: bytes) -> bytes:
     return blake3(prompt).digest(length=16)
+
+
+log = structlog.get_logger("engine")
+
+FORMAT = "penstock-export"
+VERSION = 2
+_WANTED = (b'"stream":"TOKENS"', b'"stream":"DONE"', b'"stream":"REQUESTS"')
+
+
+class _Header(msgspec.Struct):
+    format: str
+    version: int
+
+
+class _Line(msgspec.Struct):
+    stream: str
+    time: str
+    body: msgspec.Raw = msgspec.Raw()
+    request: msgspec.Raw = msgspec.Raw()
+
+
+_read_header = msgspec.json.Decoder(_Header).decode
+_read_line = msgspec.json.Decoder(_Line).decode
+_read_request = msgspec.json.Decoder(GenerateRequest).decode
+_read_batch = msgspec.json.Decoder(TokenBatch).decode
+_read_done = msgspec.json.Decoder(Done).decode
+
+Stored = dict[tuple[str, int], list[tuple[float, int, int]]]  # by request and choice: (seconds, first, count)
+
+
+def read_recording(path: str, vocab_size: int, *, skip_bad: bool = False) -> list[Played]:
+    """The requests of an export that have ended with tokens, in the order in which they did.
+
+    Args:
+        skip_bad: leave damaged lines out, and what is behind the damage of a compressed file.
+    Raises:
+        ValueError: it cannot be read, has none, or its tokens are not this vocabulary's.
+    """
+    requests: dict[str, GenerateRequest] = {}
+    stored: Stored = {}
+    ended: list[Done] = []
+    bad: list[str] = []
+    number = 0
+    try:
+        for number, line in enumerate(_lines(path), 1):
+            try:
+                _add(line, number, requests, stored, ended)
+            except (msgspec.MsgspecError, ValueError) as error:
+                if not skip_bad or number == 1:
+                    hint = "; --skip-bad leaves damaged lines out" if number > 1 else ""
+                    raise ValueError(f"--play {path}, line {number}: {error}{hint}") from None
+                bad.append(f"line {number}: {error}")
+    except (OSError, EOFError, zlib.error) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        if not skip_bad or not number:
+            raise ValueError(f"--play {path} cannot be read: {reason}") from error
+        bad.append(f"behind line {number}: {reason}")
+    if bad:
+        log.warning("recording_lines_skipped", file=path, lines=len(bad), first=bad[0])
+    played = [read for event in ended if (read := _played(event, requests.get(event.request), stored)) is not None]
+    if not played:
+        raise ValueError(f"--play {path}: it has no answer to play; export whole requests, with their records")
+    largest = max((max(answer.tokens, default=0) for each in played for answer in each.answers), default=0)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"--play {path}: its tokens go up to {largest}, and the model has {vocab_size}: name the recorded model's "
+            "directory with --model"
+        )
+    return played
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    with gzip.open(path, "rb") if path.endswith(".gz") else Path(path).open("rb") as file:
+        yield from file
+
+
+def _add(line: bytes, number: int, requests: dict[str, GenerateRequest], stored: Stored, ended: list[Done]) -> None:
+    if number == 1:
+        header = _read_header(line)
+        if header.format != FORMAT or header.version > VERSION:
+            raise ValueError(f"not an export of format {VERSION}: it is {header.format} {header.version}")
+        return
+    if not line.startswith(b'{"stream":"') or not any(name in line[:40] for name in _WANTED):
+        return
+    record = _read_line(line)
+    body = bytes(record.body)
+    if not body:
+        return  # a message of another build
+    if record.stream == "REQUESTS":
+        request = _read_request(body)
+        requests[request.id] = request
+    elif record.stream == "TOKENS":
+        at = parse_time(record.time) / 1e9
+        for item in _read_batch(body).items:
+            if item.choice >= 0 and item.tokens:
+                stored.setdefault((item.request, item.choice), []).append((at, item.first, len(item.tokens) >> 2))
+    elif b'"type":"done"' in body[:40]:
+        event = _read_done(body)
+        ended.append(event)
+        text = bytes(record.request)
+        if text and not text.isdigit() and event.request not in requests:  # a number is a line of REQUESTS
+            requests[event.request] = _read_request(text)
+
+
+def _played(event: Done, request: GenerateRequest | None, stored: Stored) -> Played | None:
+    if request is None or not request.prompt or not any(choice.tokens for choice in event.choices):
+        return None
+    answers = tuple(
+        _answer(event, choice, stored.get((event.request, index), [])) for index, choice in enumerate(event.choices)
+    )
+    return Played(event.request, request.prompt, request.sampling.seed, answers)
+
+
+def _answer(event: Done, choice: Outcome, stored: list[tuple[float, int, int]]) -> Answer:
+    """The choice with its times: from its token batches, else at equal steps to the end."""
+    tokens, times = unpack_tokens(choice.tokens), event.timings
+    count = len(tokens)
+    start = times.started_ns or times.created_ns
+    first = max(0.0, (times.first_token_ns - start) / 1e9) if times.first_token_ns else 0.0
+    duration = max(first, (times.ended_ns - start) / 1e9) if times.ended_ns else first
+    due = [first + (duration - first) * position / max(1, count - 1) for position in range(count)]
+    if stored:
+        began = min(stored)[0]
+        latest = first
+        for at, position, size in sorted(stored, key=lambda item: item[1]):
+            latest = max(latest, first + at - began)
+            due[position : position + size] = [latest] * len(due[position : position + size])
+    return Answer(tokens, due, choice.logprobs)

@@ -5,9 +5,9 @@ from pathlib import Path
 from penstock.configs.settings import WorkerSettings
 from penstock.workers.engines.budgets import wait_passively
 from penstock.workers.engines.constraints.compiler import compiler
-from penstock.workers.engines.core.encode_engine import EncodeEngine
+from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.logits.flags import from_settings as processors
+from penstock.workers.engines.logits.registry import from_settings as processors
 from penstock.workers.engines.native.model.options import NativeOptions
 
 
@@ -53,7 +53,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
 def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
     """The engine of an encode worker; raises as ``build_encoder`` does."""
     wait_passively()
-    from penstock.workers.engines.native.encoder import build_encoder
+    from penstock.workers.engines.native.build import build_encoder
 
     options = NativeOptions(
         block_size=settings.block_size,

@@ -1,34 +1,50 @@
-"""Builds a native engine: loads the model, sizes the KV pool, picks the executor, warms it up."""
+"""Builds a native engine: loads the model, sizes the KV pool, picks the executor, warms it up.
+
+The pool of offloaded KV blocks in host memory.
+
+Whether speculation can be faster than none on this device, by measured steps of one short request.
+
+The engine of an encode worker: vision tower, projector and embeddings, without the language model.
+"""
 
 import functools
 import os
+import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import structlog
 import torch
 
+from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines import budgets
-from penstock.workers.engines.base import EngineError, EngineInfo
+from penstock.workers.engines.base import EngineError, EngineInfo, SequenceRequest
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler
-from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.blocks import BlockManager, Copies, HostCache
 from penstock.workers.engines.core.config import SchedulerConfig
-from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.core.offload import HostCache
+from penstock.workers.engines.core.embeddings import EncodeEngine
+from penstock.workers.engines.core.engine import ScheduledEngine, Speculation
 from penstock.workers.engines.core.scheduler import Scheduler
-from penstock.workers.engines.core.speculation import Speculation
-from penstock.workers.engines.logits import Registry
-from penstock.workers.engines.native import speculation_speed
+from penstock.workers.engines.core.sequence import Executor, OverlapExecutor
+from penstock.workers.engines.logits.registry import Registry
 from penstock.workers.engines.native.executors import make_executor, make_speculation, prepared, scratch_scheduler
-from penstock.workers.engines.native.host_pool import HostPool
+from penstock.workers.engines.native.model import vision
 from penstock.workers.engines.native.model.draft import load_draft
-from penstock.workers.engines.native.model.executor import TorchExecutor
-from penstock.workers.engines.native.model.loading import load, vision_encoder
+from penstock.workers.engines.native.model.executor import TorchExecutor, device_errors
+from penstock.workers.engines.native.model.loading import (
+    configuration,
+    end_tokens,
+    load,
+    positions,
+    vision_encoder,
+    weights,
+    written,
+)
 from penstock.workers.engines.native.model.model import Model, ModelError
 from penstock.workers.engines.native.model.options import DEFAULTS, NativeOptions
-from penstock.workers.engines.native.model.pool import out_of_memory
+from penstock.workers.engines.native.model.pool import Pool, out_of_memory, zeros
 from penstock.workers.engines.native.model.pools import Pools, make_pools
 from penstock.workers.engines.native.model.quantize import quantize
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
@@ -36,7 +52,88 @@ from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 if TYPE_CHECKING:
     from penstock.workers.engines.native.cuda.executor import CudaExecutor
 
+
+class HostPool:
+    """Implements ``penstock.workers.engines.core.blocks.BlockCopier``: slots of the same shape as the pool's blocks.
+
+    Raises:
+        EngineError: there is no memory for it.
+    """
+
+    def __init__(self, pool: Pool, slots: int) -> None:
+        self._pool: Pool | None = pool
+        self._device = pool.data.device
+        size, dtype = (slots, *pool.data.shape[1:]), pool.data.dtype
+        try:
+            if self._device.type == "cuda":  # page-locked, so that copies are asynchronous
+                self._data = torch.zeros(size, dtype=dtype, pin_memory=True)
+            else:
+                self._data = zeros(size, dtype, torch.device("cpu"))
+        except (OSError, RuntimeError) as error:
+            raise EngineError(f"{slots} KV blocks do not fit into host memory; lower kv_offloading_size") from error
+
+    def copy(self, copies: Copies) -> None:
+        """Queue the copies on the device, without waiting; later steps see the result."""
+        assert self._pool is not None, "closed"
+        blocks, slots = self._pool.data, self._data
+        with device_errors(self._device), torch.inference_mode():
+            for block, slot in copies.saves:
+                slots[slot].copy_(blocks[block], non_blocking=True)
+            for slot, block in copies.loads:
+                blocks[block].copy_(slots[slot], non_blocking=True)
+
+    def close(self) -> None:
+        self._pool, self._data = None, torch.empty(0)
+
+
 log = structlog.get_logger("engine")
+
+PROMPT, ANSWER = 2, 40  # tokens
+SKIPPED = 4  # steps: those of the prompt, and the first that decode
+
+
+class BothExecutor(Executor, OverlapExecutor, Protocol):
+    """Computes steps at once, or launches them."""
+
+
+def can_pay(
+    executor: BothExecutor,
+    speculation: Speculation,
+    tokens: int,
+    info: EngineInfo,
+    make_scheduler: Callable[[], Scheduler],
+) -> bool:
+    """Whether a step with ``tokens`` proposals is shorter than the steps of as many tokens without them.
+
+    One sequence is measured, for which proposals pay most. A False is logged: with every proposal right, answers would
+    be slower than without speculation.
+
+    Args:
+        executor: of the target model.
+        make_scheduler: of a pool that nothing uses yet.
+    """
+    plain = _step_seconds(ScheduledEngine(info, make_scheduler(), None, ahead=executor))
+    proposing = _step_seconds(ScheduledEngine(info, make_scheduler(), executor, speculation=speculation))
+    if proposing < plain * (tokens + 1):
+        return True
+    log.warning(
+        "speculation_off",
+        reason=f"a step with {tokens} proposed tokens takes {proposing * 1e3:.2f} ms, one without {plain * 1e3:.2f}: "
+        "answers would be slower even if every proposal were right",
+    )
+    return False
+
+
+def _step_seconds(engine: ScheduledEngine) -> float:
+    """Median time of a step of one sequence. The engine is not closed: its executor is another's."""
+    sampling = Sampling(temperature=0.0)
+    engine.submit(SequenceRequest("speed", [0] * PROMPT, sampling, Stop(ANSWER, ignore_eos=True)))
+    times = []
+    while engine.has_work():
+        began = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[SKIPPED:] or times)
 
 
 def build(
@@ -167,11 +264,11 @@ def _if_faster(
     limit: int,
 ) -> Speculation | None:
     """The speculation, or None, and its drafter closed, if it cannot be faster than none."""
-    tokens, count = speculation_speed.PROMPT + speculation_speed.ANSWER, options.num_speculative_tokens
+    tokens, count = PROMPT + ANSWER, options.num_speculative_tokens
     if min(pools.kv.blocks * options.block_size, limit) <= tokens:
         return speculation
     make = functools.partial(scratch_scheduler, pools, options.block_size, tokens)
-    if speculation_speed.can_pay(executor, speculation, count, info, make):
+    if can_pay(executor, speculation, count, info, make):
         return speculation
     speculation.drafter.close()
     return None
@@ -235,3 +332,41 @@ def _model_len(wanted: int, limit: int, most: int) -> int:
         most = max(limit, most)
         raise ModelError(f"max_model_len is {wanted}; this model takes {most} (longer needs another RoPE scaling)")
     return wanted or limit
+
+
+def build_encoder(model: str, options: NativeOptions = DEFAULTS) -> EncodeEngine:
+    """Load the vision encoder of a model. The language model's weights are never read.
+
+    Args:
+        options: those of loading apply (device, dtype, threads, embed_slots). block_size, max_running and
+            max_model_len are only reported in ``info``.
+
+    Raises:
+        ModelError: the model takes no images that can be embedded here, or files are missing.
+        EngineError: weights or embeddings do not fit into memory, or the device is missing.
+    """
+    started = time.perf_counter()
+    config = configuration(model)
+    reason = vision.refusal(config)
+    if reason:
+        raise ModelError(f"{reason}; an encode worker needs a vision model")
+    where = find_device(options.device)
+    set_threads(options.threads, where)
+    try:
+        tower = weights(vision.tower_of(config), model, config, device=where, dtype=options.dtype)
+        encoder = vision_encoder(model, tower, options.embed_slots)
+    except torch.OutOfMemoryError as error:
+        raise EngineError(out_of_memory(error)) from error
+    text = config.get_text_config()
+    info = EngineInfo(
+        name="native",
+        block_size=options.block_size,
+        total_blocks=encoder.slots,
+        slots=options.max_running,
+        max_model_len=options.max_model_len or positions(config, written(model)).tokens,
+        vocab_size=text.vocab_size,
+        eos_token_ids=end_tokens(tower),
+        kv_events=False,
+        load_seconds=time.perf_counter() - started,
+    )
+    return EncodeEngine(info, encoder)

@@ -9,10 +9,10 @@ from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.config import SchedulerConfig
-from penstock.workers.engines.core.ngram import NgramDrafter
+from penstock.workers.engines.core.drafts import NgramDrafter
+from penstock.workers.engines.core.engine import Drafter, Speculation
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Executor
-from penstock.workers.engines.core.speculation import Drafter, Speculation
 from penstock.workers.engines.native.model.attention import Unsupported
 from penstock.workers.engines.native.model.draft import DraftModel
 from penstock.workers.engines.native.model.executor import TorchExecutor
@@ -50,7 +50,7 @@ def prepared(model: Model, reload: Callable[[], Model] | None, *, invariant: boo
     if model.device.type != "cuda":
         return Prepared(model)
     try:
-        from penstock.workers.engines.native.cuda.prepare import prepare
+        from penstock.workers.engines.native.cuda.rewrite import prepare
     except ImportError as error:
         if invariant:
             raise ModelError(f"batch_invariant needs triton, which torch's CUDA builds come with ({error})") from error
@@ -118,8 +118,7 @@ def make_speculation(options: NativeOptions, draft: Prepared | None, pools: Pool
     assert pools.draft is not None
     if draft.rotation is None:
         return Speculation(DraftModel(draft.model, pools.draft), options.num_speculative_tokens)
-    from penstock.workers.engines.native.cuda.draft import CudaDraftModel
-    from penstock.workers.engines.native.cuda.draft_loop import DraftLoop
+    from penstock.workers.engines.native.cuda.draft import CudaDraftModel, DraftLoop
     from penstock.workers.engines.native.cuda.executor import CudaExecutor
 
     executor = CudaExecutor(

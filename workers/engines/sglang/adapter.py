@@ -17,8 +17,7 @@ from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
 from penstock.workers.engines.sglang.api import Api
 from penstock.workers.engines.sglang.follower import Call, Follower
-from penstock.workers.engines.sglang.load import RankLoads
-from penstock.workers.engines.sglang.metrics import SglangSeries
+from penstock.workers.engines.sglang.metrics import RankLoads, SglangSeries
 from penstock.workers.engines.sglang.prepare import Options, Prepared, check, meeting, offer, prepare
 from penstock.workers.engines.sglang.processes import Processes
 

@@ -23,22 +23,27 @@ from penstock.workers.engines.external import nodes
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
 from penstock.workers.engines.external.event_streams import channels, subscribe
-from penstock.workers.engines.external.guard import Guard, children
-from penstock.workers.engines.external.loop import LoopThread
 from penstock.workers.engines.external.metrics import MULTIPROCESS
-from penstock.workers.engines.external.network import address, environ, free_ports
-from penstock.workers.engines.external.runtime import CLOSE_S, EngineRuntime, Inbox, shut_down
-from penstock.workers.engines.served import Served
+from penstock.workers.engines.external.nodes import address, environ, free_ports
+from penstock.workers.engines.external.runtime import (
+    CLOSE_S,
+    EngineRuntime,
+    Guard,
+    Inbox,
+    LoopThread,
+    children,
+    shut_down,
+)
 from penstock.workers.engines.sglang import api as apis
 from penstock.workers.engines.sglang import metrics, plugin
 from penstock.workers.engines.sglang.adapter import SglangAdapter
 from penstock.workers.engines.sglang.api import Api
 from penstock.workers.engines.sglang.args import EngineSettings, Resolved, layout, ranks_of, resolve
 from penstock.workers.engines.sglang.follower import Call
-from penstock.workers.engines.sglang.handoff import FAKE_HOST, Address, Room
-from penstock.workers.engines.sglang.load import RankLoads
-from penstock.workers.engines.sglang.prepare import Options
+from penstock.workers.engines.sglang.metrics import RankLoads
+from penstock.workers.engines.sglang.prepare import FAKE_HOST, Address, Options, Room
 from penstock.workers.engines.sglang.processes import Processes, stop_watchdog
+from penstock.workers.engines.support import Served
 
 log = structlog.get_logger("engine")
 

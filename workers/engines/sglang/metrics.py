@@ -2,10 +2,13 @@
 
 SGLang's schedulers write their values to files of prometheus_client's multiprocess mode; its tokenizer manager runs in
 this process. Unless that mode is on here too, its values are in the registry of this process alone.
+
+What the ranks' schedulers say of their load (``get_loads``). Pure.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import Metric
@@ -62,3 +65,32 @@ def series(before: str | None) -> SglangSeries:
         return SglangSeries(folder, None)
     os.environ.pop(MULTIPROCESS, None)
     return SglangSeries(folder)
+
+
+class RankLoads:
+    """The latest load of each rank. Written in the loop thread, read in the engine thread.
+
+    Attributes:
+        used_tokens: held by running requests, by rank.
+        running: requests, by rank.
+        slots: requests that run at once, by rank.
+        preemptions: of ended requests, since start.
+    """
+
+    def __init__(self) -> None:
+        self.used_tokens: dict[int, int] = {}
+        self.running: dict[int, int] = {}
+        self.slots: dict[int, int] = {}
+        self.preemptions = 0
+
+    def take(self, loads: Iterable[Any]) -> None:
+        """Take what ``get_loads`` has returned: an object for each rank."""
+        for load in loads:
+            rank = int(load.dp_rank)
+            self.used_tokens[rank] = int(load.num_used_tokens)
+            self.running[rank] = int(load.num_running_reqs)
+            self.slots[rank] = int(load.max_running_requests)
+
+    def used_blocks(self, block_size: int) -> int:
+        """Blocks that running requests hold, on all ranks."""
+        return sum(-(-tokens // block_size) for tokens in list(self.used_tokens.values()))

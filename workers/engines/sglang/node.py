@@ -6,7 +6,7 @@ from pathlib import Path
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree
 from penstock.workers.engines.base import EngineError
-from penstock.workers.engines.external.network import environ, reached_at, towards
+from penstock.workers.engines.external.nodes import environ, reached_at, towards
 from penstock.workers.engines.external.runtime import shut_down
 from penstock.workers.engines.sglang import api as apis
 from penstock.workers.engines.sglang.args import follower_tree

@@ -1,16 +1,160 @@
-"""From one of our sequences to calls of ``Engine.async_generate``. Pure."""
+"""From one of our sequences to calls of ``Engine.async_generate``. Pure.
 
+From our request to the fields of SGLang's ``SamplingParams``, 0.5.23. Pure: names and values, no engine types.
+
+An engine without a tokenizer takes no ``min_new_tokens``, and with ``ignore_eos`` it heeds no stop ids either. So the
+first tokens of an output with ``min_tokens`` are a call of their own, in which the ending tokens are barred, and stop
+ids beside ``ignore_eos`` are watched for by the follower.
+
+Draws are counter-based, (seed, position), but only in engines with ``enable_deterministic_inference``; others ignore
+the seed.
+
+Rooms: how a prefill and a decode engine of SGLang find each other for one sequence. Pure.
+
+Both engines run a sequence at the same time. The prefill engine does not begin before the decode engine has reserved
+blocks, and reports its token only after the KV was fetched; the decode engine gets the first token with the KV. So the
+prefill worker hands a request over before it has computed anything (``StepResult.handed``), and the state has no KV's
+location but that of the prefill engine's bootstrap server and a room, a number that both engines are given. Each choice
+of a request has a room of its own.
+
+A decode engine cannot compute a prompt. Without a state that it can use the attempt is given back, and a router places
+the request on another pair.
+"""
+
+from collections import Counter
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
+from blake3 import blake3
+
 from penstock.schemas.errors import Code
+from penstock.schemas.requests import Sampling
 from penstock.workers.engines.base import EngineInfo, RequestError, SequenceRequest
-from penstock.workers.engines.external import constrained, requests
+from penstock.workers.engines.external import constrained, handoff_state
+from penstock.workers.engines.external import sampling as requests
 from penstock.workers.engines.external.handoff_state import ConsumedStates
-from penstock.workers.engines.external.sampling import stop_ids
-from penstock.workers.engines.sglang import handoff, sampling
-from penstock.workers.engines.sglang.handoff import Address, Room
+from penstock.workers.engines.external.sampling import greedy, seed_of, shape, stop_ids
 from penstock.workers.engines.sglang.plugin import behind
+
+BARRED = -1e9  # bias of a token that must not be drawn; below any logit, and finite in each data type
+
+
+def sampling_arguments(
+    sampling: Sampling,
+    *,
+    max_tokens: int,
+    choice: int = 0,
+    earlier: Seq[int] = (),
+    ends: Collection[int] = (),
+    barred: Collection[int] = (),
+    grammar: str = "",
+) -> dict[str, Any]:
+    """Fields of ``SamplingParams``. Those left out have defaults in the engine that mean the same.
+
+    Args:
+        max_tokens: tokens that are still to be generated.
+        earlier: generated tokens that the engine sees as prompt. It counts penalties over its own output only, so
+            those of ``earlier`` are passed as a bias: exact for ``frequency_penalty``, for ``presence_penalty`` until
+            one of the tokens is drawn again, and not at all for ``repetition_penalty``.
+        ends: token ids that end the output, besides the model's own; empty: nothing does.
+        barred: token ids that are not drawn.
+        grammar: what the output matches, in llguidance's dialect of Lark.
+    """
+    parameters: dict[str, Any] = {
+        "max_new_tokens": max_tokens,
+        "ignore_eos": not ends,
+        "sampling_seed": seed_of(sampling.seed, choice, 0),  # positions are part of the engine's own draw
+    }
+    if ends:
+        parameters["stop_token_ids"] = sorted(ends)
+    if grammar:
+        parameters["ebnf"] = grammar
+    if greedy(sampling):
+        parameters["temperature"] = 0.0
+    shaped = shape(sampling)
+    if shaped.get("top_k", 1) <= 0:
+        del shaped["top_k"]  # all tokens
+    parameters |= shaped
+    if bias := _bias(sampling, earlier, barred):
+        parameters["logit_bias"] = bias
+    return parameters
+
+
+def _bias(sampling: Sampling, earlier: Seq[int], barred: Collection[int]) -> dict[str, float]:
+    bias = dict(sampling.logit_bias)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        for token, count in Counter(earlier).items():
+            penalty = sampling.presence_penalty + sampling.frequency_penalty * count
+            bias[token] = bias.get(token, 0.0) - penalty
+    bias |= dict.fromkeys(barred, BARRED)
+    return {str(token): value for token, value in bias.items()}
+
+
+FAKE_HOST = "2.2.2.2"  # SGLang's: a request with it runs without the other engine, and its answer is worthless
+_ROOM_BITS = 52  # of a request; the choice is added
+_CHOICES = 1 << 10
+
+
+class Address(NamedTuple):
+    """Of a prefill engine's bootstrap server."""
+
+    host: str
+    port: int
+
+
+class Room(NamedTuple):
+    """Where the engines meet for one sequence. ``rank``: of the prefill engine, if it has several."""
+
+    address: Address
+    number: int
+    rank: int | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of ``async_generate``, equal on both sides."""
+        found: dict[str, Any] = {
+            "bootstrap_host": self.address.host,
+            "bootstrap_port": self.address.port,
+            "bootstrap_room": self.number,
+        }
+        return found if self.rank is None else found | {"disagg_prefill_dp_rank": self.rank}
+
+
+def room(address: Address, handoff: str, choice: int, rank: int | None = None) -> Room:
+    """The room of a choice. Never 0, which SGLang takes for "none"; no two handoffs share one, but for a chance of
+    2**-52 per pair.
+
+    Args:
+        handoff: names the handoff of a request in one attempt.
+    """
+    base = int.from_bytes(blake3(handoff.encode()).digest(length=8), "big") >> (64 - _ROOM_BITS)
+    return Room(address, (base + 1) * _CHOICES + choice % _CHOICES, rank)
+
+
+def pack(address: Address, handoff: str, layout: str, tokens: Seq[int], rank: int | None = None) -> bytes:
+    """The state for ``Held.opaque``.
+
+    Args:
+        tokens: prompt and output so far, of which the prefill engine computes the KV.
+    """
+    params = {"host": address.host, "port": address.port, "name": handoff, "rank": rank}
+    return handoff_state.pack(params, layout, tokens, [])
+
+
+def unpack(opaque: bytes, layout: str, tokens: Seq[int], choice: int) -> Room:
+    """The room of a choice that continues ``tokens``.
+
+    Raises:
+        ValueError: the state is damaged, or from another prompt, attempt or KV layout.
+    """
+    state = handoff_state.unpack(opaque, layout)
+    if state.context != handoff_state.digest(tokens):
+        raise ValueError("it belongs to other tokens than these")
+    host, port, name, rank = (state.params.get(key) for key in ("host", "port", "name", "rank"))
+    if not isinstance(host, str) or not isinstance(port, int) or not isinstance(name, str):
+        raise ValueError("it names no bootstrap server")
+    return room(Address(host, port), name, choice, rank if isinstance(rank, int) else None)
 
 
 class Options(NamedTuple):
@@ -83,10 +227,10 @@ def meeting(request: SequenceRequest, info: EngineInfo, options: Options, consum
     if options.role == "prefill":
         if not request.handoff:
             raise ValueError("this worker computes prompts for decode workers only")
-        return handoff.room(options.address, request.handoff, request.choice, _rank(request, info))
+        return room(options.address, request.handoff, request.choice, _rank(request, info))
     if not request.opaque:
         raise ValueError("this worker generates behind prompts of prefill workers only")
-    found = handoff.unpack(request.opaque, options.layout, [*request.prompt, *request.generated], request.choice)
+    found = unpack(request.opaque, options.layout, [*request.prompt, *request.generated], request.choice)
     if not consumed.claim(found):
         raise ValueError("it was used before")
     return found
@@ -95,7 +239,7 @@ def meeting(request: SequenceRequest, info: EngineInfo, options: Options, consum
 def offer(request: SequenceRequest, info: EngineInfo, options: Options) -> bytes:
     """What the decode worker's engine needs to meet this one."""
     tokens = [*request.prompt, *request.generated]
-    return handoff.pack(options.address, request.handoff, options.layout, tokens, _rank(request, info))
+    return pack(options.address, request.handoff, options.layout, tokens, _rank(request, info))
 
 
 def _rank(request: SequenceRequest, info: EngineInfo) -> int | None:
@@ -133,7 +277,7 @@ def prepare(
         ends_here, barred = ends, frozenset()
     arguments: dict[str, Any] = {
         "input_ids": tokens,
-        "sampling_params": sampling.arguments(
+        "sampling_params": sampling_arguments(
             request.sampling,
             max_tokens=limit,
             choice=request.choice,

@@ -8,13 +8,13 @@ from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.base import EngineInfo, RequestError, SequenceRequest
-from penstock.workers.engines.core.embedding_pool import TEXT_ONLY, EmbeddingPool
+from penstock.workers.engines.core.embeddings import TEXT_ONLY, EmbeddingPool
 from penstock.workers.engines.external.engine import BlockCounts
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
-from penstock.workers.engines.served import Served
-from penstock.workers.engines.trtllm import stats
+from penstock.workers.engines.support import Served
+from penstock.workers.engines.trtllm import metrics as stats
 from penstock.workers.engines.trtllm.api import Api
 from penstock.workers.engines.trtllm.follower import Call, Follower
 from penstock.workers.engines.trtllm.image_slots import ImageSlotStore

@@ -1,17 +1,31 @@
-"""From settings to a running TensorRT-LLM engine: arguments, checks, construction and one warm-up request."""
+"""From settings to a running TensorRT-LLM engine: arguments, checks, construction and one warm-up request.
+
+How this process was launched among the ranks of one engine. Pure: the environment is an argument.
+
+Under MPI or Slurm, every rank runs the same command. TensorRT-LLM's launcher runs our worker on the first rank only and
+makes the others its compute processes. Without it, each rank would register a worker of its own and wait for the
+others.
+
+What an engine does with sampling options, found by a few short requests at its start.
+
+Releases differ, and so do their samplers: TorchSampler of 1.2 reads temperature, top_k and top_p, and drops the others
+in silence. No signature says so. Each question therefore biases two tokens far above all others, or flattens the
+distribution, so that the answer shows whether the option counts, whatever the model.
+"""
 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import structlog
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.engine_args.model_shape import Shape, UnknownShape, shape_of
+from penstock.infra.engine_args.memory_estimate import Shape, UnknownShape, shape_of
 from penstock.infra.engine_args.rules.base import Context
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.infra.engine_args.tree import BadArguments
@@ -23,11 +37,11 @@ from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, Co
 from penstock.workers.engines.external import arguments as user_arguments
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
-from penstock.workers.engines.external.loop import LoopThread
-from penstock.workers.engines.external.runtime import EngineRuntime, bounded, shut_down
-from penstock.workers.engines.served import Served
+from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread, bounded, shut_down
+from penstock.workers.engines.support import Served
 from penstock.workers.engines.trtllm import api as apis
-from penstock.workers.engines.trtllm import errors, launch, sampling, stats
+from penstock.workers.engines.trtllm import follower, prepare
+from penstock.workers.engines.trtllm import metrics as stats
 from penstock.workers.engines.trtllm.adapter import TrtllmAdapter
 from penstock.workers.engines.trtllm.api import Api
 from penstock.workers.engines.trtllm.args import AS_1_2, GRAMMARS, EngineSettings, Installed, Resolved, resolve
@@ -35,12 +49,107 @@ from penstock.workers.engines.trtllm.follower import Call
 from penstock.workers.engines.trtllm.image_slots import ImageSlotStore, dtype_of, inputs
 from penstock.workers.engines.trtllm.log_watch import LogWatch
 from penstock.workers.engines.trtllm.metrics import NativeMetrics
-from penstock.workers.engines.trtllm.prepare import Options, bias
-from penstock.workers.engines.trtllm.probes import TOKENS, Answer, find
-from penstock.workers.engines.trtllm.sampling import OutputPart
+from penstock.workers.engines.trtllm.prepare import Options, OutputPart, bias
 
 if TYPE_CHECKING:
     from penstock.workers.engines.trtllm.logits_processors import TrtllmProcessors
+
+LAUNCHER = "trtllm-llmapi-launch"
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "SLURM_STEP_NUM_TASKS")
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+
+class Launch(NamedTuple):
+    """
+    Attributes:
+        launched: by TensorRT-LLM's launcher.
+        ranks: processes that were started together.
+        leads: this process is the first rank.
+    """
+
+    launched: bool
+    ranks: int
+    leads: bool
+
+
+def launch_of(environ: Mapping[str, str]) -> Launch:
+    """The launch that environment variables describe."""
+    if environ.get("TLLM_SPAWN_PROXY_PROCESS") == "1":
+        return Launch(True, _number(environ, ("tllm_mpi_size",), 1), True)  # the launcher removes MPI's variables
+    return Launch(False, _number(environ, _SIZES, 1), _number(environ, _RANKS, 0) == 0)
+
+
+def problem(environ: Mapping[str, str], world: int) -> str:
+    """Why an engine of ``world`` ranks cannot start here; "": it can."""
+    launch = launch_of(environ)
+    if not launch.launched and launch.ranks > 1:
+        return (
+            f"{launch.ranks} processes were started by MPI or Slurm without TensorRT-LLM's launcher; put {LAUNCHER} in "
+            "front of 'penstock worker', so that one of them serves and the others compute"
+        )
+    if launch.launched and launch.ranks not in (1, world):
+        return f"the launcher started {launch.ranks} ranks, but the engine's arguments need {world}; make them equal"
+    return ""
+
+
+def _number(environ: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
+    for name in names:
+        value = environ.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return default
+
+
+TOKENS = 4  # of each answer
+_FLAT = 50.0  # temperature at which any token may come
+_FIRST, _SECOND, _PENALTY = 400.0, 200.0, 500.0  # far above the logits, and exact in bfloat16
+
+
+class Answer(NamedTuple):
+    """``logprobs``: of the first token, by token id."""
+
+    tokens: Seq[int] = ()
+    logprobs: Mapping[int, Any] = {}
+
+
+Ask = Callable[[Mapping[str, Any]], Awaitable[Answer]]
+
+
+async def find(ask: Ask, prompt_len: int, eos: Seq[int]) -> Served:
+    """
+    Args:
+        ask: one request with these arguments of SamplingParams beside ``max_tokens``; an empty answer: it was refused.
+            ``embedding_bias`` is a mapping from token id to bias. The prompt has neither of the tokens 2 to 9.
+        prompt_len: tokens of its prompt.
+    """
+    first, second = [token for token in range(2, 10) if token not in eos][:2]
+    bias = {"temperature": 0.0, "embedding_bias": {first: _FIRST, second: _SECOND}}
+    flat = {"temperature": _FLAT, "top_p": 1.0, "top_k": 0}
+
+    async def drawn(**arguments: Any) -> list[int]:
+        return list((await ask(arguments)).tokens)
+
+    async def barred(minimum: int) -> int:
+        """Tokens before an end token that wins unless it is barred."""
+        answer = await drawn(**{**bias, "embedding_bias": {end: _FIRST}}, end_id=end, min_tokens=minimum)
+        return sum(token != end for token in answer) if answer else -1
+
+    plain = await drawn(**bias)
+    penalties = plain[:2] == [first, first] and (await drawn(**bias, frequency_penalty=_PENALTY))[:2] == [first, second]
+    greedy = await drawn(temperature=0.0)
+    min_p = bool(greedy) and await drawn(**flat, min_p=1.0) == greedy
+    seeds = [await drawn(**flat, seed=seed) for seed in (1, 1, 2)]
+    seed = bool(seeds[0]) and seeds[0] == seeds[1] != seeds[2]
+    alternatives = len((await ask({"temperature": 0.0, "logprobs": 2})).logprobs) > 1
+    minimum: Literal["output", "all", ""] = ""
+    if eos:
+        end = eos[0]
+        if await barred(2) == 2:
+            minimum = "output"
+        elif await barred(prompt_len + 2) == 2:
+            minimum = "all"
+    return Served(penalties, min_p, seed, alternatives, minimum)
+
 
 log = structlog.get_logger("engine")
 
@@ -132,7 +241,7 @@ def _plan(settings: WorkerSettings, path: Path, *, processors: bool) -> _Plan:
         constraints=grammars is not None, processors=processors, choose_sampler=api.version.startswith("1.2.")
     )
     plan = _Plan(api, path, model, wanted, arguments(settings, wanted, api, path), grammars)
-    if reason := launch.problem(os.environ, plan.args.gpus):
+    if reason := problem(os.environ, plan.args.gpus):
         raise EngineError(reason)
     return plan
 
@@ -179,7 +288,7 @@ def _continuing(plan: _Plan, info: EngineInfo) -> Callable[[SequenceRequest], An
     """Logits processors do not work in disaggregated serving, nor in time with the overlap scheduler."""
     if not info.constraints or plan.wanted.role != "aggregated" or plan.overlaps:
         return None
-    from penstock.workers.engines.trtllm.constraint import Continuing  # imports torch
+    from penstock.workers.engines.trtllm.logits_processors import Continuing  # imports torch
 
     return Continuing(plan.path)
 
@@ -326,7 +435,9 @@ def one_token(api: Api) -> dict[str, Any]:
 
     Its cache salt separates it from clients' requests and from the dummy requests of attention DP.
     """
-    arguments = sampling.arguments(Sampling(temperature=0.0), Stop(1, ignore_eos=True), eos=(), part=OutputPart(1))
+    arguments = prepare.sampling_arguments(
+        Sampling(temperature=0.0), Stop(1, ignore_eos=True), eos=(), part=OutputPart(1)
+    )
     return {"inputs": [1] * WARM_UP_TOKENS, "sampling_params": api.sampling(**arguments)} | _apart(api)
 
 
@@ -362,7 +473,7 @@ def warm_up(plan: _Plan, llm: Any, loop: LoopThread) -> WarmedUp:
             answer = llm.generate_async([1] * WARM_UP_TOKENS, params, **_apart(api))
             (output,) = (await answer.aresult()).outputs
         except Exception as error:
-            if not errors.is_request_error(error, api.request_error, at_call=True):
+            if not follower.is_request_error(error, api.request_error, at_call=True):
                 raise
             return Answer()
         entries = output.logprobs or [{}]

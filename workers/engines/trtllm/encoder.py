@@ -22,9 +22,9 @@ from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.base import EngineError, EngineInfo
-from penstock.workers.engines.core.encode_engine import EncodeEngine
+from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.external.runtime import bounded, shut_down
-from penstock.workers.engines.native.model import media
+from penstock.workers.engines.native.model import embedding_slots
 from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots
 from penstock.workers.engines.trtllm import api as apis
 from penstock.workers.engines.trtllm.args import encoder as needed
@@ -103,7 +103,7 @@ class TrtllmVisionEncoder:
         """
         images = [(slots, medium) for slots, medium in batch if isinstance(medium, Image.Image)]
         for slots, medium in batch:
-            if isinstance(medium, media.Rows):
+            if isinstance(medium, embedding_slots.Rows):
                 self.pool.write(slots, medium.data)
         if images:
             features = self._embed([medium for _, medium in images])

@@ -2,8 +2,11 @@
 
 Everything here runs in the loop thread unless noted. Outputs are copied into the queue at once: TensorRT-LLM returns
 the same object again and again.
+
+Which of the engine's exceptions end one request, and which the engine. Pure: the caller passes the classes.
 """
 
+import re
 import threading
 import time
 from collections.abc import Sequence as Seq
@@ -13,14 +16,51 @@ from typing import Any
 import structlog
 
 from penstock.schemas.errors import Code
-from penstock.workers.engines.external.outputs import SequenceFailure
 from penstock.workers.engines.external.runtime import EngineFailed, EngineRuntime
-from penstock.workers.engines.external.sequences import ActiveSequence, SequenceUpdate
-from penstock.workers.engines.trtllm import disagg, errors, perf_metrics
+from penstock.workers.engines.external.sequences import ActiveSequence, SequenceFailure, SequenceUpdate
+from penstock.workers.engines.trtllm import disagg
+from penstock.workers.engines.trtllm import metrics as perf_metrics
 from penstock.workers.engines.trtllm.api import Api
-from penstock.workers.engines.trtllm.liveness import Liveness
 from penstock.workers.engines.trtllm.metrics import NativeMetrics
 from penstock.workers.engines.trtllm.prepare import Options, Prepared
+from penstock.workers.engines.trtllm.watch import Liveness
+
+_TOO_LONG = re.compile(
+    r"max_num_tokens|max_seq_len|max_input_len|too long|exceed\w*.{0,40}(?:length|limit|tokens)", re.I
+)
+_TRANSFER = re.compile(r"transceiver|kv[ _-]?cache transfer|context (?:phase|request)|disagg", re.I)
+
+
+def is_request_error(error: BaseException, request_error: type[BaseException] | None, *, at_call: bool) -> bool:
+    """Whether only this request failed.
+
+    The call itself validates values and types. While its outputs are iterated, only a RequestError is the request's
+    own.
+
+    Args:
+        request_error: TensorRT-LLM's RequestError; a RuntimeError, so it is checked first.
+        at_call: raised by the call, not while iterating.
+    """
+    if request_error is not None and isinstance(error, request_error):
+        return True
+    return at_call and isinstance(error, ValueError | TypeError | NotImplementedError)
+
+
+def code_of(error: BaseException, *, at_call: bool, adopted: bool) -> Code:
+    """The code of an error of one request.
+
+    Args:
+        adopted: its KV was computed by another engine; if its transfer fails, the prompt can be computed again.
+    """
+    text = str(error)
+    if adopted and _TRANSFER.search(text):
+        return Code.transfer_failed
+    if _TOO_LONG.search(text):
+        return Code.context_length_exceeded
+    if isinstance(error, NotImplementedError):
+        return Code.unsupported
+    return Code.invalid_request if at_call else Code.engine_error
+
 
 log = structlog.get_logger("engine")
 
@@ -136,10 +176,10 @@ class Follower:
             self.abort(sequence)
 
     def _failed(self, sequence: ActiveSequence[Call], error: Exception, *, at_call: bool) -> None:
-        if not errors.is_request_error(error, self._api.request_error, at_call=at_call):
+        if not is_request_error(error, self._api.request_error, at_call=at_call):
             self.broken(error)
         elif not sequence.cancelled:
-            code = errors.code_of(error, at_call=at_call, adopted=sequence.call.adopted)
+            code = code_of(error, at_call=at_call, adopted=sequence.call.adopted)
             self._emit(SequenceUpdate(sequence, failure=SequenceFailure(code, str(error) or type(error).__name__)))
 
     def abort(self, sequence: ActiveSequence[Call]) -> None:
@@ -183,7 +223,7 @@ class Follower:
         try:
             await self._llm.generate_async(**self._options.one_token()).aresult()
         except Exception as error:
-            if not errors.is_request_error(error, self._api.request_error, at_call=True):
+            if not is_request_error(error, self._api.request_error, at_call=True):
                 self.broken(error)
                 return
             log.warning("one_token_refused", error=str(error))

@@ -17,7 +17,7 @@ from penstock.infra.model.modeldir import Vision
 from penstock.schemas.errors import Code
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.base import MediaSpan, RequestError
-from penstock.workers.engines.native.model import media
+from penstock.workers.engines.native.model import embedding_slots
 from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots
 
 DEFAULT_SLOTS = 256
@@ -53,7 +53,7 @@ class ImageSlotStore:
     def fill(self, batch: Seq[tuple[list[int], object]]) -> None:
         """Keep each medium in its slots."""
         for slots, medium in batch:
-            if isinstance(medium, media.Rows):
+            if isinstance(medium, embedding_slots.Rows):
                 self.mark_embedded(slots)
                 self.pool.write(slots, medium.data)
             else:

@@ -1,4 +1,16 @@
-"""From one of our sequences to one call of ``generate_async``."""
+"""From one of our sequences to one call of ``generate_async``.
+
+Converts the cumulative outputs of one sequence to tokens, each reported once.
+
+TensorRT-LLM returns the same list again and again as it grows by several tokens, and its last version may be shorter (a
+stop token was trimmed). Our protocol reports every token once, including the ending one, which is marked.
+
+From our request to the fields of ``tensorrt_llm.SamplingParams``, 1.2.1. Pure: names and values, no engine types.
+
+The worker handles stop strings and detokenization; the engine sees token ids only. Every request names its end tokens:
+an engine without a tokenizer knows none, and one with a tokenizer adds none once ``end_id`` is set. ``ignore_eos`` is
+not used together with stop tokens: it would disable those as well.
+"""
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -8,15 +20,194 @@ import structlog
 
 from penstock.infra.constraints.llguidance_releases import for_release
 from penstock.schemas.errors import Code
+from penstock.schemas.requests import Sampling, Stop
+from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
-from penstock.workers.engines.external import requests
+from penstock.workers.engines.external import sampling as requests
 from penstock.workers.engines.external.constrained import ends, grammar_text
 from penstock.workers.engines.external.handoff_state import ConsumedStates
-from penstock.workers.engines.external.sampling import stop_ids
-from penstock.workers.engines.served import Served, problem
-from penstock.workers.engines.trtllm import disagg, sampling
-from penstock.workers.engines.trtllm.liveness import ANSWER_S, QUIET_S
-from penstock.workers.engines.trtllm.output_cursor import OutputCursor
+from penstock.workers.engines.external.sampling import seed_of, shape, stop_ids
+from penstock.workers.engines.external.sequences import MISSING, SequenceFailure, Token, logprob_of
+from penstock.workers.engines.support import Served, problem
+from penstock.workers.engines.trtllm import disagg
+from penstock.workers.engines.trtllm.watch import ANSWER_S, QUIET_S
+
+_ENDED = frozenset({"stop", "length", "timeout", "cancelled"})  # "not_finished": another engine continues
+
+
+class OutputCursor:
+    """Position in the output of one sequence.
+
+    Args:
+        limit: new tokens after which it ends.
+        stops: token ids that end it, after at least ``min_tokens`` new tokens.
+        end_id: the token that a finish reason "stop" without a token stands for; -1: none.
+        skip: tokens already reported (a prefill worker's) that the engine may repeat at the start.
+        top: alternatives per token; None: no log-probabilities.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int,
+        stops: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
+        end_id: int = -1,
+        skip: Seq[int] = (),
+        top: int | None = None,
+    ) -> None:
+        self.reported = 0  # new tokens
+        self.finished = False
+        self.repeats: bool | None = None if skip else False  # the output starts with ``skip``; None: unknown
+        self._skip = list(skip)
+        self._limit = limit
+        self._stops = stops
+        self._min_tokens = min_tokens
+        self._end_id = end_id
+        self._top = top
+
+    def advance(
+        self,
+        token_ids: Seq[int],
+        logprobs: Seq[Any] | None = None,
+        finish: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> tuple[list[Token], SequenceFailure | None]:
+        """Take one version of the output; returns its new tokens and the failure, if any."""
+        if self.finished:
+            return [], None
+        offset = self._offset(token_ids, finish)
+        if offset is None:
+            return [], None
+        new: list[Token] = []
+        for at in range(offset + self.reported, len(token_ids)):
+            token = token_ids[at]
+            self.reported += 1
+            ends = self._ends(token)
+            value = self._logprob(token, at, len(token_ids), logprobs)
+            new.append(Token(token, ends, value, token if ends == "stop" else None))
+            if ends:
+                self.finished = True
+                return new, None
+        if finish in _ENDED:
+            return self._engine_ended(new, finish, stop_reason)
+        return new, None
+
+    def _offset(self, token_ids: Seq[int], finish: str | None) -> int | None:
+        """Where the new tokens start; None: not known yet."""
+        if self.repeats is None:
+            skipped = len(self._skip)
+            if len(token_ids) < skipped and list(token_ids) == self._skip[: len(token_ids)] and finish not in _ENDED:
+                return None
+            self.repeats = list(token_ids[:skipped]) == self._skip
+        return len(self._skip) if self.repeats else 0
+
+    def _ends(self, token: int) -> str:
+        if token in self._stops and self.reported > self._min_tokens:
+            return "stop"
+        return "length" if self.reported >= self._limit else ""
+
+    def _engine_ended(
+        self, new: list[Token], finish: str, stop_reason: int | str | None
+    ) -> tuple[list[Token], SequenceFailure | None]:
+        """Handle an end that the tokens did not show."""
+        self.finished = True
+        if finish in ("cancelled", "timeout"):
+            code = Code.cancelled if finish == "cancelled" else Code.deadline_exceeded
+            return new, SequenceFailure(code, f"the engine ended the request: {finish}")
+        trimmed = stop_reason if isinstance(stop_reason, int) else self._end_id if stop_reason is None else -1
+        if finish == "stop" and trimmed >= 0:  # our protocol includes the stop token
+            self.reported += 1
+            value = Logprob(MISSING) if self._top is not None else None
+            return [*new, Token(trimmed, "stop", value, trimmed)], None
+        if new:
+            return [*new[:-1], new[-1]._replace(finish=finish)], None
+        return [], SequenceFailure(Code.engine_error, f"the engine ended the output ({finish}) without a last token")
+
+    def _logprob(self, token: int, at: int, length: int, logprobs: Seq[Any] | None) -> Logprob | None:
+        if self._top is None:
+            return None
+        # With fewer entries than tokens, the entries of a prefill worker's tokens are missing at the front.
+        place = at - (length - len(logprobs)) if logprobs else -1
+        if not logprobs or not 0 <= place < len(logprobs):
+            return Logprob(MISSING)
+        return logprob_of(logprobs[place], token, self._top)
+
+
+class OutputPart(NamedTuple):
+    """The part of a choice's output that one call generates.
+
+    Attributes:
+        max_tokens, min_tokens: of this part.
+        counted_prompt: tokens of the prompt that the engine's ``min_tokens`` counts as well.
+        prompt_len: tokens of the client's prompt, which presence and frequency penalties do not count.
+        choice: number of the choice in its request.
+        position: output position at which the part starts.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    prompt_len: int = 0
+    choice: int = 0
+    position: int = 0
+    counted_prompt: int = 0
+
+
+def end_id(stop: Stop, eos: Seq[int]) -> int:
+    """The single end token that the engine takes; -1: none."""
+    return -1 if stop.ignore_eos or not eos else eos[0]
+
+
+def sampling_arguments(
+    sampling: Sampling,
+    stop: Stop,
+    *,
+    eos: Seq[int],
+    part: OutputPart,
+    perf_metrics: bool = False,
+    prompt_logprobs: int | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments of ``SamplingParams``. Those left out have defaults in the engine that mean the same.
+
+    ``embedding_bias`` is a mapping from token id to bias here; the caller makes the tensor.
+
+    Args:
+        eos: end tokens of the model.
+        perf_metrics: have the engine measure the request.
+        prompt_logprobs: alternatives per prompt token; None: no log-probabilities of the prompt.
+    """
+    max_tokens, min_tokens, prompt_len, choice, position, counted_prompt = part
+    ends = stop_ids(stop, eos)
+    end = end_id(stop, eos)
+    parameters: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "end_id": end,
+        "pad_id": eos[0] if eos else 0,
+        "detokenize": False,
+        "add_special_tokens": False,
+        "include_stop_str_in_output": True,  # otherwise the list of tokens shrinks at its end
+        "n": 1,
+        "best_of": 1,
+        "seed": seed_of(sampling.seed, choice, position),
+    }
+    other_ends = sorted(ends - {end})
+    if other_ends and min_tokens <= 0:  # min_tokens protects only end_id: the cursor stops the output instead
+        parameters["stop_token_ids"] = other_ends
+    if min_tokens > 0 and end >= 0:  # with -1, TorchSampler bars the last token of the vocabulary
+        parameters["min_tokens"] = min_tokens + counted_prompt
+    parameters |= shape(sampling)
+    if prompt_len and "presence_penalty" in parameters:
+        parameters["prompt_ignore_length"] = prompt_len
+    if sampling.logit_bias:
+        parameters["embedding_bias"] = dict(sampling.logit_bias)
+    if sampling.logprobs is not None:
+        parameters["logprobs"] = max(1, sampling.logprobs)  # 0 would switch them off
+    if prompt_logprobs is not None:
+        parameters["prompt_logprobs"] = max(1, prompt_logprobs)
+    if perf_metrics:
+        parameters["return_perf_metrics"] = True
+    return parameters
+
 
 log = structlog.get_logger("engine")
 
@@ -118,14 +309,14 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
     before = len(request.generated) - repeated  # generated tokens that the engine sees as prompt
     room = info.max_model_len - len(request.prompt)
     limit = 1 if request.hold else min(stop.max_tokens, room) - len(request.generated)
-    barred = stop.min_tokens - before if sampling.end_id(stop, eos) >= 0 else 0
+    barred = stop.min_tokens - before if end_id(stop, eos) >= 0 else 0
     if reason := problem(request.sampling, barred, options.served):
         raise RequestError(Code.unsupported, reason)
-    parameters = sampling.arguments(
+    parameters = sampling_arguments(
         request.sampling,
         stop,
         eos=eos,
-        part=sampling.OutputPart(
+        part=OutputPart(
             max_tokens=limit + repeated,
             min_tokens=stop.min_tokens - before,
             counted_prompt=len(request.prompt) + before if options.served.min_tokens == "all" else 0,
@@ -156,7 +347,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
         limit=limit,
         stops=stop_ids(stop, eos),
         min_tokens=max(0, stop.min_tokens - len(request.generated)),
-        end_id=sampling.end_id(stop, eos),
+        end_id=end_id(stop, eos),
         skip=request.generated[before:],
         top=request.sampling.logprobs,
     )

@@ -22,9 +22,8 @@ from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Diffuser
 from penstock.schemas.requests import Diffusion
 from penstock.workers.engines.base import EngineError, RequestError
-from penstock.workers.engines.diffusion.base import GeneratedMedia, Progress
+from penstock.workers.engines.diffusion.base import GeneratedMedia, Progress, pipeline_name
 from penstock.workers.engines.diffusion.encode import IMAGE_FORMATS, video_formats
-from penstock.workers.engines.diffusion.model_index import pipeline_name
 
 log = structlog.get_logger("engine")
 

@@ -18,7 +18,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree
 from penstock.infra.model import modeldir
 from penstock.schemas import blocks
-from penstock.workers.engines import memory_budget
+from penstock.workers.engines import budgets
 from penstock.workers.engines.base import EngineError, EngineInfo
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
 from penstock.workers.engines.external import arguments as user_arguments
@@ -26,17 +26,22 @@ from penstock.workers.engines.external import nodes
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
 from penstock.workers.engines.external.event_streams import channels, subscribe
-from penstock.workers.engines.external.guard import Guard, children
-from penstock.workers.engines.external.loop import LoopThread
-from penstock.workers.engines.external.network import address, environ, free_ports, is_free
-from penstock.workers.engines.external.runtime import CLOSE_S, EngineRuntime, Inbox, shut_down
+from penstock.workers.engines.external.nodes import address, environ, free_ports, is_free
+from penstock.workers.engines.external.runtime import (
+    CLOSE_S,
+    EngineRuntime,
+    Guard,
+    Inbox,
+    LoopThread,
+    children,
+    shut_down,
+)
 from penstock.workers.engines.vllm import api as apis
 from penstock.workers.engines.vllm import plugin
-from penstock.workers.engines.vllm.adapter import VllmAdapter
+from penstock.workers.engines.vllm.adapter import SchedulerStats, VllmAdapter
 from penstock.workers.engines.vllm.api import Api
 from penstock.workers.engines.vllm.args import EngineSettings, Resolved, layout, resolve
 from penstock.workers.engines.vllm.follower import Call
-from penstock.workers.engines.vllm.metrics import SchedulerStats
 from penstock.workers.engines.vllm.prepare import Options
 
 log = structlog.get_logger("engine")
@@ -214,7 +219,7 @@ def cpu_bytes(wanted: EngineSettings, given: Tree) -> int:
     """Bytes of the KV cache of one engine process. Each takes memory of one NUMA node, by default nearly all of it."""
     tensor = given.get("tensor_parallel_size") or wanted.tensor_parallel_size or 1
     processes = tensor * (given.get("data_parallel_size") or 1)
-    return max(1, memory_budget.share(memory_budget.free_bytes() // max(memory_budget.numa_nodes(), processes)))
+    return max(1, budgets.share(budgets.free_bytes() // max(budgets.numa_nodes(), processes)))
 
 
 def construct(api: Api, model: str, tree: Tree, scheduler: SchedulerStats, loop: LoopThread) -> Any:

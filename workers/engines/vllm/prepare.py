@@ -1,15 +1,126 @@
-"""From one of our sequences to one call of ``AsyncLLM.generate``. Pure."""
+"""From one of our sequences to one call of ``AsyncLLM.generate``. Pure.
 
+From our request to the fields of ``vllm.SamplingParams``, 0.33. Pure: names and values, no engine types.
+
+All token ids that end an output are passed as stop ids, with ``ignore_eos``: an engine without a tokenizer knows no end
+token, and this way it always names the one that ended an output. The worker handles stop strings.
+
+``kv_transfer_params`` as bytes: the state of a prefilled prompt that passes from one worker's vLLM to another's.
+
+vLLM's NIXL connector moves the KV; the params locate it. Pure.
+"""
+
+from collections import Counter
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import structlog
 
 from penstock.schemas.errors import Code
+from penstock.schemas.requests import Constraint, Sampling, Stop
 from penstock.workers.engines.base import EngineInfo, RequestError, SequenceRequest
-from penstock.workers.engines.external import requests
+from penstock.workers.engines.external import handoff_state
+from penstock.workers.engines.external import sampling as requests
+from penstock.workers.engines.external.constrained import ends, grammar_text
 from penstock.workers.engines.external.handoff_state import ConsumedStates
-from penstock.workers.engines.vllm import handoff, sampling
+from penstock.workers.engines.external.sampling import greedy, seed_of, shape, stop_ids
 from penstock.workers.engines.vllm.plugin import EARLIER
+
+
+def sampling_arguments(
+    sampling: Sampling,
+    stop: Stop,
+    *,
+    eos: Seq[int],
+    max_tokens: int,
+    min_tokens: int = 0,
+    choice: int = 0,
+    earlier: Seq[int] = (),
+    score: bool = False,
+    constraint: Constraint | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments of ``SamplingParams``. Those left out have defaults in the engine that mean the same.
+
+    Args:
+        max_tokens, min_tokens: of the tokens that are still to be generated.
+        earlier: generated tokens that the engine sees as prompt. It counts them for ``repetition_penalty`` only, so the
+            other penalties are passed as a bias: exact for ``frequency_penalty``, and for ``presence_penalty`` until
+            one of the tokens is drawn again.
+        score: return the prompt's log-probabilities; the engine then ignores cached blocks.
+
+    Raises:
+        RequestError: the constraint cannot be compiled.
+    """
+    stop = ends(stop, constraint)
+    parameters: dict[str, Any] = {
+        "n": 1,
+        "max_tokens": max_tokens,
+        "detokenize": False,
+        "ignore_eos": True,
+        "stop_token_ids": sorted(stop_ids(stop, eos)),
+        "seed": seed_of(sampling.seed, choice, len(earlier)),
+    }
+    if constraint is not None:
+        parameters["structured_outputs"] = {"grammar": grammar_text(constraint)}
+    elif min_tokens > 0:
+        parameters["min_tokens"] = min(min_tokens, max_tokens)  # vLLM refuses more
+    if greedy(sampling):
+        parameters["temperature"] = 0.0
+    parameters |= shape(sampling)
+    if bias := _bias(sampling, earlier):
+        parameters["logit_bias"] = bias
+    if sampling.logprobs is not None:
+        parameters["logprobs"] = sampling.logprobs  # 0: the chosen token's only
+    if score:
+        parameters["prompt_logprobs"] = sampling.prompt_logprobs or 0
+    return parameters
+
+
+def _bias(sampling: Sampling, earlier: Seq[int]) -> dict[int, float]:
+    bias = dict(sampling.logit_bias)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        for token, count in Counter(earlier).items():
+            penalty = sampling.presence_penalty + sampling.frequency_penalty * count
+            bias[token] = bias.get(token, 0.0) - penalty
+    return bias
+
+
+# Have a prefill engine compute, keep the blocks and return their location.
+PRODUCE: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+# The engine would report these as its own cache hits.
+_OMITTED = frozenset(["remote_prefill_cached_tokens"])
+
+
+def pack(params: dict[str, Any], layout: str, context: Seq[int], token: int) -> bytes:
+    """The state for ``Held.opaque``.
+
+    Args:
+        context: the tokens that were computed.
+        token: the one that was drawn after them.
+    """
+    kept = {name: value for name, value in params.items() if name not in _OMITTED}
+    return handoff_state.pack(kept, layout, context, [token])
+
+
+def unpack(opaque: bytes, layout: str, tokens: Seq[int]) -> dict[str, Any]:
+    """The params for an engine that continues ``tokens``, the last of which the prefill engine drew.
+
+    Raises:
+        ValueError: the state is damaged, or from another prompt, attempt or KV layout.
+    """
+    state = handoff_state.unpack(opaque, layout)
+    if not state.params.get("do_remote_prefill"):
+        raise ValueError("it offers no KV")
+    handoff_state.count_prefilled(state, tokens, len(tokens) - 1)
+    return state.params
+
 
 log = structlog.get_logger("engine")
 
@@ -79,7 +190,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
     before = request.generated[: len(request.generated) - len(last_tokens)]
     room = info.max_model_len - len(request.prompt)
     limit = 1 if request.hold else min(request.stop.max_tokens, room) - len(before)
-    parameters = sampling.arguments(
+    parameters = sampling_arguments(
         request.sampling,
         request.stop,
         eos=info.eos_token_ids,
@@ -93,7 +204,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
     computed = tuple(tokens[: len(tokens) - len(last_tokens)])
     extra: dict[str, Any] = {}
     if request.hold:
-        extra["kv_transfer_params"] = dict(handoff.PRODUCE)
+        extra["kv_transfer_params"] = dict(PRODUCE)
     elif params is not None:
         extra["kv_transfer_params"] = params
     if request.constraint is not None and before:
@@ -116,7 +227,7 @@ def _take_over(
             raise ValueError("this worker takes no KV over; start it with --role decode")
         if not request.generated:
             raise ValueError("the prefill engine's token is missing")
-        params = handoff.unpack(request.opaque, options.layout, tokens)
+        params = unpack(request.opaque, options.layout, tokens)
     except ValueError as error:
         log.warning("handoff_state_unusable", error=str(error), action="computing the prompt here")
         return None

@@ -8,7 +8,7 @@ ends when those it has are over, as ``penstock drain`` does.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.measure.planner.observation import times
+from penstock.measure.planner.observe import times
 from penstock.measure.simulation.cache import StoredRun
 from penstock.measure.simulation.fleet import Served
 from penstock.measure.simulation.placement import PlacementPolicy

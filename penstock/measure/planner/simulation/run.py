@@ -1,4 +1,7 @@
-"""One trace on a planned fleet, or on one of a fixed size, and what it comes to."""
+"""One trace on a planned fleet, or on one of a fixed size, and what it comes to.
+
+Simulated engines that take as long as a profile says, instead of the mock's formula.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,16 +9,62 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from penstock.cli.quantile import quantile
+from penstock.cli.figures import quantile
+from penstock.measure.planner.capacity import EngineTiming
 from penstock.measure.planner.core import Planner
 from penstock.measure.planner.simulation.elastic import ElasticPolicy, Life, Step
-from penstock.measure.planner.simulation.profiled import worker_of
-from penstock.measure.planner.timing import EngineTiming
 from penstock.measure.profile.modelled import mock_profile
+from penstock.measure.simulation.engine import MAX_SEQUENCES
 from penstock.measure.simulation.fleet import Served, Simulation
 from penstock.measure.simulation.policy import Fleet, WorkerSpec
 from penstock.measure.simulation.trace import Trace
 from penstock.schemas.plans import Decision, Observation, Role, Rules
+
+_UNKNOWN_TOKENS = 1 << 24  # of KV cache, where a profile does not tell
+
+
+class ProfileTimes:
+    """``penstock.measure.simulation.engine.PassTimes`` of one rank of a worker.
+
+    A pass with prompts takes as long as one prompt of as many tokens would, or, for a later part of a long one, what
+    that adds to the earlier parts if it is more. Sequences that decode beside it add a token's time.
+    """
+
+    def __init__(self, timing: EngineTiming) -> None:
+        self._timing = timing
+
+    def prefill_ns(self, sequences: int, mean_tokens: int, mean_before: int) -> int:
+        new = sequences * max(0, mean_tokens - mean_before)
+        if not new:
+            return 0
+        ms = self._timing.prefill_ms(new)
+        if mean_before and sequences == 1:
+            ms = max(ms, self._timing.prefill_ms(mean_tokens) - self._timing.prefill_ms(mean_before))
+        return round(ms * 1e6)
+
+    def decode_run_ns(self, context_tokens: int, growth: int, passes: int) -> list[int]:
+        if not growth:
+            return [0] * passes
+        # Between two contexts, the time of a token is on a straight line in a profile, too.
+        first, last = (
+            self._timing.itl_ms(tokens / growth, growth * self._timing.dp) * 1e6
+            for tokens in (context_tokens, context_tokens + growth * (passes - 1))
+        )
+        step = (last - first) / max(1, passes - 1)
+        return [round(first + step * number) for number in range(passes)]
+
+
+def worker_of(role: Role, timing: EngineTiming, block_size: int) -> WorkerSpec:
+    """A worker with the ranks, memory, batch and times of a profile."""
+    setup = timing.profile.setup
+    return WorkerSpec(
+        role,
+        (setup.max_kv_tokens or _UNKNOWN_TOKENS) // timing.dp // block_size,
+        ranks=timing.dp,
+        max_sequences=max(1, (setup.max_batch or MAX_SEQUENCES) // timing.dp),
+        times=ProfileTimes(timing),
+    )
+
 
 BLOCKS, BLOCK_SIZE = 8192, 64  # 524,288 tokens of KV cache, as a mock worker's
 _STARTS = 64  # of each role, besides its largest number

@@ -5,8 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Literal
 
-from penstock.measure.simulation.trace import Row, Trace
-from penstock.measure.simulation.workloads import UNIT_TOKENS
+from penstock.measure.simulation.trace import UNIT_TOKENS, Row, Trace
 
 Shape = Literal["diurnal", "bursts", "flat"]
 

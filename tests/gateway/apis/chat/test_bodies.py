@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, parse_chat, parse_completion
-from penstock.gateway.apis.chat.messages import media_parts, template_messages
-from penstock.gateway.apis.chat.prompt import chat_prompt, single_prompt
+from penstock.gateway.apis.chat.prompt import chat_prompt, media_parts, single_prompt, template_messages
 from penstock.gateway.base.prepare_context import PrepareContext
 from penstock.gateway.media.sources import MediaPart
 from penstock.infra.model import modeldir

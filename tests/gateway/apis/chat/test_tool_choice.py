@@ -3,7 +3,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.gateway.apis.chat.tool_choice import resolve_tool_choice
+from penstock.gateway.apis.chat.bodies import resolve_tool_choice
 from penstock.gateway.base.prepare_context import PrepareContext
 from penstock.infra.constraints.constraints import LARK, check
 from penstock.infra.model import modeldir

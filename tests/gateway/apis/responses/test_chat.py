@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from penstock.gateway.apis.chat.bodies import ChatMessage, ContentPart
-from penstock.gateway.apis.chat.messages import template_messages
 from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.apis.chat.prompt import template_messages
 from penstock.gateway.apis.responses.bodies import InputItem, ResponsesRequest, parse_response
 from penstock.gateway.apis.responses.chat import Turn, chat_of
 from penstock.gateway.apis.responses.prepare import prepare_response

@@ -12,12 +12,11 @@ from openai.types.responses import CompactedResponse
 
 from penstock.gateway.apis.answer_shapes import renderer_for
 from penstock.gateway.apis.chat.bodies import ChatMessage, ContentPart
-from penstock.gateway.apis.chat.messages import template_messages
+from penstock.gateway.apis.chat.prompt import template_messages
 from penstock.gateway.apis.chat.segments import WholeAnswer
 from penstock.gateway.apis.responses.bodies import InputItem, InputPart, ResponsesRequest, parse_compaction
-from penstock.gateway.apis.responses.chat import Turn, chat_of
-from penstock.gateway.apis.responses.compaction import INSTRUCTION, compacted, encode_kept, with_instruction
-from penstock.gateway.apis.responses.items import SUMMARY, Summary, decode_summary, encode_summary
+from penstock.gateway.apis.responses.chat import SUMMARY, Summary, Turn, chat_of, decode_summary, encode_summary
+from penstock.gateway.apis.responses.prepare import INSTRUCTION, compacted, encode_kept, with_instruction
 from penstock.gateway.apis.responses.record import MAX_BYTES
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.tokens import Finish, TokenItem

@@ -3,7 +3,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.gateway.apis.chat.messages import template_messages
+from penstock.gateway.apis.chat.prompt import template_messages
 from penstock.gateway.apis.responses.bodies import InputItem, InputPart, ResponsesRequest, parse_response
 from penstock.gateway.apis.responses.chat import chat_of
 from penstock.gateway.apis.responses.record import (

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.apis.responses.tools import ToolNames, chat_tools, left_out
+from penstock.gateway.apis.responses.bodies import ToolNames, chat_tools, left_out
 from penstock.schemas.errors import ServingError
 
 

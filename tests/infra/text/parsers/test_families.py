@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from penstock.infra.text.detokenizer import Detokenizer
-from penstock.infra.text.parsers import parser_detection
+from penstock.infra.text.parsers import families
 from penstock.infra.text.parsers.answer_parser import AnswerParser
 from penstock.infra.text.parsers.families import (
     CHANNELS,
@@ -27,7 +27,7 @@ from penstock.infra.text.parsers.families import (
     UnknownFamily,
     read_rows,
 )
-from penstock.infra.text.parsers.marks import NONE, TOKEN, Marks
+from penstock.infra.text.parsers.reader import NONE, TOKEN, Marks
 from penstock.infra.text.parsers.registry import answer_marks, parser_for, stop_search, text_stream
 from penstock.schemas.requests import GenerateRequest, Parsing, Stop
 from tests.infra.text.parsers.test_parsers import added
@@ -360,13 +360,13 @@ def test_the_text_of_an_answer_tells_marks_from_their_spelling() -> None:
 
 def test_an_unknown_name_lists_the_nearest() -> None:
     with pytest.raises(UnknownFamily, match="'hermez' is not a format of tool calls; the nearest: hermes"):
-        parser_detection.tool_call_parser("hermez", "")
+        families.tool_call_parser("hermez", "")
     with pytest.raises(UnknownFamily, match=r"'xyz' is not a format of reasoning; there are: .*gpt_oss"):
-        parser_detection.reasoning_parser("xyz", "")
+        families.reasoning_parser("xyz", "")
     with pytest.raises(
         ValueError, match=r"--tool-call-parser 'qwen3' is not a format of tool calls; the nearest: .*qwen"
     ):
-        parser_detection.prepare("", tool_calls="qwen3")
+        families.prepare("", tool_calls="qwen3")
 
 
 @pytest.mark.parametrize(
@@ -376,11 +376,11 @@ def test_an_unknown_name_lists_the_nearest() -> None:
      ("ling3", "glm45"), ("poolside_v1", "glm45"), ("mimo", "qwen3_coder"), ("deepseek_v31", "deepseek_v3_1")],
 )  # fmt: skip
 def test_names_of_other_servers_are_aliases(alias: str, name: str) -> None:
-    assert parser_detection.tool_call_parser(alias, "") == name
+    assert families.tool_call_parser(alias, "") == name
 
 
 def test_holo2_thinks_as_qwen3() -> None:
-    assert parser_detection.reasoning_parser("holo2", "") == "qwen3"
+    assert families.reasoning_parser("holo2", "") == "qwen3"
 
 
 @pytest.mark.parametrize("part", ["thoughts", "calls"])
@@ -457,7 +457,7 @@ def test_a_wrong_file_says_what_is_wrong(tmp_path: Path, text: str, says: str) -
     with pytest.raises(ValueError, match=re.escape(says)):
         Table(TABLE.rows).add(read_rows(file))
     with pytest.raises(ValueError, match=re.escape(f"--parser-families {tmp_path / 'missing.toml'}")):
-        parser_detection.prepare(str(tmp_path / "missing.toml"))
+        families.prepare(str(tmp_path / "missing.toml"))
 
 
 @pytest.mark.parametrize("closed", [True, False])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.gateway.base.chat_objects import message_of
 from penstock.infra.model import modeldir
-from penstock.infra.text.parsers import parser_detection as detection
+from penstock.infra.text.parsers import families as detection
 from penstock.infra.text.parsers.answer_parser import AnswerParser
 from penstock.infra.text.parsers.delta_builder import Delta
 from penstock.infra.text.parsers.families import TABLE

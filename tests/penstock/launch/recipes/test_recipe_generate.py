@@ -12,7 +12,7 @@ from penstock.infra.engine_args.rules.check import check
 from penstock.infra.engine_args.tree import BadArguments, decode
 from penstock.launch.recipes.catalogue import GPUS, known_shape, load, parse
 from penstock.launch.recipes.catalogue import context_of as context_of_recipe
-from penstock.launch.recipes.cli import run_check
+from penstock.launch.recipes.command import run_check
 from penstock.launch.recipes.engine_args import EngineSpec, context_of, generate, sizes
 from penstock.launch.recipes.generate import PER_NODE, run_generate
 

@@ -19,12 +19,17 @@ from penstock.infra.engine_args.memory_estimate import GIB, estimate, kv_bytes
 from penstock.infra.engine_args.rules.check import check
 from penstock.infra.engine_args.tree import BadArguments, parse_yaml
 from penstock.launch.recipes.advice import check_set
-from penstock.launch.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, load, members, parse
-from penstock.launch.recipes.cli import run_check, run_list, run_matrix, run_show
-from penstock.launch.recipes.command import worker_command
-from penstock.launch.recipes.model_shape import shape_at
+from penstock.launch.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, load, members, parse, shape_at
+from penstock.launch.recipes.command import (
+    memory_of,
+    refreshed,
+    run_check,
+    run_list,
+    run_matrix,
+    run_show,
+    worker_command,
+)
 from penstock.launch.recipes.other_engines import known
-from penstock.launch.recipes.tables import memory_of, refreshed
 from penstock.workers.engines import support
 from tests.standins import installed
 

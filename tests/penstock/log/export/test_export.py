@@ -14,7 +14,7 @@ from penstock.cli.commands import main
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, read
-from penstock.log.export import bulk_read, export, import_log
+from penstock.log.export import export, import_log, read_lines
 from penstock.log.requests import inspect, list_requests, tail
 from penstock.log.sources import restore
 from penstock.log.sources.export_file import open_export
@@ -99,8 +99,8 @@ async def test_a_batch_smaller_than_the_stream_is_followed_by_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await recorded(bus, 7)
-    monkeypatch.setattr(bulk_read, "BATCH", 2)
-    monkeypatch.setattr(bulk_read, "RECEIVE_BYTES", 100)
+    monkeypatch.setattr(read_lines, "BATCH", 2)
+    monkeypatch.setattr(read_lines, "RECEIVE_BYTES", 100)
     assert await run(export.run, "--all", "-o", str(tmp_path / "f")) == 0
     with open_export(str(tmp_path / "f")) as file:
         found = list(file.records())

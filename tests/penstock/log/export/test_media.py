@@ -13,8 +13,7 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import Bus
 from penstock.log.export import export, import_log
-from penstock.log.export.media import BUCKET, move_media
-from penstock.log.export.recording import Run
+from penstock.log.export.recording import BUCKET, Run, move_media
 from penstock.log.sources.log_copy import MEDIA
 from penstock.log.sources.log_line import STREAMS
 from penstock.log.sources.open_log import Source, open_log

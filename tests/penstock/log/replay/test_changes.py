@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.log.replay.changes import Changes, Target, as_new, parse_changes
+from penstock.log.replay.comparison import Changes, Target, as_new, parse_changes
 from penstock.schemas import blocks
 from penstock.schemas.requests import GenerateRequest, Priority
 from tests.penstock.log.traces import samples

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.log.export.recording import Run
 from penstock.log.replay.comparison import compare_texts
-from penstock.log.replay.http_answers import HttpAnswer, body_of, unsupported
+from penstock.log.replay.http import HttpAnswer, body_of, unsupported
 from penstock.schemas.done import Done, Outcome
 from penstock.schemas.requests import Parsing, Sampling, Stop
 from penstock.schemas.wire import unpack_tokens

@@ -6,8 +6,7 @@ import msgspec
 
 from penstock.log.export.recording import Run
 from penstock.log.replay.comparison import Comparison, Difference, TextDifference, Timing
-from penstock.log.replay.html_report import html
-from penstock.log.replay.plots import distribution, duration
+from penstock.log.replay.html_report import distribution, duration, html
 from penstock.log.replay.report import Replayed, Report, make_report, same_routes, series
 
 VOID = ("meta", "br", "line", "circle", "polyline", "i", "path")

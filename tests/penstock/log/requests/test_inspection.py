@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from penstock.infra.broker.server import EmbeddedNats
-from penstock.log.requests.inspect import as_json, run
-from penstock.log.requests.inspection import InspectedEvent, Inspection, inspect, line_of
+from penstock.log.requests.inspect import as_json, run, show
+from penstock.log.requests.inspection import MOST_LINES, InspectedEvent, Inspection, inspect, line_of, token_lines
 from penstock.log.requests.inspection_page import page
-from penstock.log.requests.show_inspection import show
-from penstock.log.requests.token_lines import MOST_LINES, token_lines
 from penstock.log.timeline.events import TokensStored
 from penstock.log.timeline.read import read_timeline
 from penstock.log.timeline.request_timeline import RequestTimeline

@@ -3,7 +3,7 @@ import io
 from rich.console import Console
 
 from penstock.log.requests.leases import show
-from penstock.log.timeline.ticket_lease import ticket_leases
+from penstock.log.timeline.request_timeline import ticket_leases
 from penstock.schemas.transfer import Handoff
 
 NOW = 1_000_000_000_000

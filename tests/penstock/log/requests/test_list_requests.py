@@ -13,7 +13,7 @@ import pytest
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import TINY, load_tokenizer
-from penstock.log.requests import left_open
+from penstock.log.requests import find_requests
 from penstock.log.requests.find_requests import ended, unfinished
 from penstock.log.requests.list_requests import run
 from penstock.log.sources.data_folder import StoredLog
@@ -179,7 +179,7 @@ async def test_what_a_stopped_deployment_left_unfinished_is_looked_for_once(
     (note,) = os.listdir(cache)
     assert running.id.encode() not in (cache / note).read_bytes()
     with monkeypatch.context() as patch:
-        patch.delattr(left_open, "_search")
+        patch.delattr(find_requests, "_search")
         assert await found() == expected
 
     await server.start()
@@ -203,13 +203,13 @@ async def test_jobs_are_not_read_where_no_request_is_open(
         await end(bus, over)
     await server.stop()
     read = []
-    without = left_open._without
+    without = find_requests._without
 
     def noted(stored: StoredLog, name: str, *more: Any) -> Iterator[Raw]:
         read.append(name)
         return without(stored, name, *more)
 
-    monkeypatch.setattr(left_open, "_without", noted)
+    monkeypatch.setattr(find_requests, "_without", noted)
     async with open_log(Source(server.data_dir), name="test", files=True) as log:
         assert await unfinished(log.reader, EVERYTHING, stopped=True) == []
     assert read == ["REQUESTS"]

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from penstock.log.requests.decode import decode
-from penstock.log.requests.nats_output import Message, NatsOutput, _time
+from penstock.log.requests.decode import Message, NatsOutput, _time, decode
 from penstock.schemas.done import Done, Outcome
 from penstock.schemas.jobs import Stage
 from penstock.schemas.tokens import TokenBatch, TokenItem

@@ -9,7 +9,7 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.log.requests import summary_cache
 from penstock.log.requests.find_requests import ended
-from penstock.log.requests.request_lines import RequestLine, lines
+from penstock.log.requests.list_requests import RequestLine, lines
 from penstock.log.requests.summary_cache import cache_folder, summaries
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.summary import Criteria, RequestSummary

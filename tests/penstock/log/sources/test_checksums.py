@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from penstock.log.sources.checksums import checksums
-from penstock.log.sources.highway_hash import highway_hash_64
+from penstock.log.sources.checksums import checksums, highway_hash_64
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [32], list(range(100)), [5000, 1, 64, 0, 31, 63, 700]])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.log.export.redaction import Redactor
-from penstock.log.sources.export_file import open_export
+from penstock.log.sources.export_file import ReadRequests, WrittenRequests, open_export
 from penstock.log.sources.log_line import (
     FORMAT,
     STREAMS,
@@ -28,7 +28,6 @@ from penstock.log.sources.log_line import (
     header_line,
     read_header,
 )
-from penstock.log.sources.requests_of_file import ReadRequests, WrittenRequests
 from penstock.schemas.done import Done, Outcome
 from penstock.schemas.jobs import Revoke, Stage
 from penstock.schemas.tokens import Finish, Logprob, TokenBatch, TokenItem

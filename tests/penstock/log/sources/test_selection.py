@@ -2,8 +2,7 @@
 
 import msgspec
 
-from penstock.log.sources.log_line import LogLine
-from penstock.log.sources.selection import Selection
+from penstock.log.sources.log_line import LogLine, Selection
 from penstock.schemas import tokens, transfer
 from penstock.schemas.done import Done
 from penstock.schemas.ids import new_request_id

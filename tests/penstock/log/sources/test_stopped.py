@@ -19,12 +19,11 @@ from penstock.infra.bus.connection import connect
 from penstock.infra.bus.direct_get import read
 from penstock.log.requests import inspect, leases
 from penstock.log.sources import log_copy
-from penstock.log.sources.highway_hash import highway_hash_64
+from penstock.log.sources.checksums import highway_hash_64
 from penstock.log.sources.log_copy import STREAMS_DIR, CopyFailed, namespaces
 from penstock.log.sources.open_log import Source, open_log
 from penstock.log.timeline.read import read_timeline
-from penstock.log.traces.follow import Following
-from penstock.log.traces.position import Position
+from penstock.log.traces.follow import Following, Position
 from penstock.operate import streams
 from penstock.schemas.done import Done, Timings
 from penstock.schemas.ids import new_request_id

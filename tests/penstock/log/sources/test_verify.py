@@ -12,11 +12,10 @@ from structlog.testing import capture_logs
 
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.log.requests import inspect, list_requests
-from penstock.log.sources import verify
-from penstock.log.sources.blocks import HAS_HEADERS, HEADER, records
+from penstock.log.sources import blocks
+from penstock.log.sources.blocks import HAS_HEADERS, HEADER, damaged, key_of, records
 from penstock.log.sources.log_copy import STREAMS_DIR
 from penstock.log.sources.stream import StoredStream
-from penstock.log.sources.verify import damaged, key_of
 from penstock.schemas.requests import GenerateRequest
 from tests.infra.bus.support import opened
 from tests.penstock.log.requests.support import accept, assign, end, stream
@@ -58,7 +57,7 @@ def run(command: Callable[[list[str]], int], *argv: str) -> str:
 async def test_every_damaged_byte_of_a_message_is_noticed(
     stopped: tuple[Path, list[GenerateRequest]], monkeypatch: pytest.MonkeyPatch, few_bytes: int
 ) -> None:
-    monkeypatch.setattr(verify, "_FEW_BYTES", few_bytes)
+    monkeypatch.setattr(blocks, "_FEW_BYTES", few_bytes)
     path = block_of(stopped[0], "DONE")
     block = path.read_bytes()
     key = key_of("ps_DONE", 1)

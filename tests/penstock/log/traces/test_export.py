@@ -14,9 +14,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from penstock.configs.settings import TraceSettings
 from penstock.log.traces import export
-from penstock.log.traces.command import BadUse, check
+from penstock.log.traces.command import BadUse, check, document
 from penstock.log.traces.export import Exporter
-from penstock.log.traces.otlp_json import document
 from penstock.log.traces.span import Span
 from penstock.log.traces.spans import spans as spans_of
 from penstock.schemas.trace import Trace

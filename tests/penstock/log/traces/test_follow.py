@@ -12,8 +12,7 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry
 from penstock.log.traces import follow
-from penstock.log.traces.follow import Following, share
-from penstock.log.traces.position import Position, PositionStore, begin
+from penstock.log.traces.follow import Following, Position, PositionStore, begin, share
 from penstock.log.traces.span import Span
 from penstock.schemas.done import KILLED, Done, Returned, Timings
 from penstock.schemas.errors import Code, ServingError

@@ -5,10 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from penstock.cli.bars import bar
+from penstock.cli.terminal import bar
 from penstock.configs.settings import TraceSettings
-from penstock.log.traces.command import BadUse, check
-from penstock.log.traces.show import WIDTH, show
+from penstock.log.traces.command import WIDTH, BadUse, check, show
 from penstock.log.traces.span import Span
 from penstock.log.traces.spans import spans
 from penstock.schemas.trace import Trace

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.log.whatif.change import Change, Redecided, redecide
+from penstock.log.whatif.change import Change, Redecided, ms_per_token, redecide, report
 from penstock.log.whatif.decided_again import decide_again
-from penstock.log.whatif.report import ms_per_token, report
 from penstock.router.placement.routing import Weights
 from penstock.schemas.jobs import Candidate, Decision, DecisionInputs, Job
 from tests.schemas.samples import REQUEST

@@ -11,11 +11,9 @@ import pytest
 import uvloop
 
 from penstock.launch.state import Running, State, write_state
-from penstock.measure.bench.http import BenchFailed, Requests, Settings, _measure, _target
-from penstock.measure.bench.http_report import Stage, figures
-from penstock.measure.bench.tally import Tally
-from penstock.measure.generator.cpu import cpu_seconds
-from penstock.measure.generator.exchange import Exchange
+from penstock.measure.bench.http import BenchFailed, Requests, Settings, Stage, Tally, _measure, _target, figures
+from penstock.measure.generator.lag import cpu_seconds
+from penstock.measure.generator.pool import Exchange
 from penstock.measure.generator.target import Target
 from tests.penstock.measure.generator.support import TOKENS, serving
 

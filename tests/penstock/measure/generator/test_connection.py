@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.generator.connection import Connection
-from penstock.measure.generator.exchange import Exchange
+from penstock.measure.generator.pool import Connection, Exchange
 from tests.penstock.measure.generator.support import TOKENS, sse, whole
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.measure.generator.exchange import Exchange
-from penstock.measure.generator.pool import ClosedLoop, Pool, send_in_time
+from penstock.measure.generator.pool import ClosedLoop, Exchange, Pool, send_in_time
 from penstock.measure.generator.target import Target, ask, parse_target
 from tests.penstock.measure.generator.support import TOKENS, Server, serving
 

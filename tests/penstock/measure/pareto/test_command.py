@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.measure.pareto.command import run
-from penstock.measure.pareto.deployment import FILE, BadDeployment, parse
+from penstock.measure.pareto.records import FILE, BadDeployment, parse
 from tests.penstock.measure.sweep.samples import result, write
 
 pytest.importorskip("matplotlib")

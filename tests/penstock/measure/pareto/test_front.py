@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.pareto.front import at, front, gain_at, largest_gain
+from penstock.measure.pareto.records import at, front, gain_at, largest_gain
 
 Points = list[tuple[float, float]]
 POINTS = st.lists(st.tuples(st.integers(1, 12).map(float), st.integers(1, 12).map(float)), min_size=1, max_size=20)

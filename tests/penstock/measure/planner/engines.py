@@ -1,6 +1,6 @@
 """Engines with known times, for planners under test."""
 
-from penstock.measure.planner.timing import EngineTiming
+from penstock.measure.planner.capacity import EngineTiming
 from penstock.measure.profile.data import Decode, DecodePoint, Prefill, Profile, Setup
 
 OSL = 200

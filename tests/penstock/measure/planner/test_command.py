@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from penstock.configs.planner_settings import BadRules, Settings, rules_of
-from penstock.measure.planner.command import BadSettings, connector_of, run, timings
-from penstock.measure.planner.kubernetes import Replicas
-from penstock.measure.planner.lines import line
+from penstock.measure.planner.command import BadSettings, connector_of, line, run, timings
+from penstock.measure.planner.connectors import Replicas
 from penstock.measure.profile.data import save
 from tests.penstock.measure.planner.engines import engine
 from tests.schemas.samples import SAMPLES

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.planner.capacity import latency
+from penstock.measure.planner.capacity import EngineTiming, latency
 from penstock.measure.planner.core import Planner, PlannerState
-from penstock.measure.planner.timing import EngineTiming
 from penstock.schemas.plans import Bounds, Decision, Observation, Pool, Role, Rules, Times
 from tests.penstock.measure.planner.engines import engine
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.measure.planner.connectors import ConnectorFailed
-from penstock.measure.planner.kubernetes import Api, BadCluster, Replicas, scale_path
+from penstock.measure.planner.connectors import Api, BadCluster, ConnectorFailed, Replicas, scale_path
 
 DEPLOYMENT = "/apis/apps/v1/namespaces/serving/deployments/penstock-prefill/scale"
 GROUP = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/serving/leaderworkersets/penstock-decode/scale"

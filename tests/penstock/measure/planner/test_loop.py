@@ -14,8 +14,7 @@ from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import get_last, read
 from penstock.measure.planner.connectors import ConnectorFailed
 from penstock.measure.planner.core import Planner
-from penstock.measure.planner.lease import TTL_S, Lease
-from penstock.measure.planner.loop import NoDecision, PlannerLoop, folded, moved
+from penstock.measure.planner.loop import TTL_S, Lease, NoDecision, PlannerLoop, folded, moved
 from penstock.measure.planner.observe import LoadReader
 from penstock.schemas import done, fleet, plans
 from penstock.schemas.errors import Code, ServingError

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.planner.timing import EngineTiming
+from penstock.measure.planner.capacity import EngineTiming
 from penstock.measure.profile.data import BadProfile, Prefill
 from tests.penstock.measure.planner.engines import engine
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.infra.engine_args.model_shape import shape_of
-from penstock.measure.profile.gpus import GPUS, Efficiency
-from penstock.measure.profile.roofline import Engine, Mapping
+from penstock.infra.engine_args.memory_estimate import shape_of
+from penstock.measure.profile.roofline import GPUS, Efficiency, Engine, Mapping
 
 KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads")  # fmt: skip

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from penstock.measure.profile.capacity import Capacity, context_of, read_capacity
 from penstock.measure.profile.command import BadSettings, Settings, grid_of, setup_of
+from penstock.measure.profile.endpoint import Capacity, context_of, read_capacity
 
 
 def worker(role: str, blocks: int, context: int = 8192) -> str:

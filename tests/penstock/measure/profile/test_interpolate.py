@@ -4,8 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from penstock.measure.profile.data import Decode, DecodePoint, Prefill
-from penstock.measure.profile.interpolate import DecodeSurface, between, ttft_at
+from penstock.measure.profile.data import Decode, DecodePoint, DecodeSurface, Prefill, between, ttft_at
 
 values = st.floats(0.1, 1e4)
 

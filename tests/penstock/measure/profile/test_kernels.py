@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.measure.profile.kernels import BadTrace, kind_of, own_times, read_trace, shares
-from penstock.measure.profile.kernels_command import run
+from penstock.measure.profile.kernels import BadTrace, kind_of, own_times, read_trace, run, shares
 
 
 def event(name: str, start: float, duration: float, cat: str = "cpu_op", tid: int = 1) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from penstock.measure.profile.interpolate import DecodeSurface, ttft_at
+from penstock.measure.profile.data import DecodeSurface, ttft_at
 from penstock.measure.profile.modelled import mock_profile
-from penstock.workers.engines.mock.timing import decode_seconds, prefill_seconds
+from penstock.workers.engines.mock.executor import decode_seconds, prefill_seconds
 
 
 def test_it_is_what_the_mock_engine_takes() -> None:

@@ -3,13 +3,10 @@
 import msgspec
 import pytest
 
-from penstock.infra.engine_args.model_shape import UnknownShape
+from penstock.infra.engine_args.memory_estimate import UnknownShape
 from penstock.launch.recipes.catalogue import known_shape
-from penstock.measure.planner.timing import EngineTiming
-from penstock.measure.profile.gpus import GPUS, Efficiency
-from penstock.measure.profile.mappings import mappings
-from penstock.measure.profile.profile import roofline_profile
-from penstock.measure.profile.roofline import Engine, Mapping, fits, most
+from penstock.measure.planner.capacity import EngineTiming
+from penstock.measure.profile.roofline import GPUS, Efficiency, Engine, Mapping, fits, mappings, most, roofline_profile
 from tests.penstock.measure.profile.accuracy import EXPERTS, LLAMA, MIXTURE, engine, rows
 
 LLAMA_8B = known_shape("meta-llama/Llama-3.1-8B-Instruct")

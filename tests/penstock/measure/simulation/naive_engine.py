@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from penstock.measure.simulation.timing import decode_ns, prefill_ns
+from penstock.measure.simulation.engine import decode_ns, prefill_ns
 
 
 @dataclass(eq=False)

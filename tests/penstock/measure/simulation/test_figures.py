@@ -3,7 +3,7 @@ import math
 import pytest
 
 from penstock.measure.intervals import paired
-from penstock.measure.simulation.figures import figures
+from penstock.measure.simulation.comparison import figures
 from penstock.measure.simulation.fleet import Result, Served
 from penstock.measure.simulation.policy import Fleet, Placement, WorkerSpec
 from penstock.measure.simulation.trace import Request

@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 
 from penstock.measure.simulation.cache import StoredRun
+from penstock.measure.simulation.engine import decode_ns, prefill_ns
 from penstock.measure.simulation.fleet import Served, SimulationError, simulate
 from penstock.measure.simulation.policy import Fleet, Placement, Target, WorkerSpec
 from penstock.measure.simulation.rules import RulePolicy, round_robin
-from penstock.measure.simulation.timing import decode_ns, prefill_ns
-from penstock.measure.simulation.trace import Request
-from penstock.measure.simulation.workloads import generate
+from penstock.measure.simulation.trace import Request, generate
 
 POOL = 1000 * 64
 MS = 1_000_000

@@ -5,12 +5,10 @@ from itertools import product
 import pytest
 
 from penstock.measure.simulation.comparison import POLICIES, Cell, run, runs, summaries
-from penstock.measure.simulation.dynamo import DynamoPolicy
 from penstock.measure.simulation.fleet import simulate
 from penstock.measure.simulation.policy import Fleet, Placement, WorkerSpec
-from penstock.measure.simulation.rules import RulePolicy, least_requests, round_robin
-from penstock.measure.simulation.trace import Request
-from penstock.measure.simulation.workloads import WORKLOADS, generate
+from penstock.measure.simulation.rules import DynamoPolicy, RulePolicy, least_requests, round_robin
+from penstock.measure.simulation.trace import WORKLOADS, Request, generate
 from penstock.router.placement.routing import Weights
 
 FOUR = Fleet((WorkerSpec(blocks=4096),) * 4)

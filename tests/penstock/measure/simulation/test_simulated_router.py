@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from penstock.measure.simulation.simulated_router import Arrival, Placed, SimulatedRouter
+from penstock.measure.simulation.placement import Arrival, Placed, SimulatedRouter
 from penstock.router.placement.routing import ALONE, ModelPart
 from penstock.router.state.depths import TargetId
 from penstock.schemas.fleet import Registration

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.simulation.simulated_router import Arrival, Placed, SimulatedRouter
+from penstock.measure.simulation.placement import Arrival, Placed, SimulatedRouter
 from penstock.router.state.depths import TargetId
 from penstock.router.state.holders import Holders, Holding
 from penstock.schemas.fleet import Registration

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.engine_args.tree import Tree, parse_yaml
-from penstock.launch.recipes.model_shape import shape_at
+from penstock.launch.recipes.catalogue import shape_at
 from penstock.measure.slurm.command import write
 from penstock.measure.slurm.engines import load_of, workers_of
 from penstock.measure.slurm.placement import Group, Node, place

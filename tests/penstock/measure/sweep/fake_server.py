@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from penstock.infra.model.modeldir import TINY, load_tokenizer
-from penstock.measure.sweep.token_text import TokenText
+from penstock.measure.sweep.workload import TokenText
 from tests.penstock.measure.generator.support import whole
 
 OVERHEAD = 7

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from penstock.measure.generator.exchange import Exchange
+from penstock.measure.generator.pool import Exchange
 from penstock.measure.sweep.bodies import Planned
 from penstock.measure.sweep.figures import figures, record
 

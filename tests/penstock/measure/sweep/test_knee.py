@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.sweep.knee import Point, find, next_level
+from penstock.measure.sweep.results import Point, find, next_level
 
 
 def measured(slots: int, level: float, seconds: float = 0.5) -> Point:

@@ -12,14 +12,13 @@ import pytest
 
 from penstock.measure.simulation.trace import Row, Trace
 from penstock.measure.sweep import results
-from penstock.measure.sweep.command import BadSettings, Settings, plan_of
+from penstock.measure.sweep.command import BadSettings, Plan, Settings, Sweep, SweepFailed, plan_of
 from penstock.measure.sweep.command import run as run_command
 from penstock.measure.sweep.endpoints import parse_endpoints
 from penstock.measure.sweep.level_run import Limits
 from penstock.measure.sweep.report import knee_of
 from penstock.measure.sweep.results import BadResults, read_series
 from penstock.measure.sweep.smoke import Unhealthy
-from penstock.measure.sweep.sweep import Plan, Sweep, SweepFailed
 from penstock.measure.sweep.workload import Level, Workload, concurrency_level
 from tests.penstock.measure.sweep.fake_server import TEXTS, FakeServer, fake_server
 from tests.penstock.measure.sweep.samples import load_records

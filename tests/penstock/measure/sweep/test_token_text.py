@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from penstock.infra.model.modeldir import DEMO, TINY, load_tokenizer
-from penstock.measure.sweep.token_text import NoShortWord, TokenText
+from penstock.measure.sweep.workload import NoShortWord, TokenText
 
 TEXTS = {path.name: TokenText(load_tokenizer(path)) for path in (DEMO, TINY)}
 

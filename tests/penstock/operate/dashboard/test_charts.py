@@ -3,7 +3,7 @@ import xml.etree.ElementTree as ET
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.operate.dashboard.charts import HEIGHT, WIDTH, sparkline
+from penstock.operate.dashboard.pages import HEIGHT, WIDTH, sparkline
 
 
 @given(st.lists(st.none() | st.floats(0, 1e12), max_size=50))

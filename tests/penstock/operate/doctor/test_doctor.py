@@ -17,14 +17,14 @@ import pytest
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import Bus, connect
-from penstock.launch.http import get
 from penstock.launch.nats import apply_at
+from penstock.launch.readiness import get
 from penstock.launch.state import Running, State, write_state
-from penstock.operate.doctor import certificates, machine
+from penstock.operate.doctor import finding as certificates
 from penstock.operate.doctor import fleet as fleet_checks
+from penstock.operate.doctor import machine
 from penstock.operate.doctor.broker import check_address, check_broker
-from penstock.operate.doctor.bundle import redacted, write_bundle
-from penstock.operate.doctor.command import run
+from penstock.operate.doctor.command import check_logs, redacted, run, write_bundle
 from penstock.operate.doctor.finding import Finding, Status
 from penstock.operate.doctor.fleet import (
     check_fleet,
@@ -36,7 +36,6 @@ from penstock.operate.doctor.fleet import (
     count_keys,
     is_loopback,
 )
-from penstock.operate.doctor.logs import check_logs
 from penstock.schemas import wire
 from penstock.schemas.fleet import Load, Registration
 from penstock.schemas.fleet import State as WorkerState

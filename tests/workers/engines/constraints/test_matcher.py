@@ -14,9 +14,8 @@ from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Stop
 from penstock.workers.engines.base import RequestError, StepResult
 from penstock.workers.engines.constraints import compiler as compiling
-from penstock.workers.engines.constraints.batch import BatchMasks
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
-from penstock.workers.engines.constraints.matcher import Matcher
+from penstock.workers.engines.constraints.matcher import BatchMasks, Matcher
 from penstock.workers.engines.constraints.running import RunningConstraints
 from tests.properties import examples
 

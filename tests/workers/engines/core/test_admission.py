@@ -6,9 +6,9 @@ queue needs blocks that may be among those.
 
 import random
 
-from penstock.workers.engine_loop.block_waits import BlockWait, BlockWaitQueue
+from penstock.workers.engine_loop.loop import BlockWait, BlockWaitQueue
 from penstock.workers.engines.base import Output, Reservation
-from penstock.workers.engines.core.stats import scheduler_stats
+from penstock.workers.engines.core.engine import scheduler_stats
 from tests.workers.engines.core.support import ROOT, Bench, check_pool, names, request
 
 

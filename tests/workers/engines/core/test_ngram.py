@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines.core.ngram import CANDIDATES, NgramDrafter
+from penstock.workers.engines.core.drafts import CANDIDATES, NgramDrafter
 from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
 
 

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from penstock.schemas.blocks import split
 from penstock.schemas.kv import Removed, Stored
 from penstock.workers.engines.base import EngineInfo, RequestError, StepResult
-from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.blocks import HOST, BlockManager, Copies, HostCache
 from penstock.workers.engines.core.config import SchedulerConfig
 from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.core.offload import HOST, Copies, HostCache
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 from tests.properties import examples

@@ -14,11 +14,10 @@ from penstock.workers.engines.base import EngineInfo, RequestError, StepResult
 from penstock.workers.engines.constraints.matcher import Matcher
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.config import SchedulerConfig
-from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.core.engine import ScheduledEngine, scheduler_stats
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence
 from penstock.workers.engines.core.sequence import Sequence as Running
-from penstock.workers.engines.core.stats import scheduler_stats
 from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request

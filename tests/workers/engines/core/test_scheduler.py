@@ -9,8 +9,8 @@ from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.base import Failure, Output, RequestError, Started
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.config import SchedulerConfig
+from penstock.workers.engines.core.engine import scheduler_stats
 from penstock.workers.engines.core.scheduler import Scheduler
-from penstock.workers.engines.core.stats import scheduler_stats
 from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import GREEDY, ROOT, Bench, Mirror, PoolMemory, check_pool, names, request

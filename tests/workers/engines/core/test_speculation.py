@@ -13,12 +13,10 @@ from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.base import EngineInfo, Output, StepResult
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.config import SchedulerConfig
-from penstock.workers.engines.core.drafts import accepted
-from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.core.ngram import NgramDrafter
+from penstock.workers.engines.core.drafts import NgramDrafter, accepted
+from penstock.workers.engines.core.engine import Drafter, ScheduledEngine, Speculation
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence
-from penstock.workers.engines.core.speculation import Drafter, Speculation
 from penstock.workers.engines.core.windows import WindowRows
 from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 from tests.properties import examples

@@ -14,10 +14,14 @@ from penstock.infra.model.modeldir import ModelError
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Diffusion
 from penstock.workers.engines.base import RequestError
-from penstock.workers.engines.diffusion.base import Interrupted
-from penstock.workers.engines.diffusion.diffusers_engine import DiffusersEngine, from_settings, resolve
-from penstock.workers.engines.diffusion.model_index import pipeline_name
-from penstock.workers.engines.diffusion.signature import PipelineSignature, pipeline_class
+from penstock.workers.engines.diffusion.base import Interrupted, pipeline_name
+from penstock.workers.engines.diffusion.diffusers_engine import (
+    DiffusersEngine,
+    PipelineSignature,
+    from_settings,
+    pipeline_class,
+    resolve,
+)
 
 SETTINGS = WorkerSettings(role="diffusion", threads=1, dtype="float32", device="cpu", max_frames=9)
 IMAGE = Diffusion("image", "a red cube on the sea", 32, 24, 3, "png", seed=5)

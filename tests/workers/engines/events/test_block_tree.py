@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from penstock.schemas.blocks import split
 from penstock.schemas.kv import Cleared, Removed, Stored
-from penstock.workers.engines.events.block_tree import BlockTree, merge_adjacent
+from penstock.workers.engines.events.translator import BlockTree, merge_adjacent
 from tests.workers.engines.events.support import digest, fold
 
 

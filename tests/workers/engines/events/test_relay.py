@@ -28,8 +28,7 @@ from penstock.workers.engines import mock
 from penstock.workers.engines.base import Engine, EngineError, SequenceRequest
 from penstock.workers.engines.events import wire
 from penstock.workers.engines.events.consolidator import Consolidator
-from penstock.workers.engines.events.publisher import Publisher
-from penstock.workers.engines.events.relay import Relay, Source, ports, source_of, start_relay
+from penstock.workers.engines.events.relay import Publisher, Relay, Source, ports, source_of, start_relay
 from penstock.workers.engines.mock.executor import GREEDY
 from tests import standins
 from tests.pipeline.support import free_port
@@ -244,7 +243,7 @@ def _publish_until_read(
 DIES = """
 import sys, time
 from penstock.schemas.kv import Stored
-from penstock.workers.engines.events.publisher import Publisher
+from penstock.workers.engines.events.relay import Publisher
 made = Publisher(sys.argv[1], sys.argv[2], block_size=4)
 made.publish([Stored(bytes(15) + b"a" + bytes(15) + b"b")])
 print("there", flush=True)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.engines.events.reorder_buffer import Ready, ReorderBuffer
+from penstock.workers.engines.events.subscriber import Ready, ReorderBuffer
 
 
 def test_messages_in_order_are_ready_at_once() -> None:

@@ -12,10 +12,10 @@ import pytest
 import zmq
 
 from penstock.schemas.kv import KvEvent, Stored
-from penstock.workers.engines.events import publisher as publishing
+from penstock.workers.engines.events import relay as publishing
 from penstock.workers.engines.events import wire
 from penstock.workers.engines.events.consolidator import Consolidator
-from penstock.workers.engines.events.publisher import Publisher
+from penstock.workers.engines.events.relay import Publisher
 from penstock.workers.engines.events.subscriber import Subscriber
 from tests.workers.engines.events.support import digest, fold
 

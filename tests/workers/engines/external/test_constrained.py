@@ -14,7 +14,7 @@ from penstock.workers.engines.base import RequestError, SequenceRequest
 from penstock.workers.engines.constraints.compiler import compiler
 from penstock.workers.engines.external import constrained
 from penstock.workers.engines.external.constrained import ConstrainedOutputs, ends, grammar_text, standard_tokenizer
-from penstock.workers.engines.external.outputs import SequenceFailure, Token
+from penstock.workers.engines.external.sequences import SequenceFailure, Token
 
 DIGITS = Constraint(REGEX, "[0-9]{2,4}")
 TOKENIZER = modeldir.load(modeldir.DEMO).tokenizer

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.engines.external.guard import Guard, children
+from penstock.workers.engines.external.runtime import Guard, children
 from tests.pipeline.support import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is needed")
 
 WORKER = """
 import subprocess, sys, time
-from penstock.workers.engines.external.guard import Guard, children
+from penstock.workers.engines.external.runtime import Guard, children
 before = children()
 engine = subprocess.Popen(["sleep", "600"])
 assert children() - before == {engine.pid}

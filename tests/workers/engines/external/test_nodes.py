@@ -11,8 +11,18 @@ import pytest
 
 from penstock.workers.engines.base import EngineError, NodeLost
 from penstock.workers.engines.external import nodes as module
-from penstock.workers.engines.external.network import interface, reached_at, towards
-from penstock.workers.engines.external.nodes import Follower, Leader, Member, Place, Start, meeting, objection
+from penstock.workers.engines.external.nodes import (
+    Follower,
+    Leader,
+    Member,
+    Place,
+    Start,
+    interface,
+    meeting,
+    objection,
+    reached_at,
+    towards,
+)
 from penstock.workers.node import in_thread
 from tests.pipeline.support import free_port
 

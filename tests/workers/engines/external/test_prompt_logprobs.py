@@ -2,8 +2,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.external.outputs import MISSING
-from penstock.workers.engines.external.prompt_logprobs import scores
+from penstock.workers.engines.external.sequences import MISSING, scores
 
 PROMPT = [5, 6, 7, 8]
 

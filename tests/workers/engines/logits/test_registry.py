@@ -15,7 +15,7 @@ from penstock.schemas.errors import Code
 from penstock.schemas.requests import LogitsProcessor
 from penstock.workers.engines.base import RequestError
 from penstock.workers.engines.logits import BaseLogitsProcessor, ModelInfo, ProcessorError, Registry
-from penstock.workers.engines.logits.flags import from_settings
+from penstock.workers.engines.logits.registry import from_settings
 from tests.workers.engines.logits.own import Curious
 from tests.workers.engines.logits.support import OWN, asking, chain, chosen, own
 

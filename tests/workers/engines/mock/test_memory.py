@@ -29,7 +29,7 @@ from penstock.workers.engines.base import (
     SequenceRequest,
     StepResult,
 )
-from penstock.workers.engines.core.encode_engine import EncodeEngine
+from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.mock import MockOptions, build, build_encoder, encoder_from_settings, from_settings
 from penstock.workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens

@@ -7,9 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.log.export.line_writer import LineWriter
-from penstock.log.sources.log_line import FORMAT, FileHeader, LogLine, encode_line, header_line
-from penstock.log.sources.selection import Selection
+from penstock.log.export.parallel_export import LineWriter
+from penstock.log.sources.log_line import FORMAT, FileHeader, LogLine, Selection, encode_line, header_line
 from penstock.schemas.done import Done, Outcome, Timings
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import Logprob, TokenBatch, TokenItem
@@ -17,8 +16,7 @@ from penstock.schemas.wire import encode, pack_tokens
 from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.mock import MockOptions, build
-from penstock.workers.engines.mock.play import Answer, Played, Player
-from penstock.workers.engines.mock.recording import read_recording
+from penstock.workers.engines.mock.play import Answer, Played, Player, read_recording
 from tests.penstock.log.traces import samples
 
 PROMPT = list(range(40))

@@ -28,7 +28,7 @@ from transformers import (
 
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.base import Engine, Output, SequenceRequest, StepResult
-from penstock.workers.engines.native.model import mxfp4
+from penstock.workers.engines.native.model import quantize
 
 VOCAB = 256
 EOS = 255
@@ -118,10 +118,10 @@ def save(name: str, directory: Path) -> Path:
 
 def mxfp4_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The nearest MXFP4 blocks and scales of (…, rows, columns); columns: a multiple of 32."""
-    grouped = weight.float().contiguous().unflatten(-1, (-1, mxfp4.GROUP))
+    grouped = weight.float().contiguous().unflatten(-1, (-1, quantize.GROUP))
     largest = grouped.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
-    exponents = torch.ceil(torch.log2(largest / mxfp4.VALUES[-1]))
-    bounds = torch.tensor([(low + high) / 2 for low, high in pairwise(mxfp4.VALUES)])
+    exponents = torch.ceil(torch.log2(largest / quantize.VALUES[-1]))
+    bounds = torch.tensor([(low + high) / 2 for low, high in pairwise(quantize.VALUES)])
     scaled = grouped / torch.exp2(exponents)
     bits = torch.bucketize(scaled.abs(), bounds.to(weight.device)).to(torch.uint8)
     bits |= (scaled < 0).to(torch.uint8) << 3

@@ -16,7 +16,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from penstock.infra.model.weight_files import key_mapping
 from penstock.schemas.blocks import media_extra
 from penstock.workers.engines.base import MediaReservation, MediaSpan, SequenceRequest
-from penstock.workers.engines.core.encode_engine import EncodeEngine
+from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
 from tests.demo_model import vision
 from tests.workers.engines.native.models import request

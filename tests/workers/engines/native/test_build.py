@@ -11,7 +11,7 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, Lla
 
 from penstock.configs.settings import WorkerSettings
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines import memory_budget, native
+from penstock.workers.engines import budgets, native
 from penstock.workers.engines.base import EngineError
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model import attention as attention_module
@@ -42,7 +42,7 @@ def test_default_pool_is_a_share_of_memory_that_is_only_taken_when_used(
     monkeypatch.setattr(pool_module, "free_bytes", lambda device: 1 << 40)
     block_bytes = 3 * 2 * 32 * 2 * 16 * 4
     engine = build(str(llama), NativeOptions(device="cpu"))
-    assert engine.info.total_blocks == memory_budget.CPU_LIMIT_BYTES // block_bytes
+    assert engine.info.total_blocks == budgets.CPU_LIMIT_BYTES // block_bytes
     monkeypatch.setattr(pool_module, "free_bytes", lambda device: 100 * block_bytes)
     assert build(str(llama), NativeOptions(device="cpu")).info.total_blocks == 25
     monkeypatch.setattr(pool_module, "free_bytes", lambda device: 40 * block_bytes)

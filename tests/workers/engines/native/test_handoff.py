@@ -15,10 +15,9 @@ from penstock.schemas.requests import Sampling
 from penstock.schemas.transfer import Memory
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.base import HeldPrompt, Output, RequestError, SequenceRequest
-from penstock.workers.engines.core.encode_engine import EncodeEngine
+from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.encoder import build_encoder
+from penstock.workers.engines.native.build import build, build_encoder
 from penstock.workers.engines.native.model.model import ModelError
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.native.models import drain, request, run, tokens

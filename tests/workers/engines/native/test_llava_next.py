@@ -17,8 +17,7 @@ from penstock.infra.model.modeldir import ModelDir
 from penstock.schemas.blocks import chain, media_extra, root, split
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.base import MediaReservation, MediaSpan, SequenceRequest
-from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.encoder import build_encoder
+from penstock.workers.engines.native.build import build, build_encoder
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.demo_model import vision
 from tests.workers.engines.native import llava_next

@@ -16,7 +16,7 @@ from penstock.schemas.requests import LogitsProcessor, Sampling, Stop
 from penstock.workers.engines import mock, native
 from penstock.workers.engines.base import Output, RequestError, SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.logits.flags import from_settings
+from penstock.workers.engines.logits.registry import from_settings
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.logits.support import OWN, chosen

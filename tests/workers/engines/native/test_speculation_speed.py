@@ -7,13 +7,13 @@ import pytest
 from penstock.workers.engines.base import EngineInfo
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.config import SchedulerConfig
+from penstock.workers.engines.core.engine import Speculation
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import PendingStep, Sampled, ScheduledSequence
-from penstock.workers.engines.core.speculation import Speculation
-from penstock.workers.engines.native import speculation_speed
-from penstock.workers.engines.native.speculation_speed import can_pay
+from penstock.workers.engines.native import build
+from penstock.workers.engines.native.build import can_pay
 
-TOKENS = speculation_speed.PROMPT + speculation_speed.ANSWER
+TOKENS = build.PROMPT + build.ANSWER
 INFO = EngineInfo(
     name="test",
     block_size=8,
@@ -69,6 +69,6 @@ def test_speculation_pays_if_a_step_with_proposals_is_shorter_than_those_it_save
     drafting_s: float, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocked = Clocked(1.0, drafting_s)
-    monkeypatch.setattr(speculation_speed.time, "perf_counter", lambda: clocked.now)
+    monkeypatch.setattr(build.time, "perf_counter", lambda: clocked.now)
     assert can_pay(clocked, Speculation(clocked, 4), 4, INFO, scheduler) is pays
     assert not clocked.closed, "the executor is still needed"

@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.mmap_dict import MmapedDict
 
 from penstock.workers.engines.external.metrics import MULTIPROCESS
-from penstock.workers.engines.sglang.load import RankLoads
-from penstock.workers.engines.sglang.metrics import SglangSeries, series
+from penstock.workers.engines.sglang.metrics import RankLoads, SglangSeries, series
 
 
 def written(folder: Path, pid: int, name: str, value: float) -> None:

@@ -10,13 +10,10 @@ from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
 from penstock.workers.engines.base import EngineInfo, MediaSpan, RequestError
 from penstock.workers.engines.external.handoff_state import ConsumedStates
-from penstock.workers.engines.external.outputs import MISSING, SequenceFailure, Token
-from penstock.workers.engines.external.sequences import ActiveSequence, SequenceUpdate
-from penstock.workers.engines.sglang.follower import Call, Follower
-from penstock.workers.engines.sglang.load import RankLoads
-from penstock.workers.engines.sglang.output_cursor import OutputCursor, prompt_scores
-from penstock.workers.engines.sglang.prepare import Options, Prepared, check, meeting, prepare
-from penstock.workers.engines.sglang.sampling import BARRED
+from penstock.workers.engines.external.sequences import MISSING, ActiveSequence, SequenceFailure, SequenceUpdate, Token
+from penstock.workers.engines.sglang.follower import Call, Follower, OutputCursor, prompt_scores
+from penstock.workers.engines.sglang.metrics import RankLoads
+from penstock.workers.engines.sglang.prepare import BARRED, Options, Prepared, check, meeting, prepare
 from tests.workers.engines.contract import ask
 
 INFO = EngineInfo("sglang", 32, 96, 4, 512, 1280, (2,), True)

@@ -11,7 +11,7 @@ from PIL import Image
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.workers.engines.base import EngineError, RequestError
-from penstock.workers.engines.core.encode_engine import EncodeEngine
+from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.trtllm import encoder_from_settings
 from tests.workers.engines.trtllm.conftest import MODEL
 

@@ -9,7 +9,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import LogitsProcessor, Sampling
 from penstock.workers.engines.base import Engine, RequestError
-from penstock.workers.engines.logits.flags import from_settings
+from penstock.workers.engines.logits.registry import from_settings
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.trtllm import logits_processors

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.external.outputs import MISSING, SequenceFailure, Token
-from penstock.workers.engines.trtllm.output_cursor import OutputCursor
+from penstock.workers.engines.external.sequences import MISSING, SequenceFailure, Token
+from penstock.workers.engines.trtllm.prepare import OutputCursor
 
 EOS, STOP = 7, 9
 

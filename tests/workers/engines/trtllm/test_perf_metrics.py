@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from penstock.log.traces.attributes import of_stamps
+from penstock.log.traces.span import of_stamps
 from penstock.schemas.trace import Stamps
-from penstock.workers.engines.trtllm import perf_metrics
+from penstock.workers.engines.trtllm import metrics
 from tests.workers.engines.trtllm.conftest import Results, ask, run
 
 Make = Callable[..., Any]
@@ -34,9 +34,7 @@ def test_only_what_happened_is_reported() -> None:
         kv_cache_size=0,
     )
     cache = SimpleNamespace(num_new_allocated_blocks=3, num_reused_blocks=0, num_missed_blocks=3)
-    found = perf_metrics.measured(
-        SimpleNamespace(timing_metrics=timing, kv_cache_metrics=cache, first_iter=5, last_iter=8)
-    )
+    found = metrics.measured(SimpleNamespace(timing_metrics=timing, kv_cache_metrics=cache, first_iter=5, last_iter=8))
     assert found == {
         "queue_s": 0.25,
         "prefill_s": 0.75,
@@ -49,7 +47,7 @@ def test_only_what_happened_is_reported() -> None:
     }
     timing.kv_cache_transfer_start, timing.kv_cache_transfer_end = seconds(100.25), seconds(100.5)
     timing.kv_cache_size = 4096
-    found = perf_metrics.measured(SimpleNamespace(timing_metrics=timing))
+    found = metrics.measured(SimpleNamespace(timing_metrics=timing))
     assert (found["kv_transfer_s"], found["kv_transfer_bytes"]) == (0.25, 4096)
 
 
@@ -64,7 +62,7 @@ def test_only_what_happened_is_reported() -> None:
     ],
 )
 def test_what_a_release_lacks_or_calls_otherwise_is_left_out(odd: Any) -> None:
-    assert perf_metrics.measured(odd) == {}
+    assert metrics.measured(odd) == {}
 
 
 def measured(results: Results, key: object) -> dict[str, float]:

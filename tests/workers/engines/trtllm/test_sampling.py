@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.external.sampling import seed_of, stop_ids
-from penstock.workers.engines.trtllm.sampling import OutputPart, arguments, end_id
+from penstock.workers.engines.trtllm.prepare import OutputPart, end_id, sampling_arguments
 from tests import standins
 
 with standins.installed():
@@ -21,7 +21,7 @@ EOS = (7, 8)
 def asked(sampling: Sampling | None = None, stop: Stop | None = None, **more: Any) -> dict[str, Any]:
     stop = stop or Stop(max_tokens=5)
     part = {name: more.pop(name) for name in OutputPart._fields if name in more}
-    return arguments(
+    return sampling_arguments(
         sampling or Sampling(), stop, eos=EOS, part=OutputPart(**{"max_tokens": stop.max_tokens} | part), **more
     )
 

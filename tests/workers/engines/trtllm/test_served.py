@@ -7,7 +7,7 @@ import pytest
 
 from penstock.schemas.requests import Sampling
 from penstock.workers.engines.base import RequestError
-from penstock.workers.engines.served import ALL, TORCH_SAMPLER_1_2, TRTLLM_SAMPLER, Served, problem
+from penstock.workers.engines.support import ALL, TORCH_SAMPLER_1_2, TRTLLM_SAMPLER, Served, problem
 from tests import standins
 from tests.workers.engines.trtllm.conftest import ask, run
 

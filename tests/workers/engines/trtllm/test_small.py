@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from penstock.schemas.errors import Code
-from penstock.workers.engines.trtllm import stats
-from penstock.workers.engines.trtllm.backoff import Backoff
-from penstock.workers.engines.trtllm.errors import code_of, is_request_error
-from penstock.workers.engines.trtllm.launch import Launch, launch_of, problem
-from penstock.workers.engines.trtllm.log_diagnosis import Detector
+from penstock.workers.engines.trtllm import metrics as stats
+from penstock.workers.engines.trtllm.build import Launch, launch_of, problem
+from penstock.workers.engines.trtllm.follower import code_of, is_request_error
+from penstock.workers.engines.trtllm.log_watch import Detector
 from penstock.workers.engines.trtllm.metrics import NativeMetrics
+from penstock.workers.engines.trtllm.watch import Backoff
 
 
 def test_waits_double_up_to_a_cap_and_start_again_after_something_came() -> None:

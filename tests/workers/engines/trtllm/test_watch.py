@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.workers.engines.base import EngineError
-from penstock.workers.engines.trtllm import follower, liveness, watch
+from penstock.workers.engines.trtllm import follower, watch
 from penstock.workers.engines.trtllm.watch import KvEvents, Watch
 from tests.workers.engines.trtllm.conftest import Results, ask, run, until
 
@@ -66,7 +66,7 @@ def test_nothing_is_read_before_the_first_request(make: Make, monkeypatch: pytes
 def test_a_process_that_hangs_is_noticed_while_requests_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorrt_llm._standin import hooks
 
-    monkeypatch.setattr(liveness, "POLL_LATE_S", 0.3)
+    monkeypatch.setattr(watch, "POLL_LATE_S", 0.3)
     engine = make()
     engine._adapter._watch._watch_s = 0.05
     engine.submit(ask("a", PROMPT, 400, ignore_eos=True))
@@ -84,7 +84,7 @@ def test_a_process_that_hangs_is_noticed_while_requests_run(make: Make, monkeypa
 def test_and_while_it_is_idle(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorrt_llm._standin import hooks
 
-    monkeypatch.setattr(liveness, "POLL_LATE_S", 0.3)
+    monkeypatch.setattr(watch, "POLL_LATE_S", 0.3)
     engine = make()
     engine._adapter._watch._watch_s = 0.05
     run(engine, ask("a", PROMPT, 2))
@@ -180,7 +180,7 @@ def test_events_that_can_never_be_read_are_given_up(monkeypatch: pytest.MonkeyPa
 
     given_up = threading.Event()
 
-    class Signs(liveness.Liveness):
+    class Signs(watch.Liveness):
         def polled(self, now: float) -> None:
             super().polled(now)
             if len(emitted) == 3 and not found._events.wanted:

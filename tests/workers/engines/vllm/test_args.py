@@ -12,11 +12,11 @@ import pytest
 from penstock.configs.flags import parse
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments
-from penstock.workers.engines import memory_budget
+from penstock.workers.engines import budgets
 from penstock.workers.engines.base import EngineError
 from penstock.workers.engines.external.arguments import given
 from penstock.workers.engines.external.event_streams import channels
-from penstock.workers.engines.external.network import address, environ
+from penstock.workers.engines.external.nodes import address, environ
 from penstock.workers.engines.vllm.args import (
     MULTIMODAL,
     EngineSettings,
@@ -183,15 +183,15 @@ def test_a_cache_on_cpus_has_a_size_of_ours_unless_the_user_named_one() -> None:
 
 
 def test_processes_on_cpus_share_what_is_free_and_leave_most_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "free_bytes", lambda: 8 * memory_budget.GIB)
-    monkeypatch.setattr(memory_budget, "numa_nodes", lambda: 1)
-    assert cpu_bytes(wanted(), {}) == 2 * memory_budget.GIB
-    assert cpu_bytes(wanted(), {"data_parallel_size": 2}) == memory_budget.GIB
-    assert cpu_bytes(wanted(tensor_parallel_size=2), {"data_parallel_size": 2}) == memory_budget.GIB // 2
-    monkeypatch.setattr(memory_budget, "numa_nodes", lambda: 4)
-    assert cpu_bytes(wanted(), {"tensor_parallel_size": 2}) == memory_budget.GIB // 2
-    monkeypatch.setattr(memory_budget, "free_bytes", lambda: 1 << 50)
-    assert cpu_bytes(wanted(), {}) == memory_budget.CPU_LIMIT_BYTES
+    monkeypatch.setattr(budgets, "free_bytes", lambda: 8 * budgets.GIB)
+    monkeypatch.setattr(budgets, "numa_nodes", lambda: 1)
+    assert cpu_bytes(wanted(), {}) == 2 * budgets.GIB
+    assert cpu_bytes(wanted(), {"data_parallel_size": 2}) == budgets.GIB
+    assert cpu_bytes(wanted(tensor_parallel_size=2), {"data_parallel_size": 2}) == budgets.GIB // 2
+    monkeypatch.setattr(budgets, "numa_nodes", lambda: 4)
+    assert cpu_bytes(wanted(), {"tensor_parallel_size": 2}) == budgets.GIB // 2
+    monkeypatch.setattr(budgets, "free_bytes", lambda: 1 << 50)
+    assert cpu_bytes(wanted(), {}) == budgets.CPU_LIMIT_BYTES
 
 
 def test_all_problems_are_reported_at_once() -> None:

@@ -24,7 +24,7 @@ from penstock.workers.engines.external import handoff_state
 from penstock.workers.engines.external.event_streams import subscribe
 from penstock.workers.engines.external.metrics import NativeSeries
 from penstock.workers.engines.external.runtime import Inbox
-from penstock.workers.engines.vllm.metrics import PREFIX, SchedulerStats
+from penstock.workers.engines.vllm.adapter import PREFIX, SchedulerStats
 from tests import standins
 from tests.workers.engines.contract import ALL, BLOCK, WORDS, Driver, ask, fold, names, prefilled
 

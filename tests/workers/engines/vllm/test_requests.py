@@ -13,12 +13,11 @@ from penstock.schemas.requests import LogitsProcessor, Sampling, Stop
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
 from penstock.workers.engines.external.handoff_state import ConsumedStates
-from penstock.workers.engines.external.outputs import MISSING, SequenceFailure, Token
 from penstock.workers.engines.external.sampling import seed_of
-from penstock.workers.engines.vllm import handoff
-from penstock.workers.engines.vllm.output_cursor import Diverged, OutputCursor
-from penstock.workers.engines.vllm.prepare import Options, check, prepare
-from penstock.workers.engines.vllm.sampling import arguments
+from penstock.workers.engines.external.sequences import MISSING, SequenceFailure, Token
+from penstock.workers.engines.vllm import prepare as handoff
+from penstock.workers.engines.vllm.follower import Diverged, OutputCursor
+from penstock.workers.engines.vllm.prepare import Options, check, prepare, sampling_arguments
 
 INFO = EngineInfo("vllm", 16, 20, 4, 512, 100, (2, 3), True, handoff_layout="l")
 OPTIONS = Options(b"r" * 16, "l")
@@ -26,7 +25,7 @@ PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_request_id
 
 
 def given_of(sampling: Sampling, stop: Stop | None = None, **more: Any) -> dict[str, Any]:
-    return arguments(sampling, stop or Stop(8), eos=(2, 3), max_tokens=8, **more)
+    return sampling_arguments(sampling, stop or Stop(8), eos=(2, 3), max_tokens=8, **more)
 
 
 # -- sampling
@@ -72,8 +71,8 @@ def test_every_option_reaches_the_engine() -> None:
 
 
 def test_min_tokens_are_never_more_than_the_engine_takes() -> None:
-    assert arguments(Sampling(), Stop(9, 9), eos=(2,), max_tokens=1, min_tokens=9)["min_tokens"] == 1
-    assert "min_tokens" not in arguments(Sampling(), Stop(9, 2), eos=(2,), max_tokens=1, min_tokens=-3)
+    assert sampling_arguments(Sampling(), Stop(9, 9), eos=(2,), max_tokens=1, min_tokens=9)["min_tokens"] == 1
+    assert "min_tokens" not in sampling_arguments(Sampling(), Stop(9, 2), eos=(2,), max_tokens=1, min_tokens=-3)
 
 
 def test_penalties_count_what_was_generated_before() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.workers.engines.native.cuda import attend
-from penstock.workers.engines.native.cuda.chunks import STEP, Chunk, Group, adjoin
+from penstock.workers.engines.native.cuda.packing import STEP, Chunk, Group, adjoin
 from penstock.workers.engines.native.model.attention import AttentionParams
 from penstock.workers.engines.native.model.pool import Pool
 

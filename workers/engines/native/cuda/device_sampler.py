@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.workers.engines.native.cuda import rows
+from penstock.workers.engines.native.cuda.copies import Upload
 from penstock.workers.engines.native.cuda.packing import Draw
-from penstock.workers.engines.native.cuda.upload import Upload
 from penstock.workers.engines.native.model import sampler
 from penstock.workers.engines.native.model.masks import PendingMasks
 

@@ -1,15 +1,149 @@
-"""Speculation with a draft model on CUDA: its steps follow each other on the device, without waiting for tokens."""
+"""Speculation with a draft model on CUDA: its steps follow each other on the device, without waiting for tokens.
+
+Steps of a draft model, each with the token of the one before, as one CUDA graph for each number of rows.
+"""
 
 from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
 
-from penstock.workers.engines.core.sequence import PendingStep, ScheduledSequence
-from penstock.workers.engines.native.cuda.draft_loop import DraftLoop, Row
-from penstock.workers.engines.native.cuda.executor import CudaExecutor
+import numpy as np
+import structlog
+import torch
+from torch import Tensor
+
+from penstock.workers.engines.core.sequence import PendingStep, ScheduledSequence, Sequence
+from penstock.workers.engines.native.cuda.copies import Upload, new_event
+from penstock.workers.engines.native.cuda.executor import CudaExecutor, batch_sizes
+from penstock.workers.engines.native.cuda.packing import TableRow
+from penstock.workers.engines.native.model import sampler
 from penstock.workers.engines.native.model.draft import progress_of
+
+log = structlog.get_logger("engine")
+
+ALIGN = 16
+PADDING = -1  # position of a row that computes nothing
+
+
+class Row(NamedTuple):
+    """A sequence that is drafted.
+
+    Attributes:
+        start: position of the token that the executor has sampled last for this sequence.
+        steps: tokens to propose behind it.
+    """
+
+    sequence: Sequence
+    table_row: TableRow
+    start: int
+    steps: int
+
+
+class DraftLoop:
+    """Runs up to ``steps`` steps of ``executor``'s model without the host. Not thread-safe.
+
+    Args:
+        executor: its graphs must have been captured; its last step must have sampled a token for each row.
+        rows: maximum number of sequences.
+    """
+
+    def __init__(self, executor: CudaExecutor, rows: int, steps: int) -> None:
+        self._executor, self._steps = executor, steps
+        self._width = width = -(-rows // ALIGN) * ALIGN
+        device = executor.device
+        # table rows, targets, temperatures, then positions of each step, then keys (two integers) of each step
+        self._upload = Upload((3 + 3 * steps) * width + ALIGN, device)
+        self._unknown = torch.full((width,), -1, dtype=torch.int32, device=device)
+        self._sampled = torch.zeros((steps, width), dtype=torch.int32, device=device)
+        self._host = torch.zeros((steps, width), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._sizes = batch_sizes(rows)
+        self._graphs: dict[int, Any] = {}
+
+    def capture(self) -> None:
+        """Capture a graph for each of ``batch_sizes``. A model that cannot be captured is launched step by step."""
+        pool = None
+        try:
+            with torch.inference_mode():
+                for size in reversed(self._sizes):
+                    self._run(size)
+                    torch.cuda.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, pool=pool):
+                        self._run(size)
+                    pool = graph.pool()
+                    self._graphs[size] = graph
+        except RuntimeError as error:
+            self._graphs.clear()
+            torch.cuda.synchronize()
+            log.warning("drafts_without_graphs", reason=str(error).strip().splitlines()[0])
+
+    def _run(self, size: int) -> None:
+        table_rows, targets, temperatures = (self._part(number)[:size] for number in range(3))
+        for step in range(self._steps):
+            positions = self._part(3 + step)[:size]
+            start = (3 + self._steps + 2 * step) * self._width
+            keys = self._upload.device[start : start + 2 * size].view(torch.int64)
+            logits = self._executor.forward(self._unknown[:size], table_rows, positions)
+            self._executor.sampler.sample_random(
+                logits, targets, temperatures.view(torch.float32), keys, self._sampled[step]
+            )
+
+    def _part(self, number: int) -> Tensor:
+        return self._upload.device[number * self._width : (number + 1) * self._width]
+
+    def suits(self, rows: list[Row]) -> bool:
+        """Whether a graph computes these rows: their sampling needs nothing but a temperature."""
+        return len(rows) <= max(self._graphs, default=0) and all(
+            row.table_row.plain and row.start + 1 >= row.sequence.stoppable for row in rows
+        )
+
+    def launch(self, rows: list[Row]) -> "LaunchedLoop":
+        """Start the steps."""
+        size = next(size for size in self._sizes if size >= len(rows))
+        width, count = self._width, len(rows)
+        upload = self._upload
+        upload.begin()
+        table_rows, targets = np.zeros(size, np.int32), np.full(size, self._executor.spare_target, np.int32)
+        temperatures = np.zeros(size, np.float32)
+        positions = np.full((self._steps, size), PADDING, np.int32)
+        keys = np.zeros((self._steps, size), np.uint64)
+        for number, (sequence, table_row, start, steps) in enumerate(rows):
+            table_rows[number] = targets[number] = table_row.index
+            positions[:steps, number] = range(start, start + steps)
+            if table_row.random:
+                temperatures[number] = max(sequence.sampling.temperature, 1e-5)
+                for step in range(steps):
+                    behind = start + step + 1 - sequence.prompt_len
+                    keys[step, number] = sampler.key(sequence.sampling.seed, sequence.choice, behind)
+        for number, values in enumerate((table_rows, targets, temperatures.view(np.int32), *positions)):
+            upload.put(values, number * width)
+        for step in range(self._steps):
+            upload.put(keys[step].view(np.int32), (3 + self._steps + 2 * step) * width)
+        upload.send()
+        self._graphs[size].replay()
+        self._host.copy_(self._sampled, non_blocking=True)
+        event = new_event()
+        event.record()
+        return LaunchedLoop(self._host[:, :count], event)
+
+    def close(self) -> None:
+        self._graphs.clear()
+
+
+class LaunchedLoop(NamedTuple):
+    """Steps that were launched. ``host``: (steps, rows) int32, complete after ``event``."""
+
+    host: Tensor
+    event: torch.cuda.Event
+
+    def tokens(self) -> list[list[int]]:
+        """Wait for the device; the tokens of each row."""
+        self.event.synchronize()
+        tokens: list[list[int]] = self.host.t().tolist()
+        return tokens
 
 
 class CudaDraftModel:
-    """Implements ``penstock.workers.engines.core.speculation.Drafter``. Owns the executor.
+    """Implements ``penstock.workers.engines.core.engine.Drafter``. Owns the executor.
 
     Args:
         executor: of the draft model, over a pool under the target's block numbers; as many steps as tokens are proposed

@@ -16,23 +16,32 @@ from torch import Tensor
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence
 from penstock.workers.engines.native.cuda import rows
-from penstock.workers.engines.native.cuda.chunks import LARGE, LONG, STEP, Group, shapes
-from penstock.workers.engines.native.cuda.copies import HostCopies, Late, Pending, device_errors
+from penstock.workers.engines.native.cuda.copies import HostCopies, Late, Pending, Upload, device_errors
 from penstock.workers.engines.native.cuda.dense import DenseAttention
 from penstock.workers.engines.native.cuda.device_sampler import DeviceSampler
 from penstock.workers.engines.native.cuda.modules import Linear, Rotation
-from penstock.workers.engines.native.cuda.packing import UNKNOWN, Draw, Packed, Packing
+from penstock.workers.engines.native.cuda.packing import (
+    LARGE,
+    LONG,
+    STEP,
+    UNKNOWN,
+    Draw,
+    Group,
+    Packed,
+    Packing,
+    TableRow,
+    TableRows,
+    shapes,
+)
 from penstock.workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
 from penstock.workers.engines.native.cuda.prompt_graphs import DECODES, SPLITS, Inputs, PromptGraphs
-from penstock.workers.engines.native.cuda.table_rows import TableRow, TableRows
-from penstock.workers.engines.native.cuda.upload import Upload
 from penstock.workers.engines.native.model import sampler
 from penstock.workers.engines.native.model.attention import Paged
 from penstock.workers.engines.native.model.executor import set_scores
 from penstock.workers.engines.native.model.masks import TokenMasks
 from penstock.workers.engines.native.model.model import Embeddings, Model
 from penstock.workers.engines.native.model.pool import Pool
-from penstock.workers.engines.native.model.sliding import HybridAttention, SlidingPool
+from penstock.workers.engines.native.model.pools import HybridAttention, SlidingPool
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 
 log = structlog.get_logger("engine")

@@ -15,7 +15,7 @@ from penstock.workers.engines.native.cuda import expert_kernels as kernels
 from penstock.workers.engines.native.cuda import rows
 from penstock.workers.engines.native.cuda.fusions import dependent
 from penstock.workers.engines.native.cuda.modules import launch_options
-from penstock.workers.engines.native.model import mxfp4
+from penstock.workers.engines.native.model import quantize
 from penstock.workers.engines.native.model.quantize import FP8, Fp8Experts
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # relative, of a mixture's output
@@ -337,19 +337,19 @@ def _stored(module: Any, dtype: torch.dtype) -> tuple[Stored, Stored] | None:
     """The weights of a module of experts, in the order of ``Experts``; None: they have another form."""
     biases = [getattr(module, f"{name}_proj_bias", None) for name in ("gate_up", "down")]
     gate_up_bias, down_bias = (None if each is None else each.data for each in biases)
-    if isinstance(module, mxfp4.Mxfp4Experts):
+    if isinstance(module, quantize.Mxfp4Experts):
         assert gate_up_bias is not None
         stored = [
             (_separated(module.gate_up_proj_blocks.data), _separated(module.gate_up_proj_scales.data)),
             (module.down_proj_blocks.data, module.down_proj_scales.data),
         ]
         bias = _separated(gate_up_bias)
-        if any(rows % mxfp4.STEP for rows in (stored[0][0].shape[1] // 2, stored[1][0].shape[1])) or any(
+        if any(rows % quantize.STEP for rows in (stored[0][0].shape[1] // 2, stored[1][0].shape[1])) or any(
             blocks.shape[2] % 2 for blocks, _ in stored
         ):
-            wide = [mxfp4.widened(*each, dtype) for each in stored]
+            wide = [quantize.widened(*each, dtype) for each in stored]
             return Stored(wide[0], bias), Stored(wide[1], down_bias)
-        (values, scales), (more, other) = (mxfp4.packed(*each) for each in stored)
+        (values, scales), (more, other) = (quantize.packed(*each) for each in stored)
         return Stored(values, bias, scales), Stored(more, down_bias, other)
     if isinstance(module, Fp8Experts):
         scales = module.gate_up_scale.squeeze(-1)

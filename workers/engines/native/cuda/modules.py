@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock.workers.engines.native.cuda import fp8, rows
 from penstock.workers.engines.native.cuda.fusions import FUSIONS, dependent
-from penstock.workers.engines.native.cuda.products import invariant_product
+from penstock.workers.engines.native.cuda.rows import invariant_product
 
 
 class Rotation:

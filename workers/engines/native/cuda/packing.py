@@ -1,13 +1,206 @@
-"""Packs a planned step into the rows of one batch: decode rows first, then chunks of prompts."""
+"""Packs a planned step into the rows of one batch: decode rows first, then chunks of prompts.
 
+Which chunks of prompts are attended to outside of the pages, how they are padded, and which together. No torch.
+
+Assigns sequences rows of the block tables on the device, and tracks which blocks the device has. No torch.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence, scored_to
-from penstock.workers.engines.native.cuda.chunks import LONG, Chunk, Group, groups
-from penstock.workers.engines.native.cuda.table_rows import TableRow, TableRows
 from penstock.workers.engines.native.model.executor import media_rows
+
+STEP = 512  # rows and keys are padded to a multiple of this
+LONG = 2048  # tokens from which on a whole prompt, or several of about the same length, are attended to outside of them
+FILLED = 0.8  # share of the padded rows that a prompt must fill to be one of several
+TOGETHER = 16  # prompts in one call, at most
+LARGE = 64 << 20  # weights of a layer from which on its products take longer than launching calls for short prompts
+LONG_BEHIND = 1024  # likewise for a chunk behind other tokens,
+BEHIND_WORK = 16 << 20  # if it has so many pairs of a query and a key: two calls and a merge cost more than one
+
+
+class Chunk(NamedTuple):
+    """Neighbouring prompt tokens of one sequence in a batch.
+
+    Attributes:
+        row: of the first token in the batch.
+        start: its position.
+        table_row: row of the sequence's block table.
+    """
+
+    row: int
+    start: int
+    tokens: int
+    table_row: int
+
+    @property
+    def is_long(self) -> bool:
+        """Whether attention outside of the pages is faster."""
+        if self.start < STEP:
+            return self.tokens >= LONG
+        return self.tokens >= LONG_BEHIND and self.tokens * (self.start + self.tokens // 2) >= BEHIND_WORK
+
+    @property
+    def unmasked(self) -> int:
+        """Leading keys that are attended to without a mask."""
+        return self.start // STEP * STEP
+
+    @property
+    def front(self) -> int:
+        """Rows of padding before the chunk's own, which move the mask to its place."""
+        return self.start - self.unmasked
+
+    @property
+    def rows(self) -> int:
+        """Rows with padding; the keys that are attended to with a mask are as many."""
+        return -(-(self.front + self.tokens) // STEP) * STEP
+
+
+Group = tuple[Chunk, ...]  # attended to in one call
+
+
+def groups(chunks: Iterable[Chunk], least: int = LONG) -> list[Group]:
+    """The chunks of a batch that are attended to outside of the pages.
+
+    Several are attended to in one call if they are whole prompts of the same padded length. Their number is a power of
+    two, so that there are few shapes.
+
+    Args:
+        least: padded tokens of the shortest prompts that are attended to together.
+    """
+    found: list[Group] = []
+    whole: defaultdict[int, list[Chunk]] = defaultdict(list)
+    for chunk in chunks:
+        if chunk.start == 0 and chunk.rows >= least and chunk.tokens >= FILLED * chunk.rows:
+            whole[chunk.rows].append(chunk)
+        elif chunk.is_long:
+            found.append((chunk,))
+    for rows, equal in whole.items():
+        while equal and (size := _power_below(min(len(equal), TOGETHER))) * rows >= LONG:
+            found.append(tuple(equal[:size]))
+            del equal[:size]
+    return found
+
+
+def shapes(longest: int, batched: int, least: int = LONG) -> Iterator[tuple[int, int]]:
+    """Number of prompts and padded rows of each, of all groups of whole prompts.
+
+    Args:
+        longest: tokens of the longest prompt.
+        batched: tokens of a step.
+        least: see ``groups``.
+    """
+    for rows in range(least, -(-longest // STEP) * STEP + 1, STEP):
+        size = 1
+        while size <= TOGETHER and (size == 1 or size * FILLED * rows <= batched):
+            if size * rows >= LONG:
+                yield size, rows
+            size *= 2
+
+
+def adjoin(group: Seq[Chunk]) -> bool:
+    """Whether the chunks lie behind each other in the batch and need no padding."""
+    first = group[0]
+    return all(
+        chunk.tokens == first.rows and chunk.row == first.row + number * first.rows
+        for number, chunk in enumerate(group)
+    )
+
+
+def _power_below(count: int) -> int:
+    return 1 << (count.bit_length() - 1)
+
+
+class TableRow:
+    """A sequence's row of the block tables.
+
+    Attributes:
+        index: of the row.
+        plain: temperature is the only sampling parameter that changes the logits. A constraint is none.
+        random: tokens are sampled, not greedy.
+    """
+
+    __slots__ = ("blocks", "index", "plain", "random", "rows", "sent_blocks", "sent_rows")
+
+    def __init__(self, index: int, sequence: Sequence) -> None:
+        self.index = index
+        # The lists that the device has. A preempted sequence gets new ones when it is admitted again.
+        self.blocks: list[int] | None = None
+        self.rows: list[int] | None = None
+        self.sent_blocks = 0  # leading entries that are on the device
+        self.sent_rows = 0
+        sampling = sequence.sampling
+        self.random = sampling.temperature > 0
+        penalty = sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+        truncated = self.random and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+        adjusted = sampling.logprobs is not None or bool(sampling.logit_bias) or sequence.processors is not None
+        self.plain = not (penalty or truncated or adjusted)
+
+
+class TableRows:
+    """Block table rows for up to ``count`` sequences, and the table changes that are not on the device yet.
+
+    Args:
+        width: entries per row.
+        sliding: add a second table behind the first, for the pool rows of sliding-window layers.
+
+    Attributes:
+        places: changed entries, as indices into the flattened tables.
+        values: their new values.
+    """
+
+    def __init__(self, count: int, width: int, *, sliding: bool = False) -> None:
+        self._width = width
+        self._rows_offset = count * width if sliding else 0
+        self._free = list(range(count - 1, -1, -1))
+        self._table_rows: dict[Sequence, TableRow] = {}
+        self.places: list[int] = []
+        self.values: list[int] = []
+
+    def of(self, sequence: Sequence) -> TableRow:
+        """The row of a sequence. Records the entries of its tables that are new since the last call."""
+        table_row = self._table_rows.get(sequence)
+        if table_row is None:
+            table_row = self._assign(sequence)
+        blocks = sequence.blocks
+        if table_row.blocks is not blocks:
+            table_row.blocks, table_row.sent_blocks = blocks, 0
+        if table_row.sent_blocks < len(blocks):
+            self._record(table_row.index * self._width, table_row.sent_blocks, blocks)
+            table_row.sent_blocks = len(blocks)
+        if self._rows_offset:
+            self._send_rows(table_row, sequence.rows)
+        return table_row
+
+    def _send_rows(self, table_row: TableRow, rows: list[int]) -> None:
+        if table_row.rows is not rows:
+            table_row.rows, table_row.sent_rows = rows, 0
+        if table_row.sent_rows < len(rows):
+            self._record(self._rows_offset + table_row.index * self._width, table_row.sent_rows, rows)
+            table_row.sent_rows = len(rows)
+
+    def _record(self, first: int, start: int, entries: list[int]) -> None:
+        self.places += range(first + start, first + len(entries))
+        # Kernels load entries before the window and ignore the result, so these must be valid, too.
+        self.values += [max(entry, 0) for entry in entries[start:]]
+
+    def _assign(self, sequence: Sequence) -> TableRow:
+        if not self._free:
+            for idle in [held for held in self._table_rows if not held.blocks]:  # ended, or preempted
+                self._free.append(self._table_rows.pop(idle).index)
+        table_row = self._table_rows[sequence] = TableRow(self._free.pop(), sequence)
+        return table_row
+
+    def take_changes(self) -> tuple[list[int], list[int]]:
+        """``places`` and ``values`` since the last call."""
+        places, values = self.places, self.values
+        self.places, self.values = [], []
+        return places, values
+
 
 UNKNOWN = -1  # the previous step samples this token, and only the device has it
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from penstock.workers.engines.native.cuda import attend
-from penstock.workers.engines.native.cuda.chunks import Group, adjoin
 from penstock.workers.engines.native.cuda.dense import DenseAttention
 from penstock.workers.engines.native.cuda.fusions import dependent
 from penstock.workers.engines.native.cuda.modules import Rotation, launch_options
+from penstock.workers.engines.native.cuda.packing import Group, adjoin
 from penstock.workers.engines.native.model.attention import AttentionParams
 from penstock.workers.engines.native.model.pool import Pool
 from penstock.workers.engines.native.model.quantize import FP8

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.workers.engines.native.cuda.copies import Upload
 from penstock.workers.engines.native.cuda.packing import Packed
-from penstock.workers.engines.native.cuda.upload import Upload
 
 ROWS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640)  # that graphs are captured for
 DECODES = 64  # leading rows that can be decoded

@@ -47,7 +47,7 @@ class _Run:
 
 
 class DraftModel:
-    """Implements ``penstock.workers.engines.core.speculation.Drafter``. Owns model and pool."""
+    """Implements ``penstock.workers.engines.core.engine.Drafter``. Owns model and pool."""
 
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model: Model | None = model

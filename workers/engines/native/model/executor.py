@@ -14,8 +14,8 @@ from penstock.workers.engines.native.model.attention import Paged, ReferenceAtte
 from penstock.workers.engines.native.model.masks import TokenMasks
 from penstock.workers.engines.native.model.model import Embeddings, Model
 from penstock.workers.engines.native.model.pool import Pool, out_of_memory
+from penstock.workers.engines.native.model.pools import HybridAttention, SlidingPool
 from penstock.workers.engines.native.model.sampler import choose, score
-from penstock.workers.engines.native.model.sliding import HybridAttention, SlidingPool
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 
 

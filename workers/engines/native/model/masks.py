@@ -7,11 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.workers.engines.constraints.batch import BatchMasks
-from penstock.workers.engines.constraints.matcher import Matcher
+from penstock.workers.engines.constraints.matcher import BatchMasks, Matcher
 from penstock.workers.engines.core.sequence import Sequence
-from penstock.workers.engines.native.model.allowed import Allowed
-from penstock.workers.engines.native.model.sampler import place
+from penstock.workers.engines.native.model.sampler import Allowed, place
 
 
 class PendingMasks:

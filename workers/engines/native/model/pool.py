@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines import memory_budget
+from penstock.workers.engines import budgets
 
 CUDA_SHARE = 0.85  # of the memory that the weights leave free; activations need the rest
 DTYPES = {
@@ -159,7 +159,7 @@ def blocks_that_fit(block_bytes: int, wanted: int, device: torch.device, share: 
         return int(free * share) // block_bytes
     if device.type == "cuda":
         return int(free * CUDA_SHARE) // block_bytes
-    usual = memory_budget.share(free) // block_bytes
+    usual = budgets.share(free) // block_bytes
     return max(usual, min(wanted, free // 2 // block_bytes))
 
 
@@ -167,4 +167,4 @@ def free_bytes(device: torch.device) -> int:
     """Free memory in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return memory_budget.free_bytes()
+    return budgets.free_bytes()

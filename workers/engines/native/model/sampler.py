@@ -5,10 +5,13 @@ generator, so a sequence gets the same tokens alone, in any batch, after preempt
 
 Order: logits processors and constraints, whose result counts as the model's own logits; then, as in vLLM, bias and
 forbidden tokens, penalties, temperature, min_p, top_k, top_p.
+
+Restricts logits to the tokens that constraints allow.
 """
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +19,46 @@ from torch import Tensor
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.core.sequence import Sampled, Sequence
 from penstock.workers.engines.logits import apply
-from penstock.workers.engines.native.model.allowed import Allowed
+
+_NEVER = float("-inf")
+
+
+class Allowed(NamedTuple):
+    """The tokens that may be drawn in some rows.
+
+    Attributes:
+        rows: (n,) int64, the constrained rows, ascending.
+        bits: (n, words) int32, a bit per token, lowest first.
+        every: all rows are constrained.
+    """
+
+    rows: Tensor
+    bits: Tensor
+    every: bool
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """The logits with minus infinity for every other token; ``logits`` is not changed.
+
+        Where the processors had left none of the allowed tokens, all of these are equally likely.
+        """
+        part = logits if self.every else logits[self.rows]
+        allowed = self._unpacked(logits.shape[-1])
+        narrowed = part.masked_fill(~allowed, _NEVER)
+        lost = narrowed.amax(dim=-1, keepdim=True) == _NEVER
+        narrowed = narrowed.masked_fill(allowed & lost, 0.0)
+        return narrowed if self.every else logits.index_copy(0, self.rows, narrowed)
+
+    def _unpacked(self, vocab: int) -> Tensor:
+        """(n, vocab) bool."""
+        shifts = torch.arange(32, dtype=torch.int32, device=self.bits.device)
+        spread = (self.bits[:, :, None] >> shifts) & 1
+        return spread.view(len(self.bits), -1)[:, :vocab].bool()
+
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15  # constants of SplitMix64, doi:10.1145/2660193.2660195
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
-_NEVER = float("-inf")
 _SCORED_ROWS = 64  # whose logits exist as float32 at once
 
 

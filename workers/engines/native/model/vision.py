@@ -21,7 +21,7 @@ from penstock.infra.model.image_tiles import Tiles, tiles_of
 from penstock.schemas.errors import Code
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.base import EngineError, RequestError
-from penstock.workers.engines.native.model import media
+from penstock.workers.engines.native.model import embedding_slots
 from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots
 from penstock.workers.engines.native.model.pool import free_bytes, out_of_memory
 
@@ -72,7 +72,7 @@ class TorchVisionEncoder:
     def _blank(self) -> tuple[torch.Size, int, int]:
         """The tower's input shape, which must be the same for all images; tokens of a slot; size of an embedding."""
         try:
-            blanks = [media.pixels(Image.new("RGB", size), self._processor) for size in BLANKS]
+            blanks = [embedding_slots.pixels(Image.new("RGB", size), self._processor) for size in BLANKS]
             with torch.inference_mode():
                 features = self._features(blanks)
             if blanks[0].size is not None:
@@ -97,7 +97,7 @@ class TorchVisionEncoder:
             raise VisionUnsupported(f"its blank images have {found} embeddings, by its configuration others")
         return tiles
 
-    def _features(self, images: list[media.Pixels]) -> list[Tensor]:
+    def _features(self, images: list[embedding_slots.Pixels]) -> list[Tensor]:
         """One (tokens, hidden) each."""
         if images[0].size is None:
             pixels = torch.stack([image.data for image in images]).to(self._device, self._dtype)
@@ -116,9 +116,9 @@ class TorchVisionEncoder:
             RequestError: it is broken, too large, or of another kind or shape.
         """
         medium = self.pool.decode(raw, kind)
-        if isinstance(medium, media.Rows):
+        if isinstance(medium, embedding_slots.Rows):
             return medium
-        pixels = media.pixels(medium, self._processor)
+        pixels = embedding_slots.pixels(medium, self._processor)
         if pixels.data.shape[-3:] != self._shape:  # in the tower it would fail the whole batch
             raise RequestError(
                 Code.invalid_request,
@@ -135,11 +135,11 @@ class TorchVisionEncoder:
         Raises:
             EngineError: the device is lost.
         """
-        images = [(slots, medium) for slots, medium in batch if isinstance(medium, media.Pixels)]
+        images = [(slots, medium) for slots, medium in batch if isinstance(medium, embedding_slots.Pixels)]
         try:
             with torch.inference_mode():
                 for slots, medium in batch:
-                    if isinstance(medium, media.Rows):
+                    if isinstance(medium, embedding_slots.Rows):
                         self.pool.write(slots, medium.data)
                 each = 1 if self._tiles is None else 1 + max((len(medium.data) for _, medium in images), default=1)
                 step = max(1, BATCH // each)

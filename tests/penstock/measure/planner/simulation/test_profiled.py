@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.quantile import quantile
+from penstock.cli.figures import quantile
+from penstock.measure.planner.capacity import EngineTiming
 from penstock.measure.planner.simulation.command import Settings, run
-from penstock.measure.planner.simulation.profiled import ProfileTimes, worker_of
-from penstock.measure.planner.simulation.run import BLOCK_SIZE, BLOCKS, Engines, simulate
+from penstock.measure.planner.simulation.run import BLOCK_SIZE, BLOCKS, Engines, ProfileTimes, simulate, worker_of
 from penstock.measure.planner.simulation.shapes import generate
-from penstock.measure.planner.timing import EngineTiming
 from penstock.measure.profile.data import save
 from penstock.measure.profile.modelled import mock_profile
 from penstock.measure.simulation.fleet import simulate as run_fleet

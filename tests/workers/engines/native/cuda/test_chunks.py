@@ -3,7 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.engines.native.cuda.chunks import LONG, LONG_BEHIND, STEP, TOGETHER, Chunk, adjoin, groups, shapes
+from penstock.workers.engines.native.cuda.packing import (
+    LONG,
+    LONG_BEHIND,
+    STEP,
+    TOGETHER,
+    Chunk,
+    adjoin,
+    groups,
+    shapes,
+)
 
 
 @given(start=st.integers(0, 5 * STEP), tokens=st.integers(1, 5 * STEP))

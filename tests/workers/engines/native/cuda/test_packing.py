@@ -9,8 +9,7 @@ from msgspec.structs import astuple
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.base import MediaSpan
 from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
-from penstock.workers.engines.native.cuda.packing import UNKNOWN, Packed, Packing
-from penstock.workers.engines.native.cuda.table_rows import TableRows
+from penstock.workers.engines.native.cuda.packing import UNKNOWN, Packed, Packing, TableRows
 from tests.properties import examples
 
 TABLE_ROWS, SPARE = 9, 9

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.workers.engines.native.cuda.copies import Upload
 from penstock.workers.engines.native.cuda.packing import Packed
 from penstock.workers.engines.native.cuda.prompt_graphs import DECODES, PROMPTS, PromptGraphs
-from penstock.workers.engines.native.cuda.upload import Upload
 
 OFFSET, TILE = 64, 128
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.core.sequence import Sequence
-from penstock.workers.engines.native.cuda.table_rows import TableRows
+from penstock.workers.engines.native.cuda.packing import TableRows
 
 WIDTH = 8
 

@@ -17,7 +17,7 @@ from transformers import AutoImageProcessor
 
 from penstock.schemas.errors import Code
 from penstock.workers.engines.base import RequestError
-from penstock.workers.engines.native.model import media, vision
+from penstock.workers.engines.native.model import embedding_slots, vision
 from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots
 from tests.properties import examples
 from tests.workers.engines.native.pictures import DIRECTORY, picture
@@ -40,7 +40,7 @@ PROCESSOR: Any = AutoImageProcessor.from_pretrained(DIRECTORY, backend="pil")
 
 def pixels(raw: bytes, kind: str = "image/png") -> torch.Tensor:
     prepared = ENCODER.prepare(raw, kind)
-    assert isinstance(prepared, media.Pixels)
+    assert isinstance(prepared, embedding_slots.Pixels)
     return prepared.data
 
 
@@ -194,7 +194,7 @@ def test_many_threads_may_prepare_at_once() -> None:
 def test_embeddings_are_taken_in_the_models_dtype() -> None:
     rows = torch.randn(7, 256, dtype=torch.bfloat16)
     prepared = ENCODER.prepare(save({"x": rows}), "embedding")
-    assert isinstance(prepared, media.Rows)
+    assert isinstance(prepared, embedding_slots.Rows)
     assert torch.equal(prepared.data, rows.to(torch.float16))
     assert ENCODER.tokens(prepared) == 7
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.model import mxfp4
+from penstock.workers.engines.native.model import quantize
 from penstock.workers.engines.native.model.loading import load
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.native.models import expected, mxfp4_blocks, prompt, request, run, save, tokens
@@ -45,15 +45,15 @@ def test_values_are_those_of_transformers() -> None:
     blocks = torch.randint(0, 256, (3, 8, 2, 16), dtype=torch.uint8)
     scales = torch.randint(100, 140, (3, 8, 2), dtype=torch.uint8)
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    assert torch.equal(mxfp4.widened(blocks, scales, torch.float32), theirs.transpose(1, 2))
+    assert torch.equal(quantize.widened(blocks, scales, torch.float32), theirs.transpose(1, 2))
 
 
 def test_narrowing_keeps_what_has_four_bits_and_comes_near_to_the_rest() -> None:
     torch.manual_seed(1)
     weight = torch.randn(5, 64)
-    kept = mxfp4.widened(*mxfp4_blocks(weight), torch.float32)
+    kept = quantize.widened(*mxfp4_blocks(weight), torch.float32)
     assert (kept - weight).norm() < 0.15 * weight.norm()
-    assert torch.equal(mxfp4.widened(*mxfp4_blocks(kept), torch.float32), kept)
+    assert torch.equal(quantize.widened(*mxfp4_blocks(kept), torch.float32), kept)
 
 
 def test_answers_are_those_of_transformers_with_widened_weights(directory: Path) -> None:

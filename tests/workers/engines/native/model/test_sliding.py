@@ -8,7 +8,7 @@ import pytest
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions
-from penstock.workers.engines.native.model.sliding import SlidingLayers, pool_sizes, sliding_layers
+from penstock.workers.engines.native.model.pools import SlidingLayers, pool_sizes, sliding_layers
 from tests.workers.engines.native.models import expected, prompt, request, run, tokens
 
 COUNT = 180

@@ -14,8 +14,7 @@ from safetensors.torch import save
 from penstock.schemas.errors import Code
 from penstock.workers.engines.base import Engine, EngineError, MediaSpan, RequestError, VisionEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.encoder import build_encoder
+from penstock.workers.engines.native.build import build, build_encoder
 from penstock.workers.engines.native.model import vision as vision_module
 from penstock.workers.engines.native.model.model import ModelError
 from penstock.workers.engines.native.model.options import NativeOptions
