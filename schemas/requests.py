@@ -79,7 +79,7 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     kind: str  # "json_schema", "regex", "choice", "grammar" (a client's) or "lark" (made by the gateway)
-    text: str  # JSON schema, regular expression, JSON array of texts, or grammar (see penstock.infra.constraints.constraints)
+    text: str  # JSON schema, regular expression, JSON array of texts, or grammar (see infra/constraints)
 
 
 class Media(msgspec.Struct, frozen=True, omit_defaults=True):

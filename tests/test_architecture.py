@@ -23,7 +23,7 @@ from penstock.schemas.errors import Code
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-FOLDERS = ("schemas", "gateway", "router", "workers", "configs", "infra")
+FOLDERS = ("schemas", "gateway", "router", "workers", "configs", "infra", "penstock")
 SOURCE_ROOTS = (ROOT, ROOT / "workers")
 TEST_ROOTS = (ROOT / "tests", ROOT / "tests" / "workers", ROOT / "tests" / "pipeline")
 NUMBERS = re.compile(r"S(\d+)(?:–S?(\d+))?$")
@@ -289,7 +289,11 @@ def test_the_http_page_has_every_endpoint() -> None:
 
 COMMAND_FLAGS = frozenset(
     flag
-    for path in (*(ROOT / "infra").rglob("*.py"), *(ROOT / "tests" / "chaos").rglob("*.py"))
+    for path in (
+        *(ROOT / "penstock").rglob("*.py"),
+        *(ROOT / "infra").rglob("*.py"),
+        *(ROOT / "tests" / "chaos").rglob("*.py"),
+    )
     for flag in re.findall(r'add_argument\(\s*"(--[a-z0-9-]+)"', path.read_text(encoding="utf-8"))
 ) | {"--help", "--topology"}  # of commands with their own parsers
 COMMAND_FLAGS |= {flag(field) for field in Thresholds.__struct_fields__}

@@ -13,21 +13,83 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-OURS = {"schemas", "gateway", "router", "workers", "configs", "infra"}
-PROGRAMS = sorted((ROOT / "penstock").glob("*.py"))
-# What each part may import; a prefix allows what lies below it. The longest prefix of a module's name is its part.
-COMMON = ("schemas", "configs", "infra.bus", "infra.metrics", "infra.model")
-ALLOWED = {
-    "schemas": (),
-    "configs": ("schemas",),
-    "infra.bus": ("schemas", "configs", "infra.metrics"),
-    "infra.metrics": (),
-    "infra.model": ("schemas", "configs"),
-    "infra.engine_args": ("schemas", "configs"),
-    "router": COMMON,
-    "gateway": COMMON,
-    "workers": (*COMMON, "infra.engine_args"),
-    "infra": tuple(sorted(OURS)),
+OURS = {"schemas", "configs", "infra", "gateway", "router", "workers", "penstock"}
+# Floors, from the ground up: a folder imports only from earlier entries, and nothing from those beside it.
+FLOORS = (("schemas",), ("configs",), ("infra",), ("gateway", "router", "workers"), ("penstock",))
+# The same within each folder; "." are its own modules. The longest name that a module lies below is its level.
+LEVELS = {
+    "infra": (
+        (".",),
+        ("metrics", "constraints", "process", "engine_args"),
+        ("bus", "text", "engine_args.rules"),
+        ("text.parsers", "broker"),
+        ("model",),
+        ("deploy.images",),
+    ),
+    "gateway": (
+        ("base",),
+        ("media", "grammars", "access"),
+        ("apis.chat",),
+        ("apis.responses", "apis.messages"),
+        ("apis",),
+        ("log",),
+        ("admission",),
+        ("service",),
+        ("http",),
+        ("nats",),
+        (".",),
+    ),
+    "router": (("state",), ("placement",), ("held",), ("ownership",), ("recovery",), ("service",), (".",)),
+    "workers": (
+        ("engines",),
+        ("engines.logits", "engines.constraints"),
+        ("engines.core",),
+        ("engines.events",),
+        ("engines.external",),
+        ("engines.mock", "engines.native.model"),
+        ("engines.native.cuda",),
+        ("engines.native",),
+        ("engines.diffusion", "engines.embed"),
+        ("engines.trtllm", "engines.sglang", "engines.vllm"),
+        ("kv_transfer",),
+        ("metrics",),
+        ("engine_loop",),
+        ("session",),
+        ("disagg",),
+        ("runners",),
+        (".",),
+    ),
+    "penstock": (
+        ("client", "cli"),
+        ("launch.recipes",),
+        ("launch",),
+        ("log.sources",),
+        ("log.timeline",),
+        ("log.traces",),
+        ("log.requests",),
+        ("log.export",),
+        ("log.replay",),
+        ("log.whatif",),
+        ("log",),
+        ("operate",),
+        ("operate.doctor",),
+        ("operate.dashboard",),
+        ("deploy",),
+        ("measure",),
+        ("measure.generator",),
+        ("measure.simulation",),
+        ("measure.sweep",),
+        ("measure.pareto",),
+        ("measure.profile",),
+        ("measure.planner",),
+        ("measure.planner.simulation",),
+        ("measure.search",),
+        ("measure.slurm",),
+        ("measure.bench",),
+        ("chat",),
+        ("docs",),
+        (".",),
+    ),
 }
 # What only these folders may name: everything else must start without it.
 CONFINED = {
@@ -46,7 +108,8 @@ CONFINED = {
         "router/placement/arrays",
         "workers/engines",
         "workers/kv_transfer",
-        "tests/perf/",
+        "penstock/measure/bench/handoff",
+        "penstock/measure/simulation/engine",
         "penstock/log/sources/checksums",
     ),
 }
@@ -55,7 +118,6 @@ BY_CHANCE = {
     "gateway/http/middleware.py: gateway.access",  # the name of a logger
     "tests/chaos/builds.py: infra.cli",  # of older builds
     "tests/chaos/test_builds.py: infra.cli",
-    *(f"tests/test_structure.py: {part}" for part in ALLOWED),
 }
 MAKES_MODELS = (
     "tests/demo_model/tiny.py",
@@ -89,7 +151,8 @@ class Module(NamedTuple):
 def module(path: Path) -> Module:
     """Parsed once: there are hundreds, and their trees are large."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    package = ("penstock", *path.relative_to(ROOT).parent.parts)
+    parts = path.relative_to(ROOT).parent.parts
+    package = parts if parts[:1] == ("penstock",) else ("penstock", *parts)
     found = Module(ast.get_docstring(tree) is not None, [], [])
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -106,8 +169,9 @@ def module(path: Path) -> Module:
 
 
 def within(name: str) -> str:
-    """A module's name within the package, as the tables above have it."""
-    return name.removeprefix("penstock.")
+    """A module's path below the repository with dots, as the tables above have it."""
+    below = name.removeprefix("penstock.")
+    return below if below.partition(".")[0] in OURS else name
 
 
 def hidden_types(made: ast.ClassDef) -> set[str]:
@@ -130,35 +194,74 @@ def below(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(f"{prefix}.")
 
 
-def part_of(path: Path) -> str:
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    return max((part for part in ALLOWED if below(name, part)), key=len)
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("part", sorted(ALLOWED))
-def test_a_part_imports_only_what_it_may(part: str) -> None:
-    paths = [path for path in sources(part.replace(".", "/")) if part_of(path) == part]
-    assert paths, f"{part} has no source"
-    allowed = (*ALLOWED[part], part)
-    forbidden = [
-        where(path, line, name)
-        for path in paths
-        for line, name in imports(path)
-        if name.partition(".")[0] in OURS | {"tests"} and not any(below(name, each) for each in allowed)
-    ]
-    assert forbidden == []
+@cache
+def every_module() -> dict[str, Path]:
+    """All of ours, by name; not what lies behind the links in ``penstock``."""
+    return {dotted(path): path for folder in OURS for path in sources(folder)}
+
+
+def folder_of(name: str) -> str:
+    return name if every_module()[name].name == "__init__.py" else name.rpartition(".")[0]
+
+
+def level_of(name: str) -> int:
+    """Of a module within its top-level folder."""
+    top, _, folder = folder_of(name).partition(".")
+    known = {each: level for level, row in enumerate(LEVELS.get(top, ((".",),))) for each in row}
+    while folder and folder not in known:
+        folder = folder.rpartition(".")[0]
+    assert (folder or ".") in known, f"{name} has no level"
+    return known[folder or "."]
+
+
+def imported() -> Iterator[tuple[str, str]]:
+    """Modules and what they import of ours. A package's re-exports of its own modules do not count."""
+    for name, path in every_module().items():
+        for target in imported_modules(path, set(every_module())):
+            if target != "penstock" and not (path.name == "__init__.py" and below(target, name)):
+                yield name, target
+
+
+def test_a_folder_imports_only_from_the_floors_below_it() -> None:
+    floor = {folder: at for at, row in enumerate(FLOORS) for folder in row}
+    wrong = []
+    for name, target in imported():
+        one, other = name.partition(".")[0], target.partition(".")[0]
+        if one != other and floor[other] >= floor[one]:
+            wrong.append(f"{name} imports {target}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("top", sorted(OURS))
+def test_within_a_folder_imports_point_down(top: str) -> None:
+    wrong = set()
+    for name, target in imported():
+        if below(name, top) and below(target, top) and folder_of(name) != folder_of(target):
+            one, other = level_of(name), level_of(target)
+            if other >= one:
+                wrong.add(f"{name} (level {one}) imports {target} (level {other})")
+    assert sorted(wrong) == []
+
+
+def test_the_client_imports_nothing_of_the_server() -> None:
+    wrong = [(name, target) for name, target in imported() if below(name, "penstock.client")]
+    assert [each for each in wrong if not below(each[1], "penstock.client")] == []
 
 
 def test_a_part_is_imported_as_one_of_the_package_and_by_no_other_name() -> None:
     """In a checkout, the folders can be found at the top, too: a module would be loaded twice, and each class made
     twice.
     """
-    parts = "|".join(sorted(OURS))
+    parts = "|".join(sorted(OURS - {"penstock"}))
     bare = re.compile(rf"(?:{parts})\b")
     name_of_module = re.compile(rf"({parts})((?:\.[a-z_]\w*)+)(?::\w*)?")
     suspicious = re.compile(rf"(?:from|import) {bare.pattern}|[\"'](?:{parts})\.[a-z_]")
     wrong = []
-    for path in (*sources("tests"), *(path for folder in OURS for path in sources(folder)), *PROGRAMS):
+    for path in (*sources("tests"), *(path for folder in OURS for path in sources(folder))):
         text_of_file = path.read_text(encoding="utf-8")
         if not suspicious.search(text_of_file):
             continue
@@ -213,13 +316,15 @@ def test_cores_and_schemas_touch_neither_broker_nor_clock() -> None:
 )
 def test_a_front_process_starts_without_torch_and_those_that_serve_without_rich(code: str) -> None:
     heavy = ("torch", "vllm", "sglang", "tensorrt_llm", "rich")
-    code = f"import sys; from penstock.cli import commands as cli; {code}; print([name for name in {heavy} if name in sys.modules])"
+    begin = "import sys; from penstock.cli import commands as cli"
+    code = f"{begin}; {code}; print([name for name in {heavy} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
 
 
 def test_the_command_line_itself_imports_nothing_heavy() -> None:
-    code = "import penstock.cli.commands, penstock.configs.flags, penstock.configs.settings, sys; print(sorted(sys.modules))"
+    loading = "import penstock.cli.commands, penstock.configs.flags, penstock.configs.settings, sys"
+    code = f"{loading}; print(sorted(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = set(ast.literal_eval(run.stdout))
     assert loaded.isdisjoint(
@@ -245,12 +350,8 @@ def test_no_field_or_method_hides_a_type_of_the_fields_of_its_class() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Imports inside functions count too: they would hide a circle, not open it."""
-    paths = [path for folder in OURS for path in sources(folder)]
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths}
-    graph: dict[str, set[str]] = {}
-    for path in paths:
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        graph[name] = {target for target in imported_modules(path, modules) if target != name}
+    modules = set(every_module())
+    graph = {name: {*imported_modules(path, modules)} - {name} for name, path in every_module().items()}
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules
 
 

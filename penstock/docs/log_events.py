@@ -30,6 +30,7 @@ ROLES = {
     "infra/model": "all",
     "configs": "all",
     "infra": "commands",
+    "penstock": "commands",
 }
 
 INTRO = """\
@@ -88,7 +89,7 @@ def page() -> str:
 def events() -> list[Event]:
     """Every event of the levels shown, sorted by name; an event with two levels comes twice."""
     calls: dict[tuple[str, str], list[Call]] = {}
-    for folder in ("configs", "gateway", "infra", "router", "workers"):
+    for folder in ("configs", "gateway", "infra", "penstock", "router", "workers"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for call in calls_of(ast.parse(path.read_text(encoding="utf-8")), path.relative_to(ROOT).as_posix()):
                 if call.level in LEVELS:

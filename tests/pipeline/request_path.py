@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from penstock.cli.commands import main
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("configs", "gateway", "infra", "router", "schemas", "workers")
+FOLDERS = ("configs", "gateway", "infra", "penstock", "router", "schemas", "workers")
 FOLDER = "REQUEST_PATH"
 
 

@@ -1,7 +1,7 @@
 """Request bodies of the Messages API: their fields and limits. Knows no model and no tokenizer.
 
-As in ``penstock.gateway.apis.chat.bodies``, unknown fields are ignored, and a known field whose value cannot be honoured
-is an error that names it.
+As in ``penstock.gateway.apis.chat.bodies``, unknown fields are ignored, and a known field whose value cannot be
+honoured is an error that names it.
 """
 
 from typing import Annotated, Any, Literal

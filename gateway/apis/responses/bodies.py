@@ -1,7 +1,7 @@
 """Request bodies of the Responses API: their fields and limits. Knows no model and no tokenizer.
 
-As in ``penstock.gateway.apis.chat.bodies``, unknown fields are ignored, and a known field whose value cannot be honoured
-is an error that names it.
+As in ``penstock.gateway.apis.chat.bodies``, unknown fields are ignored, and a known field whose value cannot be
+honoured is an error that names it.
 
 Tools of the Responses API as functions that a model is told of, and their names in both directions. Pure.
 """

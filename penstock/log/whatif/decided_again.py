@@ -5,8 +5,8 @@ the decision depended on. With the router's own weights the outcome is what it c
 
 A recorded decision among prefill and decode workers, made again from its score table. Pure.
 
-``penstock.router.placement.decide`` decides among registrations and loads, this by the same rules among the candidates of
-a record.
+``penstock.router.placement.decide`` decides among registrations and loads, this by the same rules among the candidates
+of a record.
 
 What a recorded request cost at a candidate, from the record in its job alone. Pure.
 """

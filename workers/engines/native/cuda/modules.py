@@ -127,7 +127,7 @@ class Linear(nn.Module):
         return residual
 
     def fp8_forward(self, x: Tensor, scale: Tensor, residual: Tensor | None) -> Tensor:
-        """``forward`` with 8-bit floats, as ``penstock.workers.engines.native.model.quantize.Fp8Linear`` computes it."""
+        """``forward`` with 8-bit floats, as ``quantize.Fp8Linear`` computes it."""
         row_scales, self.row_scales = self.row_scales, None
         if row_scales is None and not fp8.suits(x):
             out = F.linear(x, (self.weight.float() * scale).to(x.dtype), self.bias)
