@@ -2,8 +2,8 @@
 
 A deployment is a pool of aggregated workers, or one of prefill and one of decode workers. Its rate is the highest one
 whose mean latencies, queueing included (``penstock.measure.planner.capacity``), are within the SLA while workers are
-busy for at most a share of their time. Of the sizes of one pair of configurations, the smallest is kept that serves nearly
-as much per GPU as the best.
+busy for at most a share of their time. Of the sizes of one pair of configurations, the smallest is kept that serves
+nearly as much per GPU as the best.
 
 How the candidates of a search look in a terminal.
 """
