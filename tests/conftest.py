@@ -44,6 +44,7 @@ LONGEST = (
     "tests/workers/",
     "tests/router/",
     "tests/infra/",
+    "tests/penstock/",
 )
 
 T = TypeVar("T")
