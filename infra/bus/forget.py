@@ -1,8 +1,8 @@
 """Deletes what the log holds of requests that have ended, and notes that they were deleted.
 
-The note (``penstock.schemas.deletions``) is stored before the first message is erased. For half an hour routers erase
-what comes back of the request (``penstock.router.service.deletion``), or was left because a replica is away, and gateways know
-nothing of it.
+The note (``schemas.deletions``) is stored before the first message is erased. For half an hour routers erase what comes
+back of the request (``router.service.deletion``), or was left because a replica is away, and gateways know nothing of
+it.
 
 Jobs go first, then requests, then records: a router that starts in between must not find a job without its end, which
 it would place again. What was not deleted is found again, as long as the record or the note is there.

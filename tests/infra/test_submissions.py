@@ -5,7 +5,7 @@ import dataclasses
 from nats.aio.client import Client
 from nats.js.errors import APIError
 
-from penstock.infra.broker.apply import apply, stream_configs
+from penstock.infra.broker.apply import apply
 from penstock.schemas.streams import StreamSpec, Topology, topology
 from penstock.schemas.subjects import Subjects
 
@@ -76,17 +76,3 @@ async def test_finished_submissions_of_three_times_the_limit_refuse_nobody_even_
     state = (await js.stream_info(subjects.stream("SUBMIT"))).state
     assert (state.messages, state.first_seq) == (1, 1)
     await pull.unsubscribe()
-
-
-async def test_a_stream_of_an_earlier_release_stays_as_it_is(nc: Client, subjects: Subjects) -> None:
-    whole = topology(subjects)
-    name = subjects.stream("SUBMIT")
-    old = next(config for config in stream_configs(whole) if config["name"] == name)
-    earlier = Topology(
-        tuple(dataclasses.replace(s, queue=False) for s in whole.streams), whole.buckets, whole.objects, whole.consumers
-    )
-    await apply(nc, earlier)
-    assert await apply(nc, whole) == []
-    config = (await nc.jetstream().stream_info(name)).config
-    assert (config.retention, config.discard) == ("limits", "old")
-    assert (old["retention"], old["discard"]) == ("workqueue", "new")

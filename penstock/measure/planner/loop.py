@@ -101,6 +101,7 @@ class Lease:
 
 
 STANDBY_S = 2.5  # between two looks at a lease that another planner holds
+TAKEN_OVER_S = TTL_S + STANDBY_S  # within which a lease that nobody renews is taken
 STORE_S = 10.0
 _NO_REQUEST = "no request has ended yet, and only those that did tell how long prompts and answers are"
 _UNREACHABLE = (ServingError, NatsError, TimeoutError, OSError)
@@ -155,7 +156,7 @@ class PlannerLoop:
         """
         made = 0
         # What another planner left behind when it died lasts as long as its lease.
-        self._wait_for_the_next(decisions, TTL_S + STANDBY_S)
+        self._wait_for_the_next(decisions, TAKEN_OVER_S)
         async with Publisher(self._bus) as publisher:
             try:
                 while True:

@@ -499,7 +499,7 @@ def test_the_aggregated_script_starts_all_processes_with_its_defaults(launch) ->
     settings = parse_flags(WorkerSettings, argv, prog="worker", environ={})
     model = "meta-llama/Llama-3.1-8B-Instruct"
     assert (settings.engine, settings.model, settings.served_model_name) == ("trtllm", model, model)
-    assert Path(settings.extra_engine_args).resolve() == FOLDER / "llama3-agg.yaml"
+    assert Path(settings.extra_engine_args).resolve() == (FOLDER / "llama3-agg.yaml").resolve()
     gateway = parse_flags(GatewaySettings, calls["gateway"][2], prog="gateway", environ={})
     assert (gateway.model, gateway.served_model_name, gateway.http_port) == ((model,), model, 8000)
     assert parse_flags(RouterSettings, calls["router"][2], prog="router", environ={}).mode == "kv"
@@ -518,7 +518,7 @@ def test_the_speculative_quick_start_runs_vllm_with_its_recipe_and_nothing_else(
     argv = calls["aggregated"][2]
     model = "meta-llama/Llama-3.1-8B-Instruct"
     assert [after(argv, f"--{flag}") for flag in ("engine", "model", "served-model-name")] == ["vllm", model, model]
-    assert Path(after(argv, "--extra-engine-args")).resolve() == FOLDER / "llama3-eagle3-vllm.yaml"
+    assert Path(after(argv, "--extra-engine-args")).resolve() == (FOLDER / "llama3-eagle3-vllm.yaml").resolve()
     run = subprocess.run(
         [EXAMPLES / "speculative_vllm.sh"], env={"PATH": os.environ["PATH"], "ENGINE": "mock"}, capture_output=True,
         text=True, check=False, cwd=tmp_path,

@@ -229,7 +229,7 @@ async def test_so_many_decisions_are_not_waited_for_where_none_can_be_made(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.measure.planner.loop.STANDBY_S", 0.02)
-    monkeypatch.setattr("penstock.measure.planner.loop.TTL_S", 0.1)
+    monkeypatch.setattr("penstock.measure.planner.loop.TAKEN_OVER_S", 0.12)
     await register(bus, "w-1")
     said = list[Planned]()
     async with asyncio.timeout(20):
