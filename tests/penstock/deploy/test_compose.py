@@ -2,12 +2,14 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -19,7 +21,8 @@ from penstock.deploy.monitoring import ALERTS, GRAFANA
 from penstock.infra.broker.config import USERS, variable
 from penstock.infra.broker.server import find_server
 from penstock.infra.process.child import die_with_parent
-from tests.infra.deploy.images.test_images import stages
+from penstock.operate.keys import _parser as keys_parser
+from tests.infra.deploy.images.test_images import instructions, stages
 from tests.penstock.deploy.running import Here, answers, ask
 from tests.pipeline.support import MODEL, free_port
 
@@ -100,6 +103,25 @@ def test_processes_read_their_arguments_and_are_confined_and_given_time_to_drain
             assert (context / build["dockerfile"]).is_file()
             assert (context / "pyproject.toml").is_file()
             assert build["target"] in stages(), name
+
+
+def test_a_gateway_still_knows_that_there_were_keys_when_its_container_is_made_again() -> None:
+    tree = yaml.safe_load(TEXT)
+    gateway = tree["services"]["gateway"]
+    mounts = dict(volume.split(":")[::-1] for volume in gateway["volumes"])
+    volume = mounts[gateway["environment"]["PENSTOCK_STATE_DIR"]]
+    assert volume in tree["volumes"], "a named one: an anonymous one would go with the container"
+    assert any("install -d -o 1000" in line and "/var/lib/penstock" in line for line in instructions("gateway"))
+
+
+def test_the_command_for_the_first_key_is_one_of_the_image_and_its_user_may_make_keys() -> None:
+    page = (FOLDER.resolve().parents[2] / "docs" / "containers.md").read_text()
+    (line,) = re.findall("docker compose run --rm streams (keys create .*)", page)
+    words = shlex.split(line.replace("$KEYS_PASSWORD", "secret"))
+    args = keys_parser().parse_args(words[1:])
+    url = urlsplit(args.nats_url)
+    assert (url.username, url.password, url.port) == ("keys", "secret", 4222)
+    assert url.hostname in services(PASSWORDS)["streams"]["depends_on"]
 
 
 def test_prometheus_and_grafana_get_the_files_of_the_monitoring_folder() -> None:
