@@ -139,6 +139,8 @@ def _settled(kind: type[S], parser: "Parser", argv: Sequence[str], env: Mapping[
     values = {}
     for flag in flags:
         value, source = parsed[flag.field], flag.name
+        if flag.field == "nats_url" and getattr(kind, "FOLDER_NAMES_BROKER", False) and parsed["data_dir"] is not None:
+            env = {name: text for name, text in env.items() if name != flag.variable}
         if flag.is_list and value is not None:
             value = ",".join(value)
         if value is None and flag.variable in env:
@@ -341,6 +343,10 @@ def _hint(field: str, names: Iterable[str], prefix: str) -> str:
     return f": did you mean {prefix}{near}?" if near else ""
 
 
+class _Folder(str):
+    """A data folder that no flag named."""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviated flags, and with one-line errors that suggest the most similar flag."""
 
@@ -352,6 +358,14 @@ class Parser(argparse.ArgumentParser):
         if unparsed:
             self.error("; ".join(self._unknown(unparsed)))
         return parsed
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unparsed = super().parse_known_args(args, namespace)
+        if isinstance(getattr(parsed, "data_dir", None), _Folder) and not parsed.nats_url:
+            parsed.nats_url = os.environ.get(PREFIX + "NATS_URL", "")
+            if parsed.nats_url and hasattr(parsed, "namespace"):
+                parsed.namespace = parsed.namespace or os.environ.get(PREFIX + "NAMESPACE", "")
+        return parsed, unparsed
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {_plain(message)}\n(see `{self.prog} --help`)\n")
@@ -371,6 +385,23 @@ class Parser(argparse.ArgumentParser):
                 for one in action.choices.values():
                     flags += one._flags()
         return flags
+
+
+def add_broker_flags(parser: argparse.ArgumentParser, *, folder: str, broker: str, default: str = ".penstock") -> None:
+    """``--data-dir`` and ``--nats-url``, either of which says where a deployment's broker is.
+
+    A URL goes before a folder. If neither flag is given, ``nats_url`` is ``PENSTOCK_NATS_URL``, and ``namespace``
+    ``PENSTOCK_NAMESPACE``: a URL holds a password, and other users can read command lines.
+
+    Args:
+        parser: a ``Parser``, of a command or of its verb.
+        folder, broker: the flags' help, without the default.
+        default: the folder where neither is given.
+    """
+    about_folder = folder + (" (default: %(default)s)" if default else "")
+    parser.add_argument("--data-dir", default=_Folder(default), metavar="FOLDER", help=about_folder)
+    about_broker = f"{broker}; default: {PREFIX}NATS_URL, unless --data-dir is given"
+    parser.add_argument("--nats-url", default="", metavar="URL", help=about_broker)
 
 
 class _SettingsParser(Parser):

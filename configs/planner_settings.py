@@ -1,6 +1,6 @@
 """Flags that ``penstock plan`` and ``penstock plan simulate`` share, and the rules that they make."""
 
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -96,6 +96,8 @@ def rules_of(settings: RuleSettings, roles: tuple[Role, ...], predictor: Predict
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock plan``."""
+
+    FOLDER_NAMES_BROKER: ClassVar[bool] = True  # a --data-dir on the command line goes before PENSTOCK_NATS_URL
 
     profile: Annotated[
         tuple[str, ...],

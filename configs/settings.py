@@ -4,7 +4,7 @@ A field ``http_port`` is the flag ``--http-port`` and the variable ``PENSTOCK_HT
 names: ``_s`` seconds, ``_bytes`` bytes, ``_tokens`` and ``_len`` tokens, ``_blocks`` KV blocks.
 """
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -504,6 +504,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
 class TraceSettings(Common, frozen=True, kw_only=True):
     """``penstock trace``: one request's trace on the terminal, or all traces to a collector."""
 
+    FOLDER_NAMES_BROKER: ClassVar[bool] = True  # a --data-dir on the command line goes before PENSTOCK_NATS_URL
     nats_url: Annotated[
         str, about("broker URL with credentials of the role reader; default: of the data folder's broker")
     ] = ""

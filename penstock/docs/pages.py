@@ -25,7 +25,10 @@ A flag wins over its variable, and a variable over the file.
 - Lists are written with commas. A repeated flag adds to its list.
 - A wrong value ends the process with status 2. The message names the flag, the value and the limit.
 
-Put secrets, such as a broker URL with a password, into the environment: other users can read command lines.
+Put secrets, such as a broker URL with a password, into the environment: other users can read command lines. Commands
+that read or change a deployment find its broker by the first of these: `--nats-url`, `--data-dir`, `PENSTOCK_NATS_URL`
+(with the namespace in `PENSTOCK_NAMESPACE`), the folder `.penstock`. Where `penstock tenants --data-dir` names a folder
+on which no broker runs, `PENSTOCK_NATS_URL` is the broker, and the folder gets the credentials.
 
 This page is generated from the code (`python -m penstock.docs`). Commands that are not listed here have
 arguments of their own: `penstock COMMAND --help`.

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from penstock.cli.figures import duration_ns
 from penstock.cli.terminal import escape, stdout
-from penstock.configs.flags import Parser
+from penstock.configs.flags import Parser, add_broker_flags
 from penstock.infra.bus.audit import person
 from penstock.infra.bus.connection import Bus
 from penstock.log.sources.open_log import Source, open_log, run_command
@@ -80,14 +80,8 @@ def _parser() -> Parser:
     )
     verbs.add_parser("import", help=about_import, description=about_import)
     for one in verbs.choices.values():
-        one.add_argument(
-            "--data-dir",
-            default=".penstock",
-            metavar="FOLDER",
-            help="data folder of `penstock up` (default: %(default)s)",
-        )
-        one.add_argument(
-            "--nats-url", default="", metavar="URL", help="broker instead, with credentials of the role keys"
+        add_broker_flags(
+            one, folder="data folder of `penstock up`", broker="broker instead, with credentials of the role keys"
         )
         one.add_argument(
             "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the data folder's, or ps"

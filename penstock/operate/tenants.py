@@ -1,13 +1,15 @@
 """``penstock tenants``: manages tenants of the NATS API and their limits.
 
-On the broker of a data folder everything is done at once. With ``--nats-url`` (a broker of your own) streams, limits
-and accounts are kept there. ``tenants.conf`` is made of them, for the ``accounts`` block of the servers' configuration.
+On the broker of a data folder everything is done at once. With ``--nats-url`` or ``PENSTOCK_NATS_URL`` (a broker of
+your own) streams, limits and accounts are kept there. ``tenants.conf`` is made of them, for the ``accounts`` block of
+the servers' configuration.
 """
 
 import argparse
 import asyncio
 import contextlib
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ import msgspec
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
-from penstock.configs.flags import Parser
+from penstock.configs.flags import PREFIX, Parser, add_broker_flags
 from penstock.infra.broker import tenants
 from penstock.infra.broker.apply import apply_submissions
 from penstock.infra.broker.config import USERS, second_tenant_user, tenant_user
@@ -111,13 +113,11 @@ def _parser() -> Parser:
             either = one.add_mutually_exclusive_group()
             either.add_argument("--keep-old", action="store_true", help="the old one stays valid until --end-old")
             either.add_argument("--end-old", action="store_true", help="make no new one; end the one before it")
-        one.add_argument(
-            "--data-dir",
-            default=".penstock",
-            metavar="FOLDER",
-            help="data folder of `penstock up` or `penstock nats` (default: %(default)s)",
+        add_broker_flags(
+            one,
+            folder="data folder of `penstock up` or `penstock nats`, or where credentials go",
+            broker="your own broker, with operator's credentials",
         )
-        one.add_argument("--nats-url", default="", metavar="URL", help="your own broker, with operator's credentials")
         one.add_argument(
             "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the deployment's, or ps"
         )
@@ -153,7 +153,12 @@ def _place(args: argparse.Namespace) -> Place:
     subjects = Subjects(namespace or "ps")
     if args.nats_url:
         return Place(data_dir, args.nats_url, subjects, own=True)
-    running_pid(data_dir)
+    try:
+        running_pid(data_dir)
+    except BrokerProblem:
+        if url := os.environ.get(f"{PREFIX}NATS_URL"):  # the folder is the operator's, for credentials
+            return Place(data_dir, url, Subjects(namespace or os.environ.get(f"{PREFIX}NAMESPACE") or "ps"), own=True)
+        raise
     secrets = load_secrets(data_dir / "secrets.json", USERS)
     user = user_in_use(secrets, "operator")
     port = int((data_dir / "nats.port").read_text())

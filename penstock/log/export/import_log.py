@@ -11,7 +11,7 @@ from pathlib import Path
 from nats.errors import Error as NatsError
 
 from penstock.cli.figures import counted
-from penstock.configs.flags import Parser
+from penstock.configs.flags import Parser, add_broker_flags
 from penstock.infra.broker.apply import create_streams, stream_configs
 from penstock.infra.broker.datadir import Lock
 from penstock.infra.broker.jetstream_api import BrokerProblem
@@ -38,9 +38,11 @@ def run(argv: Sequence[str]) -> int:
         "unused namespace of a running broker",
     )
     parser.add_argument("file", metavar="FILE", help="of `penstock export`; '-' for standard input")
-    parser.add_argument("--data-dir", default="", metavar="FOLDER", help="a folder without this namespace's streams")
-    parser.add_argument(
-        "--nats-url", default="", metavar="URL", help="a running broker, with the operator's credentials"
+    add_broker_flags(
+        parser,
+        folder="a folder without this namespace's streams",
+        broker="a running broker, with the operator's credentials",
+        default="",
     )
     parser.add_argument(
         "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the file's own"

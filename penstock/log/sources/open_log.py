@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import structlog
 
+from penstock.configs.flags import add_broker_flags
 from penstock.infra.broker.datadir import DataDirBusy, DataDirUnusable, Lock, holder
 from penstock.infra.broker.server import NoServerBinary, ServerFailed
 from penstock.infra.bus.direct_get import LogFiles, Readable
@@ -97,13 +98,11 @@ class Source(NamedTuple):
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that reads the log."""
-    parser.add_argument(
-        "--data-dir",
-        default=".penstock",
-        metavar="FOLDER",
-        help="data folder of the deployment, running or stopped (default: %(default)s)",
+    add_broker_flags(
+        parser,
+        folder="data folder of the deployment, running or stopped",
+        broker="a running broker instead of the data folder",
     )
-    parser.add_argument("--nats-url", default="", metavar="URL", help="a running broker instead of the data folder")
     parser.add_argument(
         "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the data folder's, else ps"
     )
@@ -366,4 +365,7 @@ def running(source: Source, data_dir: Path, role: str = "operator") -> tuple[str
             return f"nats://{user}:{passwords[user]}@127.0.0.1:{port}", namespace
     if state is not None:
         return state.nats_url, namespace
-    raise ValueError(f"no deployment in {data_dir}: name its folder with --data-dir, or its broker with --nats-url")
+    raise ValueError(
+        f"no deployment in {data_dir}: name its folder with --data-dir, or its broker with PENSTOCK_NATS_URL or "
+        "--nats-url"
+    )

@@ -254,6 +254,28 @@ def test_streams_apply_says_what_it_did_and_then_that_nothing_was_left(
     assert "nothing to do" in penstock(*argv, PENSTOCK_NATS_URL=broker.url()).stdout
 
 
+def test_operators_commands_find_the_broker_by_the_variable_unless_a_folder_is_named(
+    broker: EmbeddedNats,
+    subjects: Subjects,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PENSTOCK_NATS_URL", broker.url())
+    monkeypatch.setenv("PENSTOCK_NAMESPACE", subjects.namespace)
+    commands = (
+        ["streams", "apply"], ["keys", "list"], ["audit"], ["tenants", "list"], ["streams", "list"], ["requests"],
+        ["tenants", "list", "--data-dir", "operator"],
+    )  # fmt: skip
+    for argv in commands:
+        assert main(argv) == 0, (argv, capsys.readouterr())
+    assert subjects.stream("TOKENS") in capsys.readouterr().out
+    for argv in (["keys", "list"], ["audit"], ["trace", "--request=01a20273-22e3-76da-9cd2-f4ab7803fedc"]):
+        assert main([*argv, "--data-dir", "none"]) == 1
+        assert "no deployment in" in capsys.readouterr().err, argv
+
+
 def test_streams_apply_explains_why_it_cannot(broker: EmbeddedNats) -> None:
     refused = penstock("streams", "apply", "--nats-url", f"nats://operator:wrong@127.0.0.1:{broker.port}")
     assert refused.returncode == 1
