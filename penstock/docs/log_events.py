@@ -373,6 +373,7 @@ MEANINGS = {
     "records_kept_shorter": "records will be deleted before the promised 7 days",
     "recovery_postponed": "requests of a lost worker could not be placed again now; tried again",
     "registration_unreadable": "a worker's registration is of a later release, or damaged; it is not used",
+    "registration_waits": "the broker does not let the worker register again; it goes on trying",
     "renewal_callback_failed": "telling about a renewed NIXL agent failed",
     "repeat_failed": "a submission over NATS could not be handled; it comes again",
     "request_deleted": "`forget` or `DELETE`: a request was deleted",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.broker.server import EmbeddedNats
@@ -240,6 +241,34 @@ async def test_sigterm_during_a_stream_ends_it_properly(
     assert ids(end.choices[0].tokens) == log.streamed(asked) == answer(asked, vocabulary=Oracle().vocabulary)
     await eventually(lambda: log.registrations[-1] == (worker, None))
     assert "drain_timeout" not in process.log.read_text()
+
+
+async def test_a_worker_that_served_waits_for_streams_that_the_broker_has_lost(
+    broker: EmbeddedNats, log: LogClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.workers.session.process.AGAIN_S", 0.05)
+    monkeypatch.setattr("penstock.workers.session.process.MOST_AGAIN_S", 0.1)
+    served = Served(broker, log, engine(), monkeypatch)
+    worker = await served.registered()
+    js, stream = log.bus.js, log.bus.subjects.stream("WORK")
+    config = (await js.stream_info(stream)).config
+    await js.delete_stream(stream)
+    session = served.worker._session
+    assert session is not None
+    with capture_logs() as lines:
+        session.lost.set()  # as after 5 s without its consumer
+        await eventually(
+            lambda: [line["event"] for line in lines].count("registration_waits") > 1 or served.task.done()
+        )
+        assert not served.task.done(), served.task
+        assert all("streams apply" in line["action"] for line in lines if line["event"] == "registration_waits")
+        await js.add_stream(config)
+        again = await served.registered(other_than=worker)
+    asked = request(model=MODEL)
+    await log.send_job(again, asked)
+    assert ids((await log.end(asked)).choices[0].tokens) == answer(asked)
+    served.worker.stop()
+    assert await served.status() == EXIT_OK
 
 
 def ended(broker: EmbeddedNats, home: Path, *flags: str, **environ: str) -> tuple[int, str]:

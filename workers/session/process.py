@@ -33,6 +33,7 @@ from penstock.infra.metrics.page import serve_page
 from penstock.infra.metrics.scope import process_scope
 from penstock.schemas import control, wire
 from penstock.schemas.control import HURRY
+from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects
 from penstock.workers.engines.base import NodeLost
 from penstock.workers.engines.external.metrics import NativeSeries
@@ -161,6 +162,7 @@ class Stopping:
 MAX_CONTROL_REQUESTS = 64  # at once
 MEMORY_NOTED_S = 1.0
 FAIL_S = 15.0  # for requeueing everything after a failure
+AGAIN_S, MOST_AGAIN_S = 1.0, 10.0  # between two tries to register again; the wait doubles
 
 EXIT_OK = 0
 EXIT_ENGINE = 70  # EX_SOFTWARE: the engine failed
@@ -325,7 +327,11 @@ class WorkerProcess:
                 await asyncio.wait_for(app.stop(), 2)
 
     async def _run_sessions(self, bus: Bus, make_session: Callable[[], WorkerSession]) -> int:
-        """Run one session after another until asked to stop or until something fails."""
+        """Run one session after another until asked to stop or until something fails.
+
+        Only the first one has to open: a worker that has served waits until the broker has its streams again.
+        """
+        served, pause_s = False, AGAIN_S
         while True:
             session = self._session = make_session()
             control_subscribers = await self._subscribe_control(session, bus)
@@ -334,6 +340,21 @@ class WorkerProcess:
             except StoppedEarly:
                 await session.fence()
                 raise
+            except ServingError as error:
+                if not served:
+                    raise
+                action = "run 'penstock streams apply' if the broker has lost its streams"
+                log.warning("registration_waits", error=error.message, next_s=pause_s, action=action)
+                await session.fence()
+                for subscriber in control_subscribers:
+                    await subscriber.stop()
+                self._session = None
+                await self._stopping.unless_asked(self._failed_within(pause_s))
+                if self._failed.is_set():
+                    return EXIT_ENGINE
+                pause_s = min(2 * pause_s, MOST_AGAIN_S)
+                continue
+            served, pause_s = True, AGAIN_S
             await self._wait_for_end(session)
             try:
                 if self._failed.is_set():
@@ -349,6 +370,10 @@ class WorkerProcess:
             finally:  # not earlier: other workers release and fetch blocks until the end
                 for subscriber in control_subscribers:
                     await subscriber.stop()
+
+    async def _failed_within(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._failed.wait(), seconds)
 
     async def _wait_for_end(self, session: WorkerSession) -> None:
         """Wait until the process is asked to stop, something fails, or the session loses its lease."""
