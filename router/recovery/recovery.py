@@ -189,7 +189,7 @@ class Recovery:
             self._terminal.end(pending, Code.worker_lost, message)
         else:
             log.info("request_requeued", request=attempt.request_id, attempt=pending.attempt, reason=reason)
-            self._cluster.tracker.end_attempt(attempt.request_id, attempt.attempt)
+            self._cluster.tracker.requeue(attempt.request_id, attempt.attempt)
             await self._place(pending)
 
     async def _revoke(self, entry: ActiveRequest) -> None:

@@ -100,6 +100,7 @@ class LoadTracker:
         self._revisions: dict[tuple[str, str], Revisions] = {}  # cache: by model and tokenizer
         self._models: dict[str, str] = {}  # cache: by name
         self._requests: dict[str, ActiveRequest] = {}
+        self._waiting: dict[str, ActiveRequest] = {}  # attempts that ended here, until the log has what follows them
         self._stage_loads: dict[str, list[StageLoad]] = {}  # by request, except those of ``_only_counts``
         self._targets = TargetSums(self.loads, prefill_tokens_per_s)
         self.version = 0  # of the registrations
@@ -292,6 +293,8 @@ class LoadTracker:
         """
         if self._closed.last(request) >= attempt:
             return False
+        if echoed:
+            self._waiting.pop(request, None)
         route = load.route
         role, rank = (route[0].role, route[0].rank) if route else (role, 0)
         later = route[1:]
@@ -327,6 +330,7 @@ class LoadTracker:
     def finish(self, request: str, now_ns: int = 0) -> ActiveRequest | None:
         """The terminal event of a request: every attempt is over. ``now_ns`` 0: nothing is learnt from it."""
         self._closed.close(request, EVERY)
+        self._waiting.pop(request, None)
         entry = self._requests.get(request)
         if entry is not None:
             self._remove(entry, now_ns)
@@ -339,6 +343,17 @@ class LoadTracker:
         entry = self._requests.get(request)
         if entry is not None and entry.attempt <= attempt:
             self._remove(entry)
+
+    def requeue(self, request: str, attempt: int) -> None:
+        """An attempt ended without a result, and this router places the next one.
+
+        Until the log has that, the attempt is in the snapshots: the request may be held for long, and if all routers
+        end meanwhile, nothing else says that it is unfinished.
+        """
+        entry = self._requests.get(request)
+        self.end_attempt(request, attempt)
+        if entry is not None and request not in self._requests:
+            self._waiting[request] = entry
 
     def release(self, request: str, attempt: int) -> None:
         """Undo this router's own decision, whose job could not be stored. What the log says stays."""
@@ -375,6 +390,8 @@ class LoadTracker:
         """
         if not self._unchecked:
             self._unchecked = list(self._requests)
+            for name in [name for name, entry in self._waiting.items() if entry.deadline_ns <= before_ns]:
+                del self._waiting[name]
         names = self._unchecked[-limit:]
         del self._unchecked[-limit:]
         for name in names:
@@ -394,9 +411,17 @@ class LoadTracker:
         for start in range(0, len(requests), size):
             entries = map(self._requests.get, requests[start : start + size])
             yield LoadState(unfinished=tuple(entry for entry in entries if entry is not None))
+        waiting = [entry for entry in self._waiting.values() if entry.request not in self._requests]
+        for start in range(0, len(waiting), size):
+            yield LoadState(unfinished=tuple(map(self._orphaned, waiting[start : start + size])))
         yield LoadState(backlogs=self._targets.backlogs())
         for part in self._closed.parts(size):
             yield LoadState(closed=part)
+
+    def _orphaned(self, entry: ActiveRequest) -> ActiveRequest:
+        """As it is found again after a restart: at no worker, if its own is alive and has returned it."""
+        alive = entry.worker in self._registrations
+        return msgspec.structs.replace(entry, worker="", later=()) if alive else entry
 
     def restore(self, state: LoadState) -> None:
         """Continue from the merged ``parts`` of a snapshot; nothing was folded before."""

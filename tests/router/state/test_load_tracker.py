@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,6 +124,48 @@ def test_a_later_attempt_leaves_the_earlier_worker_and_an_earlier_one_changes_no
     f.end_attempt("r", 1)
     assert f.active_at("a") == []
     assert [e.attempt for e in f.active_at("b")] == [2]
+
+
+def restarted(f: LoadTracker) -> LoadTracker:
+    """What the next process makes of a snapshot."""
+    found = fleet()
+    found.restore(merge(f.parts()))
+    return found
+
+
+def test_a_request_that_waits_for_its_next_attempt_is_found_again_after_a_restart() -> None:
+    """It was in no router's memory once both had been killed, and never ended."""
+    f = fleet()
+    admit(f, "r", 1, "dead", echoed=True)
+    f.requeue("r", 1)
+    assert f.active() == []
+    assert [(e.request, e.attempt, e.worker) for e in restarted(f).orphans()] == [("r", 1, "dead")]
+    assert [e.request for e in restarted(restarted(f)).orphans()] == ["r"], "also if it waits for long"
+    admit(f, "r", 2, "b")
+    f.release("r", 2)
+    assert [e.request for e in restarted(f).orphans()] == ["r"], "its job was not stored"
+
+
+def test_a_request_that_a_live_worker_returned_is_an_orphan_after_a_restart() -> None:
+    f = fleet()
+    admit(f, "r", 1, "a", echoed=True)
+    f.requeue("r", 1)
+    assert [(e.request, e.worker) for e in restarted(f).orphans()] == [("r", "")]
+
+
+@pytest.mark.parametrize("what", ["placed", "ended", "too old"])
+def test_a_request_that_does_not_wait_any_more_is_left_out_of_snapshots(what: str) -> None:
+    f = fleet()
+    admit(f, "r", 1, "dead", echoed=True)
+    f.requeue("r", 1)
+    if what == "placed":
+        admit(f, "r", 2, "b", echoed=True)
+        f.finish("r")
+    elif what == "ended":
+        f.finish("r")
+    else:
+        f.expire(1 << 62, 10)
+    assert merge(f.parts()).unfinished == ()
 
 
 def test_a_request_that_ended_before_its_job_was_read_never_counts() -> None:
