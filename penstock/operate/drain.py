@@ -53,11 +53,11 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
         last = alone(registered, leaving)
         if last is not None and not args.force:
             raise ValueError(
-                f"{last.name} is the last ready {last.role} worker of model {last.model!r}: its requests would wait "
+                f"{_shown(last)} is the last ready {last.role} worker of model {last.model!r}: its requests would wait "
                 "for another one; start one first, or use --force"
             )
         for each in leaving:
-            async with recorded(log.bus.nc, log.bus.subjects, "drain", each.name or each.worker, change_of(each)):
+            async with recorded(log.bus.nc, log.bus.subjects, "drain", _shown(each), change_of(each)):
                 await ask(log.bus, each, control.Drain(stay_down=True))
         waits = (gone(log.bus, each, timeout_s, console) for each in leaving)
         failures = [each for each in await asyncio.gather(*waits, return_exceptions=True) if each is not None]
@@ -79,7 +79,7 @@ async def ask(bus: Bus, worker: Registration, order: control.Drain) -> None:
     try:
         await bus.nc.request(bus.subjects.drain(worker.worker), wire.encode(order), timeout=ANSWER_S)
     except (NatsError, TimeoutError) as error:
-        raise DrainFailed(f"{worker.name} does not answer within {ANSWER_S:g} s ({error!r})") from error
+        raise DrainFailed(f"{_shown(worker)} does not answer within {ANSWER_S:g} s ({error!r})") from error
 
 
 async def gone(bus: Bus, worker: Registration, timeout_s: float, console: Console) -> None:
@@ -93,15 +93,20 @@ async def gone(bus: Bus, worker: Registration, timeout_s: float, console: Consol
         now = next((each for each in await registrations(bus) if each.worker == worker.worker), None)
         waited_s = time.monotonic() - began
         if now is None:
-            console.print(f"{worker.name}: drained after {waited_s:.1f} s", highlight=False)
+            console.print(f"{_shown(worker)}: drained after {waited_s:.1f} s", highlight=False)
             return
         if waited_s > timeout_s:
-            raise DrainFailed(f"{worker.name} still runs {_work(now)} after {timeout_s:g} s (--timeout); it goes on")
+            raise DrainFailed(f"{_shown(worker)} still runs {_work(now)} after {timeout_s:g} s (--timeout); it goes on")
         if time.monotonic() - reported > REPORT_S:
             reported = time.monotonic()
             state = "" if now.state is State.draining else ", not yet draining"
-            console.print(f"{worker.name}: waiting for {_work(now)}{state}", highlight=False)
+            console.print(f"{_shown(worker)}: waiting for {_work(now)}{state}", highlight=False)
         await asyncio.sleep(POLL_S)
+
+
+def _shown(worker: Registration) -> str:
+    """As users may call it: its name, or its id if it has none."""
+    return worker.name or worker.worker
 
 
 def _work(worker: Registration) -> str:

@@ -35,7 +35,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
 
     Attributes:
         gpus: of this engine; ``gpus_per_node`` of them share a node.
-        isl, osl: tokens of the longest prompt and answer.
+        isl, osl: tokens of the longest prompt and answer; of usual ones with ``longest``.
+        longest: tokens of the longest request, prompt and answer; 0: ``isl + osl``.
         concurrency: concurrent requests, over all its GPUs.
         mtp: tokens per step drafted by the model's own MTP layer; 0: none.
         windows: keep only the tokens in the model's sliding windows.
@@ -56,6 +57,11 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     transport: str = "NIXL"
     stages: int = 1
     attention_dp: bool | None = None
+    longest: int = 0
+
+    @property
+    def length(self) -> int:
+        return max(self.longest, self.isl + self.osl)
 
     @property
     def tensor(self) -> int:
@@ -104,8 +110,8 @@ def generate(shape: Shape, spec: EngineSpec) -> Generated:
 def context_of(shape: Shape, spec: EngineSpec) -> Context:
     return Context(
         role=spec.role,
-        model_len=spec.isl + spec.osl,
-        longest_prompt=spec.isl,
+        model_len=spec.length,
+        longest_prompt=spec.longest or spec.isl,
         gpus=spec.gpus,
         nodes=spec.nodes,
         gpu_bytes=spec.gpu_bytes,
@@ -117,7 +123,7 @@ def context_of(shape: Shape, spec: EngineSpec) -> Context:
 def tree_of(shape: Shape, spec: EngineSpec) -> Tree:
     """The arguments, in the order of the recipes."""
     attention_dp = _attention_dp(shape, spec)
-    length = up(spec.isl + spec.osl, BLOCK)
+    length = up(spec.length, BLOCK)
     batch = _batch(spec, attention_dp)
     tokens = _step_tokens(spec, length, batch)
     tree: dict[str, Any] = {"tensor_parallel_size": spec.tensor}
@@ -161,8 +167,8 @@ def _impossible(shape: Shape, spec: EngineSpec) -> list[str]:
     problems = []
     if spec.role not in FRACTIONS:
         problems.append(f"role: an engine of role {spec.role} has no KV cache; see the recipe llava16-encode")
-    if shape.max_len and spec.isl + spec.osl > shape.max_len:
-        problems.append(f"isl + osl: {spec.isl + spec.osl} tokens, the model supports {shape.max_len} positions")
+    if shape.max_len and spec.length > shape.max_len:
+        problems.append(f"isl + osl: {spec.length} tokens, the model supports {shape.max_len} positions")
     if spec.mtp and not shape.mtp_layers:
         problems.append("mtp: the model has no MTP layer; leave it out, or add a draft model by hand")
     if spec.mtp > MAX_MTP:

@@ -33,10 +33,20 @@ _FILES = {
 
 
 def recipes(
-    candidate: Candidate, engines: Mapping[str, Estimated], sla: Sla, *, model: str, gpu: str, name: str, per_node: int
+    candidate: Candidate,
+    engines: Mapping[str, Estimated],
+    sla: Sla,
+    *,
+    model: str,
+    gpu: str,
+    name: str,
+    per_node: int,
+    longest: int = 0,
 ) -> dict[str, str]:
     """The texts of TensorRT-LLM's engine arguments by file name, as the linter of recipes accepts them.
 
+    Args:
+        longest: tokens of the longest request; 0: all are as long as ``sla`` says.
     Raises:
         BadArguments: the rules refuse an engine that was chosen; the problems say why.
     """
@@ -52,6 +62,7 @@ def recipes(
             blackwell=blackwell,
             isl=sla.isl,
             osl=sla.osl,
+            longest=longest,
             concurrency=max(1, pool.concurrency),
             gpus_per_node=per_node,
             stages=mapping.pp,

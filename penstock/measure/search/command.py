@@ -24,7 +24,7 @@ from penstock.measure.pareto.cost import read as read_prices
 from penstock.measure.profile.data import FILE, BadProfile
 from penstock.measure.search import answer, sources
 from penstock.measure.search.candidates import Candidate, PoolSize, Scope, Sla, candidates, lines, table
-from penstock.measure.search.simulated import Load, Percentile, search
+from penstock.measure.search.simulated import Load, Percentile, longest, search
 from penstock.measure.search.sources import Choices
 from penstock.schemas.plans import Role
 
@@ -99,12 +99,7 @@ class BadSettings(ValueError):
 def run(settings: Settings) -> int:
     """Print candidates and the best one; 1 if none meets the SLA or a file cannot be used, 2 for missing flags."""
     sla = Sla(ttft_ms=settings.ttft, itl_ms=settings.itl, isl=settings.isl, osl=settings.osl)
-    scope = Scope(
-        total_gpus=settings.total_gpus,
-        rate=settings.rate,
-        utilization=settings.utilization,
-        hit_rate=settings.hit_rate,
-    )
+    scope = _scope(settings)
     try:
         prices = _prices(settings)
         choices = _choices(settings, sla)
@@ -113,7 +108,7 @@ def run(settings: Settings) -> int:
             found, refused = _accepted(settings, sla, choices, found)
             choices.left_out.update(refused)
         if settings.percentile != "mean":
-            load = Load(sla=sla, scope=scope, percentile=settings.percentile, sigma=settings.spread, seed=settings.seed)
+            load = _load(settings, sla)
             found = search(found, choices.configurations, load, settings.show, _tell)
         _print_found(settings, sla, choices, found, prices)
         if not found:
@@ -182,6 +177,34 @@ def _by_reason(refused: dict[str, list[str]]) -> dict[str, str]:
     }
 
 
+def _load(settings: Settings, sla: Sla) -> Load:
+    return Load(
+        sla=sla,
+        scope=_scope(settings),
+        percentile=settings.percentile,
+        sigma=settings.spread,
+        seed=settings.seed,
+    )
+
+
+def _scope(settings: Settings) -> Scope:
+    return Scope(
+        total_gpus=settings.total_gpus,
+        rate=settings.rate,
+        utilization=settings.utilization,
+        hit_rate=settings.hit_rate,
+    )
+
+
+def _longest(settings: Settings, sla: Sla, choices: Choices, candidate: Candidate) -> int:
+    """Tokens of the longest request that is to be served: of those that are simulated, or that the model takes."""
+    length = sla.isl + sla.osl
+    if settings.spread:
+        length = max(length, longest(candidate.requests_per_s, _load(settings, sla)))
+    limits = [each.shape.max_len for each in choices.engines.values() if each.shape.max_len]
+    return min([length, *limits])
+
+
 def _recipes(settings: Settings, sla: Sla, choices: Choices, candidate: Candidate) -> dict[str, str]:
     return answer.recipes(
         candidate,
@@ -191,6 +214,7 @@ def _recipes(settings: Settings, sla: Sla, choices: Choices, candidate: Candidat
         gpu=settings.gpu,
         name=_name(settings),
         per_node=settings.gpus_per_node,
+        longest=_longest(settings, sla, choices, candidate),
     )
 
 
@@ -325,6 +349,11 @@ def _files(
     told: dict[str, Any] = {
         "sla": msgspec.to_builtins(sla),
         "source": settings.source,
+        "gpu": settings.gpu,
+        "percentile": settings.percentile,
+        "spread": settings.spread,
+        "rate": settings.rate,
+        "longest_request": _longest(settings, sla, choices, best),
         "best": msgspec.to_builtins(best),
         "commands": list(commands),
         "others": [msgspec.to_builtins(each) for each in found[1 : settings.show]],

@@ -18,6 +18,7 @@ from penstock.measure.search.candidates import Candidate, Configuration, PoolSiz
 from penstock.measure.simulation.fleet import simulate
 from penstock.measure.simulation.placement import PlacementPolicy
 from penstock.measure.simulation.policy import Fleet
+from penstock.measure.simulation.trace import Trace
 from penstock.schemas.plans import Role
 
 Percentile = Literal["mean", "p50", "p75", "p90", "p95", "p99"]
@@ -61,21 +62,8 @@ class Load(Struct, frozen=True, kw_only=True):
 def measure(pools: Pools, rate: float, load: Load) -> Seen:
     """The percentiles of a deployment at so many requests per second."""
     sla = load.sla
-    lasts_s = (sla.ttft_ms + sla.osl * sla.itl_ms) / 1e3
-    wanted = load.requests * (5 if load.percentile == "p99" else 1)
-    begins_s = _WARM * lasts_s
-    ends_s = begins_s + max(_COUNTED * lasts_s, wanted / rate)
-    trace = generate(
-        *("flat",),
-        seed=load.seed,
-        seconds=ends_s + _AFTER * lasts_s,
-        low=rate,
-        high=rate,
-        isl=sla.isl,
-        osl=sla.osl,
-        shared=load.scope.hit_rate,
-        sigma=load.sigma,
-    )
+    lasts_s, begins_s, ends_s = _times(rate, load)
+    trace = _trace(rate, load)
     handoff_ms = next((each.handoff_ms for role, each, _ in pools if role == "prefill"), 0.0)
     workers = [spec for role, each, count in pools for spec in [worker_of(role, each.timing, BLOCK_SIZE)] * count]
     fleet = Fleet(tuple(workers), BLOCK_SIZE, round(handoff_ms * 1e6 / sla.isl))
@@ -97,6 +85,34 @@ def measure(pools: Pools, rate: float, load: Load) -> Seen:
         if each.request.output_tokens > 1
     )
     return Seen(quantile(ttft, load.share, math.inf), quantile(itl, load.share, 0.0), len(counted))
+
+
+def longest(rate: float, load: Load) -> int:
+    """Tokens of the longest request, prompt and answer, among those that are simulated at so many per second."""
+    return max(row.input_length + row.output_length for row in _trace(rate, load).rows)
+
+
+def _times(rate: float, load: Load) -> tuple[float, float, float]:
+    """Seconds: how long a request takes, and from when to when those arrive that count."""
+    lasts_s = (load.sla.ttft_ms + load.sla.osl * load.sla.itl_ms) / 1e3
+    wanted = load.requests * (5 if load.percentile == "p99" else 1)
+    begins_s = _WARM * lasts_s
+    return lasts_s, begins_s, begins_s + max(_COUNTED * lasts_s, wanted / rate)
+
+
+def _trace(rate: float, load: Load) -> Trace:
+    lasts_s, _, ends_s = _times(rate, load)
+    return generate(
+        *("flat",),
+        seed=load.seed,
+        seconds=ends_s + _AFTER * lasts_s,
+        low=rate,
+        high=rate,
+        isl=load.sla.isl,
+        osl=load.sla.osl,
+        shared=load.scope.hit_rate,
+        sigma=load.sigma,
+    )
 
 
 def search(

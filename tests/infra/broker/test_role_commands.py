@@ -203,7 +203,7 @@ async def test_doctor_needs_no_more_than_a_viewer(bus: Bus, tmp_path: Path) -> N
     assert any("the role viewer or operator" in finding.what for finding in refused.findings)
 
 
-async def test_a_planner_plans_and_drains_with_its_own_role(bus: Bus) -> None:
+async def test_a_planner_plans_and_drains_with_its_own_role(bus: Bus, capsys: pytest.CaptureFixture[str]) -> None:
     await register(bus, "w-1")
     orders: list[control.Drain] = []
 
@@ -226,6 +226,7 @@ async def test_a_planner_plans_and_drains_with_its_own_role(bus: Bus) -> None:
     assert said[-1].decision.observed.ttft is not None
     assert not refusals
     assert await run("drain", "w-1", "--force", "--timeout", "1s", "--nats-url", url(bus, "planner")) == 1
+    assert "w-1 still runs" in capsys.readouterr().err, "by its id, for it has no name"
     assert orders == [control.Drain(stay_down=True)], "it goes on running, but it was told"
 
 

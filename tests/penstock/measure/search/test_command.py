@@ -94,6 +94,24 @@ def test_a_percentile_needs_more_than_a_mean_and_is_named(tmp_path: Path, capsys
     assert gpus[0] < gpus[1]
 
 
+def test_workers_take_the_longest_simulated_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of lengths that spread, a third is above the mean that the flags name."""
+    asked = {"model": LLAMA, "isl": 2000, "osl": 300, "rate": 5.0, "show": 1, "gpu": "H200", "ttft": 1000.0}
+    taken = []
+    for spread in (0.0, 0.6):
+        out = tmp_path / f"{spread}"
+        settings = Settings(source="roofline", percentile="p90", spread=spread, out=str(out), **asked)  # type: ignore[arg-type]
+        assert run(settings) == 0, capsys.readouterr()
+        told = yaml.safe_load((out / "suggestion.yaml").read_text())
+        assert [told[name] for name in ("gpu", "percentile", "spread", "rate")] == ["H200", "p90", spread, 5.0]
+        workers = yaml.safe_load((out / "values.yaml").read_text())["workers"]
+        for worker in workers.values():
+            assert parse("own", worker["engineArgs"]).args.max_seq_len == worker["settings"]["max-model-len"]
+        taken.append((told["longest_request"], min(each["settings"]["max-model-len"] for each in workers.values())))
+    assert taken[0] == (2300, 2304)
+    assert 5000 < taken[1][0] <= taken[1][1] < taken[1][0] + 32
+
+
 ON_EACH = ["--nats-url", "$PENSTOCK_NATS_URL", "--http-host", "0.0.0.0", "--require-keys"]
 
 
