@@ -64,6 +64,13 @@ def test_an_alert_asks_for_series_that_exist_and_says_what_to_do(rule: dict[str,
     assert rule["labels"]["severity"] in ("warning", "critical")
 
 
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_an_alert_tells_releases_apart_that_share_a_namespace_of_subjects_and_a_model(rule: dict[str, Any]) -> None:
+    for grouping in re.findall(r"\b(?:by|on) \(([^)]*)\)", rule["expr"]):
+        labels = {label.strip() for label in grouping.split(",")}
+        assert {"kubernetes_namespace", "release", "namespace"} <= labels, grouping
+
+
 def test_the_dashboards_files_are_current() -> None:
     for path, text in dashboards.files().items():
         assert path.read_text() == text, "run python -m penstock.docs"
