@@ -29,11 +29,18 @@ from penstock.infra.broker.datadir import load_secrets
 from penstock.infra.broker.jetstream_api import BrokerProblem, reload, running_pid
 from penstock.infra.broker.tenants import Accounts, Copies, Tenant, Tenants, client_passwords, user_in_use
 from penstock.infra.bus.audit import recorded
+from penstock.infra.bus.client import BusClient
+from penstock.infra.bus.connection import authenticate
 from penstock.launch.nats import as_operator
 from penstock.launch.state import read_state
 from penstock.schemas import wire
 from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
 from penstock.schemas.tenants import LEAST_WEIGHT, MAX_PENDING, MOST_WEIGHT, Limits, check_name
+
+_JWTS = (
+    "this broker has its users from JWTs (operator mode), so it takes neither tenants.conf nor a tenant's password; "
+    "for the NATS API, make each tenant's account and its users with `nsc` (docs/nats.md)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,13 @@ class Place:
     operator_url: str
     subjects: Subjects
     own: bool
+
+    @property
+    def with_jwts(self) -> bool:
+        """Whether the broker has its users from JWTs (operator mode): only such a server takes a credentials file, and
+        it takes no accounts or passwords in its configuration."""
+        url = self.operator_url.partition(",")[0]
+        return self.own and "user_credentials" in authenticate(BusClient(), url, "operator")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -187,6 +201,8 @@ async def _asked(nc: Client, place: Place, name: str, args: argparse.Namespace) 
     accounts: Accounts | None = None
     known = tenants.copies(place.data_dir)
     existing = tenants.load(place.data_dir)
+    if place.with_jwts and args.verb in ("rotate", "conf"):
+        raise ValueError(f"{args.verb}: {_JWTS}")
     if place.own:
         _warn_of_secrets(place)
         lost = bool(known.tenants) and await Accounts.missing(nc, place.subjects, known.tenants)
@@ -277,7 +293,7 @@ async def _restore(
         print(f"left out: {', '.join(left)}, of which the folder has the credentials only: name what is to come back")
     _write_accounts(place, accounts, existing if accounts is None else accounts.tenants)
     if accounts is not None:
-        for name in wanted:
+        for name in wanted if not place.with_jwts else ():
             _write_login(place, name, accounts.tenants[name])
 
 
@@ -328,8 +344,13 @@ async def _change(
     else:
         existing[name] = tenant
     _write_accounts(place, accounts, existing)  # last: when it can connect, everything is there
+    did = "changed" if old is not None else "added"
+    if place.with_jwts:
+        print(f"{did} {name} for the HTTP API: `penstock keys create --tenant {name}`")
+        print(f"note: {_JWTS}", file=sys.stderr)
+        return
     path = _write_login(place, name, tenant)
-    print(f"{'changed' if old is not None else 'added'} {name}; credentials: {path}")
+    print(f"{did} {name}; credentials: {path}")
 
 
 def _write_login(place: Place, name: str, tenant: Tenant) -> Path:
@@ -374,6 +395,8 @@ def _write_accounts(place: Place, accounts: Accounts | None, existing: Tenants) 
         reload(place.data_dir)
         return
     tenants.save(place.data_dir, accounts.tenants)  # a copy, for a broker that loses its disk
+    if place.with_jwts:
+        return
     tenants.write_accounts(place.data_dir, (accounts.client_password, ""), place.subjects, accounts.tenants)
     url = tenants.with_user(place.operator_url, "client", accounts.client_password)
     tenants.write_credentials(place.data_dir, DEFAULT_TENANT, url)

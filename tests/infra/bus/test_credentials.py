@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.commands import main
 from penstock.infra.broker.jetstream_api import BrokerProblem
 from penstock.infra.broker.server import find_server
 from penstock.infra.bus.connection import connect
@@ -170,29 +171,66 @@ def token(issuer: bytes, subject: str, kind: str, **nats: Any) -> str:
     return f"{body}.{part(pair.sign(body.encode()))}"
 
 
-async def test_a_credentials_file_logs_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_operator_mode(folder: Path, **permissions: Any) -> str:
+    """The configuration of a server with JetStream whose users are JWTs; writes ``user.creds``."""
     nkeys = pytest.importorskip("nkeys")
     operator, operator_key = seed(nkeys.PREFIX_BYTE_OPERATOR)
     account, account_key = seed(nkeys.PREFIX_BYTE_ACCOUNT)
+    _, system_key = seed(nkeys.PREFIX_BYTE_ACCOUNT)
     user, user_key = seed(nkeys.PREFIX_BYTE_USER)
     limits = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1) | {"wildcards": True}
-    account_jwt = token(operator, account_key, "account", limits=limits)
+    stored = limits | dict.fromkeys(("mem_storage", "disk_storage", "streams", "consumer"), -1)
+    account_jwt = token(operator, account_key, "account", limits=stored)
     unlimited = {"pub": {}, "sub": {}, "subs": -1, "data": -1, "payload": -1}
-    user_jwt = token(account, user_key, "user", **unlimited)
+    user_jwt = token(account, user_key, "user", **(unlimited | permissions))
     text = (
         f"-----BEGIN NATS USER JWT-----\n{user_jwt}\n------END NATS USER JWT------\n"
         f"\n-----BEGIN USER NKEY SEED-----\n{user.decode()}\n------END USER NKEY SEED------\n"
     )
-    (tmp_path / "worker.creds").write_text(text, encoding="utf-8")
-    port = free_port()
-    config = (
-        f"operator: {token(operator, operator_key, 'operator')}\nresolver: MEMORY\n"
-        f"resolver_preload {{ {account_key}: {account_jwt} }}\n"
+    (folder / "user.creds").write_text(text, encoding="utf-8")
+    return (
+        f"operator: {token(operator, operator_key, 'operator')}\nresolver: MEMORY\nsystem_account: {system_key}\n"
+        f"resolver_preload {{\n  {account_key}: {account_jwt}\n"
+        f"  {system_key}: {token(operator, system_key, 'account', limits=limits)}\n}}\n"
+        f'jetstream {{ store_dir: "{folder / "store"}" }}\nmax_payload: 8388608\n'
     )
+
+
+async def test_a_credentials_file_logs_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, port = in_operator_mode(tmp_path), free_port()
     url = f"nats://127.0.0.1:{port}"
     async with served(tmp_path, port, config):
         with pytest.raises(ServingError, match="Authorization Violation"):
             await connect(url, role="worker", name="test", timeout=0.5)
-        monkeypatch.setenv("PENSTOCK_NATS_CREDS", str(tmp_path / "worker.creds"))
+        monkeypatch.setenv("PENSTOCK_NATS_CREDS", str(tmp_path / "user.creds"))
         await works(url, "worker")
         await (await connect_operator(url)).close()
+
+
+async def test_a_tenant_of_a_broker_with_jwts_is_one_of_the_http_api_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such a server refuses `include tenants.conf`, and passwords."""
+    config, port = in_operator_mode(tmp_path), free_port()
+    monkeypatch.setenv("PENSTOCK_NATS_CREDS", str(tmp_path / "user.creds"))
+    monkeypatch.setenv("PENSTOCK_NATS_URL", f"nats://127.0.0.1:{port}")
+    folder = tmp_path / "operator"
+
+    async def ran(*argv: str) -> int:
+        return await asyncio.to_thread(main, [*argv])
+
+    async with served(tmp_path, port, config):
+        assert await ran("streams", "apply") == 0
+        assert await ran("tenants", "add", "acme", "--models", "m", "--data-dir", str(folder)) == 0
+        said = capsys.readouterr()
+        assert "added acme for the HTTP API" in said.out
+        assert "include" not in said.out
+        assert "takes neither tenants.conf nor a tenant's password" in said.err
+        assert not (folder / "tenants.conf").exists()
+        assert not (folder / "tenants").exists()
+        for argv in (("rotate", "acme"), ("conf",)):
+            assert await ran("tenants", *argv, "--data-dir", str(folder)) == 1
+            assert "(operator mode)" in capsys.readouterr().err
+        monkeypatch.chdir(tmp_path)
+        assert await ran("keys", "create", "--quiet", "--tenant", "acme") == 0
+        assert await ran("tenants", "remove", "acme", "--data-dir", str(folder)) == 0
