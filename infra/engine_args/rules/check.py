@@ -4,40 +4,32 @@ An *error* is what TensorRT-LLM 1.2.1 refuses, or what would deadlock, corrupt o
 Each finding has its rule's number (stable, never reused) and a fix. A rule is skipped if what it needs is unknown (no
 model or GPU given).
 
-Each module answers one question and lists its ``RULES``; ``RULES`` here has all of them by number.
+Each module lists its rules by the question that they answer; ``RULES`` here has all of them by number.
 """
 
 from collections.abc import Iterable
 
-from penstock.infra.engine_args.rules import (
-    batching,
-    disaggregation,
-    features,
-    kv_cache,
-    memory,
-    moe,
-    parallelism,
-    speculation,
-    steps,
-)
+from penstock.infra.engine_args.rules import features, kv_cache, parallelism, steps
 from penstock.infra.engine_args.rules.base import Context, Finding, Level, Role, Rule, up
 from penstock.infra.engine_args.schema import EngineArgs
 
 __all__ = ["RULES", "Context", "Finding", "Level", "Role", "Rule", "check", "up"]
 
-_MODULES = (
-    parallelism,
-    moe,
-    memory,
-    kv_cache,
-    disaggregation,
-    batching,
-    steps,
-    speculation,
-    features,
-)
 RULES: tuple[Rule, ...] = tuple(
-    sorted((rule for each in _MODULES for rule in each.RULES), key=lambda rule: rule.number)
+    sorted(
+        (
+            *parallelism.PARALLELISM_RULES,
+            *parallelism.MOE_RULES,
+            *kv_cache.MEMORY_RULES,
+            *kv_cache.KV_CACHE_RULES,
+            *features.DISAGGREGATION_RULES,
+            *steps.BATCHING_RULES,
+            *steps.SCHEDULING_RULES,
+            *steps.SPECULATION_RULES,
+            *features.FEATURE_RULES,
+        ),
+        key=lambda rule: rule.number,
+    )
 )
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from penstock.infra.engine_args.memory_estimate import shape_of
 from penstock.infra.engine_args.rules.base import Context, Finding
 from penstock.infra.engine_args.rules.check import RULES, check
-from penstock.infra.engine_args.rules.draft_length import acceptance, best_length, speed_up
-from penstock.infra.engine_args.rules.moe import moe_backend
+from penstock.infra.engine_args.rules.parallelism import moe_backend
+from penstock.infra.engine_args.rules.steps import acceptance, best_length, speed_up
 from penstock.infra.engine_args.tree import BadArguments, decode, merge
 from penstock.launch.recipes.advice import EngineConfig, compare
 from tests.properties import examples
