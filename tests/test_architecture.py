@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
-import penstock.docs.engines
 import penstock.docs.log_events
 import penstock.docs.metrics
-import penstock.docs.pages
+import penstock.docs.settings
 import penstock.docs.wire
 from penstock.configs import settings
 from penstock.deploy.monitoring import flag
@@ -262,10 +261,9 @@ def test_the_map_names_packages_and_modules_that_exist() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        penstock.docs.pages,
+        penstock.docs.settings,
         penstock.docs.metrics,
         penstock.docs.wire,
-        penstock.docs.engines,
         penstock.docs.log_events,
     ],
     ids=lambda source: source.PAGE.name,
@@ -310,7 +308,7 @@ PEERS_FLAGS = frozenset(
     "page", ["README.md", "ARCHITECTURE.md", *(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))]
 )
 def test_the_flags_that_a_page_names_exist(page: str) -> None:
-    known = frozenset(re.findall(r"`(--[a-z0-9-]+)`", penstock.docs.pages.page())) | flags()
+    known = frozenset(re.findall(r"`(--[a-z0-9-]+)`", penstock.docs.settings.page())) | flags()
     text = (ROOT / page).read_text(encoding="utf-8")
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     if page == "docs/migration.md":  # the first column has those of other servers

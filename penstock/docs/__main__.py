@@ -1,13 +1,12 @@
-"""``python -m penstock.docs``: write what comes from the code: pages of docs/, Grafana dashboards, the chart's
-values.
-"""
+"""``python -m penstock.docs``: write what comes from the code: pages, tables, dashboards, the chart's values."""
 
-from penstock.deploy import chart as compose
-from penstock.deploy import chart as helm
-from penstock.docs import dashboards, engines, log_events, metrics, pages, parsers, wire
+from penstock.deploy import chart
+from penstock.docs import dashboards, log_events, metrics, settings, tables, wire
 
-for page in (engines, log_events, metrics, parsers, pages, wire):
+for path, with_table in tables.PAGES.items():
+    path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
+for page in (log_events, metrics, settings, wire):
     page.PAGE.write_text(page.page(), encoding="utf-8")
 wire.ASYNCAPI.write_text(wire.asyncapi(), encoding="utf-8")
-for path, text in (dashboards.files() | helm.files() | compose.compose_files()).items():
+for path, text in (dashboards.files() | chart.files() | chart.compose_files()).items():
     path.write_text(text, encoding="utf-8")

@@ -67,7 +67,7 @@ def _launch(header: Header) -> list[str]:
     ]  # fmt: skip
 
 
-BEGIN, END = "<!-- made by `python -m penstock.docs.readme`: {} -->", "<!-- end: {} -->"
+BEGIN, END = "<!-- made by `python -m penstock.docs`: {} -->", "<!-- end: {} -->"
 MIB = 1 << 20
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.docs.roles_doc import PAGE, page
 from penstock.infra.broker.apply import apply
 from penstock.infra.broker.roles import ROLES, permissions
 from penstock.infra.broker.server import EmbeddedNats
@@ -168,9 +167,3 @@ def covers(allowed: str, wanted: str) -> bool:
         matches(allowed, wanted.replace(">", "x.y").replace("*", "x"))
         and not (wanted.endswith(">") and not allowed.endswith(">"))
     )
-
-
-def test_the_page_about_roles_is_up_to_date() -> None:
-    """Else: python -m penstock.docs.roles_doc."""
-    text = PAGE.read_text(encoding="utf-8")
-    assert page(text) == text
