@@ -340,7 +340,6 @@ def _planner(s: Subjects) -> tuple[Right, ...]:
 def _keys(s: Subjects) -> tuple[Right, ...]:
     return (
         Right("make, change and revoke API keys", (f"$KV.{s.bucket('keys')}.*",)),
-        Right("change the limits of tenants", (f"$KV.{s.bucket('tenants')}.*",)),
         _reads(*_buckets(s, "keys", "tenants")),
         Right("see which models are served", _reads(*_buckets(s, "workers")).publish),
     )

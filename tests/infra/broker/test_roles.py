@@ -42,7 +42,6 @@ NOBODY = (
 # What some role may do of that all the same.
 SOME = {
     "reader": {"$JS.API.DIRECT.GET.ps_SUBMIT", "$JS.API.DIRECT.GET.ps_HANDOFF", "$JS.API.STREAM.MSG.GET.ps_SUBMIT"},
-    "keys": {"$KV.ps_tenants.acme"},
 }
 
 CONTENT = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF", "SUBMIT", "MEMORY_CONTENTS", "MEMORY_TOKENS")
@@ -79,12 +78,21 @@ COMMANDS = (
     *("$KV.ps_budgets.x", "$KV.ps_routers.r", "$O.ps_media.C.x", "$JS.API.STREAM.PURGE.ps_DONE"),
     *("$JS.API.STREAM.MSG.DELETE.ps_DONE", "$JS.API.CONSUMER.DELETE.ps_REQUESTS.router-standard", "$KV.ps_accounts.x"),
 )
-KEYS, DRAIN, PLAN = ("$KV.ps_keys.k", "$KV.ps_tenants.acme"), ("ps.drain.w",), ("ps.plan.m", "$KV.ps_planners.m")
+KEYS, TENANTS = ("$KV.ps_keys.k",), ("$KV.ps_tenants.acme",)
+DRAIN, PLAN = ("ps.drain.w",), ("ps.plan.m", "$KV.ps_planners.m")
 MAY_NOT = {
-    "viewer": (*WAYS_TO_CONTENT, *COMMANDS, *KEYS, *DRAIN, *PLAN, "$JS.API.DIRECT.GET.KV_ps_keys"),
-    "reader": (*COMMANDS, *KEYS, *DRAIN, *PLAN, "$JS.API.DIRECT.GET.KV_ps_keys", "$JS.API.DIRECT.GET.KV_ps_accounts"),
-    "planner": (*WAYS_TO_CONTENT, *COMMANDS, *KEYS, "$JS.API.DIRECT.GET.KV_ps_keys"),
-    "keys": (*WAYS_TO_CONTENT, *COMMANDS, *DRAIN, *PLAN, "$JS.API.DIRECT.GET.KV_ps_routers"),
+    "viewer": (*WAYS_TO_CONTENT, *COMMANDS, *KEYS, *TENANTS, *DRAIN, *PLAN, "$JS.API.DIRECT.GET.KV_ps_keys"),
+    "reader": (
+        *COMMANDS,
+        *KEYS,
+        *TENANTS,
+        *DRAIN,
+        *PLAN,
+        "$JS.API.DIRECT.GET.KV_ps_keys",
+        "$JS.API.DIRECT.GET.KV_ps_accounts",
+    ),
+    "planner": (*WAYS_TO_CONTENT, *COMMANDS, *KEYS, *TENANTS, "$JS.API.DIRECT.GET.KV_ps_keys"),
+    "keys": (*WAYS_TO_CONTENT, *COMMANDS, *TENANTS, *DRAIN, *PLAN, "$JS.API.DIRECT.GET.KV_ps_routers"),
 }
 MAY = {"viewer": (), "reader": (), "planner": (*DRAIN, *PLAN), "keys": (*KEYS, "$JS.API.DIRECT.GET.KV_ps_workers")}
 
