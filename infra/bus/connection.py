@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit
 
 import structlog
-from nats.errors import SlowConsumerError
+from nats.errors import SlowConsumerError, UnexpectedEOF
 from nats.js import JetStreamContext
 
 from penstock.infra.bus.client import BusClient
@@ -33,6 +33,7 @@ log = structlog.get_logger("bus")
 EXIT_BROKER_LOST = 75  # EX_TEMPFAIL: a supervisor should start the process again
 CONNECT_S = 10.0
 CLOSE_S = 3.0
+MAX_CONTROL_LINE = 4096  # nats-server's default
 DROPPED_S = 0.25
 # In a cluster, leave a server that hangs after 2 to 3 s, before an election (4 to 9 s) can be over: a deposed leader
 # that wakes up must find no client.
@@ -248,14 +249,29 @@ def _needs(user: str, command: str, role: str, refusal: str) -> str:
     )
 
 
-def why_unreachable(error: Exception) -> str:
-    """Why no connection was made, as text for users."""
+def _is_long(credentials: Mapping[str, Any]) -> bool:
+    try:
+        return os.path.getsize(credentials["user_credentials"]) > MAX_CONTROL_LINE
+    except (KeyError, OSError):
+        return False
+
+
+def why_unreachable(error: Exception, credentials: Mapping[str, Any] | None = None) -> str:
+    """Why no connection was made, as text for users. ``credentials``: those of ``authenticate``."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     if isinstance(error, socket.gaierror):
         return "unknown host"
     if isinstance(error, ssl.SSLCertVerificationError):
         return _why_not_verified(error, os.environ.get("PENSTOCK_NATS_CA", ""))
+    too_long = "maximum control line exceeded" in str(error).lower()
+    # The server resets the connection, so that its error may be lost on the way.
+    too_long = too_long or (isinstance(error, (ConnectionError, UnexpectedEOF)) and _is_long(credentials or {}))
+    if too_long:
+        return (
+            f"{error}; the user's JWT, with its rights, is longer than the {MAX_CONTROL_LINE} bytes that nats-server "
+            "takes by default: write max_control_line: 65536 into its configuration"
+        )
     return str(error) or ("timed out" if isinstance(error, TimeoutError) else type(error).__name__)
 
 
@@ -368,9 +384,10 @@ async def connect(
         await client.connect_within(timeout, urls, **chosen | credentials | options)
     except Exception as error:
         where = ", ".join(part.rpartition("@")[2] for part in url.split(","))
+        reason = why_unreachable(bus.last_error or error, credentials)
         raise ServingError(
             Code.broker_unavailable,
-            f"no NATS server answers at {where} within {timeout:g} s ({why_unreachable(bus.last_error or error)}); "
+            f"no NATS server answers at {where} within {timeout:g} s ({reason}); "
             "start one with 'penstock nats', or check --nats-url and its credentials",
         ) from None
     bus._opened = True

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from nats.aio.client import Client
@@ -233,7 +234,9 @@ async def connect_operator(url: str, on_refused: Sequence[Refused] = ()) -> Clie
         note_refusal(error, on_refused)
 
     client = BusClient()
+    credentials: dict[str, Any] = {}
     try:
+        credentials = authenticate(client, url.partition(",")[0], "operator")
         async with asyncio.timeout(CONNECT_S):
             await client.connect(
                 url.split(","),
@@ -242,14 +245,14 @@ async def connect_operator(url: str, on_refused: Sequence[Refused] = ()) -> Clie
                 error_cb=note,
                 max_reconnect_attempts=2,
                 reconnect_time_wait=0.2,
-                **authenticate(client, url.partition(",")[0], "operator"),
+                **credentials,
             )
             return client
     except ServingError as error:
         raise BrokerProblem(error.message) from None
     except (OSError, TimeoutError, NatsError) as error:
         client.drop_link()
-        reason = why_unreachable(problems[-1] if problems else error)
+        reason = why_unreachable(problems[-1] if problems else error, credentials)
         raise BrokerProblem(
             f"no connection to {_without_password(url)} ({reason}): "
             "start the broker, or check the address and the credentials"

@@ -234,3 +234,19 @@ async def test_a_tenant_of_a_broker_with_jwts_is_one_of_the_http_api_only(
         monkeypatch.chdir(tmp_path)
         assert await ran("keys", "create", "--quiet", "--tenant", "acme") == 0
         assert await ran("tenants", "remove", "acme", "--data-dir", str(folder)) == 0
+
+
+async def test_a_login_that_is_too_long_for_the_broker_names_its_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rights = {"pub": {"allow": [f"ps.{number:04}.{'x' * 60}" for number in range(80)]}}
+    config, port = in_operator_mode(tmp_path, **rights), free_port()
+    monkeypatch.setenv("PENSTOCK_NATS_CREDS", str(tmp_path / "user.creds"))
+    url = f"nats://127.0.0.1:{port}"
+    async with served(tmp_path, port, config):
+        with pytest.raises(ServingError, match="max_control_line: 65536"):
+            await connect(url, role="worker", name="test", timeout=0.5)
+        with pytest.raises(BrokerProblem, match="max_control_line: 65536"):
+            await connect_operator(url)
+    async with served(tmp_path, port, config + "max_control_line: 65536\n"):
+        await works(url, "worker")
