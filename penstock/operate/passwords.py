@@ -6,14 +6,16 @@ after the other and log in as that, and then the first one's password is replace
 
 import argparse
 import asyncio
+import contextlib
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nats
+from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
 from penstock.configs.flags import Parser
@@ -28,8 +30,12 @@ from penstock.infra.broker.tenants import (
     other_user,
     store,
     user_in_use,
+    with_user,
     write_passwords,
 )
+from penstock.infra.bus.audit import recorded
+from penstock.launch.nats import as_operator, connect_operator
+from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects
 
 EVERY = (*ROLES, "sys")
@@ -42,6 +48,19 @@ SHOWN = 10  # connections that an error names
 ASK_S = 3.0
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Whose passwords. ``servers``: where the broker answers, without credentials; "": not known.
+
+    ``running``: it is the data folder's own.
+    """
+
+    data_dir: Path
+    servers: str
+    subjects: Subjects
+    running: bool
+
+
 def run(argv: Sequence[str]) -> int:
     """Do what the first argument says; the exit status."""
     args = _parser().parse_args(argv)
@@ -50,12 +69,13 @@ def run(argv: Sequence[str]) -> int:
         if not (data_dir / "secrets.json").exists():
             raise ValueError(f"{data_dir} has no passwords: name the folder of `penstock up` or `nats` with --data-dir")
         with held(data_dir):
+            place = _place(data_dir, args)
             if args.verb == "list":
-                _list(data_dir)
+                asyncio.run(_list(place))
             else:
                 roles = _roles(args.roles)
-                (_rotate if args.verb == "rotate" else _retire)(data_dir, roles, args)
-    except (BrokerProblem, ValueError, OSError, NatsError, TimeoutError) as error:
+                asyncio.run(_rotate(place, roles) if args.verb == "rotate" else _retire(place, roles, force=args.force))
+    except (BrokerProblem, ValueError, OSError, NatsError, TimeoutError, ServingError) as error:
         print(f"penstock passwords: {error}", file=sys.stderr)
         return 1
     return 0
@@ -81,6 +101,15 @@ def _parser() -> Parser:
             metavar="FOLDER",
             help="of `penstock up`, `penstock nats` or `penstock nats --print-config` (default: %(default)s)",
         )
+        one.add_argument(
+            "--nats-url",
+            default="",
+            metavar="URL",
+            help="your own servers, with the passwords of --data-dir: to count connections, and for the audit log",
+        )
+        one.add_argument(
+            "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the data folder's, or ps"
+        )
     return parser
 
 
@@ -92,76 +121,111 @@ def _roles(named: Sequence[str]) -> tuple[str, ...]:
     return tuple(named) or tuple(role for role in EVERY if role not in NAMED)
 
 
-def _runs(data_dir: Path) -> bool:
-    """Whether the folder's own broker runs. False: none does, or the passwords are for servers elsewhere."""
+def _place(data_dir: Path, args: argparse.Namespace) -> Place:
     try:
         running_pid(data_dir)
-    except BrokerProblem:
-        return False
-    return True
+    except BrokerProblem:  # none runs there, or the passwords are for servers elsewhere
+        return Place(data_dir, args.nats_url, Subjects(args.namespace or "ps"), running=False)
+    if args.nats_url:
+        raise ValueError(f"--nats-url: a broker runs on {data_dir}, and its passwords are those; leave the flag out")
+    found = re.search(r'server_name: "penstock-([^"]+)"', (data_dir / "nats.conf").read_text())
+    assert found is not None
+    port = int((data_dir / "nats.port").read_text())
+    return Place(data_dir, f"nats://127.0.0.1:{port}", Subjects(found[1]), running=True)
 
 
-def _rotate(data_dir: Path, roles: Sequence[str], args: argparse.Namespace) -> None:
-    secrets = _with_route(load_secrets(data_dir / "secrets.json", USERS))
-    running = _runs(data_dir)
+@contextlib.asynccontextmanager
+async def _noted(place: Place, secrets: Mapping[str, str], verb: str, what: Sequence[str]) -> AsyncIterator[None]:
+    """Have the audit log say what is done within, where the broker is known.
+
+    Raises:
+        BrokerProblem, ServingError: it cannot be noted; nothing was done.
+    """
+    if not place.servers:
+        yield
+        return
+    user = user_in_use(secrets, "operator")
+    url = with_user(place.servers, user, secrets[user])
+    async with (
+        as_operator(url, f"passwords {verb}") as nc,
+        recorded(nc, place.subjects, f"passwords {verb}", ", ".join(what)),
+    ):
+        yield
+
+
+async def _rotate(place: Place, roles: Sequence[str]) -> None:
+    before = load_secrets(place.data_dir / "secrets.json", USERS)
+    secrets = _with_route(before)
     if ROUTE in roles:
-        if running:
+        if place.running:
             raise ValueError(f"{ROUTE}: the broker of a data folder is one server; it is for those of a cluster")
         if ROUTE_BEFORE in secrets:
             raise ValueError(f"{ROUTE}: the password before is still tried; `penstock passwords retire {ROUTE}` first")
-        store(data_dir, secrets | {ROUTE: new_password(), ROUTE_BEFORE: secrets[ROUTE]})
-        print(f"a new password among the servers is in {data_dir / 'secrets.json'}; the one before is tried, too")
+        async with _noted(place, before, "rotate", roles):
+            store(place.data_dir, secrets | {ROUTE: new_password(), ROUTE_BEFORE: secrets[ROUTE]})
+        print(f"a new password among the servers is in {place.data_dir / 'secrets.json'}; the one before is tried, too")
         print(f"1. {RESTART}")
         print(f"2. `penstock passwords retire {ROUTE}`, and 1. once more")
         return
     in_use = set(secrets.get(SECOND_IN_USE, "").split())
-    for role in roles:
-        secrets[other_user(secrets, role)] = new_password()
+    new = [other_user(secrets, role) for role in roles]
+    for role, user in zip(roles, new, strict=True):
+        secrets[user] = new_password()
         in_use ^= {role}
-    store(data_dir, secrets | {SECOND_IN_USE: " ".join(sorted(in_use))})
-    users = ", ".join(user_in_use({SECOND_IN_USE: " ".join(in_use)}, role) for role in roles)
-    if not running:
-        print(f"new passwords of {users} are in {data_dir / 'secrets.json'}")
+    async with _noted(place, before, "rotate", new):
+        store(place.data_dir, secrets | {SECOND_IN_USE: " ".join(sorted(in_use))})
+        if place.running:
+            _apply(place, secrets)
+    users = ", ".join(new)
+    if not place.running:
+        print(f"new passwords of {users} are in {place.data_dir / 'secrets.json'}")
         print("1. `penstock nats --print-config` with the flags of before; put it on each server and reload that")
         print("2. restart processes and clients one after the other, with the new users in their URLs")
-        print("3. `penstock passwords retire`, and 1. once more")
+        print(f"3. `penstock passwords retire --nats-url {place.servers or 'URL'}`, and 1. once more")
         return
-    _apply(data_dir, secrets)
     print(f"the broker has new passwords of {users}; those before are valid, too")
     print("1. `penstock restart --rolling`, and each process and client elsewhere with its new user")
     print("2. `penstock passwords retire`")
 
 
-def _retire(data_dir: Path, roles: Sequence[str], args: argparse.Namespace) -> None:
+async def _retire(place: Place, roles: Sequence[str], *, force: bool) -> None:
     """
     Raises:
-        ValueError: a connection still uses a password that would end.
+        ValueError: a connection still uses a password that would end, or none can be asked for.
     """
-    secrets = _with_route(load_secrets(data_dir / "secrets.json", USERS))
-    running = _runs(data_dir)
+    before = load_secrets(place.data_dir / "secrets.json", USERS)
+    secrets = _with_route(before)
     if ROUTE in roles:
         if not secrets.pop(ROUTE_BEFORE, ""):
             raise ValueError(
                 f"{ROUTE}: no password is there from before; `penstock passwords rotate {ROUTE}` makes a new one"
             )
-        store(data_dir, secrets)
+        async with _noted(place, before, "retire", roles):
+            store(place.data_dir, secrets)
         print(f"the password before is no longer tried: {RESTART}")
         return
     ending = [other_user(secrets, role) for role in roles]
-    if running and not args.force:
-        used = [each for each in asyncio.run(connections(data_dir, secrets)) if each["authorized_user"] in ending]
+    if not force:
+        if not place.servers:
+            raise ValueError(
+                f"no broker runs on {place.data_dir}, so nobody knows whether connections still use the passwords that "
+                "would end: name your servers with --nats-url, or --force"
+            )
+        used = [each for each in await connections(place.servers, secrets) if each["authorized_user"] in ending]
         if used:
             names = ", ".join(f"{each.get('name') or each['cid']} ({each['authorized_user']})" for each in used[:SHOWN])
             more = f" and {len(used) - SHOWN} more" if len(used) > SHOWN else ""
+            how = "`penstock restart --rolling`" if place.running else "with the new users in their URLs"
             raise ValueError(
-                f"still connected with a password that would end: {names}{more}; restart them first "
-                "(`penstock restart --rolling`), or --force"
+                f"still connected with a password that would end: {names}{more}; restart them first ({how}), or --force"
             )
     for user in ending:
         secrets[user] = new_password()
-    store(data_dir, secrets)
-    if running:
-        _apply(data_dir, secrets)
+    async with _noted(place, before, "retire", ending):
+        store(place.data_dir, secrets)
+        if place.running:
+            _apply(place, secrets)
+    if place.running:
         print(f"the earlier passwords have ended: {', '.join(ending)}")
     else:
         print(f"{', '.join(ending)}: put `penstock nats --print-config` on each server again, and reload it")
@@ -172,47 +236,73 @@ def _with_route(secrets: dict[str, str]) -> dict[str, str]:
     return secrets | {ROUTE: route_passwords(secrets)[0]}
 
 
-def _list(data_dir: Path) -> None:
-    secrets = load_secrets(data_dir / "secrets.json", USERS)
+async def _list(place: Place) -> None:
+    secrets = load_secrets(place.data_dir / "secrets.json", USERS)
     counts: dict[str, int] = {}
-    running = _runs(data_dir)
-    for each in asyncio.run(connections(data_dir, secrets)) if running else ():
+    for each in await connections(place.servers, secrets) if place.servers else ():
         counts[each["authorized_user"]] = counts.get(each["authorized_user"], 0) + 1
     print(f"{'role':<10}{'logs in as':<14}{'connections':>11}{'of the other':>14}")
     for role in EVERY:
         user, other = user_in_use(secrets, role), other_user(secrets, role)
-        numbers = (str(counts.get(each, 0)) if running else "-" for each in (user, other))
+        numbers = (str(counts.get(each, 0)) if place.servers else "-" for each in (user, other))
         print(f"{role:<10}{user:<14}{next(numbers):>11}{next(numbers):>14}")
 
 
-def _apply(data_dir: Path, secrets: Mapping[str, str]) -> None:
+def _apply(place: Place, secrets: Mapping[str, str]) -> None:
     """
     Raises:
         BrokerProblem: the broker does not take it.
     """
-    found = re.search(r'server_name: "penstock-([^"]+)"', (data_dir / "nats.conf").read_text())
-    assert found is not None
-    write_passwords(data_dir, secrets, Subjects(found[1]))
-    reload(data_dir)
+    write_passwords(place.data_dir, secrets, place.subjects)
+    reload(place.data_dir)
 
 
-async def connections(data_dir: Path, secrets: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The connections of the folder's broker, each with its ``authorized_user``.
+async def connections(servers: str, secrets: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The connections of all servers of the broker, each with its ``authorized_user``; without the one that asks.
 
     Raises:
-        NatsError, TimeoutError, OSError: it does not answer.
+        BrokerProblem: no server lets ``sys`` in, or one of them does not answer.
+        NatsError, TimeoutError: likewise.
     """
-    port = int((data_dir / "nats.port").read_text())
     user = user_in_use(secrets, "sys")
-    options: dict[str, Any] = {"allow_reconnect": False, "connect_timeout": ASK_S, "name": "passwords"}
-    nc = await nats.connect(f"nats://127.0.0.1:{port}", user=user, password=secrets[user], **options)
+    nc = await connect_operator(with_user(servers, user, secrets[user]))
     try:
         found: list[dict[str, Any]] = []
-        while True:
-            query = json.dumps({"auth": True, "limit": 1000, "offset": len(found)}).encode()
-            page = json.loads((await nc.request("$SYS.REQ.SERVER.PING.CONNZ", query, timeout=ASK_S)).data)["data"]
-            found += page["connections"]
-            if not page["connections"] or len(found) >= page["total"]:
-                return [each for each in found if each.get("name") != "passwords" and each.get("authorized_user")]
+        for server in await _servers(nc):
+            own = (nc.client_id if server == nc._server_info["server_id"] else None,)
+            offset = 0
+            while True:
+                query = json.dumps({"auth": True, "limit": 1000, "offset": offset}).encode()
+                reply = await nc.request(f"$SYS.REQ.SERVER.{server}.CONNZ", query, timeout=ASK_S)
+                page = json.loads(reply.data)["data"]
+                offset += len(page["connections"])
+                found += [each for each in page["connections"] if each["cid"] not in own]
+                if not page["connections"] or offset >= page["total"]:
+                    break
+        return [each for each in found if each.get("authorized_user")]
     finally:
         await nc.close()
+
+
+async def _servers(nc: Client) -> list[str]:
+    """The ids of all servers of the cluster.
+
+    Raises:
+        BrokerProblem: not all of them answer.
+    """
+    inbox = nc.new_inbox()
+    replies = await nc.subscribe(inbox)
+    await nc.publish("$SYS.REQ.SERVER.PING", reply=inbox)
+    found: list[str] = []
+    expected = 1
+    try:
+        async with asyncio.timeout(ASK_S):
+            while len(found) < expected:
+                told = json.loads((await replies.next_msg(timeout=ASK_S)).data)
+                found.append(told["server"]["id"])
+                expected = max(expected, told["statsz"]["active_servers"])
+    except (TimeoutError, NatsError):
+        raise BrokerProblem(
+            f"{len(found)} of {expected} servers say which connections they have; wait until all do, or --force"
+        ) from None
+    return found

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from penstock.infra.broker.tenants import Tenant, other_user, user_in_use
 from penstock.infra.process.child import die_with_parent
 from penstock.launch.machine import free_port
 from penstock.launch.nats import own_config
+from tests.cluster_support import three_nodes
 
 MakeBroker = Callable[..., EmbeddedNats]
 
@@ -124,7 +126,16 @@ async def test_on_a_server_of_ones_own_both_passwords_are_valid_until_the_first_
         assert not ended, "the reload disturbed nobody"
         assert await ran("passwords", "list", *place) == 0
         assert "gateway   gateway-2               -             -" in capsys.readouterr().out
-        assert await ran("passwords", "retire", "gateway", *place) == 0
+        kept = own.secrets()
+        assert await ran("passwords", "retire", "gateway", *place) == 1
+        assert "name your servers with --nats-url, or --force" in capsys.readouterr().err
+        known = (*place, "--nats-url", f"nats://127.0.0.1:{own.port}")
+        assert await ran("passwords", "retire", "gateway", *known) == 1
+        assert "(gateway); restart them first (with the new users in their URLs)" in capsys.readouterr().err
+        assert own.secrets() == kept
+        assert await ran("passwords", "list", *known) == 0
+        assert "gateway   gateway-2               0             1" in capsys.readouterr().out
+        assert await ran("passwords", "retire", "gateway", "--force", *place) == 0
         await own.reload()
         assert (await valid(first), await valid(second)) == (False, True)
         async with asyncio.timeout(20):
@@ -136,6 +147,28 @@ async def test_on_a_server_of_ones_own_both_passwords_are_valid_until_the_first_
         assert user_in_use(own.secrets(), "gateway") == "gateway"
         await own.reload()
         assert (await valid(second), await valid(own.url("gateway"))) == (True, True)
+
+
+async def test_connections_to_every_server_of_a_cluster_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with three_nodes(tmp_path) as cluster:
+        folder = tmp_path / "operator"
+        folder.mkdir()
+        shutil.copy(cluster.nodes[0].data_dir / "secrets.json", folder)
+        addresses = ",".join(f"nats://127.0.0.1:{node.port}" for node in cluster.nodes)
+        known = ("--data-dir", str(folder), "--nats-url", addresses)
+        clients = [await nats.connect(node.url("gateway"), name="held") for node in cluster.nodes]
+        assert await ran("passwords", "list", *known) == 0
+        assert "gateway   gateway                 3             0" in capsys.readouterr().out
+        for client in clients[:-1]:
+            await client.close()
+        # The role's processes have moved; one, at any server, suffices to refuse.
+        assert await ran("passwords", "rotate", "gateway", "--data-dir", str(folder)) == 0
+        assert await ran("passwords", "retire", "gateway", *known) == 1
+        assert "held (gateway)" in capsys.readouterr().err
+        await clients[-1].close()
+        assert await ran("passwords", "retire", "gateway", *known) == 0
 
 
 async def test_what_cannot_be_rotated_says_why(
@@ -303,11 +336,12 @@ async def test_servers_of_a_cluster_stay_together_while_their_password_changes(
     """It was that of sys: `retire` cut each server off that was reloaded, until all were."""
     cluster = Cluster(tmp_path)
     place = ("--data-dir", str(cluster.folder))
+    servers = ("--nats-url", ",".join(f"nats://127.0.0.1:{port}" for port in cluster.clients))
     async with cluster.running():
         await cluster_is_there(cluster)
         first = cluster.secrets()["sys"]
-        for verb in ("rotate", "retire"):
-            assert await ran("passwords", verb, "sys", *place) == 0
+        for verb, known in (("rotate", ()), ("retire", servers)):
+            assert await ran("passwords", verb, "sys", *place, *known) == 0
             for index in range(3):
                 await cluster.reload(index)
                 await cluster.whole()
