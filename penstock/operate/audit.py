@@ -12,6 +12,7 @@ from rich.console import Console
 from penstock.cli.figures import clock, moment_ns
 from penstock.cli.terminal import escape, print_hanging, stdout
 from penstock.configs.flags import Parser
+from penstock.infra.broker.roles import role_of
 from penstock.infra.bus.direct_get import read
 from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
 from penstock.schemas.audit import AuditEntry, decode
@@ -40,7 +41,12 @@ def run(argv: Sequence[str]) -> int:
         "marked with *.",
     )
     parser.add_argument("--since", default="7d", metavar="TIME", help="15m, 2h, 7d ago, or a date (default: 7d)")
-    parser.add_argument("--user", default="", metavar="NAME", help="only of this user of the broker, or API key")
+    parser.add_argument(
+        "--user",
+        default="",
+        metavar="NAME",
+        help="only of this user of the broker, both users of this role, or this API key",
+    )
     parser.add_argument("--all", action="store_true", help="also what the broker says of something that its user noted")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     add_flags(parser)
@@ -63,7 +69,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
             lines.append(Line(each.time_ns, entry.user or writer, entry, writer if entry.user else ""))
     shown = lines if args.all else unexplained(lines)
     for line in shown:
-        if args.user and args.user not in (line.user, line.entry.key):
+        if args.user and args.user not in (line.user, role_of(line.user), line.entry.key):
             continue
         if args.json:
             console.file.write(msgspec.json.encode(_fields(line)).decode() + "\n")

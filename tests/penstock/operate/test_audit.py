@@ -118,6 +118,25 @@ async def test_what_commands_change_is_listed_with_the_user_of_their_connection(
     assert f"keys set  {prefix}  rpm: none → 7  by " in printed
 
 
+async def test_changed_passwords_are_entries_and_both_users_of_a_role_are_found_by_its_name(
+    server: EmbeddedNats, bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del bus  # it makes the streams
+    place = ("--data-dir", str(server.data_dir))
+    for step in ("rotate", "retire", "rotate"):
+        assert await run("passwords", step, "keys", "planner", *place) == 0
+        if step == "rotate":
+            assert await run("keys", "create", "--quiet", "--nats-url", server.url("keys")) == 0
+    found = await listed(server, capsys)
+    assert [(each["user"], each["action"], each["what"]) for each in found if each["action"] != "keys create"] == [
+        ("operator", "passwords rotate", "keys-2, planner-2"),
+        ("operator", "passwords retire", "keys, planner"),
+        ("operator", "passwords rotate", "keys, planner"),
+    ]
+    assert [each["user"] for each in await listed(server, capsys, "--user", "keys")] == ["keys-2", "keys"]
+    assert [each["user"] for each in await listed(server, capsys, "--user", "keys-2")] == ["keys-2"]
+
+
 async def test_what_is_done_past_the_commands_is_seen_by_a_router(
     server: EmbeddedNats, bus: Bus, watch: Watch, capsys: pytest.CaptureFixture[str]
 ) -> None:
