@@ -1,6 +1,7 @@
 """``penstock streams list`` and ``penstock streams set``: what the streams hold, and for how long."""
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 
@@ -126,6 +127,12 @@ async def _set(args: argparse.Namespace, console: Console) -> None:
                 await retention.set_limits(log.bus.nc, name, max_age_s, max_bytes)
         except BrokerProblem as error:
             raise ValueError(str(error)) from error
+    if max_bytes is not None and 0 < use.max_bytes < max_bytes:
+        print(
+            f"warning: this raises the limit of {name} from {show_size(use.max_bytes)} to {show_size(max_bytes)}: the "
+            "broker's disk needs the room",
+            file=sys.stderr,
+        )
     age = show_duration(max_age_s if max_age_s is not None else use.max_age_s)
     console.print(f"{name} keeps messages for {age}, at most {show_size(max_bytes or use.max_bytes)}", highlight=False)
 

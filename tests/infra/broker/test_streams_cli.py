@@ -83,6 +83,15 @@ async def test_impossible_limits_are_refused_in_one_line(
     assert error.count("\n") == 1
 
 
+async def test_a_size_that_is_raised_is_warned_of(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for size, warned in (("64MiB", False), ("64MiB", False), ("96MiB", True), ("32MiB", False)):
+        assert await asyncio.to_thread(run_set, ["DONE", "--max-bytes", size, *where(bus, broker)]) == 0
+        error = capsys.readouterr().err
+        assert ("raises the limit" in error and "from 64.0 MiB to 96.0 MiB" in error) is warned, error
+
+
 async def test_limits_that_delete_messages_need_a_yes(
     bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
 ) -> None:
