@@ -19,6 +19,7 @@ from penstock.configs.settings import GatewaySettings, RouterSettings, WorkerSet
 from penstock.deploy.chart import DASHBOARDS, FOLDER, compose_files
 from penstock.deploy.monitoring import ALERTS, GRAFANA
 from penstock.infra.broker.config import USERS, variable
+from penstock.infra.broker.roles import ROLES
 from penstock.infra.broker.server import find_server
 from penstock.infra.process.child import die_with_parent
 from penstock.operate.keys import _parser as keys_parser
@@ -29,6 +30,7 @@ from tests.pipeline.support import MODEL, free_port
 TEXT = (FOLDER / "compose.yaml").read_text(encoding="utf-8")
 VARIABLE = re.compile(r"\$\{([A-Z_0-9]+)(?::([-?])([^}]*))?\}")
 PASSWORDS = {variable(user): f"p{user}0" for user in (*USERS, "grafana")}
+PASSWORDS |= {f"{role.upper()}_LOGIN": f"{role}:{PASSWORDS[variable(role)]}" for role in (*ROLES, "sys")}
 KINDS: dict[str, Any] = {"gateway": GatewaySettings, "router": RouterSettings, "worker": WorkerSettings}
 Tree = dict[str, Any]
 
@@ -117,7 +119,7 @@ def test_a_gateway_still_knows_that_there_were_keys_when_its_container_is_made_a
 def test_the_command_for_the_first_key_is_one_of_the_image_and_its_user_may_make_keys() -> None:
     page = (FOLDER.resolve().parents[2] / "docs" / "containers.md").read_text()
     (line,) = re.findall("docker compose run --rm streams (keys create .*)", page)
-    words = shlex.split(line.replace("$KEYS_PASSWORD", "secret"))
+    words = shlex.split(line.replace("$KEYS_LOGIN", "keys:secret"))
     args = keys_parser().parse_args(words[1:])
     url = urlsplit(args.nats_url)
     assert (url.username, url.password, url.port) == ("keys", "secret", 4222)
@@ -161,17 +163,54 @@ def test_passwords_are_written_once_and_those_of_new_users_are_added(tmp_path: P
     subprocess.run(["sh", script], check=True, timeout=30, capture_output=True)
     written = dict(line.split("=") for line in (tmp_path / ".env").read_text().splitlines())
     assert set(written) == {*PASSWORDS, "COMPOSE_PROJECT_NAME"}
-    assert all(re.fullmatch("p[0-9a-f]{32}", written[name]) for name in PASSWORDS)
+    assert all(re.fullmatch("([a-z]+:)?p[0-9a-f]{32}", written[name]) for name in PASSWORDS)
     assert (tmp_path / ".env").stat().st_mode & 0o077 == 0
     # After an upgrade there are users that the file lacks; the others keep their passwords.
     lines = (tmp_path / ".env").read_text().splitlines(keepends=True)
     (tmp_path / ".env").write_text("".join(line for line in lines if not line.startswith("VIEWER_PASSWORD")))
     subprocess.run(["sh", script], check=True, timeout=30, capture_output=True)
     again = dict(line.split("=") for line in (tmp_path / ".env").read_text().splitlines())
-    assert again.pop("VIEWER_PASSWORD") != written.pop("VIEWER_PASSWORD")
+    assert again["VIEWER_LOGIN"] == f"viewer:{again['VIEWER_PASSWORD']}"
+    for name in ("VIEWER_PASSWORD", "VIEWER_LOGIN"):
+        assert again.pop(name) != written.pop(name)
     assert again == written
     ignored = (FOLDER.resolve().parents[2] / ".dockerignore").read_text().splitlines()
     assert ignored[-1] == "**/.env"  # after what lets folders through
+
+
+def test_passwords_are_rotated_while_those_before_are_valid(tmp_path: Path) -> None:
+    script = tmp_path / "passwords.sh"
+    shutil.copy(FOLDER / "passwords.sh", script)
+
+    def after(*words: str) -> dict[str, str]:
+        subprocess.run(["sh", script, *words], check=True, timeout=30, capture_output=True)
+        return dict(line.split("=") for line in (tmp_path / ".env").read_text().splitlines())
+
+    def changed(before: dict[str, str], now: dict[str, str]) -> set[str]:
+        assert before.keys() == now.keys()
+        return {name for name in now if now[name] != before[name]}
+
+    first = after()
+    for login, used, other in (
+        ("gateway-2", "GATEWAY_2_PASSWORD", "GATEWAY_PASSWORD"),
+        ("gateway", "GATEWAY_PASSWORD", "GATEWAY_2_PASSWORD"),
+    ):
+        rotated = after("rotate", "gateway")
+        assert changed(first, rotated) == {used, "GATEWAY_LOGIN"}
+        assert rotated["GATEWAY_LOGIN"] == f"{login}:{rotated[used]}"
+        urls = services(rotated)["gateway"]["environment"]["PENSTOCK_NATS_URL"].split(",")
+        assert {urlsplit(url).username for url in urls} == {login}
+        assert {urlsplit(url).password for url in urls} == {rotated[used]}
+        first = after("retire", "gateway")
+        assert changed(rotated, first) == {other}
+    assert changed(first, after("rotate")) == {
+        name for role in ROLES if role != "client" for name in (f"{role.upper()}_LOGIN", f"{role.upper()}_2_PASSWORD")
+    }
+    for words in (("rotate", "sys"), ("retire", "root"), ("revoke",)):
+        before = (tmp_path / ".env").read_text()
+        done = subprocess.run(["sh", script, *words], check=False, timeout=30, capture_output=True, text=True)
+        assert (done.returncode, words[-1] in done.stderr) == (2, True)
+        assert (tmp_path / ".env").read_text() == before
 
 
 @asynccontextmanager
