@@ -329,6 +329,7 @@ def lets_in(port: int, password: str) -> bool:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_servers_of_a_cluster_stay_together_while_their_password_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
