@@ -244,8 +244,8 @@ def refusals(on_refused: list[Refused], user: str, command: str, role: str) -> I
 def _needs(user: str, command: str, role: str, refusal: str) -> str:
     wanted = role if role == "operator" else f"{role} or operator"
     return (
-        f"the broker refuses {user or 'this user'} what `penstock {command}` needs ({refusal}): give --nats-url with "
-        f"the credentials of the role {wanted}; docs/roles.md says what each role may do"
+        f"the broker refuses {user or 'this user'} what `penstock {command}` needs ({refusal}): set "
+        f"PENSTOCK_NATS_URL to one with the credentials of the role {wanted}; docs/roles.md says what each role may do"
     )
 
 
