@@ -282,7 +282,7 @@ asyncio.run(main())
 async def test_the_page_makes_a_deployment_whose_brokers_restart_under_load(site: Site) -> None:
     *made, restart = SHELL
     assert "one after the other" in restart.partition("\n")[0]
-    for block in made:
+    for block in [each for each in made if ".whl" not in each]:  # Penstock is on the hosts already
         await asyncio.to_thread(site.run, block)
 
     load = Load(site)
