@@ -8,6 +8,9 @@ import msgspec
 
 from penstock.schemas.wire import decoder
 
+# A gateway knows that there were API keys, and the broker has none: the action of an entry of its own.
+KEYS_LOST = "keys lost"
+
 
 class AuditEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """

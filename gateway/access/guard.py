@@ -149,10 +149,12 @@ class Guard:
         noted: a file that is there once there are keys. A broker that lost its disk has none, and a gateway on loopback
             behind a proxy would then answer everyone.
         own: keys that the gateway was started with, of an operator; the broker does not know them.
+        on_lost: called with True when there were keys and the broker has none any more, with False when it has some.
 
     Attributes:
         closed: requests need a key. Never becomes false again: a bucket that was emptied must not open the gateway,
             and neither must one whose entries cannot be read.
+        lost: there were keys, and the broker has none any more.
     """
 
     def __init__(
@@ -163,14 +165,17 @@ class Guard:
         always: bool = False,
         noted: Path | None = None,
         own: Sequence[str] = (),
+        on_lost: Callable[[bool], None] = lambda lost: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._table = KeyTable(bus, self._changed, self._report_lost, clock)
+        self._table = KeyTable(bus, self._changed, self._compared, clock)
         self._tenants = tenants
         self._callers: dict[str, Caller | ServingError] = {}
         self._own = [hashlib.sha256(key.encode()).digest() for key in own]
         self._noted = noted
         self._had_keys = noted is not None and noted.exists()
+        self._on_lost = on_lost
+        self.lost = False
         self.closed = always or bool(own) or self._had_keys
 
     async def open(self, tasks: Tasks) -> None:
@@ -179,8 +184,7 @@ class Guard:
             ServingError: the keys cannot be read.
         """
         await self._table.start(tasks)
-        if self._had_keys and not self._table.keys:
-            self._report_lost()
+        self._compared()
 
     async def close(self) -> None:
         await self._table.stop()
@@ -214,7 +218,16 @@ class Guard:
         """A tenant came, went or has other limits."""
         self._callers.clear()
 
-    def _report_lost(self) -> None:
+    def _compared(self) -> None:
+        """The table is as the bucket: report each time once that it has lost all keys, whoever noticed it first."""
+        lost = self._had_keys and not self._table.keys and not self._table.unreadable
+        if lost == self.lost:
+            return
+        self.lost = lost
+        self._on_lost(lost)
+        if not lost:
+            log.info("keys_found", keys=len(self._table.keys))
+            return
         log.error(
             "keys_lost",
             noted=str(self._noted or ""),
@@ -225,9 +238,11 @@ class Guard:
     def _changed(self, key_id: str) -> None:
         self._callers.pop(key_id, None)
         self.closed = True  # there is an entry, whatever it says
-        if self._noted is None or self._had_keys:
+        if self._had_keys:
             return
         self._had_keys = True
+        if self._noted is None:
+            return
         try:
             self._noted.parent.mkdir(parents=True, exist_ok=True)
             self._noted.touch()

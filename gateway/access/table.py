@@ -32,14 +32,14 @@ class KeyTable:
 
     Args:
         changed: called with the id of a key that was added, changed or removed.
-        lost: called when the bucket was made anew and has none of the keys that there were.
+        confirmed: called whenever the table was found to be as the bucket is.
     """
 
     def __init__(
         self,
         bus: Bus,
         changed: Callable[[str], None],
-        lost: Callable[[], None],
+        confirmed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         bucket = bus.subjects.bucket("keys")
@@ -49,12 +49,13 @@ class KeyTable:
         )
         self._bus = bus
         self._changed = changed
-        self._lost = lost
+        self._on_confirmed = confirmed
         self._clock = clock
         self._read = False  # everything was read that was there at the start
         self._confirmed = 0.0  # when the comparison began that found this table current
         self._following = AsyncExitStack()
         self.keys: dict[str, ApiKey] = {}
+        self.unreadable: set[str] = set()  # entries that are no key, by id
 
     async def start(self, tasks: Tasks) -> None:
         """
@@ -84,25 +85,25 @@ class KeyTable:
                     end = await get_last(self._bus, self._stream, self._subject, newest=True, within_s=STALE_S)
                     # It ends elsewhere: something was missed, or a broker that lost its disk has another bucket.
                     if (end.seq if end is not None else 0) != self._tail.position:
-                        had = bool(self.keys)
                         await self._tail.catch_up()
-                        if had and not self.keys:
-                            self._lost()
             except (ServingError, TimeoutError) as error:
                 log.debug("keys_not_confirmed", error=repr(error))
                 continue
             if end is None or end.seq <= self._tail.position:
                 self._confirmed = began
+                self._on_confirmed()
 
     def _forget(self) -> None:
         """The bucket was made anew: a key that it does not have is valid no longer."""
-        names = list(self.keys)
+        names = [*self.keys, *self.unreadable]
         self.keys.clear()
+        self.unreadable.clear()
         for name in names:
             self._changed(name)
 
     def _on_entry(self, entry: Entry) -> None:
         name = entry.subject.rpartition(".")[2]
+        self.unreadable.discard(name)
         if not entry.data:
             self.keys.pop(name, None)
             self._changed(name)
@@ -114,6 +115,7 @@ class KeyTable:
                 raise ValueError("it has the id of another key")
         except (msgspec.MsgspecError, ValueError) as error:
             log.warning("key_unreadable", key=name, error=str(error))
+            self.unreadable.add(name)
             self.keys.pop(name, None)  # rather refused than admitted by what it said before
         else:
             before, self.keys[name] = self.keys.get(name), key

@@ -117,6 +117,7 @@ class Metrics:
         self.files_limit = scope.gauge(
             "files_limit", "open files that the process may have, if they limit its connections (ulimit -n); 0: not"
         )
+        self.keys_lost = scope.gauge("keys_lost", "1: there were API keys, and the broker has none any more")
         self.trusted_proxies = scope.gauge("trusted_proxies", "addresses and networks of --trusted-proxies")
         self.unfinished = scope.gauge(
             "stream_unfinished_ratio",

@@ -52,6 +52,7 @@ from penstock.infra.bus.publisher import Ack, Publisher, Refused
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.model.modeldir import ModelDir, split_name
 from penstock.schemas import control, done, wire
+from penstock.schemas.audit import KEYS_LOST, AuditEntry
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import EMBEDDING, GenerateRequest, Priority
 
@@ -100,7 +101,14 @@ class Gateway:
         self.audit = Auditor(bus, self.tasks)
         self.tenants = TenantTable(bus)
         noted = noted_in(settings.state_dir, settings.namespace)
-        self.guard = Guard(bus, self.tenants.known, always=settings.require_keys, noted=noted, own=settings.api_key)
+        self.guard = Guard(
+            bus,
+            self.tenants.known,
+            always=settings.require_keys,
+            noted=noted,
+            own=settings.api_key,
+            on_lost=self._keys_lost,
+        )
         self.tenants.on_changed = self.guard.tenants_changed
         named = named_models(models, settings)
         self.fleet = FleetView(bus, named, self.id, settings, metrics, self.tasks, self._open_models)
@@ -167,6 +175,11 @@ class Gateway:
         await self._verdicts.close()
         await self._lookup.deleted.stop()
         await self._subscriptions.close()
+
+    def _keys_lost(self, lost: bool) -> None:
+        self.metrics.keys_lost.set(lost)
+        if lost:  # there, `penstock doctor` sees it without an address of this gateway
+            self.audit.note(AuditEntry(KEYS_LOST, self.id))
 
     @property
     def _own(self) -> TokenSubscription:

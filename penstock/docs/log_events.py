@@ -287,6 +287,7 @@ MEANINGS = {
     "key_changed": "an API key was changed",
     "key_revoked": "an API key was revoked",
     "key_unreadable": "a stored API key cannot be read, and is refused",
+    "keys_found": "a gateway whose broker had lost all API keys knows some again",
     "keys_lost": "this gateway has known keys and the broker has none: every request is refused",
     "keys_not_noted": "that keys exist could not be noted in the data folder",
     "keys_read": "how many API keys there are at the start",

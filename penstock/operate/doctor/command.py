@@ -35,7 +35,7 @@ from penstock.launch.state import State, read_state
 from penstock.log.sources.open_log import FAILURES, Source, add_flags, open_log
 from penstock.operate.doctor.broker import check_address, check_broker
 from penstock.operate.doctor.finding import Finding, Status, ok, problem, skipped
-from penstock.operate.doctor.fleet import check_fleet, check_gateways, check_processes, count_keys
+from penstock.operate.doctor.fleet import Keys, check_fleet, check_gateways, check_processes, find_keys
 from penstock.operate.doctor.machine import check_machine
 from penstock.operate.workers import registrations
 from penstock.schemas.errors import ServingError
@@ -289,10 +289,10 @@ def _state(data_dir: Path) -> State | None:
 
 
 class _Seen(NamedTuple):
-    """Through the broker. ``keys``: API keys that it has; None: not known."""
+    """Through the broker. ``keys``: None: not known."""
 
     findings: list[Finding]
-    keys: int | None = None
+    keys: Keys | None = None
 
 
 async def _through_broker(source: Source, state: State | None, files: dict[str, bytes]) -> _Seen:
@@ -310,7 +310,7 @@ async def _through_broker(source: Source, state: State | None, files: dict[str, 
             if not any(finding.status is Status.problem for finding in findings):
                 findings += await check_fleet(log.bus, state)
                 await _collect(log.bus, files)
-                return _Seen(findings, await count_keys(log.bus))
+                return _Seen(findings, await find_keys(log.bus))
             return _Seen(findings)
     except (ServingError, BrokerProblem) as error:
         return _Seen([problem("broker", str(error), "check that it runs, its address and the credentials")])

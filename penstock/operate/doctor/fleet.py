@@ -1,10 +1,12 @@
 """Checks of what runs: gateways, routers, workers, and the way of KV events from an engine to the routers' index."""
 
 import asyncio
+import contextlib
 import ipaddress
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -12,18 +14,22 @@ import msgspec
 from penstock.cli.figures import counted, span
 from penstock.infra.broker.jetstream_api import existing_info, request
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
 from penstock.launch.readiness import _SAMPLE, get_url, metrics
 from penstock.launch.state import State
 from penstock.operate.doctor.finding import Finding, check_gateway_certificate, ok, problem, warning
 from penstock.operate.observe import CLASSES, STALLED_MS, lost_leases
 from penstock.operate.workers import registrations, routers
+from penstock.schemas.audit import KEYS_LOST
+from penstock.schemas.audit import decode as decode_audit
 from penstock.schemas.fleet import Registration
 from penstock.schemas.fleet import State as WorkerState
 from penstock.schemas.pace import PREFILL, compare
 from penstock.schemas.routers import LostLeases
 
 FULL = 0.95
+LOST_WITHIN_NS = 7 * 86_400_000_000_000  # how old a gateway's entry may be that the keys are lost
 OFTEN = 2  # lost leases of a worker that are a problem
 
 
@@ -41,11 +47,23 @@ def check_processes(state: State) -> list[Finding]:
     return findings or [ok("processes", f"all {len(state.processes)} run")]
 
 
-async def check_gateways(urls: Sequence[str], keys: int | None = None) -> list[Finding]:
+class Keys(NamedTuple):
+    """API keys of the broker.
+
+    Attributes:
+        there: how many it has, revoked ones included.
+        lost_by: ids of gateways that noted within seven days, while there are none, that there were some.
+    """
+
+    there: int
+    lost_by: tuple[str, ...] = ()
+
+
+async def check_gateways(urls: Sequence[str], keys: Keys | None = None) -> list[Finding]:
     """Check whether each gateway could serve a request, and report what it lacks.
 
     Args:
-        keys: how many API keys the broker has; None: not known.
+        keys: of the broker; None: not known.
     """
 
     class Answer(msgspec.Struct):
@@ -53,6 +71,7 @@ async def check_gateways(urls: Sequence[str], keys: int | None = None) -> list[F
 
     findings = []
     open_to_all: dict[str, bool] = {}  # by URL
+    lost: set[str] = set()
     for url in urls:
         parts = urlsplit(url)
         status, body = await get_url(url, "/health/ready")
@@ -60,8 +79,11 @@ async def check_gateways(urls: Sequence[str], keys: int | None = None) -> list[F
         page = await get_url(url, "/metrics") if status else (0, b"")
         if status and (models := (await get_url(url, "/v1/models"))[0]) in (200, 401):
             open_to_all[url] = models == 200
+        values = _values(page[1])
+        if values.get("penstock_gateway_keys_lost", 0) > 0:
+            lost.add(url)
         if open_to_all.get(url):
-            proxied = _values(page[1]).get("penstock_gateway_trusted_proxies", 0) > 0
+            proxied = values.get("penstock_gateway_trusted_proxies", 0) > 0
             if proxied or not is_loopback(parts.hostname or ""):
                 who = "whom its proxies let through" if proxied else "who reaches it"
                 fix = "make API keys (`penstock keys create`)" + ("" if proxied else ", or let it listen on loopback")
@@ -84,24 +106,47 @@ async def check_gateways(urls: Sequence[str], keys: int | None = None) -> list[F
         text = f"{those} answer{'' if ' ' in those else 's'} without an API key, and other gateways demand one"
         fix = "the broker may have lost its keys: look at `penstock keys list`, and start all with --require-keys"
         findings.append(problem("gateway", text, fix))
-    elif open_to_all and keys == 0 and not any(open_to_all.values()):
+    if keys is not None and not open_to_all:  # what no gateway says itself
+        lost |= set(keys.lost_by)
+    if lost:
+        text = f"there were API keys, and the broker has none any more: {' '.join(sorted(lost))} "
+        text += f"refuse{'s' if len(lost) == 1 else ''} every request with 401"
+        fix = (
+            "`penstock keys import < FILE`, with what `penstock keys export` wrote last, or `penstock keys create`; "
+            "gateways need no restart. To serve everyone without keys, remove the file that their log names "
+            "(`keys_lost`) and start them again"
+        )
+        findings.append(problem("keys", text, fix))
+    elif open_to_all and keys is not None and not keys.there and not any(open_to_all.values()):
         text = "gateways demand an API key, and the broker has none"
         fix = (
-            "make one (`penstock keys create`). If there were keys, the broker has lost them: `penstock keys import`. "
-            "Those of --api-key count all the same"
+            "make one (`penstock keys create`). If there were keys, the broker has lost them: "
+            "`penstock keys import < FILE`. Those of --api-key count all the same"
         )
         findings.append(warning("keys", text, fix))
     return findings
 
 
-async def count_keys(bus: Bus) -> int:
-    """API keys that the broker has, revoked ones included.
-
+async def find_keys(bus: Bus) -> Keys:
+    """
     Raises:
         BrokerProblem: it does not answer.
+        ServingError: the audit log cannot be read.
     """
-    info = await existing_info(bus.nc, f"STREAM.INFO.KV_{bus.subjects.bucket('keys')}", STREAM_NOT_FOUND)
-    return 0 if info is None else int(info["state"]["messages"])
+    subjects = bus.subjects
+    info = await existing_info(bus.nc, f"STREAM.INFO.KV_{subjects.bucket('keys')}", STREAM_NOT_FOUND)
+    count = 0 if info is None else int(info["state"]["messages"])
+    audit = subjects.stream("AUDIT")
+    if count or await existing_info(bus.nc, f"STREAM.INFO.{audit}", STREAM_NOT_FOUND) is None:
+        return Keys(count)
+    lost = set()
+    # Of all users: on a broker of one's own, a gateway's may have another name.
+    async for each in read(bus, audit, subjects.all("audit"), since_ns=time.time_ns() - LOST_WITHIN_NS):
+        with contextlib.suppress(msgspec.MsgspecError):
+            entry = decode_audit(each.data)
+            if entry.action == KEYS_LOST:
+                lost.add(entry.what)
+    return Keys(count, tuple(sorted(lost)))
 
 
 def _values(page: bytes) -> dict[str, float]:

@@ -171,6 +171,36 @@ async def test_a_bucket_that_was_lost_and_made_anew_ends_every_key(guarded: Guar
     assert guarded.refusal(await guarded.add()) is None
 
 
+async def test_each_loss_of_all_keys_is_reported_once_whoever_notices_it(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a broker's restart, the tail that repaired itself noticed it first, and nothing was reported."""
+    monkeypatch.setattr(table, "CONFIRM_S", 0.01)
+    said: list[bool] = []
+    guarded = Guarded(bus, on_lost=said.append)
+    await guarded.guard.open(guarded.tasks)
+    stream = f"KV_{bus.subjects.bucket('keys')}"
+    with structlog.testing.capture_logs() as logged:
+        for losses in (1, 2):
+            await guarded.add()
+            await eventually(lambda: not guarded.guard.lost)
+            await guarded.tasks.aclose()  # whose comparison would have found it
+            await bus.js.purge_stream(stream)
+            config = json.loads((await bus.nc.request(f"$JS.API.STREAM.INFO.{stream}", b"")).data)["config"]
+            await bus.nc.request(f"$JS.API.STREAM.DELETE.{stream}", b"")
+            await bus.nc.request(f"$JS.API.STREAM.CREATE.{stream}", json.dumps(config).encode())
+            await guarded.guard._table._tail._reconnected()
+            await eventually(lambda: not guarded.guard._table.keys)
+            assert len(said) == 2 * losses - 2
+            guarded.tasks = Tasks("test")
+            guarded.tasks.spawn(guarded.guard._table._confirm(), name="confirm-keys")
+            await eventually(lambda: guarded.guard.lost)
+    assert said == [True, False, True]
+    assert [line["event"] for line in logged].count("keys_lost") == 2
+    await guarded.tasks.aclose()
+    await guarded.guard.close()
+
+
 async def test_a_key_is_revoked_once_and_the_record_says_by_whom(guarded: Guarded) -> None:
     name = (await guarded.add()).split("-")[1]
     key, was_valid = await key_store.revoke(guarded.bus, name)

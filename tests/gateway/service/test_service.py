@@ -1,15 +1,21 @@
 """Which requests a gateway cancels when it has nothing more to do for their client, on a real nats-server."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from nats.aio.msg import Msg
 
 from penstock.gateway.http.answers import DISCONNECTED
 from penstock.gateway.log.store_check import unstored
+from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
+from penstock.infra.model.modeldir import ModelDir
+from penstock.operate.doctor.fleet import Keys, find_keys
 from penstock.schemas.errors import ServingError
-from tests.gateway.nats.support import Running
+from penstock.schemas.subjects import Subjects
+from tests.gateway.nats.support import Running, gateway_on
+from tests.pipeline.support import until
 
 BODY = b'{"model": "tiny", "prompt": "a b c", "max_tokens": 4}'
 
@@ -35,3 +41,18 @@ async def test_only_a_request_whose_client_left_is_cancelled(bus: Bus, running: 
         first = await cancelled.get()
     assert left.request.id.encode() in first
     assert cancelled.empty()
+
+
+async def test_a_gateway_whose_keys_are_lost_shows_it_and_notes_it_for_the_doctor(
+    bus: Bus, broker: EmbeddedNats, subjects: Subjects, model: ModelDir, tmp_path: Path
+) -> None:
+    (tmp_path / f"{subjects.namespace}-has-keys").touch()
+    state = {"namespace": subjects.namespace, "state_dir": str(tmp_path)}
+    async with gateway_on(broker, subjects, model, **state) as running:
+        assert running.gateway.metrics.registry.get_sample_value("penstock_keys_lost") == 1
+
+        async def noted() -> Keys | None:
+            found = await find_keys(bus)
+            return found if found.lost_by else None
+
+        assert await until(noted, "it is in the audit log") == (0, (running.gateway.id,))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus import audit
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import Bus, connect
 from penstock.launch.nats import apply_at
@@ -33,10 +34,11 @@ from penstock.operate.doctor.fleet import (
     check_paces,
     check_processes,
     check_workers,
-    count_keys,
+    find_keys,
     is_loopback,
 )
 from penstock.schemas import wire
+from penstock.schemas.audit import KEYS_LOST, AuditEntry
 from penstock.schemas.fleet import Load, Registration
 from penstock.schemas.fleet import State as WorkerState
 from penstock.schemas.routers import LostLeases
@@ -247,13 +249,41 @@ async def test_gateways_that_demand_a_key_where_there_is_none_are_named(
         return (401 if path == "/v1/models" else 200), b""
 
     monkeypatch.setattr(fleet_checks, "get_url", answers)
-    assert await count_keys(bus) == 0  # as after the loss of the broker's disk
-    [*_, finding] = await check_gateways(["http://127.0.0.1:1"], await count_keys(bus))
+    assert (await find_keys(bus)).there == 0  # as after the loss of the broker's disk
+    [*_, finding] = await check_gateways(["http://127.0.0.1:1"], await find_keys(bus))
     assert (finding.check, finding.status) == ("keys", Status.warning)
-    assert "`penstock keys import`" in finding.fix
+    assert "`penstock keys import < FILE`" in finding.fix
     await bus.nc.jetstream().publish(f"$KV.{bus.subjects.bucket('keys')}.pst-1", b"{}")
-    found = await check_gateways(["http://127.0.0.1:1"], await count_keys(bus))
+    found = await check_gateways(["http://127.0.0.1:1"], await find_keys(bus))
     assert [each.status for each in found] == [Status.ok]
+
+
+async def test_lost_keys_are_named_by_what_gateways_say_and_without_an_address_by_what_they_noted(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = b"penstock_gateway_keys_lost 1.0\n"
+
+    async def answers(url: str, path: str) -> tuple[int, bytes]:
+        return (401 if path == "/v1/models" else 200), page
+
+    monkeypatch.setattr(fleet_checks, "get_url", answers)
+    url = "http://127.0.0.1:1"
+    [finding] = [each for each in await check_gateways([url], await find_keys(bus)) if each.check == "keys"]
+    assert finding.status is Status.problem
+    assert f"the broker has none any more: {url} refuses every request with 401" in finding.what
+    assert "`penstock keys import < FILE`" in finding.fix
+    assert await check_gateways([], await find_keys(bus)) == []
+    await audit.write(bus.nc, bus.subjects, "gateway-2", AuditEntry("read", "/v1/requests/a"))
+    for name in ("gateway-a", "gateway-b", "gateway-a"):
+        await audit.write(bus.nc, bus.subjects, "gateway", AuditEntry(KEYS_LOST, name))
+    [finding] = await check_gateways([], await find_keys(bus))
+    assert finding.status is Status.problem
+    assert "gateway-a gateway-b refuse every request" in finding.what
+    page = b"penstock_gateway_keys_lost 0.0\n"  # started again without its note
+    found = await check_gateways([url], await find_keys(bus))
+    assert [each.status for each in found if each.check == "keys"] == [Status.warning]
+    await bus.nc.jetstream().publish(f"$KV.{bus.subjects.bucket('keys')}.pst-1", b"{}")
+    assert await check_gateways([], await find_keys(bus)) == []
 
 
 async def test_gateways_that_differ_on_keys_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
