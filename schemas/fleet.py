@@ -45,6 +45,7 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     latency_us: int = 0  # from one token of a sequence to the next; prefill: a prompt; 0: too few lately, or unknown
     engine_us: int = 0  # that the engine spends on each such token, or prompt; 0: as of ``latency_us``
     work_ns: int = 0  # that it spends on a token, those of prompts included
+    decode_us: int = 0  # of a step that computes no prompt; 0: there were too few, or unknown
 
 
 class Diffuser(msgspec.Struct, frozen=True, omit_defaults=True):

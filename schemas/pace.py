@@ -1,14 +1,20 @@
 """Which workers are much slower than their peers. Pure; the same for routers, ``doctor``, ``top`` and the dashboard.
 
-A worker's pace is three times, which it measures itself (``fleet.Load``): what a client waits for a token, what the
-engine spends on a token that it delivers, and on a token that it computes, prompts included. At a prefill worker, a
-prompt takes the place of a token that is delivered. Peers are workers of the same model, role, engine and device.
+A worker's pace is four times, which it measures itself (``fleet.Load``): what a client waits for a token, what the
+engine spends on a token that it delivers, on a token that it computes, prompts included, and on a step that computes no
+prompt. At a prefill worker, a prompt takes the place of a token that is delivered. Peers are workers of the same model,
+role, engine and device.
 
-Load alone never makes all three long. Tokens come late in a large batch, but cost the engine little; uncached prompts
-make delivered tokens dear, and computed ones cheap; cached prompts do the reverse. So a worker is as many times slower
-as the smallest of the three factors says: below 1.1 for equal workers with the same requests, whatever their batches
-and caches, by the mock's step times (``tests/schemas/test_pace.py``). ``SLOW`` leaves room for differing requests, and
-for GPUs whose names are unknown.
+Load alone never makes the first three long. Tokens come late in a large batch, but cost the engine little; uncached
+prompts make delivered tokens dear, and computed ones cheap; cached prompts do the reverse. So a worker is at least as
+many times slower as the smallest of these three factors says: below 1.1 for equal workers with the same requests,
+whatever their batches and caches, by the mock's step times (``tests/schemas/test_pace.py``).
+
+What is slow has more requests at a time than its peers, because they take longer there, and so each token costs it
+less again: of a worker 20 times slower with five times the batch, the three say 4. A healthy worker with a large batch
+spends far less on a token than its peers do. One that spends as much (``NO_GAIN``) gains nothing from its batch; it is
+as many times slower as its tokens come later, and as its steps without prompts take longer. ``SLOW`` leaves room for
+differing requests, and for GPUs whose names are unknown.
 """
 
 from collections import defaultdict
@@ -18,6 +24,7 @@ from typing import NamedTuple
 from penstock.schemas.fleet import Registration
 
 SLOW = 4.0  # times
+NO_GAIN = 0.8  # times what peers spend on a token
 FLOOR_US = 5_000  # shorter waits are no one's trouble, and noise of the machine is large beside them
 PREFILL = "prefill"  # the role whose pace is that of prompts
 
@@ -56,8 +63,14 @@ def compare(workers: Iterable[Registration]) -> dict[str, Pace]:
         for each in group:
             own = _times(each)
             peers = [_median_of_others(column, time) for column, time in zip(columns, own, strict=True)]
-            factors = (time / of_peers for time, of_peers in zip(own, peers, strict=True))
-            slowness = min(factors) if own[0] >= FLOOR_US else 1.0
+            factors = [time / of_peers for time, of_peers in zip(own, peers, strict=True)]
+            slowness = min(factors)
+            steps = [one.load.decode_us for one in group if one is not each and one.load.decode_us]
+            if slowness >= NO_GAIN and each.load.decode_us and steps:
+                of_peers = sorted(steps)[(len(steps) - 1) // 2]
+                slowness = max(slowness, min(factors[0], each.load.decode_us / of_peers))
+            if own[0] < FLOOR_US:
+                slowness = 1.0
             found[each.worker] = Pace(own[0], peers[0], len(group) - 1, slowness)
     return found
 

@@ -189,6 +189,13 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         fleet.decode,
     ),
+    "registration_with_the_pace_of_decode_steps": (
+        fleet.Registration(
+            *("w", "tiny", "decode", "vllm", 1, 32, 100, 8, 4096),
+            load=fleet.Load(1, 2, 3, 4, 5, 6_000, 7, 12_000, 3_000, 800, 11_000),
+        ),
+        fleet.decode,
+    ),
     "job_to_decide_again": (
         msgspec.structs.replace(
             JOB,

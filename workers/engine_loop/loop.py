@@ -117,6 +117,8 @@ class Pace:
 
     Attributes:
         busy_s: spent in steps, since the start.
+        decodes: steps that computed no prompt, a token of each sequence; since the start.
+        decode_s: spent in these.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -125,7 +127,8 @@ class Pace:
         self._since = clock()  # of this window
         self._progress = clock()
         self._waits = True  # there is nothing to do, or it waits for the consumer
-        self.busy_s = 0.0
+        self.busy_s = self.decode_s = 0.0
+        self.decodes = 0
 
     def waits(self) -> None:
         self._waits = True
@@ -135,12 +138,15 @@ class Pace:
         if self._waits:
             self._waits, self._progress = False, now
 
-    def stepped(self, began: float, ended: float, *, computed: bool) -> None:
+    def stepped(self, began: float, ended: float, *, computed: bool, decoded: bool = False) -> None:
         """A step has ended; both times are by the clock."""
         took = ended - began
         self.busy_s += took
         if computed:
             self._progress = ended
+        if decoded:
+            self.decodes += 1
+            self.decode_s += took
         if ended - self._since > PACE_WINDOW_S:
             recent = ended - self._since < 2 * PACE_WINDOW_S
             self._longest, self._since = (0.0, self._longest[0] if recent else 0.0), ended
@@ -382,7 +388,8 @@ class EngineLoop:
             freed = len(self._output.ended) > ended
             self._ahead += 1
         now = self._clock()
-        self.pace.stepped(began, now, computed=bool(computed))
+        decoded = bool(computed) and not result.started and result.computed_tokens == len(result.outputs)
+        self.pace.stepped(began, now, computed=bool(computed), decoded=decoded)
         if computed:
             self.steps += 1
         elif engine.blocked:

@@ -240,6 +240,9 @@ class Metrics:
         self.token_work = scope.gauge(
             "token_work_seconds", "that it spent on a token, those of prompts included; 0: unknown"
         )
+        self.decode_step = scope.gauge(
+            "decode_step_seconds", "of its engine's steps that computed no prompt: their mean; 0: unknown"
+        )
         self.preempted = Total(scope.counter("preemptions", "sequences recomputed"))
         self.hit = Total(scope.counter("prefix_hit_tokens", "prompt tokens taken from the cache"))
         self.prompt = Total(scope.counter("prompt_tokens", "prompt tokens admitted"))
@@ -288,11 +291,12 @@ class Metrics:
             self.grammars_cached.set(grammars.cached)
             self.grammar_seconds.set(grammars.seconds)
 
-    def paced(self, latency_us: int, engine_us: int, work_ns: int) -> None:
+    def paced(self, latency_us: int, engine_us: int, work_ns: int, decode_us: int) -> None:
         """Values as of ``fleet.Load``."""
         self.token_latency.set(latency_us / 1e6)
         self.token_engine.set(engine_us / 1e6)
         self.token_work.set(work_ns / 1e9)
+        self.decode_step.set(decode_us / 1e6)
 
     def ended(self, event: Done, *, prefilled: bool = False) -> None:
         """A request's terminal event.

@@ -22,7 +22,7 @@ from penstock.workers.engine_loop.loop import EngineLoop
 from penstock.workers.engines.base import Engine, EngineError, EngineInfo, Grammars, VisionEngine
 from penstock.workers.kv_transfer.base import Transport, TransportUnavailable
 from penstock.workers.metrics.worker import Metrics
-from penstock.workers.runners.token_runner import TokenRunner
+from penstock.workers.runners.token_runner import TokenPace, TokenRunner
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import ServedModel, SessionContext
 
@@ -40,6 +40,7 @@ class TokenBackend:
         self._events = events
         self._loop = asyncio.get_running_loop()
         self._engine_loop = EngineLoop()
+        self._pace = TokenPace(settings.role)
         pace = self._engine_loop.pace
         metrics.quiet.set_function(lambda: pace.quiet_s)
         metrics.slowest_step.set_function(lambda: pace.slowest_s)
@@ -149,7 +150,9 @@ class TokenBackend:
             return None
 
     def make_runner(self, context: SessionContext) -> TokenRunner:
-        return TokenRunner(context, self._engine_loop, self._info, self._transport, self._vision, self._grammars)
+        return TokenRunner(
+            context, self._engine_loop, self._info, self._transport, self._vision, self._grammars, self._pace
+        )
 
     async def close(self) -> None:
         if self._transport is not None:  # before the memory that it registered is freed

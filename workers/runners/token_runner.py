@@ -29,7 +29,7 @@ from penstock.schemas.pace import PREFILL
 from penstock.schemas.tokens import Finish, TokenItem
 from penstock.schemas.transfer import Endpoint, Memory, Prefilled
 from penstock.workers.disagg.disaggregation import DisaggCoordinator
-from penstock.workers.engine_loop.loop import EngineLoop
+from penstock.workers.engine_loop.loop import EngineLoop, Pace
 from penstock.workers.engine_loop.sequence_state import SequenceState
 from penstock.workers.engines.base import (
     Engine,
@@ -51,43 +51,45 @@ from penstock.workers.session.requests import RunningRequest, admit, already_ove
 from penstock.workers.session.terminal_events import SETTLE_S
 
 LOOK_S = 1.0
-WINDOW_S = 30.0  # the measure is of this window and of the one before it
-LEAST_TOKENS, LEAST_PROMPTS = 20, 3  # in them; fewer say nothing
+WINDOW_S = 30.0  # the measure is of this window and of the one before it; longer until there is enough to measure
+LEAST_TOKENS, LEAST_PROMPTS, LEAST_DECODES = 20, 3, 10  # in them; fewer say nothing
 KNOWN_S = 600.0  # a measure is kept while there is too little to measure: routers avoid a slow worker
 
 
 class _Sums:
-    __slots__ = ("busy_s", "computed", "prompt_s", "prompts", "token_s", "tokens")
+    __slots__ = ("busy_s", "computed", "decode_s", "decodes", "prompt_s", "prompts", "token_s", "tokens")
 
     def __init__(self) -> None:
-        self.token_s = self.prompt_s = self.busy_s = 0.0
-        self.tokens = self.prompts = self.computed = 0
+        self.token_s = self.prompt_s = self.busy_s = self.decode_s = 0.0
+        self.tokens = self.prompts = self.computed = self.decodes = 0
 
 
 class TokenPace:
-    """
+    """One for all sessions of a worker: a slow machine loses leases, too, and its engine goes on.
+
     Args:
         role: of the worker.
     Attributes:
-        measured: ``latency_us``, ``engine_us`` and ``work_ns`` as of ``fleet.Load``.
+        measured: ``latency_us``, ``engine_us``, ``work_ns`` and ``decode_us`` as of ``fleet.Load``.
     """
 
     def __init__(self, role: str) -> None:
         self._of_prompts = role == PREFILL
         self._now, self._before = _Sums(), _Sums()
-        self._busy_s = 0.0  # at the last look
+        self._seen = (0.0, 0, 0.0)  # of the engine, at the last look
         self._since: float | None = None  # of this window; None: there was no look
         self._looked = float("-inf")
-        self._known = float("-inf")
-        self.measured = (0, 0, 0)
+        self._known = float("-inf")  # when there was something to measure
+        self._computed = 0  # of ``_now``, at the last look
+        self.measured = (0, 0, 0, 0)
 
-    def look(self, running: Iterable[RunningRequest], now: float, now_ns: int, busy_s: float) -> None:
+    def look(self, running: Iterable[RunningRequest], now: float, now_ns: int, engine: Pace) -> None:
         """Count what has come since the last look, unless that was just now.
 
         Args:
             now: monotonic, seconds.
             now_ns: Unix time.
-            busy_s: that the engine has spent in steps, in all.
+            engine: what its steps have taken.
         """
         if now - self._looked < LOOK_S:
             return
@@ -95,12 +97,26 @@ class TokenPace:
             self._since = now
         for each in running:
             self.count(each, now_ns)
-        self._now.busy_s += busy_s - self._busy_s
-        self._busy_s, self._looked = busy_s, now
-        self._measure(now)
-        if now - self._since > WINDOW_S:
-            self._before = self._now if now - self._since < 2 * WINDOW_S else _Sums()
-            self._now, self._since = _Sums(), now
+        sums, seen = self._now, (engine.busy_s, engine.decodes, engine.decode_s)
+        busy_s, decodes, decode_s = self._seen
+        sums.busy_s += seen[0] - busy_s
+        sums.decodes += seen[1] - decodes
+        sums.decode_s += seen[2] - decode_s
+        self._seen, self._looked = seen, now
+        if sums.computed != self._computed:
+            self._computed, self._known = sums.computed, now
+        elif now - self._known > KNOWN_S:
+            self._before, self._now, self._computed, self._since = _Sums(), _Sums(), 0, now
+            self.measured = (0, 0, 0, 0)
+            return
+        self._measure()
+        if now - self._since > WINDOW_S and self._enough(sums):  # a slow worker gets little to do: it takes longer
+            self._before, self._now, self._computed, self._since = sums, _Sums(), 0, now
+
+    def _enough(self, *sums: _Sums) -> bool:
+        if self._of_prompts:
+            return sum(each.prompts for each in sums) >= LEAST_PROMPTS
+        return sum(each.tokens for each in sums) >= LEAST_TOKENS
 
     def count(self, running: RunningRequest, now_ns: int) -> None:
         """Count the tokens of a request; also as it ends."""
@@ -130,19 +146,21 @@ class TokenPace:
             sums.tokens += new
         sequence.seen_ns, sequence.seen_tokens = now_ns, sequence.first
 
-    def _measure(self, now: float) -> None:
+    def _measure(self) -> None:
         def both(name: str) -> float:
             return float(getattr(self._now, name) + getattr(self._before, name))
 
-        count, seconds, least = both("tokens"), both("token_s"), LEAST_TOKENS
+        count, seconds = both("tokens"), both("token_s")
         if self._of_prompts:
-            count, seconds, least = both("prompts"), both("prompt_s"), LEAST_PROMPTS
-        computed, busy_s = both("computed"), both("busy_s")
-        if count >= least and computed > 0:
-            self.measured = (round(1e6 * seconds / count), round(1e6 * busy_s / count), round(1e9 * busy_s / computed))
-            self._known = now
-        elif now - self._known > KNOWN_S:
-            self.measured = (0, 0, 0)
+            count, seconds = both("prompts"), both("prompt_s")
+        computed, busy_s, decodes = both("computed"), both("busy_s"), both("decodes")
+        if self._enough(self._now, self._before) and computed > 0:
+            self.measured = (
+                round(1e6 * seconds / count),
+                round(1e6 * busy_s / count),
+                round(1e9 * busy_s / computed),
+                round(1e6 * both("decode_s") / decodes) if decodes >= LEAST_DECODES else 0,
+            )
 
 
 QUEUE_SHARE = 0.25  # jobs taken beyond the slots, so that a freed slot has work at once
@@ -161,6 +179,7 @@ class TokenRunner:
         transport: moves KV blocks to and from other workers; None: this worker moves none.
         vision: of the engine, if its model takes images.
         grammars: of the engine, if it applies constraints.
+        pace: of the worker, over all its sessions.
     """
 
     def __init__(
@@ -171,6 +190,7 @@ class TokenRunner:
         transport: Transport | None = None,
         vision: VisionEngine | None = None,
         grammars: Grammars | None = None,
+        pace: TokenPace | None = None,
     ) -> None:
         self.slots = info.slots
         self.queue = max(1, int(info.slots * QUEUE_SHARE))
@@ -184,7 +204,7 @@ class TokenRunner:
         self._grammars = grammars
         self._trials = ConstraintTrials(cpu_s=TRIAL_CPU_S, wait_s=TRIAL_WAIT_S, limits=TRIAL_LIMITS)
         self._stats = EngineStats(0, 0, 0, 0, info.total_blocks)
-        self._pace = TokenPace(context.settings.role)
+        self._pace = pace if pace is not None else TokenPace(context.settings.role)
         self._steps_seen = -1
         self._asked = 0.0
         self._dumper = Dumper(engine, context.id, context.epoch)
@@ -437,7 +457,7 @@ class TokenRunner:
 
     def housekeeping(self, now: float) -> None:
         self._disagg.sweep(now)
-        self._pace.look(self._requests.running.values(), now, time.time_ns(), self._engine.pace.busy_s)
+        self._pace.look(self._requests.running.values(), now, time.time_ns(), self._engine.pace)
         self._context.metrics.paced(*self._pace.measured)
         steps = self._engine.steps
         if steps != self._steps_seen or now - self._asked > IDLE_STATS_S:  # an idle engine is left asleep

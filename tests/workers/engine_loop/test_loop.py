@@ -647,6 +647,14 @@ def test_ranks_wait_for_the_slowest_of_them() -> None:
     assert slept[0] == slept[1] > 0
 
 
+def test_steps_that_compute_no_prompt_are_counted_apart(harness: Callable[..., Harness]) -> None:
+    h = harness()
+    h.loop.submit([sequence(new_choice("a"), list(range(9)), 6)], refuse)
+    h.take_until_ended(1)
+    assert h.loop.pace.decodes == 5  # the first token comes with the prompt
+    assert 0 < h.loop.pace.decode_s < h.loop.pace.busy_s
+
+
 def test_the_pace_is_of_the_last_minute_and_quiet_only_with_something_to_do() -> None:
     now = [0.0]
     pace = Pace(lambda: now[0])

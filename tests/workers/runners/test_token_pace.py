@@ -3,6 +3,7 @@
 from array import array
 
 from penstock.schemas.tokens import Finish
+from penstock.workers.engine_loop.loop import Pace
 from penstock.workers.engine_loop.sequence_state import SequenceState, token_item
 from penstock.workers.runners.token_runner import KNOWN_S, LEAST_PROMPTS, LEAST_TOKENS, TokenPace
 from penstock.workers.session.requests import RunningRequest
@@ -17,7 +18,7 @@ class Worker:
     def __init__(self, role: str = "aggregated") -> None:
         self.pace = TokenPace(role)
         self.now = 1_000.0
-        self.busy_s = 0.0
+        self.engine = Pace(lambda: self.now)
         self.running: list[RunningRequest] = []
         self.look()
 
@@ -26,11 +27,12 @@ class Worker:
         return int(self.now * 1e9)
 
     def look(self) -> None:
-        self.pace.look(self.running, self.now, self.now_ns, self.busy_s)
+        self.pace.look(self.running, self.now, self.now_ns, self.engine)
 
-    def passes(self, seconds: float) -> None:
+    def passes(self, seconds: float, *, decoded: bool = False) -> None:
+        began = self.now
         self.now += seconds
-        self.busy_s += seconds
+        self.engine.stepped(began, self.now, computed=True, decoded=decoded)
 
     def start(self, *, resumed: int = 0, prefilled: bool = False, choices: int = 1) -> RunningRequest:
         request = make_request(range(PROMPT))
@@ -58,7 +60,7 @@ class Worker:
 
 def generate(worker: Worker, running: RunningRequest, tokens: int, each_s: float) -> None:
     for _ in range(tokens):
-        worker.passes(each_s)
+        worker.passes(each_s, decoded=bool(running.sequences[0].first))
         worker.token(running)
         worker.look()
 
@@ -67,10 +69,10 @@ def test_tokens_of_running_requests_count_before_an_answer_ends() -> None:
     worker = Worker()
     running = worker.start()
     generate(worker, running, LEAST_TOKENS, 0.5)
-    assert worker.pace.measured == (0, 0, 0)  # the first one came after the prompt's computing, not after a token
+    assert worker.pace.measured == (0, 0, 0, 0)  # the first one came after the prompt's computing, not after a token
     generate(worker, running, 2, 0.5)
-    latency_us, engine_us, work_ns = worker.pace.measured
-    assert latency_us == 500_000
+    latency_us, engine_us, work_ns, decode_us = worker.pace.measured
+    assert latency_us == decode_us == 500_000
     assert abs(engine_us - 500_000) <= 500_000 / LEAST_TOKENS
     assert 0 < work_ns < 500_000_000 * (LEAST_TOKENS + 2) / (PROMPT + LEAST_TOKENS)
 
@@ -95,7 +97,7 @@ def test_a_request_that_another_worker_began_has_its_tokens_counted_from_its_sta
         generate(worker, worker.start(resumed=resumed, prefilled=prefilled), LEAST_TOKENS, 0.5)
         worker.passes(1.0)
         worker.look()
-        latency_us, _, work_ns = worker.pace.measured
+        latency_us, _, work_ns, _ = worker.pace.measured
         assert 500_000 <= latency_us <= 600_000
         assert work_ns >= 500_000_000  # no prompt was computed here
 
@@ -123,8 +125,9 @@ def test_prefill_workers_are_measured_by_their_prompts() -> None:
         worker.end(running)
     worker.passes(1.0)
     worker.look()
-    latency_us, _, work_ns = worker.pace.measured
+    latency_us, _, work_ns, decode_us = worker.pace.measured
     assert latency_us == 300_000
+    assert decode_us == 0
     assert work_ns > 1e9 * 0.3 / (PROMPT + 1)
 
 
@@ -142,7 +145,7 @@ def test_what_a_worker_did_is_known_for_a_while_after_routers_avoid_it_and_then_
     for _ in range(200):
         worker.now += 1.0
         worker.look()
-    assert worker.pace.measured == (0, 0, 0)
+    assert worker.pace.measured == (0, 0, 0, 0)
 
 
 def test_a_worker_that_recovered_looks_so_within_two_windows() -> None:
@@ -152,3 +155,16 @@ def test_a_worker_that_recovered_looks_so_within_two_windows() -> None:
     assert worker.pace.measured[0] == 500_000
     generate(worker, running, 7_000, 0.01)
     assert worker.pace.measured[0] == 10_000
+
+
+def test_a_worker_that_routers_avoid_is_measured_over_as_long_as_its_few_tokens_take() -> None:
+    """It got one short request a minute, no window ever had enough tokens, and nothing named it."""
+    worker = Worker()
+    for _ in range(4):
+        running = worker.start()
+        generate(worker, running, LEAST_TOKENS // 3 + 1, 0.5)
+        worker.end(running)
+        for _ in range(60):
+            worker.now += 1.0
+            worker.look()
+    assert worker.pace.measured[0] == 500_000
