@@ -134,10 +134,14 @@ def flag(name: str) -> str:
     return "--" + re.sub("(?<=[a-z])(?=[A-Z])", "-", name).lower().replace("_", "-")
 
 
+VOLUMES = 'persistentvolumeclaim=~".*-nats-js-.*"'
+
+
 def alert_rules(thresholds: Thresholds) -> str:
     """The alert rules with these thresholds."""
     _, groups, rules = ALERTS_TEMPLATE.read_text(encoding="utf-8").partition("groups:")
-    text = groups + rules
+    # On hosts, a Prometheus scrapes one deployment.
+    text = (groups + rules).replace("{${own}}", "").replace("${own},", "").replace("${volume}", VOLUMES)
     for name, value in msgspec.to_builtins(thresholds).items():
         text = text.replace(f"${{{name}}}", value if isinstance(value, str) else f"{value:g}")
     return f"# Made by penstock monitoring. Check it: promtool check rules alerts.yml\n{text}"

@@ -359,7 +359,7 @@ class Monitoring(Section, frozen=True, kw_only=True):
     )
     scraped: Annotated[
         bool,
-        about("your Prometheus finds the pods without the PodMonitor, with the labels that autoscaling selects by"),
+        about("your Prometheus finds the pods without the PodMonitor, with its labels for autoscaling and rules"),
     ] = False
     prometheus: Annotated[str, about("URL that KEDA asks")] = "http://prometheus-operated.monitoring:9090"
 

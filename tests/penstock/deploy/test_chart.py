@@ -894,12 +894,45 @@ def test_a_queue_counts_once_and_a_release_is_not_scaled_by_another(tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+OWN = 'kubernetes_namespace="serving",release="demo"'
+VOLUMES = 'namespace="serving",persistentvolumeclaim=~"demo-nats-js-demo-nats-[0-9]+"'
+
+
+def for_all(groups: Any) -> Any:
+    """A release's rules without what limits them to it."""
+    text = yaml.safe_dump(groups, width=10_000).replace("{" + OWN + "}", "").replace(OWN + ",", "")
+    return yaml.safe_load(text.replace(VOLUMES, 'persistentvolumeclaim=~".*-nats-js-.*"'))
+
+
+def test_a_release_s_alerts_ask_for_its_own_series_only() -> None:
+    """With two releases in a cluster, each alert came from both, also where one release had other thresholds."""
+    (group,) = found(manifests(EVERYTHING), "PrometheusRule", "demo-monitoring")["spec"]["groups"]
+    asked = 0
+    for rule in group["rules"]:
+        # `by` and `on` have names of labels, and what is quoted has none of series.
+        expr = re.sub(r"\b(by|on) \([^)]*\)", "", rule["expr"])
+        selectors = re.findall(r"(?:\b(?:penstock|kubelet)_\w+|\bup|(?<=\())(\{[^}]*\})", expr)
+        series = re.findall(r"\b(?:penstock_|kubelet_)\w+|\bup\b|__name__", re.sub(r'"[^"]*"', "", expr))
+        if "node_filesystem" in expr:  # of hosts, which have no releases
+            continue
+        assert len(selectors) >= 1
+        capacity = [name for name in series if name == "kubelet_volume_stats_capacity_bytes"]  # matched by its labels
+        assert len(selectors) == len(series) - len(capacity), expr
+        assert all(OWN in each or VOLUMES in each for each in selectors), expr
+        asked += len(selectors)
+    assert asked > len(group["rules"])
+    elsewhere = {**yaml.safe_load(CREDENTIALS), "monitoring": {"rules": {"enabled": True}, "scraped": True}}
+    rules = found(manifests(elsewhere), "PrometheusRule", "demo-monitoring")["spec"]["groups"][0]["rules"]
+    assert any('{persistentvolumeclaim=~".*-nats-js-.*"}' in rule["expr"] for rule in rules)
+
+
 def test_dashboards_and_alerts_are_those_of_the_monitoring_folder() -> None:
     trees = manifests(EVERYTHING)
-    rules = found(trees, "PrometheusRule", "demo-monitoring")["spec"]["groups"]
+    rules = for_all(found(trees, "PrometheusRule", "demo-monitoring")["spec"]["groups"])
     assert rules == yaml.safe_load(ALERTS.read_text())["groups"]
     own = {"enabled": True, "thresholds": {"ttft": 2, "late": 1.5, "failedBudget": 0.001, "slowWorker": 8}}
-    changed = found(manifests({"monitoring": {"rules": own}}), "PrometheusRule", "demo-monitoring")["spec"]["groups"]
+    trees_changed = manifests({"monitoring": {"rules": own, "scraped": True}})
+    changed = for_all(found(trees_changed, "PrometheusRule", "demo-monitoring")["spec"]["groups"])
     thresholds = Thresholds(ttft=2, late=1.5, failed_budget=0.001, slow_worker=8)
     assert changed == yaml.safe_load(alert_rules(thresholds))["groups"] != rules
     boards = found(trees, "ConfigMap", "demo-dashboards")
@@ -980,8 +1013,9 @@ def test_dashboards_and_alerts_are_those_of_the_monitoring_folder() -> None:
         ("namespace: Upper", "namespace"),
         ("gateway: {autoscaling: {metric: requests}}", "metric"),
         ("monitoring: {rules: {thresholds: {late: 4}}}", "late"),
+        ("monitoring: {rules: {enabled: true}}", "monitoring.rules: the alerts ask for the series of this release"),
         (
-            "monitoring: {rules: {enabled: true, thresholds: {lateBudget: 0.2}}}",
+            "monitoring: {scraped: true, rules: {enabled: true, thresholds: {lateBudget: 0.2}}}",
             "thresholds.lateBudget: its burn alerts could never fire",
         ),
     ],

@@ -82,11 +82,15 @@ labels:
 - --log-level={{ .Values.logLevel }}
 {{- end }}
 
-{{/* As the NATS chart names its Service. */}}
-{{- define "penstock.natsHost" -}}
+{{/* As the NATS chart names its Service, its StatefulSet and, with -js, its volumes. */}}
+{{- define "penstock.natsName" -}}
 {{- $name := .Values.nats.nameOverride | default "nats" -}}
 {{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
-{{ .Values.nats.fullnameOverride | default $full | trunc 63 | trimSuffix "-" }}.{{ .Release.Namespace }}
+{{ .Values.nats.fullnameOverride | default $full | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "penstock.natsHost" -}}
+{{ include "penstock.natsName" . }}.{{ .Release.Namespace }}
 {{- end }}
 
 {{/*
