@@ -106,6 +106,14 @@ class Circumstances(NamedTuple):
             if each.name.startswith(tuple(names))
         )
 
+    def servers(self, since: float, until: float) -> set[str]:
+        """Servers of a cluster that were disturbed in that time; none: the broker has no cluster."""
+        return {
+            each.name
+            for each in self.hits
+            if each.name.startswith(f"{BROKER}-") and each.at <= until and each.at + each.hold_s >= since
+        }
+
     def paused_s(self, since: float, until: float) -> float:
         """For how much of that time a front process or the broker stood still, at most."""
         return sum(
@@ -239,11 +247,17 @@ def _may_be_lost(seen: Seen, ends: Mapping[str, Sequence[End]], around: Circumst
 
 
 def _died_together(seen: Seen, until: float, around: Circumstances) -> bool:
-    """Whether the broker and a gateway died since the request was asked: together, or the one before the other."""
+    """Whether a gateway and what was in memory died since the request was asked: together, or one before the other.
+
+    A server alone loses its memory with its process. Of a cluster, one server must have died while another was away,
+    or had not caught up yet.
+    """
     deadly, since = (Act.kill, Act.restart, Act.roll, Act.crash, Act.fill), seen.began - BEFORE_S
     if around.hit(("all",), since, until, deadly):
         return True
-    return around.hit((BROKER,), since, until, deadly) and around.hit(("gateway",), since, until, deadly)
+    if not around.hit((BROKER,), since, until, deadly) or not around.hit(("gateway",), since, until, deadly):
+        return False
+    return len(around.servers(since - BEFORE_S, until)) != 1
 
 
 def record_problems(
