@@ -137,7 +137,8 @@ class Maintenance:
         while True:
             await asyncio.sleep(RETENTION_S)
             try:
-                await self._jobs.check(self._cluster.tracker.active())
+                tracker = self._cluster.tracker
+                await self._jobs.check([*tracker.active(), *tracker.waiting()])
             except ServingError as error:
                 log.warning("job_retention_failed", error=error.message)
             try:

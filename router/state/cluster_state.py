@@ -28,7 +28,7 @@ from penstock.router.state.load import ENCODE, ActiveRequest, LoadState
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.loader import Snapshot, Snapshots
 from penstock.router.state.lost_workers import BROKE, ENDED, DisconnectWatch, LeaseLosses, RegistrationRemoval
-from penstock.router.state.sent import Positions, Unfolded, UnownedRequests, read_sent
+from penstock.router.state.sent import Positions, Unfolded, UnownedRequests, read_revoked, read_sent
 from penstock.router.state.suspects import ReturnedAttempts
 from penstock.schemas import done, fleet, kv
 from penstock.schemas.jobs import LoadHeader, Stage
@@ -130,6 +130,9 @@ class ClusterState:
             self.tracker.restore(state)
             self.returned.update(state.returned)
             self.losses.update(state.losses, state.losses_together)
+            for entry in self.tracker.active():  # its return was read, and not acted on before the snapshot
+                if entry.attempt in self.returned.of(entry.request):
+                    listener.attempt_returned(entry.request, entry.attempt, "its worker gave it back")
             starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
         # Workers before jobs: jobs are counted in blocks of their worker's size.
         await self.caches.start(now_ns)
@@ -300,7 +303,10 @@ class ClusterState:
         except ValueError:
             log.warning("work_header_unreadable", seq=entry.seq)
             return
-        if sent is None or (sent.is_copy and self.tracker.set_seq(sent.request, sent.attempt, entry.seq)):
+        if sent is None:
+            self._on_revoked(entry)
+            return
+        if sent.is_copy and self.tracker.set_seq(sent.request, sent.attempt, entry.seq):
             return
         changed = self.tracker.admit(
             sent.request,
@@ -322,6 +328,13 @@ class ClusterState:
             stranded = self.tracker.request(sent.request)
             if stranded is not None and self._bus.connected:
                 self._listener.request_stranded(stranded)
+
+    def _on_revoked(self, entry: Entry) -> None:
+        """A router took an attempt from its worker, and may have ended before it could place the request again."""
+        request, attempt = read_revoked(entry)
+        active = self.tracker.request(request)
+        if active is not None and active.attempt == attempt:
+            self._listener.attempt_returned(request, attempt, "it was revoked")
 
     def _on_done(self, entry: Entry) -> None:
         request = request_of(entry.headers)

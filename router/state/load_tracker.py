@@ -320,7 +320,7 @@ class LoadTracker:
 
     def set_seq(self, request: str, attempt: int, seq: int) -> bool:
         """The job of a request was published again at ``seq`` of WORK; False: the request is unknown."""
-        old = self._requests.get(request)
+        old = self._requests.get(request) or self._waiting.get(request)
         if old is None:
             return self._closed.last(request) >= attempt
         if old.attempt == attempt and seq > old.seq:
@@ -371,6 +371,11 @@ class LoadTracker:
     def active(self) -> list[ActiveRequest]:
         return list(self._requests.values())
 
+    def waiting(self) -> list[ActiveRequest]:
+        """Attempts that ended here, of requests whose next job is not in the log; their own is needed until it is."""
+        active = self._requests.get
+        return [e for e in self._waiting.values() if (later := active(e.request)) is None or not later.echoed]
+
     def busy(self) -> set[str]:
         """Workers, registered or not, that requests were sent to or are on their way to."""
         return {worker for worker, _ in self._targets.by_target}
@@ -411,7 +416,7 @@ class LoadTracker:
         for start in range(0, len(requests), size):
             entries = map(self._requests.get, requests[start : start + size])
             yield LoadState(unfinished=tuple(entry for entry in entries if entry is not None))
-        waiting = [entry for entry in self._waiting.values() if entry.request not in self._requests]
+        waiting = self.waiting()
         for start in range(0, len(waiting), size):
             yield LoadState(unfinished=tuple(map(self._orphaned, waiting[start : start + size])))
         yield LoadState(backlogs=self._targets.backlogs())
@@ -427,6 +432,11 @@ class LoadTracker:
         """Continue from the merged ``parts`` of a snapshot; nothing was folded before."""
         self._closed.update(state.closed)
         for entry in state.unfinished:
+            old = self._requests.get(entry.request)  # it came to wait between two parts
+            if old is not None and old.attempt > entry.attempt:
+                continue
+            if old is not None:
+                self._remove(old)
             self._add(entry, 0)
         for worker, rank, tokens, at_ns in state.backlogs:
             if (held := self._targets.by_target.get((worker, rank))) is not None:

@@ -88,6 +88,13 @@ def read_sent(entry: Entry) -> Sent | None:
     )
 
 
+def read_revoked(entry: Entry) -> tuple[str, int]:
+    """The request and the attempt that a revocation is about; -1: none."""
+    request, _, rest = entry.headers.get(HEADER_MSG_ID, "").partition(":")
+    attempt = rest.partition(":")[0]
+    return request, int(attempt) if attempt.isdecimal() else -1
+
+
 MOST = 10_000  # messages; all are folded in 0.3 s, within the lease of who takes over
 MOST_BYTES = 64 << 20  # of all; one has about 1 kB, and the block names of a long prompt
 _ENTRY_BYTES = 1_024

@@ -348,6 +348,86 @@ async def test_orphans_of_before_its_start_are_found(
         assert (worker, ids(job.resume[0])) == ("w2", answer(asked, 2))
 
 
+async def test_a_request_is_found_again_though_its_next_job_was_never_stored(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """WORK has no leader, say: the router has decided on the next attempt, it stores a snapshot, and is killed."""
+    monkeypatch.setattr(cluster_state, "SETTLE_S", 0.3)
+    asked, other = request(), request()
+    async with routing(broker, pipeline) as one:
+        stub = await on(clients, one, "w1", asked)
+        await lose(clients, stub)
+        await eventually(lambda: one.waiting == [asked.id])
+        never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        async def not_stored(*args: Any, **more: Any) -> "asyncio.Future[Any]":
+            return never
+
+        monkeypatch.setattr(one.publisher, "send", not_stored)
+        await clients.stub("w2")
+        await eventually(lambda: one.folded == {asked.id: (2, "w2")})
+        await Stub(clients.bus, "w1").finish(other)
+        await eventually(lambda: one.router.cluster.tracker.ended(other.id))
+        await one.router.cluster.save()
+        await one.kill()
+    async with routing(broker, pipeline) as two:
+        worker, job = await clients.placed(asked, 2)
+        assert (worker, job.decision.reason) == ("w2", "worker_lost")
+        await eventually(lambda: two.unfinished == {asked.id: (2, "w2")})
+
+
+async def test_a_returned_request_is_found_again_though_its_recovery_had_only_begun(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router has read that its live worker returned it, it stores a snapshot, and is killed before the fence."""
+    monkeypatch.setattr(cluster_state, "SETTLE_S", 0.3)
+    asked = request()
+
+    async def no_fence(*args: Any) -> list[InterruptedAttempt]:
+        raise ServingError(Code.broker_unavailable, "TOKENS has no leader")
+
+    async with routing(broker, pipeline) as one:
+        stub = await on(clients, one, "w1", asked)
+        with monkeypatch.context() as patched:
+            patched.setattr(recovery, "fence", no_fence)
+            await stub.change(state="draining")
+            await stub.hand_back(asked)
+            await eventually(lambda: one.router.cluster.returned.of(asked.id) != {})
+            await one.router.cluster.save()
+            await one.kill()
+    await clients.stub("w2")
+    async with routing(broker, pipeline):
+        worker, job = await clients.placed(asked, 2)
+        assert (worker, job.decision.reason) == ("w2", "returned: its worker gave it back")
+
+
+@pytest.mark.parametrize("knows", ["the log", "a router that did not own it"])
+async def test_a_revoked_request_is_found_again_though_who_revoked_it_is_gone(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch, knows: str
+) -> None:
+    """Its worker's engine hung, no other one had room, and the worker has dropped it: it runs nowhere."""
+    monkeypatch.setattr(cluster_state, "SETTLE_S", 0.3)
+    asked = request()
+    async with contextlib.AsyncExitStack() as stack:
+        one = await stack.enter_async_context(routing(broker, pipeline))
+        stub = await on(clients, one, "w1", asked)
+        await stub.change(state="draining")
+        if knows != "the log":
+            two = await stack.enter_async_context(routing(broker, pipeline))
+            await two.knows("w1")
+        entry = one.router.cluster.tracker.request(asked.id)
+        assert entry is not None
+        one.router._recovery.on_stalled(entry, "no step")
+        await eventually(lambda: one.waiting == [asked.id])
+        await eventually(lambda: one.publisher.waiting == 0)
+        await one.kill()
+        if knows == "the log":
+            await stack.enter_async_context(routing(broker, pipeline))
+        await clients.stub("w2")
+        worker, job = await clients.placed(asked, 2)
+        assert (worker, job.decision.reason) == ("w2", "returned: it was revoked")
+
+
 async def test_a_worker_that_has_not_registered_yet_is_given_time(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients
 ) -> None:

@@ -153,6 +153,30 @@ def test_a_request_that_a_live_worker_returned_is_an_orphan_after_a_restart() ->
     assert [(e.request, e.worker) for e in restarted(f).orphans()] == [("r", "")]
 
 
+def test_a_request_that_comes_to_wait_while_a_snapshot_is_made_counts_once_after_it() -> None:
+    f = fleet()
+    admit(f, "r", 1, "a", echoed=True)
+    parts = f.parts()
+    before = [next(parts)]
+    f.requeue("r", 1)
+    found = fleet()
+    found.restore(merge([*before, *parts]))
+    assert [(e.request, e.worker) for e in found.orphans()] == [("r", "")]
+    assert found.load(("a", 0), 0).sequences == 0
+
+
+def test_the_job_of_a_request_that_waits_is_kept_until_the_log_has_the_next_one() -> None:
+    f = fleet()
+    admit(f, "r", 1, "dead", echoed=True, seq=5)
+    f.requeue("r", 1)
+    assert [(e.request, e.seq) for e in f.waiting()] == [("r", 5)]
+    assert f.set_seq("r", 1, 9), "it was published again"
+    admit(f, "r", 2, "b")
+    assert [(e.request, e.seq) for e in f.waiting()] == [("r", 9)], "its next job may never be stored"
+    admit(f, "r", 2, "b", echoed=True, seq=10)
+    assert f.waiting() == []
+
+
 @pytest.mark.parametrize("what", ["placed", "ended", "too old"])
 def test_a_request_that_does_not_wait_any_more_is_left_out_of_snapshots(what: str) -> None:
     f = fleet()
