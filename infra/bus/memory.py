@@ -517,26 +517,43 @@ class ContentReader:
 async def fetch(bus: Bus, memory: MemoryStreams, request: GenerateRequest, part: str) -> bytes:
     """A part of a request's content, which may have to be put again after a broker's restart.
 
+    The request itself was there before it was accepted. Parts of later attempts and stages may come behind their
+    jobs, for which nobody waits. As long as the request is there, they can be made again.
+
     Raises:
-        ServingError: content_lost: it is gone; deadline_exceeded; broker_unavailable.
+        ServingError: content_lost: it is gone; deadline_exceeded; broker_unavailable: the broker did not answer, or
+            only this part is missing.
     """
-    return await _wait_for(bus, memory, request, functools.partial(find, bus, request, part))
+    look = functools.partial(find, bus, request, part)
+    if part == contents.REQUEST:
+        return await _wait_for(bus, memory, request, look)
+    return await _wait_for(bus, memory, request, look, functools.partial(find, bus, request, contents.REQUEST))
 
 
 async def _wait_for(
-    bus: Bus, memory: MemoryStreams, request: GenerateRequest, look: Callable[[], Awaitable[bytes | None]]
+    bus: Bus,
+    memory: MemoryStreams,
+    request: GenerateRequest,
+    look: Callable[[], Awaitable[bytes | None]],
+    source: Callable[[], Awaitable[bytes | None]] | None = None,
 ) -> bytes:
+    """``source``: from which this can be made again."""
     until = time.monotonic() + SETTLE_S
     while True:
         data = await look()
         if data is not None:
             return data
-        gone = memory.since_renewed_s > ABSENT_S and not await answers(bus, request.gateway, request.id)
-        if gone or time.monotonic() >= until:
+        late = time.monotonic() >= until
+        if late or (memory.since_renewed_s > ABSENT_S and not await answers(bus, request.gateway, request.id)):
+            kept = source is not None and await source() is not None
             data = await look()  # it may have been put between the two looks
             if data is not None:
                 return data
-            raise lost(request.id)
+            if not kept:
+                raise lost(request.id)
+            if late:
+                message = f"a part of request {request.id} has not come within {SETTLE_S:g} s; it is made again"
+                raise ServingError(Code.broker_unavailable, message, retry_after=1.0)
         if bus.clock.now_ns() >= request.deadline_ns:
             raise ServingError(Code.deadline_exceeded, "the deadline passed before the request could start")
         await asyncio.sleep(LOOK_S)

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from penstock.infra.broker.server import EmbeddedNats
-from penstock.schemas import done, wire
+from penstock.schemas import contents, done, wire
 from penstock.schemas.requests import Sampling
 from penstock.schemas.subjects import HEADER_SUMMARY, Subjects
 from penstock.schemas.summary import header_of
+from penstock.workers.session.outbox import Unconfirmed
 from tests.infra.bus.support import eventually
 from tests.workers.support import LogClient, WorkerHarness, answer, engine, request, run_worker
 
@@ -151,6 +152,38 @@ async def test_a_terminal_event_is_dropped_with_the_tokens_before_it_if_the_leas
     await eventually(lambda: not worker.publisher.waiting)
     assert not log.ends(asked)
     assert log.progress(asked)[0].finish is None
+
+
+@pytest.mark.parametrize("lease", ["kept", "lost"])
+async def test_without_its_output_in_its_record_a_request_has_not_ended_before_that_is_stored(
+    log: LogClient, broker: EmbeddedNats, pipeline: Subjects, monkeypatch: pytest.MonkeyPatch, lease: str
+) -> None:
+    """The leader of the token stream has died, say, and that of DONE lives on another server."""
+    acknowledging = True
+    take = Unconfirmed._on_reply
+
+    async def take_some(self: Unconfirmed, answer: Any) -> None:
+        if acknowledging:
+            await take(self, answer)
+
+    monkeypatch.setattr(Unconfirmed, "_on_reply", take_some)
+    async with run_worker(broker, pipeline, durability="power") as worker:
+        acknowledging = False
+        asked, stored = request(no_store=True), request()
+        subject = log.bus.subjects.contents(asked.gateway, asked.id, contents.REQUEST)
+        await log.bus.js.publish(subject, wire.encode(asked))
+        await log.send_job(worker.id, contents.without_content(asked, bytes(32)))
+        await log.send_job(worker.id, stored)
+        assert (await log.end(stored)).code == "", "its record has it all"
+        await eventually(lambda: asked.id in worker.session._requests.ending)
+        if lease == "kept":
+            assert not log.ends(asked)
+            acknowledging = True
+            assert (await log.end(asked)).code == ""
+        else:
+            await worker.session.fence()
+            await asyncio.sleep(0.3)  # longer than the publisher's sweep
+            assert not log.ends(asked)
 
 
 async def test_the_terminal_event_is_the_record_of_its_request(log: LogClient, worker: WorkerHarness) -> None:

@@ -5,6 +5,7 @@ is sent again in order; the stream stores each message once. While the worker is
 messages are only kept. A renewed lease on the same link proves that the server has read what was sent before it, so
 then the oldest messages may be dropped. It proves nothing in a cluster, where the stream's leader may be on another
 node, nor where the server syncs its disk before it acknowledges: there each message waits for its own acknowledgement.
+What is nowhere else, the output of requests with ``no_store``, is stored there before its terminal event is.
 
 Published messages that their stream has not acknowledged yet, sent again until it has. For clusters and slow disks.
 
@@ -29,6 +30,7 @@ RESEND_S = 0.5
 
 
 class SentMessage(Protocol):
+    number: int
     sent: float
     subject: str
     payload: bytes
@@ -48,6 +50,11 @@ class Unconfirmed:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def oldest(self) -> int | None:
+        """The number of the oldest message that is not acknowledged; None: all are."""
+        return next(iter(self._waiting.values())).number if self._waiting else None
 
     async def publish(self, message: SentMessage) -> None:
         """
@@ -100,6 +107,7 @@ LIMIT_BYTES = 64 << 20
 
 
 class _Message(msgspec.Struct):
+    number: int  # in the order of ``send``
     sent: float  # monotonic; of the last time
     subject: str
     payload: bytes
@@ -130,6 +138,8 @@ class Outbox:
         self._unsent_bytes = 0
         self._unconfirmed = Unconfirmed(bus, self._on_confirmed)
         self._acknowledged = acknowledged
+        self._sent = 0  # messages
+        self._awaited: deque[tuple[int, asyncio.Future[None]]] = deque()  # all messages below this number are stored
         self._below_limit = asyncio.Event()
         self._below_limit.set()
 
@@ -152,7 +162,8 @@ class Outbox:
         if len(payload) > self._bus.max_message:
             raise ServingError(Code.body_too_large, f"{len(payload)} bytes for {subject} do not fit into one message")
         now = self._clock()
-        message = _Message(now, subject, payload, msg_id)
+        message = _Message(self._sent, now, subject, payload, msg_id)
+        self._sent += 1
         if not self.open():
             self._behind = True
             self._kept.append(message)
@@ -161,7 +172,7 @@ class Outbox:
                 self._below_limit.clear()
                 await self._below_limit.wait()
             return
-        if self._acknowledged or self._bus.clustered:
+        if self._confirms:
             await self._unconfirmed.publish(message)
             if self._unconfirmed.bytes > LIMIT_BYTES:
                 self._below_limit.clear()
@@ -173,6 +184,28 @@ class Outbox:
         kept.append(message)
         await self._publish(message)
 
+    @property
+    def _confirms(self) -> bool:
+        return self._acknowledged or self._bus.clustered
+
+    async def stored(self, within_s: float) -> bool:
+        """Wait until everything sent so far is acknowledged, where messages are; False: it was not in time."""
+        if not self._confirms or self._oldest >= self._sent:
+            return True
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._awaited.append((self._sent, future))
+        await asyncio.wait([future], timeout=within_s)
+        future.cancel()
+        return not future.cancelled()
+
+    @property
+    def _oldest(self) -> int:
+        """The number of the oldest message that is not acknowledged, or of the next one."""
+        oldest = self._unconfirmed.oldest
+        if oldest is None:
+            oldest = self._kept[0].number if self._kept else self._sent
+        return oldest
+
     async def resend(self) -> None:
         """The lease is trusted again: send everything kept, in order, also what is added meanwhile.
 
@@ -181,7 +214,7 @@ class Outbox:
         """
         self._behind = True
         self._link = self._bus.reconnects
-        if self._acknowledged or self._bus.clustered:
+        if self._confirms:
             await self._resend_unconfirmed()
         index = 0
         while index < len(self._kept):
@@ -210,6 +243,10 @@ class Outbox:
             await self._unconfirmed.publish(message)
 
     def _on_confirmed(self) -> None:
+        while self._awaited and self._awaited[0][0] <= self._oldest:
+            _, future = self._awaited.popleft()
+            if not future.done():
+                future.set_result(None)
         if not self._behind and self._unconfirmed.bytes <= LIMIT_BYTES:
             self._below_limit.set()
 
@@ -220,5 +257,6 @@ class Outbox:
         """The lease is lost: drop everything that is kept."""
         self._kept.clear()
         self._unconfirmed.clear()
+        self._awaited.clear()  # whoever waits is cancelled, or goes on in the end
         self._unsent_bytes = 0
         self._below_limit.set()

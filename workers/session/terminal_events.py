@@ -30,6 +30,7 @@ from penstock.workers.session.requests import RunningRequest, terminal
 log = structlog.get_logger("worker")
 
 MOST_ITEMS = 400  # of a message: a gateway takes 1 µs for each, and reads a message without a pause
+OUTPUT_S = 30.0  # for the output of a request with ``no_store`` to be stored; an election takes 4 to 9 s
 TERMINAL_S = 600.0  # how long storing a terminal event is tried; the broker may be away
 
 
@@ -77,7 +78,9 @@ class Reporter:
         event = terminal(running, self._worker, time.time_ns())
         self._metrics.ended(event, prefilled=running.prefilled)
         headers = {HEADER_SUMMARY: summary.header_of(event, request)}
-        if request.no_store:
+        if request.no_store:  # its record does not have its output
+            if not await self._outbox.stored(OUTPUT_S):
+                log.warning("output_unconfirmed", request=request.id)
             event = done.without_content(event, request)
             headers[HEADER_NO_STORE] = "1"
         payload = done.encode_within(event, self._bus.max_message)

@@ -1,5 +1,6 @@
 """Reading the contents of requests with ``no_store``, on a real nats-server."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -9,7 +10,9 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import memory
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.memory import ContentReader, MemoryStreams
+from penstock.schemas.contents import REQUEST
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually, opened
 from tests.workers.support import request
@@ -105,3 +108,31 @@ async def test_a_broker_that_does_not_say_how_full_it_is_is_no_internal_error(
         await MemoryStreams(bus).fill()
     assert refused.value.code is Code.broker_unavailable
     assert refused.value.retry_after
+
+
+async def put_later(bus: Bus, asked: GenerateRequest, part: str, again_s: float) -> None:
+    await asyncio.sleep(again_s)
+    await bus.js.publish(bus.subjects.contents(asked.gateway, asked.id, part), b"whole")
+
+
+async def test_what_a_router_is_about_to_put_is_waited_for_although_its_gateway_is_gone(bus: Bus) -> None:
+    """The job was stored first: the leader of one stream was away, say."""
+    asked, streams = request(id="r1"), MemoryStreams(bus)
+    assert not await memory.answers(bus, asked.gateway)
+    await bus.js.publish(bus.subjects.contents(asked.gateway, asked.id, REQUEST), b"request")
+    putting = asyncio.create_task(put_later(bus, asked, "2", 3 * memory.LOOK_S))
+    assert await memory.fetch(bus, streams, asked, "2") == b"whole"
+    await putting
+
+
+@pytest.mark.parametrize(("kept", "code"), [(True, Code.broker_unavailable), (False, Code.content_lost)])
+async def test_a_part_that_never_comes_is_lost_only_if_it_cannot_be_made_again(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, kept: bool, code: Code
+) -> None:
+    asked, streams = request(id="r1"), MemoryStreams(bus)
+    if kept:
+        monkeypatch.setattr(memory, "SETTLE_S", 0.5)
+        await bus.js.publish(bus.subjects.contents(asked.gateway, asked.id, REQUEST), b"request")
+    with pytest.raises(ServingError) as caught:
+        await memory.fetch(bus, streams, asked, "2")
+    assert caught.value.code is code

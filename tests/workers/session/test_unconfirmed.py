@@ -132,3 +132,31 @@ async def test_a_lost_lease_forgets_them(rig: Rig) -> None:
     rig.outbox.clear()
     assert await rig.later() == []
     await rig.acknowledge("1")
+
+
+async def test_what_was_sent_is_stored_once_all_of_it_is_acknowledged_and_what_follows_does_not_count(rig: Rig) -> None:
+    assert await rig.outbox.stored(0.0)
+    await rig.send("1", "2")
+    stored = asyncio.create_task(rig.outbox.stored(30.0))
+    await asyncio.sleep(0)
+    await rig.send("3")
+    await rig.acknowledge("2")
+    await asyncio.sleep(0)
+    assert not stored.done()
+    await rig.acknowledge("1")
+    assert await stored
+    assert not await rig.outbox.stored(0.0)
+
+
+async def test_what_is_kept_back_is_not_stored_before_it_was_sent(rig: Rig) -> None:
+    rig.bus.connected = False
+    await rig.send("1")
+    assert not await rig.outbox.stored(0.0)
+    rig.bus.connected = True
+    rig.bus.reconnects += 1
+    stored = asyncio.create_task(rig.outbox.stored(30.0))
+    await rig.outbox.resend()
+    assert not stored.done()
+    rig.replies["1"] = rig.bus.sent[-1][1]
+    await rig.acknowledge("1")
+    assert await stored
