@@ -104,7 +104,7 @@ def passwords(secrets: Mapping[str, str]) -> str:
 
 
 def route_passwords(secrets: Mapping[str, str]) -> tuple[str, ...]:
-    """With which the servers of a cluster log in to each other; the second one was valid before, and is tried, too."""
+    """With which the servers of a cluster log in to each other; the second one is that of servers not restarted yet."""
     before = secrets.get(ROUTE_BEFORE, "")
     return (secrets.get(ROUTE) or secrets["sys"], *([before] if before else []))  # until it is changed, that of sys
 
@@ -205,10 +205,18 @@ def _cluster(config: ServerConfig) -> str:
     if config.passwords_from_environment:
         password, routes = config.password("sys"), ", ".join(cluster.routes)
     else:
-        # A server takes one password, and tries several: so it reaches those whose password is still the one before.
-        valid = route_passwords(config.secrets)
-        password = _quote(valid[0])
-        routes = ", ".join(_quote(f"nats-route://route:{each}@{at}") for each in valid for at in cluster.routes)
+        # A server takes one password, and of each pair one server has to know what the other takes. They are restarted
+        # in the order of their routes: those before this one have the new password by then, and those after it come
+        # with it to this one. With both passwords for a server, the connections that it refuses displace good ones of
+        # nats-server's pool for good.
+        new, *before = route_passwords(config.secrets)
+        password = _quote(new)
+        later = False
+        urls = []
+        for at in cluster.routes:
+            urls.append(_quote(f"nats-route://route:{before[0] if before and later else new}@{at}"))
+            later = later or cluster.node in (at, at.rpartition(":")[0])
+        routes = ", ".join(urls)
     tls = f"  {config.tls.block()}\n" if config.tls else ""
     return f"""
 cluster {{

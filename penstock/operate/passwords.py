@@ -42,7 +42,7 @@ EVERY = (*ROLES, "sys")
 NAMED = ("client", ROUTE)  # what is changed only if it is named
 RESTART = (
     "`penstock nats --print-config` for each server of the cluster; put it there and restart that, one server after "
-    "the other, each when the one before has caught up (docs/several-machines.md)"
+    "the other in the order of --cluster, each when the one before has caught up (docs/several-machines.md)"
 )
 SHOWN = 10  # connections that an error names
 ASK_S = 3.0
@@ -163,7 +163,7 @@ async def _rotate(place: Place, roles: Sequence[str]) -> None:
             raise ValueError(f"{ROUTE}: the password before is still tried; `penstock passwords retire {ROUTE}` first")
         async with _noted(place, before, "rotate", roles):
             store(place.data_dir, secrets | {ROUTE: new_password(), ROUTE_BEFORE: secrets[ROUTE]})
-        print(f"a new password among the servers is in {place.data_dir / 'secrets.json'}; the one before is tried, too")
+        print(f"a new password among the servers is in {place.data_dir / 'secrets.json'}")
         print(f"1. {RESTART}")
         print(f"2. `penstock passwords retire {ROUTE}`, and 1. once more")
         return
