@@ -174,6 +174,8 @@ async def test_a_request_that_waits_to_run_alone_can_be_cancelled_and_drained(
     await eventually(lambda: drained.id in worker.session._requests.running)
     worker.engine.resume()
     await worker.session.drain(20.0)
+    # Stored by now, and on its way: which of both it is depends on when the drain began.
+    await eventually(lambda: log.ends(drained) or [each for each in log.returned if each.request == drained.id])
     assert log.ends(drained) or (await log.handed_back(drained)).reason == "draining"
 
 
