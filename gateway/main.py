@@ -29,6 +29,7 @@ from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import Stop, count_tasks
 from penstock.infra.metrics.scope import process_scope
 from penstock.infra.model import modeldir
+from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.infra.text.parsers import families
 from penstock.schemas.errors import ServingError
 
@@ -171,7 +172,7 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
         await nats_api.open()
         if not gateway.guard.closed and not settings.insecure:
             check_loopback(listeners, settings.trusted_proxies)
-        loop_lag.freeze_loaded()
+        freeze_loaded()
         bus.tasks.spawn(lag.watch(), name="loop-lag")
         await server.start()
         names = tuple(gateway.fleet.names)

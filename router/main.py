@@ -19,6 +19,7 @@ from penstock.infra.bus.stream_fill import StreamMetrics
 from penstock.infra.bus.tasks import Stop, count_tasks
 from penstock.infra.metrics.page import PortTaken, check_port, serve_page
 from penstock.infra.metrics.scope import process_scope
+from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.router.service.service import Router
 from penstock.router.state.metrics import Metrics
 from penstock.schemas import control
@@ -84,7 +85,7 @@ async def _run_router(settings: RouterSettings, bus: Bus, publisher: Publisher, 
     await app.start()
     await router.open()
     bus.tasks.spawn(Watch(bus, Auditor(bus, bus.tasks)).run(), name="audit")
-    loop_lag.freeze_loaded()
+    freeze_loaded()
     bus.tasks.spawn(lag.watch(), name="loop-lag")
     serve_page(settings.metrics_host, settings.metrics_port, scope.registry)
     await stop.wait()

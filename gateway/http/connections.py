@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from penstock.gateway.base.chat_objects import error_body
-from penstock.infra.bus.loop_lag import TurnBudget
+from penstock.infra.process.turns import TurnBudget
 from penstock.schemas.errors import Code, ServingError
 
 SCOPE = "penstock.connection"  # the connection, in the ASGI scope of each of its requests

@@ -18,8 +18,8 @@ from uvicorn.server import ServerState
 from penstock.gateway.http.connections import Connection, Limits
 from penstock.gateway.http.middleware import TrustedProxies
 from penstock.gateway.http.tls import HANDSHAKE_S, Certificate
-from penstock.infra.bus.loop_lag import TurnBudget
 from penstock.infra.bus.tasks import Tasks, end
+from penstock.infra.process.turns import TurnBudget
 from penstock.schemas.errors import Code, ServingError
 
 log = structlog.get_logger("gateway")

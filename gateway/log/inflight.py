@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.gateway.access.limiter import Paid
-from penstock.infra.bus.loop_lag import TurnBudget
+from penstock.infra.process.turns import TurnBudget
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.reassembly import TokenReassembler
 from penstock.schemas.requests import GenerateRequest

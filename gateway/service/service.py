@@ -47,10 +47,10 @@ from penstock.gateway.service.verdicts import Verdicts
 from penstock.infra.bus.audit import Auditor
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.forget import check_stores
-from penstock.infra.bus.loop_lag import TurnBudget
 from penstock.infra.bus.publisher import Ack, Publisher, Refused
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.model.modeldir import ModelDir, split_name
+from penstock.infra.process.turns import TurnBudget
 from penstock.schemas import control, done, wire
 from penstock.schemas.audit import KEYS_LOST, AuditEntry
 from penstock.schemas.errors import Code, ServingError

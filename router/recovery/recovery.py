@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.loop_lag import TimeSlice
 from penstock.infra.bus.publisher import Publisher
+from penstock.infra.process.turns import TimeSlice
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.recovery.fencing import InterruptedAttempt, fence
 from penstock.router.recovery.terminal_events import TerminalPublisher

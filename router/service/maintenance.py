@@ -9,10 +9,10 @@ from nats.errors import Error as NatsError
 
 from penstock.configs.settings import RouterSettings
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.loop_lag import TimeSlice
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.puller import ACK, IN_PROGRESS
 from penstock.infra.bus.tasks import Tasks
+from penstock.infra.process.turns import TimeSlice
 from penstock.router.held.held_requests import HeldRequests
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.recovery.retention import JobRetention, RequestRetention

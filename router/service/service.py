@@ -20,10 +20,10 @@ from nats.errors import Error as NatsError
 from penstock.configs.settings import RouterSettings
 from penstock.infra.bus import memory
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.loop_lag import TimeSlice
 from penstock.infra.bus.memory import MemoryStreams
 from penstock.infra.bus.publisher import Ack, Publisher
 from penstock.infra.bus.puller import ACK, NAK, TERM, sequence, stored_ns
+from penstock.infra.process.turns import TimeSlice
 from penstock.router.held.held_requests import HeldOrder, HeldRequests
 from penstock.router.held.tenant_weights import TenantWeights
 from penstock.router.ownership.intake import Intake

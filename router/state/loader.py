@@ -14,9 +14,9 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.loop_lag import TurnBudget
 from penstock.infra.bus.object_store import get, replace
 from penstock.infra.bus.tasks import Tasks
+from penstock.infra.process.turns import TurnBudget
 from penstock.router.state.load import LoadState, merge
 from penstock.router.state.prefix_index import PrefixIndex, encoding, read_head, restoring
 from penstock.schemas import control, kv, wire

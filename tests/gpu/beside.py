@@ -68,7 +68,7 @@ def spread(model: Any) -> None:
 
 
 def native(shape: str, fp8: bool, fp8_kv: bool) -> Run:
-    from penstock.infra.bus.loop_lag import freeze_loaded
+    from penstock.infra.process.gc_policy import freeze_loaded
     from penstock.workers.engines.native.build import assemble
     from penstock.workers.engines.native.cuda import rewrite
     from penstock.workers.engines.native.model.loading import describe

@@ -20,8 +20,8 @@ from unittest import mock
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from penstock.infra.bus.loop_lag import freeze_loaded
 from penstock.infra.model import modeldir
+from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine

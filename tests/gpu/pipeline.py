@@ -90,7 +90,7 @@ def make(folder: Path, shape: str) -> Any:
 
 def alone(asked: argparse.Namespace, folder: Path) -> None:
     """In a process of its own: make the model, run the engine, write its figures."""
-    from penstock.infra.bus.loop_lag import freeze_loaded
+    from penstock.infra.process.gc_policy import freeze_loaded
     from penstock.workers.engines.native.build import assemble
     from penstock.workers.engines.native.model.loading import describe
     from penstock.workers.engines.native.model.options import NativeOptions

@@ -12,7 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 
-from penstock.infra.bus.loop_lag import freeze_loaded
+from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.router.placement.decisions import Decisions, array_decisions
 from penstock.router.placement.job_message import build_job
 from penstock.router.placement.pending import PendingRequest, routing_request

@@ -10,10 +10,10 @@ from pathlib import Path
 import structlog
 
 from penstock.configs.settings import WorkerSettings, served_names
-from penstock.infra.bus import loop_lag
 from penstock.infra.model import modeldir, servable
 from penstock.infra.model.embedding_model import is_encoder
 from penstock.infra.model.weight_files import elsewhere
+from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.infra.text.parsers import families
 from penstock.schemas import blocks
 from penstock.schemas.transfer import Endpoint
@@ -100,7 +100,7 @@ class TokenBackend:
         self._vision = engine.vision
         self._grammars = engine.grammars
         self._transport = await self._open_transport(connection)
-        loop_lag.freeze_loaded()
+        freeze_loaded()
         served = self._served_model(connection)
         self._metrics.engine_built(served.name, engine.info)
         return served

@@ -19,10 +19,10 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.loop_lag import TimeSlice
 from penstock.infra.bus.memory import ContentReader, MemoryStreams, fetch
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.puller import ACK, TERM, Puller, make_again
+from penstock.infra.process.turns import TimeSlice
 from penstock.schemas import contents, fleet, jobs, requests
 from penstock.schemas.control import Ok, Push, Pushed, Release
 from penstock.schemas.errors import Code, ServingError

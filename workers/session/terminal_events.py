@@ -14,10 +14,10 @@ from typing import Any
 import structlog
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.loop_lag import TurnBudget
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.puller import ACK
 from penstock.infra.bus.tasks import Tasks, as_serving_error
+from penstock.infra.process.turns import TurnBudget
 from penstock.schemas import done, kv, summary, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY

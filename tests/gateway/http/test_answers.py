@@ -21,7 +21,7 @@ from penstock.gateway.http.app import send_message_error
 from penstock.gateway.http.connections import SCOPE
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.store_check import unstored
-from penstock.infra.bus.loop_lag import TurnBudget
+from penstock.infra.process.turns import TurnBudget
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from tests.gateway.answers import DETOKENIZER, STOP, items, request

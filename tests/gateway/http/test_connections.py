@@ -14,8 +14,8 @@ import pytest
 from penstock.gateway.http.connections import SCOPE, Connection, Limits
 from penstock.gateway.http.server import HttpServer
 from penstock.gateway.main import listen
-from penstock.infra.bus import loop_lag
 from penstock.infra.bus.tasks import Tasks
+from penstock.infra.process import turns
 from tests.infra.bus.support import eventually
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -529,7 +529,7 @@ async def test_a_lost_connection_is_freed_without_a_garbage_collection(serve: Se
 async def test_of_requests_that_come_together_each_is_read_whole_and_in_order(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_lag, "READS", 1)
+    monkeypatch.setattr(turns, "READS", 1)
     serving = await serve()
     sent = [b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (size, b"x" * size) for size in range(20)]
     ends = b"".join(sent[:3]) + GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")

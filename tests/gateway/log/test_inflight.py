@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from penstock.gateway.log.inflight import MAX_ITEMS, PORTION_BYTES, InflightRequest, limit_of
-from penstock.infra.bus.loop_lag import AT_ONCE, TurnBudget
+from penstock.infra.process.turns import AT_ONCE, TurnBudget
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, Sampling, Stop
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem

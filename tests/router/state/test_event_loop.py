@@ -16,10 +16,10 @@ from penstock.gateway.base.metrics import Metrics
 from penstock.gateway.service.service import Gateway
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.direct_get import Entry
-from penstock.infra.bus.loop_lag import freeze_loaded
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.model import modeldir
+from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.load_tracker import REMEMBERED
 from penstock.schemas import fleet, jobs, kv, wire
