@@ -19,13 +19,12 @@ from penstock.gateway.http.connections import Connection, Limits
 from penstock.gateway.http.middleware import TrustedProxies
 from penstock.gateway.http.tls import HANDSHAKE_S, Certificate
 from penstock.infra.bus.tasks import Tasks, end
-from penstock.infra.process.turns import TurnBudget
+from penstock.infra.process.turns import TimeSlice, TurnBudget
 from penstock.schemas.errors import Code, ServingError
 
 log = structlog.get_logger("gateway")
 
 CHECK_S = 1.0
-CHECK_AT_ONCE = 250  # connections: 0.2 ms
 WARN_S = 10.0
 BACKLOG = 2048
 ACCEPT_S = 0.05  # after the end was asked for, for connections that the kernel has accepted
@@ -140,10 +139,10 @@ class HttpServer:
         while True:
             await asyncio.sleep(pause)
             now = loop.time()
-            for number, connection in enumerate(self.connections, 1):
+            time_slice = TimeSlice()
+            for connection in self.connections:
                 connection.check(now)
-                if number % CHECK_AT_ONCE == 0:
-                    await asyncio.sleep(0)
+                await time_slice.yield_if_spent()
 
     # --- the end ---
 

@@ -17,6 +17,7 @@ from penstock.gateway.log.inflight import InflightRequest
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, read
 from penstock.infra.bus.tasks import Tasks, as_serving_error
+from penstock.infra.process.turns import TimeSlice
 from penstock.schemas import tokens
 from penstock.schemas.errors import ServingError
 from penstock.schemas.streams import CLOCK_SKEW_NS
@@ -25,7 +26,6 @@ log = structlog.get_logger("gateway")
 
 MAX_PASSES = 3  # at once, of one gateway's tokens
 GATHER_S = 0.01  # before a pass begins, so that readers that arrive together share it
-PORTION = 1_000  # items decoded before other tasks run
 LOOK_AGAIN_S = 0.05  # a replica may lag behind the republished messages
 LOOKS = 20
 RETRY_S = 0.25
@@ -68,18 +68,16 @@ class _Pass:
             if not readers:
                 del self.by_request[inflight.request.id]
 
-    def feed(self, entry: Entry) -> int:
-        """Feed one entry to the readers that need it; returns how many items it has."""
-        items = tokens.decode(entry.data).items
+    def feed(self, entry: Entry) -> None:
+        """Feed one entry to the readers that need it."""
         seq, subscribed = entry.seq, self.by_request
-        for item in items:
+        for item in tokens.decode(entry.data).items:
             readers = subscribed.get(item.request)
             if readers is not None:
                 for inflight in list(readers):
                     if seq > inflight.seq and not inflight.feed_past(item, seq):
                         self.remove(inflight)
         self.seq, self.last = seq, entry
-        return len(items)
 
 
 class CatchUp:
@@ -194,17 +192,15 @@ class CatchUp:
                 await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _read_once(self, one: _Pass) -> None:
-        items = 0
+        time_slice = TimeSlice()
         stored = read(self._bus, self._stream, self._subject, after=one.seq, since_ns=one.since_ns)
         async with aclosing(stored) as entries:
             async for entry in entries:
-                items += one.feed(entry)
+                one.feed(entry)
                 self.read_entries += 1
                 if not one.by_request:
                     return
-                if items >= PORTION:
-                    items = 0
-                    await asyncio.sleep(0)
+                await time_slice.yield_if_spent()
 
     def _join(self, one: _Pass) -> None:
         for inflight in one.readers:

@@ -16,6 +16,7 @@ from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.lookup import Records, has_output
 from penstock.infra.bus.memory import lost
 from penstock.infra.bus.tasks import Tasks
+from penstock.infra.process.turns import TimeSlice
 from penstock.schemas import done
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
@@ -24,7 +25,7 @@ from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
 log = structlog.get_logger("gateway")
 
 LOOK_S = 1.0  # an answer without new items for this long, and at most twice that, is looked up
-AT_ONCE = 256
+LOOK_UPS = 256  # at a time
 AGAIN_S = 0.5
 LATE_S = 10.0  # after the terminal event, for tokens that come late
 
@@ -56,15 +57,15 @@ class Completion:
             self._looked = now
             marks: dict[InflightRequest, int] = {}
             idle = []
-            for number, inflight in enumerate(readers, 1):
+            time_slice = TimeSlice()
+            for inflight in readers:
                 if not (inflight.ended or inflight.paused):
                     marks[inflight] = mark = inflight.fold.mark
                     if self._marks.get(inflight) == mark:
                         idle.append(inflight)
-                if number % AT_ONCE == 0:
-                    await asyncio.sleep(0)
+                await time_slice.yield_if_spent()
             self._idle, self._marks = idle, marks
-        batch, self._idle = self._idle[:AT_ONCE], self._idle[AT_ONCE:]
+        batch, self._idle = self._idle[:LOOK_UPS], self._idle[LOOK_UPS:]
         if not batch:
             return
         open_: dict[str, list[InflightRequest]] = {}

@@ -50,7 +50,7 @@ from penstock.infra.bus.forget import check_stores
 from penstock.infra.bus.publisher import Ack, Publisher, Refused
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.model.modeldir import ModelDir, split_name
-from penstock.infra.process.turns import TurnBudget
+from penstock.infra.process.turns import TimeSlice, TurnBudget
 from penstock.schemas import control, done, wire
 from penstock.schemas.audit import KEYS_LOST, AuditEntry
 from penstock.schemas.errors import Code, ServingError
@@ -62,7 +62,6 @@ T = TypeVar("T")
 
 
 SWEEP_S = 0.25
-SWEEP_AT_ONCE = 250  # open requests: 0.1 ms
 ACCEPT_S = 14.0  # longer than an election in a cluster (4 to 9 s) and what follows it; a refusal comes within 15 s
 CANCEL_AGAIN_S = 1.0
 ERASE_S = 20.0  # a router reads the jobs of the time in which the request ran
@@ -511,9 +510,9 @@ class Gateway:
         self._store_check.look(now, quiet=self._quiet, position=self._own.tail.position)
         self.fleet.refresh()
         quiet, open_ = False, Counter[str]()
-        for number, inflight in enumerate(self._subscriptions.readers, 1):
-            if number % SWEEP_AT_ONCE == 0:
-                await asyncio.sleep(0)
+        time_slice = TimeSlice()
+        for inflight in self._subscriptions.readers:
+            await time_slice.yield_if_spent()
             open_[inflight.request.model] += 1
             if inflight.quiet_s(now) >= QUIET_S and not inflight.cancelling:
                 quiet = True

@@ -27,6 +27,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.jetstream import Message
 from penstock.infra.bus.puller import NAK, Puller, config_of, make_again, sequence
 from penstock.infra.bus.tasks import Tasks
+from penstock.infra.process.turns import TimeSlice
 from penstock.router.held.held_requests import HeldRequests
 from penstock.router.ownership.membership import Membership
 from penstock.router.placement.routing import ModelPart
@@ -94,7 +95,6 @@ class Sharing:
 log = structlog.get_logger("router")
 
 INFO_S = 2.0
-AT_ONCE = 500  # 1.5 ms
 MOST = 200_000  # further back, requests wait for ack_wait
 
 
@@ -110,12 +110,12 @@ async def redeliver(bus: Bus, stream: str, consumer: str, held: Collection[int])
     if not info.num_ack_pending or info.ack_floor is None or info.delivered is None:
         return 0
     first = max(info.ack_floor.stream_seq + 1, info.delivered.stream_seq - MOST)
-    for count, seq in enumerate(range(first, info.delivered.stream_seq + 1), 1):
+    time_slice = TimeSlice()
+    for seq in range(first, info.delivered.stream_seq + 1):
         if seq not in held:
             # Deliveries, stream sequence, consumer sequence (any that is in range), time, pending.
             await bus.nc.publish(f"$JS.ACK.{stream}.{consumer}.1.{seq}.{info.delivered.consumer_seq}.0.0", NAK)
-        if count % AT_ONCE == 0:
-            await asyncio.sleep(0)
+        await time_slice.yield_if_spent()
     log.info("unplaced_requests_returned", consumer=consumer, pending=info.num_ack_pending, first=first)
     return int(info.num_ack_pending)
 

@@ -21,6 +21,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.registry import EXPIRED, RegisteredWorker, WorkerRegistry
+from penstock.infra.process.turns import TimeSlice
 from penstock.router.state.caches import SWEEP_BLOCKS, Caches
 from penstock.router.state.depths import TargetId
 from penstock.router.state.holders import keys_view
@@ -58,7 +59,6 @@ log = structlog.get_logger("router")
 SETTLE_S = fleet.LEASE_S + 0.5  # after a (re)connect, for workers to renew their leases
 RELINKED_S = 10.0  # after a reconnect: leases that run out meanwhile did so through the broker
 EXPIRE_REQUESTS = 2_000
-FOLD_AT_ONCE = 50  # messages that were left unfolded: 1 ms
 LEFT_REMEMBERED = 1024  # workers that left
 REPORTED_S = 0.5  # until what was stored before a registration is read, too
 OVERDUE_NS = 30_000_000_000  # after its deadline; the terminal event of such a request was missed
@@ -272,10 +272,10 @@ class ClusterState:
 
     async def fold_unowned(self) -> None:
         """Before a decision for a model of another router."""
-        for count, unfolded in enumerate(self._unowned.take(), 1):
+        time_slice = TimeSlice()
+        for unfolded in self._unowned.take():
             self._fold_kept(unfolded)
-            if count % FOLD_AT_ONCE == 0:
-                await asyncio.sleep(0)
+            await time_slice.yield_if_spent()
 
     def _on_work(self, entry: Entry) -> None:
         if (request := request_of(entry.headers)) in self._deleted:

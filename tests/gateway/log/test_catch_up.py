@@ -16,6 +16,7 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import Tasks
+from penstock.infra.process import turns
 from penstock.schemas import wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.ids import new_request_id
@@ -133,7 +134,7 @@ async def test_many_who_attach_together_read_the_log_once(bus: Bus, subscription
 async def test_those_who_come_during_a_pass_share_the_next_ones(
     bus: Bus, subscription: TokenSubscription, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catch_up, "PORTION", 10)  # others have many turns during a pass
+    monkeypatch.setattr(turns, "SLICE_S", 0.0)  # others have many turns during a pass
     async with Worker(bus, 5) as worker:
         await worker.step(200)
         await subscription.start()
