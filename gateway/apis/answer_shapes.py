@@ -101,7 +101,7 @@ def renderer_for(request: GenerateRequest, detokenizer: Detokenizer | None, *, i
     return StreamRenderer(request, detokenizer, include_usage=include_usage)
 
 
-PORTION = 262_144  # bytes of a large whole answer that are handed to the connection at once
+WRITE_BYTES = 262_144  # bytes of a large whole answer that are handed to the connection at once
 
 
 _WRITER = ThreadPoolExecutor(1, "answer-writer")  # several would only compete for the interpreter
@@ -119,7 +119,7 @@ async def encode_answer(collector: Aggregator) -> bytes:
 async def encode_portions(collector: Aggregator) -> list[bytes]:
     """The JSON body of an answer. Large ones are encoded in a thread, one after the other, beside others' streams.
 
-    Returns: pieces of about ``PORTION`` bytes; copying 10 MB at once would stop the event loop for 10 ms.
+    Returns: pieces of about ``WRITE_BYTES`` bytes; copying 10 MB at once would stop the event loop for 10 ms.
     Raises:
         ServingError: the request failed.
     """
@@ -135,7 +135,7 @@ def _portions(collector: Aggregator) -> list[bytes]:
     for part in collector.parts():
         parts.append(part)
         size += len(part)
-        if size >= PORTION:
+        if size >= WRITE_BYTES:
             portions.append(b"".join(parts))
             parts, size = [], 0
     return [*portions, b"".join(parts)] if parts else portions

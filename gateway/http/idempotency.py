@@ -26,7 +26,7 @@ from penstock.gateway.service.service import Gateway, submit_claimed
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.ids import time_of
 
-SLICE = 65_536  # bytes
+WHOLE_BYTES = 65_536  # of JSON that is sorted in one call, which holds the interpreter for 0.4 ms at most
 DEPTH = 4  # objects and arrays within each other that are taken apart; each is scanned once more
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -42,10 +42,10 @@ def canonical_json(text: bytes, *, without: Collection[str] = (), depth: int = D
         msgspec.MsgspecError, UnicodeDecodeError, RecursionError: not JSON.
     """
     text = text.strip(b" \t\r\n")
-    if text[:1] == b"{" and (without or (len(text) > SLICE and depth)):
+    if text[:1] == b"{" and (without or (len(text) > WHOLE_BYTES and depth)):
         members = sorted((key, bytes(raw)) for key, raw in _object(text).items() if key not in without)
         return b"{%b}" % b",".join([_json(key) + b":" + canonical_json(raw, depth=depth - 1) for key, raw in members])
-    if text[:1] == b"[" and len(text) > SLICE and depth:
+    if text[:1] == b"[" and len(text) > WHOLE_BYTES and depth:
         return b"[%b]" % b",".join(_canonical_elements(_array(text), depth - 1))
     return _json(msgspec.json.decode(text), order="deterministic")
 
@@ -57,10 +57,10 @@ def _canonical_elements(elements: list[msgspec.Raw], depth: int) -> list[bytes]:
     size = 0
     for element in elements:
         length = len(bytes(element)) + 1
-        if few and size + length > SLICE:
+        if few and size + length > WHOLE_BYTES:
             out.append(canonical_json(b"[%b]" % b",".join(few), depth=0)[1:-1])
             few, size = [], 0
-        if length > SLICE:
+        if length > WHOLE_BYTES:
             out.append(canonical_json(bytes(element), depth=depth))
         else:
             few.append(element)

@@ -61,7 +61,7 @@ def too_large(max_bytes: int) -> MediaRejected:
 
 
 MAX_URL = 8192  # characters, except of data: URLs
-SLICE = 256 * 1024  # characters of base64
+BASE64_CHARACTERS = 256 * 1024  # decoded in one call, which holds the interpreter for 0.3 ms
 PORTS = {"http": 80, "https": 443}
 
 _HOST = re.compile(r"[a-z0-9._-]+|[0-9a-f:.]+")  # a name, or an IPv6 address without a zone
@@ -136,12 +136,12 @@ def decode_inline(inline: InlineSource, limits: MediaLimits) -> bytes:
     """
     text = unquote(inline.text) if "%" in inline.text else inline.text
     parts = []
-    for start in range(0, len(text), SLICE):  # one call would hold the GIL for all of it
+    for start in range(0, len(text), BASE64_CHARACTERS):  # one call would hold the GIL for all of it
         try:
-            parts.append(binascii.a2b_base64(text[start : start + SLICE], strict_mode=True))
+            parts.append(binascii.a2b_base64(text[start : start + BASE64_CHARACTERS], strict_mode=True))
         except ValueError:
             raise MediaRejected("is a data: URL whose base64 is malformed") from None
-        if start + SLICE < len(text) and len(parts[-1]) != SLICE // 4 * 3:
+        if start + BASE64_CHARACTERS < len(text) and len(parts[-1]) != BASE64_CHARACTERS // 4 * 3:
             raise MediaRejected("is a data: URL whose base64 is malformed")
     data = b"".join(parts)
     if len(data) > limits.max_bytes:

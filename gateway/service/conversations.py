@@ -15,7 +15,7 @@ from penstock.schemas import done
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 
-AT_ONCE = 16  # look-ups under way for one conversation
+LOOK_UPS = 16  # look-ups under way for one conversation
 FIELD = "previous_response_id"
 RECORD_S = 10.0  # within which the record of an answer that a client has read is stored: an election takes up to 9 s
 LOOK_S = 0.1
@@ -71,8 +71,8 @@ class Conversations:
                 "one with the items of this one that matter",
             )
         chain: list[StoredRequest] = []
-        for at in range(0, len(stored.ancestors), AT_ONCE):
-            batch = stored.ancestors[at : at + AT_ONCE]
+        for at in range(0, len(stored.ancestors), LOOK_UPS):
+            batch = stored.ancestors[at : at + LOOK_UPS]
             chain += await asyncio.gather(*(self._find(each, response_id, sees) for each in batch))
         turns = await self._turns([*chain, last])
         return History(turns, (*stored.ancestors, last.request.id), size)
@@ -93,8 +93,8 @@ class Conversations:
                 return None
 
         chain: list[StoredRequest] = []
-        for at in range(0, len(ancestors), AT_ONCE):
-            found = await asyncio.gather(*(find(each) for each in ancestors[at : at + AT_ONCE]))
+        for at in range(0, len(ancestors), LOOK_UPS):
+            found = await asyncio.gather(*(find(each) for each in ancestors[at : at + LOOK_UPS]))
             chain += [each for each in found if each is not None]
         return await self._turns(chain)
 

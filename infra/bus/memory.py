@@ -41,7 +41,7 @@ SETTLE_S = 15.0  # after a restart: until then, gateways put their open requests
 ABSENT_S = 5.0  # within it, a gateway that does not answer may still be reconnecting
 LOOK_S = 0.25
 WATCH_S = 1.0
-AT_ONCE = 256  # parts, in one question
+ASKED_PARTS = 256  # parts, in one question
 SENT_BYTES = 32 << 20  # of contents that came before their jobs
 SENT_S = 10.0  # for which they are kept, at least, and twice that at most
 _EXISTS = 10058  # with another configuration: an operator's, or another build's
@@ -480,8 +480,8 @@ class ContentReader:
     async def find(self, subjects: Sequence[str]) -> dict[str, bytes]:
         """What is stored under these subjects (``Subjects.contents``), as far as it was found."""
         found: dict[str, bytes] = {}
-        for at in range(0, len(subjects), AT_ONCE):
-            found |= await self._ask(subjects[at : at + AT_ONCE])
+        for at in range(0, len(subjects), ASKED_PARTS):
+            found |= await self._ask(subjects[at : at + ASKED_PARTS])
         return found
 
     def _ask(self, subjects: Sequence[str]) -> "asyncio.Future[dict[str, bytes]]":

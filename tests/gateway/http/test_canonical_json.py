@@ -35,7 +35,7 @@ def shuffled(value: Any, rng: random.Random) -> Any:
 @given(VALUES, st.integers(1, 40), st.randoms(use_true_random=False))
 def test_slices_make_the_same_text_as_one_call(value: Any, size: int, rng: random.Random) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SLICE", size)
+        patch.setattr(module, "WHOLE_BYTES", size)
         written = json.dumps(shuffled(value, rng), indent=rng.choice([None, 2]), ensure_ascii=rng.random() < 0.5)
         assert canonical_json(written.encode()) == msgspec.json.encode(value, order="deterministic")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.media.download import check_address
 from penstock.gateway.media.sources import (
-    SLICE,
+    BASE64_CHARACTERS,
     InlineSource,
     LocalSource,
     MediaLimits,
@@ -146,10 +146,10 @@ def test_base64_is_decoded_and_its_size_is_exact() -> None:
         decode_inline(larger, LIMITS)
     assert caught.value.code is Code.body_too_large
     long = LIMITS._replace(max_bytes=1 << 20)
-    data = os.urandom(SLICE + 1)
+    data = os.urandom(BASE64_CHARACTERS + 1)
     text = base64.b64encode(data).decode()
     assert decode_inline(InlineSource(text), long) == data
-    for cut in (SLICE - 2, SLICE - 1, SLICE):
+    for cut in (BASE64_CHARACTERS - 2, BASE64_CHARACTERS - 1, BASE64_CHARACTERS):
         with pytest.raises(MediaRejected, match="malformed"):
             decode_inline(InlineSource(text[:cut] + "=" + text[cut + 1 :]), long)
     for text in ("AAA", "A===", "AA AA", "AAAA\n", "_-_-", "ä"):

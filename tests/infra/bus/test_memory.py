@@ -41,12 +41,12 @@ async def stored(bus: Bus, count: int, size: int = 0) -> dict[str, bytes]:
     return parts
 
 
-@pytest.mark.parametrize("count", [1, 2, memory.AT_ONCE + 3])
+@pytest.mark.parametrize("count", [1, 2, memory.ASKED_PARTS + 3])
 async def test_parts_are_read_by_one_question_each_few_hundred(bus: Bus, reader: ContentReader, count: int) -> None:
     parts = await stored(bus, count)
     before = bus.nc.stats["out_msgs"]
     assert await reader.find(list(parts)) == parts
-    assert bus.nc.stats["out_msgs"] - before == -(-count // memory.AT_ONCE)
+    assert bus.nc.stats["out_msgs"] - before == -(-count // memory.ASKED_PARTS)
 
 
 async def test_what_is_not_there_is_left_out_without_a_wait(bus: Bus, reader: ContentReader) -> None:

@@ -34,7 +34,7 @@ from penstock.workers.engines.native.model.pool import KvShape
 from penstock.workers.engines.native.model.verify import reference, reference_attention, verify
 
 SHOWN = 5  # names in an error
-PORTION = 1 << 24  # elements of a tensor that are converted at once
+CONVERTED_ELEMENTS = 1 << 24  # of a tensor, at once: 32 MiB in bfloat16 beside what was read
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -192,8 +192,8 @@ def _portions(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
         return
     flat = tensor.flatten()
-    for start in range(0, flat.numel(), PORTION):
-        yield flat[start : start + PORTION].to(torch.bfloat16)
+    for start in range(0, flat.numel(), CONVERTED_ELEMENTS):
+        yield flat[start : start + CONVERTED_ELEMENTS].to(torch.bfloat16)
 
 
 def _named(names: Collection[str]) -> str:
