@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
-import penstock.docs.log_events
-import penstock.docs.metrics
-import penstock.docs.settings
-import penstock.docs.wire
+import tests.generated.log_events
+import tests.generated.metrics
+import tests.generated.settings
+import tests.generated.wire
 from penstock.configs import settings
 from penstock.deploy.monitoring import flag
 from penstock.deploy.values import Thresholds
@@ -261,15 +261,15 @@ def test_the_map_names_packages_and_modules_that_exist() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        penstock.docs.settings,
-        penstock.docs.metrics,
-        penstock.docs.wire,
-        penstock.docs.log_events,
+        tests.generated.settings,
+        tests.generated.metrics,
+        tests.generated.wire,
+        tests.generated.log_events,
     ],
     ids=lambda source: source.PAGE.name,
 )
 def test_a_page_that_comes_from_the_code_is_current(source: ModuleType) -> None:
-    assert source.PAGE.read_text(encoding="utf-8") == source.page(), "run: python -m penstock.docs"
+    assert source.PAGE.read_text(encoding="utf-8") == source.page(), "run: python -m tests.generated"
 
 
 def test_the_http_page_has_every_error_with_its_status() -> None:
@@ -308,7 +308,7 @@ PEERS_FLAGS = frozenset(
     "page", ["README.md", "ARCHITECTURE.md", *(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))]
 )
 def test_the_flags_that_a_page_names_exist(page: str) -> None:
-    known = frozenset(re.findall(r"`(--[a-z0-9-]+)`", penstock.docs.settings.page())) | flags()
+    known = frozenset(re.findall(r"`(--[a-z0-9-]+)`", tests.generated.settings.page())) | flags()
     text = (ROOT / page).read_text(encoding="utf-8")
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     if page == "docs/migration.md":  # the first column has those of other servers

@@ -87,7 +87,6 @@ LEVELS = {
         ("measure.slurm",),
         ("measure.bench",),
         ("chat",),
-        ("docs",),
         (".",),
     ),
 }

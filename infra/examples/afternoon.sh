@@ -87,7 +87,7 @@ say "4. The smallest deployment that keeps TTFT below $TTFT ms and ITL below $IT
 run profile sla --data "$FOLDER/profile/worker" --ttft "$TTFT" --itl "$ITL" --isl "$ISL" --osl "$OSL" --rate 10 --out "$FOLDER/suggestion"
 if command -v helm > /dev/null; then
   echo '$ helm lint'
-  helm lint "$("$PYTHON" -c 'from penstock.deploy.chart import CHART; print(CHART)')" -f "$FOLDER/suggestion/values.yaml" 2>&1 |
+  helm lint "$("$PYTHON" -c 'from penstock.deploy.kubernetes import CHART; print(CHART)')" -f "$FOLDER/suggestion/values.yaml" 2>&1 |
     grep -v -e dependencies -e "symbolic link" || true
 fi
 run kubernetes render llama3 --engine-image registry.example.com/penstock-trtllm:0.1.0 > "$FOLDER/llama3-values.yaml"

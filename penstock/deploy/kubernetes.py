@@ -16,7 +16,6 @@ import yaml
 
 from penstock.cli.terminal import reason
 from penstock.configs.flags import Parser
-from penstock.deploy.chart import CHART
 from penstock.deploy.values import Engine, Role
 from penstock.infra.engine_args.tree import BadArguments, parse_yaml
 from penstock.launch.groups import EXTERNAL, gpus_of
@@ -24,6 +23,7 @@ from penstock.launch.recipes import catalogue
 from penstock.launch.recipes.catalogue import BLOCK_SIZE, RecipeEntry
 
 Tree = dict[str, Any]
+CHART = Path(__file__).parents[1] / "infra" / "deploy" / "helm" / "penstock"
 NATS_CHARTS = "https://nats-io.github.io/k8s/helm/charts/"
 LWS = "https://lws.sigs.k8s.io/docs/installation/"
 

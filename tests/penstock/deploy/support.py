@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.deploy.chart import CHART
-from penstock.deploy.kubernetes import Wanted, rendered
+from penstock.deploy.kubernetes import CHART, Wanted, rendered
 from tests.binaries import find_helm
 
 Tree = dict[str, Any]

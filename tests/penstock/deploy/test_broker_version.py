@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.deploy.chart import CHART, NAMESPACE
-from penstock.deploy.chart import FOLDER as COMPOSE
+from penstock.deploy.kubernetes import CHART
 from penstock.infra.broker import apply
 from penstock.infra.broker.config import USERS, variable
 from penstock.infra.broker.jetstream_api import BrokerProblem
@@ -19,6 +18,8 @@ from penstock.infra.broker.server import MINIMUM, TESTED, WHEEL, dotted, find_se
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 from tests.binaries import OLDEST, find_oldest_server
+from tests.generated.chart import FOLDER as COMPOSE
+from tests.generated.chart import NAMESPACE
 from tests.penstock.deploy.running import ask
 from tests.penstock.deploy.test_broker import nats_conf
 from tests.pipeline.support import MODEL, ROOT, Deployment

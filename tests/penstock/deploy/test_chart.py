@@ -16,13 +16,14 @@ import yaml
 from penstock.configs.flags import parse
 from penstock.configs.planner_settings import Settings as PlannerSettings
 from penstock.configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
-from penstock.deploy.chart import CHART, files
+from penstock.deploy.kubernetes import CHART
 from penstock.deploy.monitoring import ALERTS, GRAFANA, alert_rules
 from penstock.deploy.values import Thresholds
 from penstock.infra.engine_args.tree import decode, parse_yaml
 from penstock.launch.recipes.catalogue import members
 from penstock.log.traces.command import check
 from penstock.measure.planner.connectors import scale_path
+from tests.generated.chart import files
 from tests.penstock.deploy.support import (
     Tree,
     command_of,
@@ -274,7 +275,7 @@ def test_helm_s_own_lint_finds_nothing() -> None:
 
 def test_the_files_that_come_from_the_code_are_current() -> None:
     for path, text in files().items():
-        assert path.read_text() == text, "run python -m penstock.docs"
+        assert path.read_text() == text, "run python -m tests.generated"
 
 
 # -- objects that refer to each other ---------------------------------------------------------------------------------

@@ -16,13 +16,13 @@ import yaml
 
 from penstock.configs.flags import parse
 from penstock.configs.settings import GatewaySettings, RouterSettings, WorkerSettings
-from penstock.deploy.chart import DASHBOARDS, FOLDER, compose_files
 from penstock.deploy.monitoring import ALERTS, GRAFANA
 from penstock.infra.broker.config import USERS, variable
 from penstock.infra.broker.roles import ROLES
 from penstock.infra.broker.server import find_server
 from penstock.infra.process.child import die_with_parent
 from penstock.operate.keys import _parser as keys_parser
+from tests.generated.chart import DASHBOARDS, FOLDER, compose_files
 from tests.infra.deploy.images.test_images import instructions, stages
 from tests.penstock.deploy.running import Here, answers, ask
 from tests.pipeline.support import MODEL, free_port
@@ -50,7 +50,7 @@ def services(environ: Mapping[str, str]) -> dict[str, Tree]:
 
 def test_the_files_that_come_from_the_code_are_current() -> None:
     for path, text in compose_files().items():
-        assert path.read_text() == text, "run python -m penstock.docs"
+        assert path.read_text() == text, "run python -m tests.generated"
 
 
 def test_docker_compose_reads_it_and_fills_in_the_same(tmp_path: Path) -> None:

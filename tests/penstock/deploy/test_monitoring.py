@@ -16,14 +16,14 @@ import msgspec
 import pytest
 import yaml
 
-from penstock.deploy.dashboards import DASHBOARDS
 from penstock.deploy.monitoring import ALERTS, LATE, run, targets_of, wrong_url
-from penstock.deploy.panels import Panel
-from penstock.docs import dashboards
-from penstock.docs.metrics import scopes
 from penstock.gateway.base.metrics import Metrics
 from penstock.infra.metrics.scope import MetricScope
 from penstock.launch.state import Running, State
+from tests.generated import dashboards
+from tests.generated.dashboards import DASHBOARDS
+from tests.generated.metrics import scopes
+from tests.generated.panels import Panel
 from tests.perf import pictures
 from tests.pipeline.support import ROOT
 
@@ -73,7 +73,7 @@ def test_an_alert_tells_releases_apart_that_share_a_namespace_of_subjects_and_a_
 
 def test_the_dashboards_files_are_current() -> None:
     for path, text in dashboards.files().items():
-        assert path.read_text() == text, "run python -m penstock.docs"
+        assert path.read_text() == text, "run python -m tests.generated"
 
 
 def test_every_process_of_a_deployment_is_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.deploy.chart import CHART
+from penstock.deploy.kubernetes import CHART
 from tests.infra.bus.test_credentials import needs_openssl, seed, served, tls
 from tests.penstock.deploy.support import Tree, helm, manifests, needs_helm, pods
 from tests.penstock.deploy.test_chart import CREDENTIALS, OWN_NATS

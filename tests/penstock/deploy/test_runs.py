@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.deploy.chart import CHART
+from penstock.deploy.kubernetes import CHART
 from penstock.infra.broker.server import find_server
 from penstock.infra.process.child import die_with_parent
 from tests.penstock.deploy.running import Here, answers, ask

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.chart import CHART
+from penstock.deploy.kubernetes import CHART
 from penstock.infra.process.child import die_with_parent
 from tests.pipeline.support import free_port, until
 

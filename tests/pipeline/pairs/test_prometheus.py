@@ -15,8 +15,8 @@ import httpx
 import pytest
 import yaml
 
-from penstock.deploy.dashboards import DASHBOARDS
 from penstock.deploy.monitoring import ALERTS, run
+from tests.generated.dashboards import DASHBOARDS
 from tests.pipeline.support import Deployment, free_port, until
 
 pytestmark = [

@@ -111,7 +111,7 @@ The streams, their ages and limits are in `ARCHITECTURE.md`, in the source.
 [asyncapi.json](asyncapi.json) has the same as AsyncAPI 3. The examples are the files of `tests/schemas/golden` in the
 source, decoded; bytes are shown in hexadecimal, and cut where they are long.
 
-This page is generated from the code (`python -m penstock.docs`).
+This page is generated from the code (`python -m tests.generated`).
 """
 
 

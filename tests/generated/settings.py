@@ -30,7 +30,7 @@ that read or change a deployment find its broker by the first of these: `--nats-
 (with the namespace in `PENSTOCK_NAMESPACE`), the folder `.penstock`. Where `--data-dir` of `penstock tenants` names a
 folder on which no broker runs, `PENSTOCK_NATS_URL` is the broker, and the folder gets the credentials.
 
-This page is generated from the code (`python -m penstock.docs`). Commands that are not listed here have
+This page is generated from the code (`python -m tests.generated`). Commands that are not listed here have
 arguments of their own: `penstock COMMAND --help`.
 """
 

@@ -4,8 +4,8 @@ import ast
 
 import pytest
 
-from penstock.docs import log_events
-from penstock.docs.log_events import Call, calls_of
+from tests.generated import log_events
+from tests.generated.log_events import Call, calls_of
 
 MODULE = """
 def plain(error):

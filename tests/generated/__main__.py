@@ -1,7 +1,6 @@
-"""``python -m penstock.docs``: write what comes from the code: pages, tables, dashboards, the chart's values."""
+"""``python -m tests.generated``: write what comes from the code: pages, tables, dashboards, the chart's values."""
 
-from penstock.deploy import chart
-from penstock.docs import dashboards, log_events, metrics, settings, tables, wire
+from tests.generated import chart, dashboards, log_events, metrics, settings, tables, wire
 
 for path, with_table in tables.PAGES.items():
     path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")

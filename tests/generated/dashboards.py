@@ -1,4 +1,4 @@
-"""All Grafana dashboards. ``python -m penstock.docs`` writes them to ``grafana/``.
+"""All Grafana dashboards. ``python -m tests.generated`` writes them to ``grafana/``.
 
 Dashboards of what clients see: health, gateways, routers.
 
@@ -7,7 +7,25 @@ Dashboards of workers: prefill, decode, KV cache and GPUs, handoff.
 The dashboard of the broker and the machines.
 """
 
-from penstock.deploy.panels import PLACE, SELECT, Dashboard, Panel, Query, latency, most, quantile, rate, share, total
+import json
+from pathlib import Path
+
+from penstock.deploy.monitoring import ALERTS, GRAFANA, alert_rules
+from penstock.deploy.values import Thresholds
+from tests.generated.panels import (
+    PLACE,
+    SELECT,
+    Dashboard,
+    Panel,
+    Query,
+    latency,
+    most,
+    quantile,
+    rate,
+    share,
+    to_grafana,
+    total,
+)
 
 FAILURES = SELECT + ',code!~"ok|cancelled"'
 FAILED = f"{rate('penstock_gateway_requests_total', select=FAILURES)} or vector(0)"
@@ -473,3 +491,12 @@ BROKER = Dashboard(
 
 
 DASHBOARDS = (HEALTH, GATEWAYS, ROUTERS, PREFILLS, DECODES, KV, HANDOFFS, BROKER)
+
+
+def files() -> dict[Path, str]:
+    """Each dashboard and the alert rules: file and text."""
+    boards = {
+        GRAFANA / f"{dashboard.name}.json": json.dumps(to_grafana(dashboard), indent=1, ensure_ascii=False) + "\n"
+        for dashboard in DASHBOARDS
+    }
+    return boards | {ALERTS: alert_rules(Thresholds())}

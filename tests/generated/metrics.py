@@ -34,7 +34,7 @@ What to watch first: `penstock_gateway_ttft_seconds` and `penstock_gateway_reque
 `penstock_gateway_requests_total` by `code` (errors), `penstock_gateway_queued_requests` (too few workers),
 `penstock_worker_kv_free_blocks` (KV cache), `penstock_gateway_stream_unfinished_ratio` (streams that fill).
 
-This page is generated from the code (`python -m penstock.docs`).
+This page is generated from the code (`python -m tests.generated`).
 """
 
 

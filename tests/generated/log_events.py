@@ -46,7 +46,7 @@ jq -c 'select(.level == "error")' .penstock/logs/*.log
 ```
 
 Events of level `debug` are left out, and those of libraries (uvicorn, engines). This page is generated from the code
-(`python -m penstock.docs`).
+(`python -m tests.generated`).
 """
 HEADINGS = {"error": "Errors", "warning": "Warnings", "info": "Information"}
 
@@ -80,9 +80,11 @@ def page() -> str:
     found = events()
     named = {event.name for event in found}
     if missing := sorted(named - MEANINGS.keys()):
-        raise ValueError(f"say in MEANINGS of penstock/docs/log_events.py what these events mean: {', '.join(missing)}")
+        raise ValueError(
+            f"say in MEANINGS of tests/generated/log_events.py what these events mean: {', '.join(missing)}"
+        )
     if left := sorted(MEANINGS.keys() - named):
-        raise ValueError(f"nothing logs these events of MEANINGS in penstock/docs/log_events.py: {', '.join(left)}")
+        raise ValueError(f"nothing logs these events of MEANINGS in {__name__}: {', '.join(left)}")
     return INTRO + "".join(map(_section, LEVELS, ([e for e in found if e.level == level] for level in LEVELS)))
 
 

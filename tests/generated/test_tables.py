@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.docs.tables import DOCS, PAGES, engines
 from penstock.infra.text.parsers.families import PACKAGED, read_rows
+from tests.generated.tables import DOCS, PAGES, engines
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_the_tables_of_a_page_are_those_that_the_code_makes(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert PAGES[path](text) == text, "run: python -m penstock.docs"
+    assert PAGES[path](text) == text, "run: python -m tests.generated"
 
 
 def test_the_page_of_parsers_has_every_row_with_what_it_was_checked_against() -> None:

@@ -5,9 +5,9 @@ import json
 import msgspec
 import pytest
 
-from penstock.docs import wire
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
+from tests.generated import wire
 
 
 def test_every_stream_and_bucket_of_ours_is_described() -> None:
@@ -31,7 +31,7 @@ def test_the_examples_are_messages_of_the_kind_that_they_stand_for(channel: wire
 
 def test_the_asyncapi_document_is_current_and_refers_to_what_it_has() -> None:
     text = wire.ASYNCAPI.read_text(encoding="utf-8")
-    assert text == wire.asyncapi(), "run: python -m penstock.docs"
+    assert text == wire.asyncapi(), "run: python -m tests.generated"
     document = json.loads(text)
 
     def references(value: object) -> list[str]:

@@ -1,1 +1,0 @@
-"""Pages of docs/ that are written from the code."""

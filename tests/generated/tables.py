@@ -1,0 +1,160 @@
+"""Tables that come from the code, in pages that are written by hand.
+
+docs/engines.md: sampling options, from what the engines' adapters do. docs/parsers.md: model families, from the rows by
+which answers are read. docs/roles.md: what each user of the broker may do. configs/recipes/README.md: the recipes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from penstock.infra.broker.roles import table
+from penstock.infra.engine_args.memory_estimate import GIB, Memory, estimate
+from penstock.infra.engine_args.rules.check import RULES
+from penstock.infra.text.parsers.families import PACKAGED, Calls, Family, read_rows
+from penstock.launch.recipes.catalogue import FOLDER, Recipe, RecipeEntry, context_of, load, members
+from penstock.launch.recipes.command import hardware
+from penstock.schemas.subjects import Subjects
+from penstock.workers.engines.support import matrix, sampling_notes, sampling_table
+
+BEGIN, END_OF = "<!-- made by `python -m tests.generated`: {} -->", "<!-- end: {} -->"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+END = "<!-- end -->"
+_HEAD = ("name", "models", "reasoning", "tool calls", "aliases", "checked against")
+
+
+def engines(page: str) -> str:
+    """The page with the table of today.
+
+    Raises:
+        ValueError: its marks are missing.
+    """
+    notes = "\n".join(f"{number}. {note}" for number, note in enumerate(sampling_notes(), 1))
+    return _between(page, "sampling options", f"{markdown(sampling_table())}\n\n{notes}")
+
+
+def parsers(page: str) -> str:
+    """The page with the table of today.
+
+    Raises:
+        ValueError: its marks are missing.
+    """
+    rows = sorted(read_rows(PACKAGED), key=lambda row: row.name)
+    return _between(page, "model families", markdown((_HEAD, *map(_row, rows))))
+
+
+def roles(page: str) -> str:
+    """The page with its table as it must be; what stands before the table is kept."""
+    head, _, _ = page.partition("| role |")
+    return head + table(Subjects())
+
+
+def recipes(page: str) -> str:
+    return refreshed(page, load(), members())
+
+
+PAGES: dict[Path, Callable[[str], str]] = {
+    DOCS / "engines.md": engines,
+    DOCS / "parsers.md": parsers,
+    DOCS / "roles.md": roles,
+    FOLDER / "README.md": recipes,
+}
+
+
+def _between(page: str, what: str, text: str) -> str:
+    mark = BEGIN.format(what)
+    before, begin, rest = page.partition(mark)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no marks for the table of {what}: {mark} and {END}")
+    return f"{before}{mark}\n\n{text}\n\n{END}{after}"
+
+
+def _row(row: Family) -> tuple[str, ...]:
+    thoughts = row.thoughts
+    if thoughts is None:
+        reasoning = ""
+    elif thoughts.channels:
+        reasoning = "in channels"
+    else:
+        reasoning = f"{_code(thoughts.opening[0])} … {_code(thoughts.closing[0])}"
+        reasoning += ", begun by the prompt" if thoughts.implied else ""
+    aliases = ", ".join(_code(name) for name in row.aliases)
+    return _code(row.name), row.models, reasoning, _calls(row.calls), aliases, row.checked
+
+
+def _calls(form: Calls | None) -> str:
+    if form is None:
+        return ""
+    if form.reader == "channels":
+        return "in channels"
+    opener = _code(form.openers[0]) if form.openers else ""
+    begins = [f"an answer that begins with {_code(form.starts)}"] if form.starts else []
+    return f"{form.reader}: {' or '.join(filter(None, (*begins, opener)))}"
+
+
+def _code(text: str) -> str:
+    """A text as code."""
+    shown = text.strip().replace("\n", " ")
+    return f"`` {shown} ``" if "`" in shown else f"`{shown}`"
+
+
+def memory_of(recipe: Recipe) -> Memory | None:
+    """The memory estimate on a recipe's GPU; None: its model's shape is unknown."""
+    context = context_of(recipe)
+    if context.shape is None or context.gpu_bytes is None:
+        return None
+    length = recipe.args.max_seq_len or context.shape.max_len
+    return estimate(recipe.args, context.shape, context.gpu_bytes, length=length)
+
+
+def overview(members: Mapping[str, RecipeEntry]) -> list[tuple[str, ...]]:
+    """Name, model, engine, role, hardware, purpose; the first row is the header."""
+    rows: list[tuple[str, ...]] = [("recipe", "model", "engine", "role", "GPUs", "for")]
+    for name, (_, header, *_) in members.items():
+        rows.append((name, header.model, header.engine, header.role, hardware(header), header.use))
+    return rows
+
+
+def memory(recipes: Mapping[str, Recipe]) -> list[tuple[str, ...]]:
+    """The memory estimate of each recipe, for one GPU."""
+    rows: list[tuple[str, ...]] = [
+        ("recipe", "GPU, GiB", "weights, GiB", "reserve, GiB", "buffer, GiB", "KV pool, GiB", "KV per token, KiB",
+         "context, tokens", "contexts", "blocks")
+    ]  # fmt: skip
+    for name, recipe in recipes.items():
+        plan = memory_of(recipe)
+        if plan is None or recipe.role == "encode":
+            continue
+        sizes = [f"{size / GIB:.1f}" for size in (plan.gpu, plan.weights, plan.reserve, plan.buffer, plan.pool)]
+        per_token = f"{plan.kv_per_token / 1024:.1f}"
+        counts = (plan.length, plan.sequences, plan.blocks)
+        rows.append((name, *sizes, per_token, *(f"{count}" for count in counts)))
+    return rows
+
+
+def rules() -> list[tuple[str, ...]]:
+    return [("rule", "what must hold", "rows"), *((r.number, r.about, ", ".join(r.rows)) for r in RULES)]
+
+
+def markdown(rows: Iterable[tuple[str, ...]]) -> str:
+    head, *body = rows
+    lines = [head, tuple("---" for _ in head), *body]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def refreshed(text: str, recipes: Mapping[str, Recipe], members: Mapping[str, RecipeEntry]) -> str:
+    """A README with regenerated tables.
+
+    Raises:
+        ValueError: the markers of a table are missing.
+    """
+    tables = (
+        ("recipes", overview(members)), ("memory", memory(recipes)), ("rules", rules()), ("matrix", matrix()),
+    )  # fmt: skip
+    for name, rows in tables:
+        begin, end = BEGIN.format(name), END_OF.format(name)
+        if begin not in text or end not in text:
+            raise ValueError(f"no marks for the table {name!r}")
+        before, remainder = text.split(begin, 1)
+        text = f"{before}{begin}\n\n{markdown(rows)}\n\n{end}{remainder.split(end, 1)[1]}"
+    return text
