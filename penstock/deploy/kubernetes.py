@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
+from urllib.parse import urlsplit
 
 import msgspec
 import yaml
@@ -19,12 +20,14 @@ from penstock.configs.flags import Parser
 from penstock.deploy.values import Engine, Role
 from penstock.infra.engine_args.tree import BadArguments, parse_yaml
 from penstock.launch.groups import EXTERNAL, gpus_of
+from penstock.launch.nats import CLIENTS_PORT
 from penstock.launch.recipes import catalogue
 from penstock.launch.recipes.catalogue import BLOCK_SIZE, RecipeEntry
 
 Tree = dict[str, Any]
 CHART = Path(__file__).parents[1] / "infra" / "deploy" / "helm" / "penstock"
 NATS_CHARTS = "https://nats-io.github.io/k8s/helm/charts/"
+USERS = ("gateway", "router", "worker", "operator", "sys")  # as which pods of a default installation log in
 LWS = "https://lws.sigs.k8s.io/docs/installation/"
 
 
@@ -36,7 +39,8 @@ class Wanted(NamedTuple):
         engine: "": the recipe's, or native.
         model: "": the recipe's, or the demo model.
         image, native_image: of gateways, routers and mock workers, of native workers; "": the chart's.
-        hub_secret, urls_secret, ca_secret: names of Secrets; see ``hub`` and ``broker`` among the values.
+        nats_url: of a NATS of one's own, without credentials.
+        hub_secret, urls_secret, creds_secret, ca_secret: names of Secrets; see ``hub`` and ``broker`` among the values.
     """
 
     release: str = "penstock"
@@ -49,6 +53,8 @@ class Wanted(NamedTuple):
     engine_image: str = ""
     hub_secret: str = ""
     urls_secret: str = ""
+    nats_url: str = ""
+    creds_secret: str = ""
     ca_secret: str = ""
 
 
@@ -85,12 +91,8 @@ def values_of(wanted: Wanted, members: Mapping[str, RecipeEntry] = {}, texts: Ma
     values["blockSize"] = sizes.pop()
     if wanted.hub_secret:
         values["hub"] = {"existingSecret": wanted.hub_secret}
-    if wanted.ca_secret and not wanted.urls_secret:
-        raise BadArguments(["--ca-secret: for a NATS of your own; name the Secret with its URLs, too: --urls-secret"])
-    if wanted.urls_secret:
-        values |= {"nats": {"enabled": False}, "broker": {"urlsSecret": wanted.urls_secret}}
-        if wanted.ca_secret:
-            values["broker"]["caSecret"] = wanted.ca_secret
+    if broker := _broker(wanted):
+        values |= {"nats": {"enabled": False}, "broker": broker}
     if not model:
         values["models"] = {"enabled": False}
     values["workers"] = {
@@ -99,6 +101,42 @@ def values_of(wanted: Wanted, members: Mapping[str, RecipeEntry] = {}, texts: Ma
         if count
     }
     return values
+
+
+def _broker(wanted: Wanted) -> Tree:
+    """Of a NATS of one's own; empty: that of the chart."""
+    if wanted.urls_secret and (wanted.nats_url or wanted.creds_secret):
+        raise BadArguments(["--urls-secret has URLs with credentials; leave --nats-url and --creds-secret out"])
+    if bool(wanted.nats_url) != bool(wanted.creds_secret):
+        raise BadArguments(["--nats-url and --creds-secret are needed together, or --urls-secret instead of both"])
+    if wanted.ca_secret and not (wanted.urls_secret or wanted.nats_url):
+        own = "name the Secret with its URLs (--urls-secret), or --nats-url and --creds-secret"
+        raise BadArguments([f"--ca-secret: for a NATS of your own; {own}"])
+    broker: Tree = {}
+    if wanted.urls_secret:
+        broker["urlsSecret"] = wanted.urls_secret
+    if wanted.nats_url:
+        broker |= {"url": wanted.nats_url, "credsSecret": wanted.creds_secret}
+        if (ports := _ports(wanted.nats_url)) != [CLIENTS_PORT]:
+            broker["ports"] = ports
+    if wanted.ca_secret:
+        broker["caSecret"] = wanted.ca_secret
+    return broker
+
+
+def _ports(urls: str) -> list[int]:
+    found = set()
+    for url in urls.split(","):
+        try:
+            parts = urlsplit(url)
+            found.add(parts.port or CLIENTS_PORT)
+        except ValueError as error:
+            raise BadArguments([f"--nats-url: {url}: {error}"]) from None
+        if parts.scheme not in ("nats", "tls") or not parts.hostname:
+            raise BadArguments([f"--nats-url: {url}: write nats://HOST:PORT or tls://HOST:PORT"])
+        if "@" in url:
+            raise BadArguments(["--nats-url: without credentials; they are in the Secret of --creds-secret"])
+    return sorted(found)
 
 
 def _counts(given: Mapping[str, int], members: Mapping[str, RecipeEntry]) -> dict[str, int]:
@@ -147,9 +185,13 @@ def commands(wanted: Wanted, values: Tree, file: str = "values.yaml") -> list[st
     if wanted.hub_secret:
         lines.append(f"kubectl create secret generic {shlex.quote(wanted.hub_secret)} --from-literal=token=$HF_TOKEN")
     if wanted.urls_secret:
-        urls = " ".join(f"--from-literal={user}=$URL_OF_{user.upper()}" for user in ("gateway", "router", "worker"))
-        urls += " --from-literal=operator=$URL_OF_OPERATOR"
+        urls = " ".join(f"--from-literal={user}=$URL_OF_{user.upper()}" for user in USERS)
+        lines.append("# sys: of the system account; without one there, leave it out")
         lines.append(f"kubectl create secret generic {shlex.quote(wanted.urls_secret)} {urls}")
+    if wanted.creds_secret:
+        files = " ".join(f"--from-file={user}=./{user}.creds" for user in USERS)
+        lines.append("# sys: of the system account; without one there, leave it out and set broker.systemUser: false")
+        lines.append(f"kubectl create secret generic {shlex.quote(wanted.creds_secret)} {files}")
     if wanted.ca_secret:
         lines.append(f"kubectl create secret generic {shlex.quote(wanted.ca_secret)} --from-file=ca.crt=./ca.crt")
     spread = [pool["engine"] for pool in values["workers"].values() if pool.get("nodes", 1) > 1]
@@ -161,7 +203,7 @@ def commands(wanted: Wanted, values: Tree, file: str = "values.yaml") -> list[st
             f"kubectl create secret generic {release}-ssh --from-file=ssh-privatekey=./penstock-ssh "
             "--from-file=ssh-publickey=./penstock-ssh.pub"
         )
-    if wanted.urls_secret:
+    if not values.get("nats", {}).get("enabled", True):
         lines.append(f"penstock kubernetes chart {at} --no-nats")
     else:
         lines.append(f"penstock kubernetes chart {at}")
@@ -211,6 +253,8 @@ def run_render(argv: Sequence[str]) -> int:
         engine_image=args.engine_image,
         hub_secret=args.hub_secret,
         urls_secret=args.urls_secret,
+        nats_url=args.nats_url,
+        creds_secret=args.creds_secret,
         ca_secret=args.ca_secret,
     )
     try:
@@ -297,6 +341,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--urls-secret", default="", metavar="SECRET", help="Secret with the URLs of a NATS of your own (default: none)"
     )
+    about_url = "or its URLs without credentials, comma-separated; --creds-secret has those"
+    parser.add_argument("--nats-url", default="", metavar="URL", help=about_url)
+    about_creds = "Secret with a credentials file (JWT and seed) for each user"
+    parser.add_argument("--creds-secret", default="", metavar="SECRET", help=about_creds)
     about_ca = "Secret whose ca.crt signs the certificates of that NATS (default: the system's authorities)"
     parser.add_argument("--ca-secret", default="", metavar="SECRET", help=about_ca)
 

@@ -121,6 +121,50 @@ def test_a_nats_of_one_s_own_needs_no_other_chart(tmp_path: Path, capsys: pytest
 
 
 @needs_helm
+def test_a_nats_of_one_s_own_is_named_with_secrets_for_every_user_that_pods_log_in_as(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command left out sys, which routers log in as: a worker whose link broke was noticed late."""
+    servers = "tls://nats-1.example.com:4443,tls://nats-2.example.com:4443"
+    chart = tmp_path / "penstock-chart"
+    assert run_chart([str(chart), "--no-nats"]) == 0
+    assert HELM is not None
+    for own in (["--urls-secret", "login"], ["--nats-url", servers, "--creds-secret", "login"]):
+        capsys.readouterr()
+        assert run_render(["--engine", "mock", *own]) == 0
+        printed = capsys.readouterr().out
+        command = [HELM, "template", "demo", str(chart), "-f", "-"]
+        run = subprocess.run(command, input=printed, capture_output=True, text=True, check=False, timeout=60)
+        assert run.returncode == 0, run.stderr
+        (created,) = re.findall(r"secret generic login (.*)", printed)
+        made = set(re.findall(r"--from-(?:literal|file)=(\w+)=", created))
+        asked = set(re.findall(r"name: login, items: \[\{key: (\w+)", run.stdout))
+        asked |= set(re.findall(r"name: login\n\s+key: (\w+)", run.stdout))
+        assert made == asked == {"gateway", "router", "worker", "operator", "sys"}
+        assert "sys" in printed.partition("# sys: ")[2]
+    assert yaml.safe_load(printed)["broker"] == {"url": servers, "credsSecret": "login", "ports": [4443]}
+    assert "port: 4443" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--nats-url tls://n:4222", "--nats-url and --creds-secret are needed together"),
+        ("--creds-secret c", "--nats-url and --creds-secret are needed together"),
+        ("--urls-secret u --nats-url tls://n", "--urls-secret has URLs with credentials"),
+        ("--nats-url tls://u:p@n:4222 --creds-secret c", "without credentials"),
+        ("--nats-url n:4222 --creds-secret c", "write nats://HOST:PORT or tls://HOST:PORT"),
+        ("--nats-url tls://n:port --creds-secret c", "--nats-url: tls://n:port"),
+    ],
+)
+def test_a_nats_of_one_s_own_needs_all_that_pods_log_in_with(
+    argv: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_render(["--engine", "mock", *argv.split()]) == 1
+    assert says in capsys.readouterr().err
+
+
+@needs_helm
 def test_the_lock_names_the_chart_s_dependency(tmp_path: Path) -> None:
     """helm says that a lock is out of sync before it looks for a repository."""
     for folder, said in (("as-it-is", "no repository definition"), ("changed", "out of sync")):
