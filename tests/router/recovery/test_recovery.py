@@ -9,12 +9,15 @@ import pytest
 
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.direct_get import read
+from penstock.log.timeline.read import read_timeline
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.recovery import recovery
 from penstock.router.recovery.fencing import InterruptedAttempt, fence
 from penstock.router.state import cluster_state
+from penstock.router.state.lost_workers import RegistrationRemoval
 from penstock.schemas import done, jobs, tokens, wire
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import new_request_id
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
@@ -443,6 +446,74 @@ async def test_a_worker_that_has_not_registered_yet_is_given_time(
         await two.knows("w1")
         assert two.unfinished == {asked.id: (1, "w1")}
         assert len(await clients.work()) == 1
+
+
+@pytest.fixture
+def registered_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers fence the attempts of a worker they take for dead at once; here the removal of its key never arrives."""
+
+    async def not_removed(self: RegistrationRemoval, name: str, revision: int) -> None:
+        return
+
+    monkeypatch.setattr(RegistrationRemoval, "_remove_key", not_removed)
+
+
+@pytest.mark.usefixtures("registered_yet")
+async def test_a_fenced_attempt_whose_worker_is_registered_yet_and_goes_on_ends_once(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
+) -> None:
+    """Its connection was back right after the routers had given it up."""
+    asked = request(id=new_request_id(), max_tokens=20)
+    async with routing(broker, pipeline) as one, routing(broker, pipeline) as two:
+        zombie = await on(clients, one, "w1", asked, connection="c1")
+        await streamed(log, asked, answer(asked, 3))
+        await clients.stub("w2")
+        await one.knows("w2")
+        one.router.cluster._removal.remove_connections(frozenset({"c1"}))
+        worker, job = await clients.placed(asked, 2)
+        assert (worker, ids(job.resume[0])) == ("w2", answer(asked, 3))
+        await two.knows("w1", "w2")
+        await eventually(lambda: two.unfinished == one.unfinished == {asked.id: (2, "w2")})
+        await zombie.change(slots=9)
+        await one.knows("w1")
+        await log.publish_tokens(asked, 1, answer(asked))
+        whole = done.Outcome(wire.pack_tokens(answer(asked)), "length")
+        await zombie.finish(asked, 1, [whole])
+        await eventually(lambda: one.unfinished == two.unfinished == {})
+        assert log.streamed(asked) == answer(asked, 3), "the rest comes from the record"
+        (end,) = log.ends(asked)
+        found = await read_timeline(log.bus, asked.id)
+        assert [(stage.attempt, stage.worker) for stage in found.stages] == [(1, "w1"), (2, "w2")]
+        assert found.done == end
+        await lose(clients, zombie)
+        await eventually(lambda: "w1" not in {each.worker for each in one.router.cluster.registrations()})
+        assert len(await clients.work()) == 2
+
+
+@pytest.mark.usefixtures("registered_yet")
+async def test_a_fenced_attempt_whose_router_died_is_recovered_once_its_worker_is_given_up_again(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another router, which still has the worker's registration. The second fence is the first one."""
+    monkeypatch.setattr(cluster_state, "SETTLE_S", 0.3)
+    asked = request(max_tokens=20)
+    async with routing(broker, pipeline) as one:
+        stub = await on(clients, one, "w1", asked, connection="c1")
+        async with routing(broker, pipeline) as two:
+            await two.knows("w1")
+            await streamed(log, asked, answer(asked, 3))
+            await stub.stop()
+            one.router.cluster._removal.remove_connections(frozenset({"c1"}))
+            await eventually(lambda: one.waiting == [asked.id])
+            await one.kill()
+            await log.publish_tokens(asked, 1, [1] * 20)  # had been under way: void for all
+            await clients.stub("w2")
+            await two.knows("w1", "w2")
+            assert two.unfinished == {asked.id: (1, "w1")}
+            two.router.cluster._removal.remove_connections(frozenset({"c1"}))
+            worker, job = await clients.placed(asked, 2)
+            assert (worker, ids(job.resume[0])) == ("w2", answer(asked, 3))
+            assert [item.attempt for item in log.items if item.choice == WHOLE_REQUEST] == [2]
 
 
 # -- real workers -------------------------------------------------------------------------------------------------
