@@ -8,6 +8,7 @@ and behind the fence of the attempt that it names: that one was given up, and en
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
@@ -27,6 +28,7 @@ log = structlog.get_logger("gateway")
 LOOK_S = 1.0  # an answer without new items for this long, and at most twice that, is looked up
 LOOK_UPS = 256  # at a time
 AGAIN_S = 0.5
+LOST_REMEMBERED = 10_000  # requests
 LATE_S = 10.0  # after the terminal event, for tokens that come late
 
 ReadAgain = Callable[[GenerateRequest, int], Awaitable[InflightRequest]]
@@ -47,6 +49,7 @@ class Completion:
         self._idle: list[InflightRequest] = []  # to be looked up
         self._looked = 0.0
         self._reading: set[InflightRequest] = set()
+        self._lost: OrderedDict[str, None] = OrderedDict()  # requests whose text is nowhere
 
     async def complete_idle(self, readers: Iterable[InflightRequest], now: float) -> None:
         """
@@ -82,7 +85,8 @@ class Completion:
             log.info("answer_completed_from_record", request=record.request, tokens=record.usage.completion)
             inflight.complete(done.items(record))
         elif not inflight.request.no_store:
-            log.error("answer_lost", request=record.request, left_out=record.left_out)
+            if self._is_news(record.request):
+                log.error("answer_lost", request=record.request, left_out=record.left_out)
             inflight.fail(ServingError(Code.internal, "the output did not fit into the request's record and was lost"))
         elif inflight not in self._reading:
             self._reading.add(inflight)
@@ -92,7 +96,7 @@ class Completion:
             )
 
     async def _complete_from_tokens(self, inflight: InflightRequest, record: done.Done) -> None:
-        until = time.monotonic() + LATE_S
+        until = time.monotonic() + (LATE_S if record.request not in self._lost else 0.0)
         while not inflight.ended:
             again = await self._read_again(inflight.request, record.attempt)
             items = again.available()
@@ -102,10 +106,20 @@ class Completion:
                 log.info("answer_completed_from_tokens", request=record.request, tokens=record.usage.completion)
                 inflight.complete(items)
             elif time.monotonic() > until:
-                log.error("answer_lost", request=record.request, tokens=record.usage.completion, code=record.code)
+                if not record.code and self._is_news(record.request):  # otherwise it has ended with an error anyway
+                    log.error("answer_lost", request=record.request, tokens=record.usage.completion)
                 inflight.complete([*items, last_item(record)])
             else:
                 await asyncio.sleep(AGAIN_S)
+
+    def _is_news(self, request: str) -> bool:
+        """Whether a lost answer is seen for the first time: each client that asks for it has a reader of its own."""
+        if request in self._lost:
+            return False
+        self._lost[request] = None
+        if len(self._lost) > LOST_REMEMBERED:
+            self._lost.popitem(last=False)
+        return True
 
 
 def last_item(record: done.Done) -> TokenItem:

@@ -29,7 +29,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -380,6 +380,7 @@ class DeletedRequests:
 
     Attributes:
         followed: set once all that are noted are known.
+        noted: called with each that is noted.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -389,6 +390,7 @@ class DeletedRequests:
         self._following = contextlib.AsyncExitStack()
         self._tried = asyncio.Event()
         self.followed = asyncio.Event()
+        self.noted: Callable[[str], None] = lambda request: None
 
     def __contains__(self, request: object) -> bool:
         until_ns = self._until.get(request)  # type: ignore[call-overload]
@@ -428,6 +430,7 @@ class DeletedRequests:
         if not entry.data:  # it has expired
             return
         self._until[request] = entry.time_ns + TTL_NS
+        self.noted(request)
         now_ns = self._bus.clock.now_ns()
         while self._until and self._until[first := next(iter(self._until))] < now_ns:  # a marker may have been missed
             del self._until[first]

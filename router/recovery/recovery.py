@@ -73,6 +73,7 @@ class Recovery:
         self._returned: OrderedDict[str, tuple[int, str, float]] = OrderedDict()  # request -> attempt, reason, when
         self._recovering: set[tuple[str, int]] = set()
         self._left_to_owner: dict[tuple[str, int], int] = {}  # request, attempt -> scans
+        self._jobless: OrderedDict[tuple[str, int], None] = OrderedDict()  # request, seq in WORK, where no job is
         self._time_slice = TimeSlice()
 
     def on_worker_lost(self, worker: str, why: str, requests: list[ActiveRequest]) -> None:
@@ -139,19 +140,28 @@ class Recovery:
         fresh = [entry for entry in entries if (entry.request, entry.attempt) not in self._recovering]
         # ``scan`` finds the others again.
         fresh = [entry for entry in fresh if not (in_memory(entry.gateway) and self._misses_output(entry.request))]
+        fresh = [entry for entry in fresh if (entry.request, entry.seq) not in self._jobless]
         if not fresh:
             return
         names = {(entry.request, entry.attempt) for entry in fresh}
         self._recovering |= names
         try:
             attempts = [InterruptedAttempt(e.request, e.attempt, e.worker, e.gateway, e.seq) for e in fresh]
-            for interrupted in await fence(self._bus, self._publisher, self._router, attempts):
+            found = await fence(self._bus, self._publisher, self._router, attempts)
+            self._give_up({(e.request, e.seq) for e in fresh if e.seq} - {(a.request_id, a.work_seq) for a in found})
+            for interrupted in found:
                 await self._continue(interrupted, reason)
                 await self._time_slice.yield_if_spent()
         except ServingError as error:
             log.warning("recovery_postponed", error=error.message, requests=len(fresh))
         finally:
             self._recovering -= names
+
+    def _give_up(self, jobless: set[tuple[str, int]]) -> None:
+        """These cannot be placed again, unless their job is found elsewhere: a copy of it has another sequence."""
+        self._jobless |= dict.fromkeys(jobless)
+        while len(self._jobless) > RETURNS_REMEMBERED:
+            self._jobless.popitem(last=False)
 
     def _unhandled_returns(self, now: float) -> dict[str, list[ActiveRequest]]:
         """By reason: returns that were read before their job, or whose recovery failed."""

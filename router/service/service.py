@@ -78,6 +78,7 @@ class Router:
         self._memory = MemoryStreams(bus)
         self._deletion = Deletion(bus)
         self.cluster = ClusterState(bus, settings, self._deletion.deleted, self._deletion.came_back)
+        self._deletion.deleted.noted = self.cluster.forget
         self._decider = Decider(self.cluster, settings, metrics)
         self._tenants = TenantWeights(bus)
         self._held = self._make_held()

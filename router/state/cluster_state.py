@@ -130,8 +130,10 @@ class ClusterState:
             self.tracker.restore(state)
             self.returned.update(state.returned)
             self.losses.update(state.losses, state.losses_together)
-            for entry in self.tracker.active():  # its return was read, and not acted on before the snapshot
-                if entry.attempt in self.returned.of(entry.request):
+            for entry in self.tracker.active():
+                if entry.request in self._deleted:
+                    self.forget(entry.request)
+                elif entry.attempt in self.returned.of(entry.request):  # read, and not acted on before the snapshot
                     listener.attempt_returned(entry.request, entry.attempt, "its worker gave it back")
             starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
         # Workers before jobs: jobs are counted in blocks of their worker's size.
@@ -166,6 +168,13 @@ class ClusterState:
             losses = LoadState(losses=own, losses_together=together)
             await self._snapshots.save(head, chain(self.tracker.parts(), returned, [losses]))
         await self.caches.save_sometimes()
+
+    def forget(self, request: str) -> None:
+        """A request was deleted, so it had ended. Its terminal event may be gone before it was read here."""
+        self._unowned.end(request)
+        self.returned.end(request)
+        if self.tracker.finish(request) is not None:
+            self._listener.capacity_changed()
 
     async def maintain(self, now_ns: int) -> None:
         """Expire leases, broken connections and overdue requests, and clean up; a few times a second."""

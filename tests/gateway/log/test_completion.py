@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.gateway.log import completion
 from penstock.gateway.log.completion import Completion
@@ -137,6 +138,24 @@ async def test_without_its_tokens_a_request_that_succeeded_ends_with_content_los
     await look(ended, bus, tasks)
     items = await asyncio.wait_for(ended.inflight.take(), 10)
     assert [item.finish.code for item in items if item.finish is not None] == ["content_lost"]
+    await tasks.aclose()
+
+
+async def test_a_lost_answer_is_reported_once_and_later_clients_do_not_wait_for_it(
+    bus: Bus, ended: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks, records = Tasks("test"), Records(bus)
+    idle = Completion(records, ended.read_again, tasks)
+    await ended.record()
+    (record,) = await records.ends([ended.request])
+    with capture_logs() as lines:
+        for late_s in (0.1, 3600.0, 3600.0):
+            monkeypatch.setattr(completion, "LATE_S", late_s)
+            reader = InflightRequest(ended.request, bounded=False)
+            idle.complete(reader, record)
+            items = await asyncio.wait_for(reader.take(), 10)
+            assert [item.finish.code for item in items if item.finish is not None] == ["content_lost"]
+    assert [line["request"] for line in lines if line["event"] == "answer_lost"] == [ended.request.id]
     await tasks.aclose()
 
 

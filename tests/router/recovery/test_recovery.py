@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.direct_get import read
@@ -15,11 +16,11 @@ from penstock.router.recovery import recovery
 from penstock.router.recovery.fencing import InterruptedAttempt, fence
 from penstock.router.state import cluster_state
 from penstock.router.state.lost_workers import RegistrationRemoval
-from penstock.schemas import done, jobs, tokens, wire
+from penstock.schemas import deletions, done, jobs, tokens, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.ids import new_request_id
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
+from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT, Subjects
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, Stub, routing
@@ -446,6 +447,52 @@ async def test_a_worker_that_has_not_registered_yet_is_given_time(
         await two.knows("w1")
         assert two.unfinished == {asked.id: (1, "w1")}
         assert len(await clients.work()) == 1
+
+
+@pytest.mark.parametrize("when", ["it runs", "it starts"])
+async def test_a_router_that_never_read_the_end_of_a_deleted_request_does_not_count_it(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients, when: str
+) -> None:
+    """Its terminal event was erased before. It would count at its worker, or be looked for, until its deadline."""
+    note, bucket = wire.encode(deletions.Deletion("x")), log.bus.subjects.bucket("deleted")
+    asked, other = request(), request()
+    async with routing(broker, pipeline) as one:
+        await on(clients, one, "w1", asked)
+        if when == "it starts":
+            await one.router.cluster.save()
+            await one.kill()
+        await log.bus.js.publish(f"$KV.{bucket}.{asked.id}", note)
+        if when == "it runs":
+            await eventually(lambda: one.unfinished == {})
+            return
+    async with routing(broker, pipeline) as two:
+        assert two.unfinished == {}
+        await clients.ask(other)
+        await eventually(lambda: two.unfinished == {other.id: (1, "w1")})
+
+
+async def test_a_request_whose_job_is_gone_is_reported_once_and_its_copy_is_found(
+    log: LogClient, clients: Clients, one: Routing
+) -> None:
+    asked = request()
+    stub = await on(clients, one, "w1", asked)
+    entry = one.router.cluster.tracker.request(asked.id)
+    assert entry is not None
+    stream, job = log.bus.subjects.stream("WORK"), (await clients.work())[0][1]
+    header = jobs.load_header(5, 0, GATEWAY, asked.deadline_ns, "standard", 1)
+    await log.bus.js.delete_msg(stream, entry.seq)
+    with capture_logs() as lines:
+        await lose(clients, stub)
+        await eventually(lambda: any(line["event"] == "job_not_found" for line in lines))
+        await asyncio.sleep(0.5)  # some looks
+        assert [line["request"] for line in lines if line["event"] == "job_not_found"] == [asked.id]
+    await log.bus.js.publish(
+        log.bus.subjects.kept("aggregated", "w1"),
+        wire.encode(job),
+        headers={HEADER_MSG_ID: f"{asked.id}:1:{KEPT}:{entry.seq}", HEADER_LOAD: header},
+    )
+    await clients.stub("w2")
+    assert (await clients.placed(asked, 2))[0] == "w2"
 
 
 @pytest.fixture
