@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.launch.nats import apply_at
-from penstock.measure.generator.lag import cpu_seconds
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
+from tests.perf.cpu import cpu_seconds
 
 # Kind and bytes of what one request stores.
 MESSAGES = (

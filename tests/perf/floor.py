@@ -28,8 +28,9 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.puller import ACK, pull_request
 from penstock.infra.bus.wire_protocol import Frame, FrameReader, publish_command
 from penstock.launch.nats import apply_at, connect_operator
-from penstock.measure.generator.lag import cpu_of, loop_factory
+from penstock.measure.generator.lag import loop_factory
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
+from tests.perf.cpu import cpu_of
 
 REQUEST, JOB, FIRST, REST, KV, DONE = (os.urandom(size) for size in (1500, 2600, 120, 400, 350, 1600))
 HTTP_REQUEST, HTTP_BEGIN, HTTP_REST = (b"." * size for size in (1_600, 500, 14_000))

@@ -35,10 +35,10 @@ from penstock.infra.bus.loop_lag import EVERY_S, WINDOW_S
 from penstock.infra.bus.wire_protocol import Frame
 from penstock.infra.model.modeldir import TINY
 from penstock.launch.state import State, read_state
-from penstock.measure.generator.lag import cpu_seconds
 from penstock.schemas import kv, wire
 from penstock.schemas.fleet import Registration
 from penstock.workers.session.lease import Lease
+from tests.perf.cpu import cpu_seconds
 
 READY_S = 60.0
 STOP_S = 20.0

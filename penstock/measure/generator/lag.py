@@ -1,30 +1,9 @@
-"""Whether the load generator is itself the bottleneck: how late its event loop runs, and its CPU time.
-
-CPU time of processes, from /proc (Linux).
-
-The event loop of load generators.
-"""
+"""Whether the load generator is itself the bottleneck: how late its event loop runs, and its CPU time."""
 
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
-
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process and its threads so far; 0.0: no such process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) * _TICK_S
-
-
-def cpu_of(pids: Iterable[int]) -> dict[int, float]:
-    return {pid: cpu_seconds(pid) for pid in pids}
+from collections.abc import Callable
 
 
 def own_seconds() -> float:

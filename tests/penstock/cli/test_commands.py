@@ -301,3 +301,9 @@ def test_the_broker_runs_in_the_foreground_until_sigterm(tmp_path: Path) -> None
             process.kill()  # or leaving the block would wait for ever
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_command_that_needs_a_clone_says_so_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tests.perf", None)  # type: ignore[arg-type]  # as documented of import
+    with pytest.raises(SystemExit, match="not part of the installed package; run it in a clone"):
+        main(["bench", "http"])

@@ -11,11 +11,11 @@ import pytest
 import uvloop
 
 from penstock.launch.state import Running, State, write_state
-from penstock.measure.bench.http import BenchFailed, Requests, Settings, Stage, Tally, _measure, _target, figures
-from penstock.measure.generator.lag import cpu_seconds
 from penstock.measure.generator.pool import Exchange
 from penstock.measure.generator.target import Target
 from tests.penstock.measure.generator.support import TOKENS, serving
+from tests.perf.cpu import cpu_seconds
+from tests.perf.http import BenchFailed, Requests, Settings, Stage, Tally, _measure, _target, figures
 
 
 def bench(**more: Any) -> Settings:

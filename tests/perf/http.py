@@ -1,8 +1,6 @@
 """``penstock bench http``: closed-loop load on any OpenAI-compatible URL, and what it costs each process.
 
-The figures of each stage of ``penstock bench http``, and their table.
-
-What one stage of ``penstock bench http`` saw.
+In a clone only: it measures Penstock itself. ``penstock bench sweep`` measures deployments.
 """
 
 import asyncio
@@ -28,9 +26,10 @@ from rich.table import Table
 from penstock.cli.figures import quantile
 from penstock.cli.terminal import stdout
 from penstock.launch.state import read_state
-from penstock.measure.generator.lag import cpu_of, loop_factory, own_seconds
+from penstock.measure.generator.lag import loop_factory, own_seconds
 from penstock.measure.generator.pool import WORDS, ClosedLoop, Exchange, Pool
 from penstock.measure.generator.target import BadTarget, Target, ask, parse_target
+from tests.perf.cpu import cpu_of
 
 _MOST_REASONS = 20
 
