@@ -4,10 +4,21 @@ docs/engines.md: sampling options, from what the engines' adapters do. docs/pars
 which answers are read. docs/roles.md: what each user of the broker may do. configs/recipes/README.md: the recipes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from penstock.infra.broker.roles import table
+from penstock.infra.broker.roles import (
+    AUDITED,
+    ROLES,
+    SECOND,
+    account,
+    exports,
+    permissions,
+    publishes,
+    subscribes,
+    table,
+)
 from penstock.infra.engine_args.memory_estimate import GIB, Memory, estimate
 from penstock.infra.engine_args.rules.check import RULES
 from penstock.infra.text.parsers.families import PACKAGED, Calls, Family, read_rows
@@ -43,9 +54,124 @@ def parsers(page: str) -> str:
 
 
 def roles(page: str) -> str:
-    """The page with its table as it must be; what stands before the table is kept."""
+    """The page with its tables and commands as they must be; what stands before the first table is kept."""
     head, _, _ = page.partition("| role |")
-    return head + table(Subjects())
+    return "\n".join((head + table(Subjects()), denied(Subjects()), nsc(Subjects())))
+
+
+def denied(s: Subjects) -> str:
+    """What the table of rights does not show."""
+    lines = [
+        "## Denials and replies",
+        "",
+        "What is denied may not be published although a subject above allows it. `penstock nats --print-config` writes",
+        "this, too.",
+        "",
+        "| role | may not publish | may reply |",
+        "|---|---|---|",
+    ]
+    for role in ROLES:
+        allowed = permissions(role, s) if role != "client" else None
+        if allowed is None or not (allowed.deny or allowed.respond):
+            continue
+        subjects = " ".join(f"`{subject}`" for subject in allowed.deny)
+        reply = '`allow_responses: { max: 1, expires: "1m" }`' if allowed.respond else "–"
+        lines.append(f"| {role} | {subjects or '–'} | {reply} |")
+    return "\n".join(lines) + "\n"
+
+
+NSC = """\
+## With JWTs
+
+For servers in operator mode, `nsc` makes the account of the pipeline, its users and their credentials files
+(`PENSTOCK_NATS_CREDS`). Each role is a scoped signing key: its rights are in the JWT of the account, so that those of
+users stay short, and `{{{{subject()}}}}` stands for the public key, as which the broker knows a user. Flags as of nsc
+2.12. The audit log has public keys here, too, so nothing denies the operator to write under the name of another.
+
+```sh
+nsc add account APP
+nsc edit account APP --js-mem-storage -1 --js-disk-storage -1 --js-streams -1 --js-consumer -1
+{exports}
+```
+
+{roles}
+
+```sh
+# Routers log in to the system account, too (PENSTOCK_SYS_NATS_CREDS)
+nsc add user --account SYS --name sys
+nsc generate creds --account SYS --name sys > sys.creds
+nsc push --all
+```
+
+A tenant of the [NATS API](nats.md#on-a-broker-of-your-own) has an account of its own, with imports that insert its
+name; so has the tenant `default`:
+
+```sh
+{tenant}
+```
+"""
+
+
+def nsc(s: Subjects) -> str:
+    """Commands for the same rights as those in a server's configuration."""
+    roles = (role for role in ROLES if role != "client")
+    return NSC.format(
+        exports="\n".join(_nsc_exports(s)),
+        roles="\n\n".join(_nsc_role(role, s) for role in roles),
+        tenant=_nsc_tenant(s),
+    )
+
+
+def _nsc_exports(s: Subjects) -> Iterable[str]:
+    for kind, subject, more in re.findall(r'\{ (service|stream): "([^"]+)"(.*) \}', exports(s)):
+        line = f"nsc add export --account APP --name {subject.split('.')[1]} --subject '{subject}'"
+        if kind == "service":
+            line += " --service"
+        if threshold := re.search(r'response_type: "stream", response_threshold: "(\w+)"', more):
+            line += f" --response-type Stream --response-threshold {threshold[1]}"
+        yield line
+
+
+def _nsc_role(role: str, s: Subjects) -> str:
+    allowed = permissions(role, s)
+    assert allowed is not None
+    # Users are known by their public key. A denial would include a user's own entries.
+    own, audits = s.audit(role), {s.audit(f"{each}{second}") for each in AUDITED for second in ("", SECOND)}
+    publish = [f"{s.namespace}.audit.{{{{subject()}}}}" if subject == own else subject for subject in allowed.publish]
+    flags = [("allow-pub", publish), ("allow-sub", allowed.subscribe)]
+    flags += [("deny-pub", [subject for subject in allowed.deny if subject not in audits])]
+    lines = [f"nsc edit signing-key --account APP --sk generate --role {role}"]
+    lines += [f"  --{flag} '{','.join(part)}'" for flag, subjects in flags for part in _lines(subjects)]
+    if allowed.respond:
+        lines.append("  --allow-pub-response=1 --response-ttl 1m")
+    user = f"nsc add user --account APP --name {role} --private-key {role}"
+    creds = f"nsc generate creds --account APP --name {role} > {role}.creds"
+    return "```sh\n" + " \\\n".join(lines) + f"\n{user}\n{creds}\n```"
+
+
+def _lines(subjects: Sequence[str]) -> Iterable[Sequence[str]]:
+    """Parts of about 130 characters."""
+    part: list[str] = []
+    for subject in subjects:
+        if part and sum(map(len, part)) + len(part) + len(subject) > 130:
+            yield part
+            part = []
+        part.append(subject)
+    if part:
+        yield part
+
+
+def _nsc_tenant(s: Subjects) -> str:
+    lines = ["nsc add account acme"]
+    imports = r'\{ (\w+): \{ account: APP, subject: "([^"]+)" \}, to: "([^"]+)" \}'
+    for kind, subject, to in re.findall(imports, account("acme", (), s)):
+        flag = " --service" if kind == "service" else ""
+        lines.append(
+            f"nsc add import --account acme --src-account APP --remote-subject '{subject}' --local-subject '{to}'{flag}"
+        )
+    lines.append("nsc add user --account acme --name acme \\")
+    lines.append(f"  --allow-pub '{','.join(publishes(s))}' --allow-sub '{','.join(subscribes(s))}'")
+    return "\n".join([*lines, "nsc generate creds --account acme --name acme > acme.creds"])
 
 
 def recipes(page: str) -> str:

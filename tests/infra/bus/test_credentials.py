@@ -12,15 +12,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import nats
 import pytest
 
 from penstock.cli.commands import main
 from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.roles import permissions
 from penstock.infra.broker.server import find_server
+from penstock.infra.bus.audit import broker_user
 from penstock.infra.bus.connection import connect
 from penstock.infra.process.child import die_with_parent
 from penstock.launch.nats import connect_operator
 from penstock.schemas.errors import ServingError
+from penstock.schemas.subjects import Subjects, inbox_prefix
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import free_port, until
 from tests.tls_support import issue
@@ -171,8 +175,11 @@ def token(issuer: bytes, subject: str, kind: str, **nats: Any) -> str:
     return f"{body}.{part(pair.sign(body.encode()))}"
 
 
-def in_operator_mode(folder: Path, **permissions: Any) -> str:
-    """The configuration of a server with JetStream whose users are JWTs; writes ``user.creds``."""
+def in_operator_mode(folder: Path, scope: tuple[bytes, Any] | None = None, **permissions: Any) -> str:
+    """The configuration of a server with JetStream whose users are JWTs; writes ``user.creds``.
+
+    ``scope``: the seed of a signing key of the account, and its scope with the user's rights.
+    """
     nkeys = pytest.importorskip("nkeys")
     operator, operator_key = seed(nkeys.PREFIX_BYTE_OPERATOR)
     account, account_key = seed(nkeys.PREFIX_BYTE_ACCOUNT)
@@ -180,9 +187,13 @@ def in_operator_mode(folder: Path, **permissions: Any) -> str:
     user, user_key = seed(nkeys.PREFIX_BYTE_USER)
     limits = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1) | {"wildcards": True}
     stored = limits | dict.fromkeys(("mem_storage", "disk_storage", "streams", "consumer"), -1)
-    account_jwt = token(operator, account_key, "account", limits=stored)
     unlimited = {"pub": {}, "sub": {}, "subs": -1, "data": -1, "payload": -1}
-    user_jwt = token(account, user_key, "user", **(unlimited | permissions))
+    if scope is None:
+        account_jwt = token(operator, account_key, "account", limits=stored)
+        user_jwt = token(account, user_key, "user", **(unlimited | permissions))
+    else:
+        account_jwt = token(operator, account_key, "account", limits=stored, signing_keys=[scope[1]])
+        user_jwt = token(scope[0], user_key, "user", issuer_account=account_key, pub={}, sub={})
     text = (
         f"-----BEGIN NATS USER JWT-----\n{user_jwt}\n------END NATS USER JWT------\n"
         f"\n-----BEGIN USER NKEY SEED-----\n{user.decode()}\n------END USER NKEY SEED------\n"
@@ -250,3 +261,40 @@ async def test_a_login_that_is_too_long_for_the_broker_names_its_setting(
             await connect_operator(url)
     async with served(tmp_path, port, config + "max_control_line: 65536\n"):
         await works(url, "worker")
+
+
+async def test_a_user_of_a_scoped_signing_key_has_the_rights_of_its_role_and_a_short_login(
+    tmp_path: Path,
+) -> None:
+    """As docs/roles.md makes them: the account's JWT has the rights, and the user's fits the server's default."""
+    nkeys = pytest.importorskip("nkeys")
+    (signing, signing_key), port = seed(nkeys.PREFIX_BYTE_ACCOUNT), free_port()
+    allowed = permissions("gateway", Subjects())
+    assert allowed is not None
+    publish = ["ps.audit.{{subject()}}" if each == "ps.audit.gateway" else each for each in allowed.publish]
+    rights = {"pub": {"allow": publish, "deny": list(allowed.deny)}, "sub": {"allow": list(allowed.subscribe)}}
+    template = rights | {"subs": -1, "data": -1, "payload": -1}
+    scope = {"kind": "user_scope", "key": signing_key, "role": "gateway", "template": template}
+    config = in_operator_mode(tmp_path, scope=(signing, scope))
+    refused: list[str] = []
+
+    async def on_error(error: Exception) -> None:
+        refused.append(str(error).lower())
+
+    async with served(tmp_path, port, config):
+        nc = await nats.connect(
+            f"nats://127.0.0.1:{port}",
+            user_credentials=str(tmp_path / "user.creds"),
+            inbox_prefix=inbox_prefix("gateway"),
+            error_cb=on_error,
+        )
+        subjects, user = Subjects(), await broker_user(nc)  # type: ignore[arg-type]
+        for subject in (subjects.audit("gateway"), f"$JS.API.STREAM.MSG.DELETE.{subjects.stream('DONE')}"):
+            await nc.publish(subject, b"")
+            await eventually(lambda subject=subject: any(subject.lower() in each for each in refused))  # type: ignore[misc]
+        own = await nc.subscribe("ps.verdict")
+        await nc.publish(subjects.audit(user), b"")
+        await nc.publish("ps.verdict", b"x")
+        assert (await own.next_msg(timeout=10)).data == b"x"
+        assert len(refused) == 2
+        await nc.close()
