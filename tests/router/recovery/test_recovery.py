@@ -472,8 +472,9 @@ async def test_a_router_that_never_read_the_end_of_a_deleted_request_does_not_co
 
 
 async def test_a_request_whose_job_is_gone_is_reported_once_and_its_copy_is_found(
-    log: LogClient, clients: Clients, one: Routing
+    log: LogClient, clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cluster_state, "SETTLE_S", 0.0)
     asked = request()
     stub = await on(clients, one, "w1", asked)
     entry = one.router.cluster.tracker.request(asked.id)
