@@ -14,7 +14,6 @@ from penstock.configs.flags import Parser
 from penstock.log.export.export import add_selection_flags, selection
 from penstock.log.export.recording import Recording, Run
 from penstock.log.replay.comparison import parse_changes
-from penstock.log.replay.html_report import write_html
 from penstock.log.replay.http import replay_over_http, unsupported
 from penstock.log.replay.nats import collect, replay_over_nats
 from penstock.log.replay.report import Report, make_report, show, with_texts
@@ -55,8 +54,6 @@ def run(argv: Sequence[str]) -> int:
     try:
         if args.json:
             write_json(args.json, report)
-        if args.html:
-            write_html(args.html, report)
     except ValueError as error:
         print(f"penstock replay: {error}", file=sys.stderr)
         return 1
@@ -99,7 +96,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--model-path", default="", metavar="FOLDER", help="tokenizer of the texts in the report; default: by name"
     )
     parser.add_argument("--json", default="", metavar="FILE", help="the report as JSON; '-': to standard output")
-    parser.add_argument("--html", default="", metavar="FILE", help="the report as one HTML file with plots")
     parser.add_argument(
         "--fail-on", choices=FAIL_ON, default="tokens", help="exit with 1 if an answer differs, or for errors only"
     )

@@ -23,11 +23,10 @@ from penstock.log.replay.comparison import ERROR, OUTCOMES, RECOVERED, SAME, UNA
 
 SHOWN = 500  # comparisons in a report, those that differ first
 QUANTILES = (0.5, 0.9, 0.99)
-POINTS = 200  # of a distribution in a report
 
 
 class Series(msgspec.Struct, frozen=True):
-    """A distribution, milliseconds. ``points``: at most 200 values at equal steps of its share, for a plot."""
+    """A distribution, milliseconds."""
 
     count: int
     mean: float
@@ -35,7 +34,6 @@ class Series(msgspec.Struct, frozen=True):
     p90: float
     p99: float
     max: float
-    points: tuple[float, ...]
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -176,10 +174,8 @@ def series(values: Sequence[float]) -> Series | None:
         return None
     ordered = sorted(values)
     count = len(ordered)
-    points = min(count, POINTS)
     p50, p90, p99 = (ordered[min(count - 1, int(share * count))] for share in QUANTILES)
-    shown = tuple(ordered[index * (count - 1) // max(1, points - 1)] for index in range(points))
-    return Series(count, sum(ordered) / count, p50, p90, p99, ordered[-1], shown)
+    return Series(count, sum(ordered) / count, p50, p90, p99, ordered[-1])
 
 
 DIFFERENCES = 10
@@ -216,7 +212,7 @@ def show(report: Report, console: Console) -> None:
     for each in shown[:DIFFERENCES]:
         _difference(report, each, console)
     if report.differences > DIFFERENCES:
-        console.print(f"… and {report.differences - DIFFERENCES} more; --json and --html show them", highlight=False)
+        console.print(f"… and {report.differences - DIFFERENCES} more; --json shows them", highlight=False)
 
 
 def _times(report: Report) -> Table:

@@ -1,6 +1,5 @@
 """The dashboard's pages and its stream of changes, over HTTP."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -25,7 +24,6 @@ from penstock.log.timeline.read import read_timeline
 from penstock.operate.dashboard import pages
 from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.live import Live, Moment
-from penstock.operate.dashboard.pages import list_reports
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.summary import Criteria
 
@@ -37,9 +35,6 @@ POLICY = (
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 
-# A report is one file with its own style, from wherever it was copied: no script runs in it.
-REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
-
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -48,11 +43,9 @@ class Dashboard:
 
     Args:
         live: None for a stopped deployment.
-        reports: folder of HTML reports to list; None: there is none.
     """
 
-    def __init__(self, log: Log, live: Live | None, access: Access, reports: Path | None = None) -> None:
-        self._reports = reports
+    def __init__(self, log: Log, live: Live | None, access: Access) -> None:
         self._bus = log.bus
         self._stopped = log.stopped
         self._live = live
@@ -68,8 +61,6 @@ class Dashboard:
             Route("/requests/{id}", self._guarded(self._request)),
             Route("/find", self._guarded(self._find)),
             Route("/leases", self._guarded(self._leases)),
-            Route("/reports", self._guarded(self._list_reports)),
-            Route("/reports/{name}", self._guarded(self._report)),
             Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
         ]
         return Starlette(routes=routes)
@@ -88,7 +79,7 @@ class Dashboard:
                 response = self._problem(title, error.message, 403 if refused else 503)
             except (NatsError, OSError, TimeoutError) as error:
                 response = self._problem("The broker does not answer", why_unreachable(error), 503)
-            response.headers.setdefault("Content-Security-Policy", POLICY)
+            response.headers["Content-Security-Policy"] = POLICY
             response.headers["Referrer-Policy"] = "no-referrer"
             response.headers["Cache-Control"] = "no-store"
             return response
@@ -139,18 +130,6 @@ class Dashboard:
         now_ns = await stopped_ns(self._bus) if self._stopped else time.time_ns()
         by_ticket = await leases(self._bus, now_ns)
         return HTMLResponse(pages.leases(by_ticket, now_ns, stopped=self._stopped, namespace=self._namespace))
-
-    async def _list_reports(self, request: Request) -> Response:
-        reports = await asyncio.to_thread(list_reports, self._reports)
-        return HTMLResponse(pages.reports(reports, self._reports, namespace=self._namespace))
-
-    async def _report(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in [report.name for report in await asyncio.to_thread(list_reports, self._reports)]:
-            return self._problem("Not found", f"there is no report {name}", 404)
-        assert self._reports is not None
-        text = await asyncio.to_thread((self._reports / name).read_text, encoding="utf-8", errors="replace")
-        return HTMLResponse(text, headers={"Content-Security-Policy": REPORT_POLICY})
 
     # --- changes ---
 

@@ -17,7 +17,6 @@ from penstock.log.sources.open_log import REQUEST_STREAMS, Source, add_flags, op
 from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.app import Dashboard
 from penstock.operate.dashboard.live import Live
-from penstock.operate.dashboard.pages import FOLDER
 from penstock.operate.observe import Observer
 
 PORT = 8480
@@ -54,8 +53,7 @@ async def _run(args: argparse.Namespace) -> None:
         token = args.token or (secrets.token_urlsafe(18) if args.nats_url else _token_of(source))
         async with open_log(source, name="dashboard", role="reader", streams=STREAMS, patient=True) as log:
             live = None if log.stopped else Live(Observer(log.bus), INTERVAL_S)
-            reports = None if args.nats_url else source.data_dir / FOLDER
-            app = Dashboard(log, live, Access(token, port), reports).application()
+            app = Dashboard(log, live, Access(token, port)).application()
             config = uvicorn.Config(
                 app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=CLOSE_S
             )

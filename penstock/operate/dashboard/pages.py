@@ -1,14 +1,12 @@
 """HTML of the dashboard's pages. Everything that comes from requests is escaped by the templates.
 
 Small line charts as SVG, drawn on the server. Pure.
-
-HTML reports that commands such as ``penstock replay --html`` have written into a folder.
 """
 
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -54,30 +52,6 @@ def _shape(points: Sequence[str]) -> str:
         return f'<polyline class="line" points="{line} {line}"/>'
     area = f"{first},{HEIGHT} {line} {last},{HEIGHT}"
     return f'<polygon class="area" points="{area}"/><polyline class="line" points="{line}"/>'
-
-
-FOLDER = "reports"  # in the data folder
-MOST = 500
-
-
-class ReportFile(NamedTuple):
-    """``modified_ns``: Unix time."""
-
-    name: str
-    size: int
-    modified_ns: int
-
-
-def list_reports(folder: Path | None) -> list[ReportFile]:
-    """The newest first, at most ``MOST``; none if there is no such folder."""
-    if folder is None or not folder.is_dir():
-        return []
-    reports = []
-    for path in folder.glob("*.html"):
-        if path.is_file() and not path.is_symlink():
-            status = path.stat()
-            reports.append(ReportFile(path.name, status.st_size, status.st_mtime_ns))
-    return sorted(reports, key=lambda report: report.modified_ns, reverse=True)[:MOST]
 
 
 PER_PAGE = 100
@@ -197,11 +171,6 @@ def leases(found: Mapping[str, TicketLease], now_ns: int, *, stopped: bool, name
         namespace=namespace,
         here="leases",
     )
-
-
-def reports(found: Sequence[ReportFile], folder: Path | None, *, namespace: str) -> str:
-    """The list of reports."""
-    return _render("reports.html", found=found, folder=folder, namespace=namespace, here="reports")
 
 
 def problem(title: str, text: str, *, namespace: str) -> str:

@@ -1,35 +1,13 @@
-"""The report of a replay, and its HTML."""
+"""The report of a replay, as data and on the terminal."""
 
-from html.parser import HTMLParser
+import io
 
 import msgspec
+from rich.console import Console
 
 from penstock.log.export.recording import Run
-from penstock.log.replay.comparison import Comparison, Difference, TextDifference, Timing
-from penstock.log.replay.html_report import distribution, duration, html
-from penstock.log.replay.report import Replayed, Report, make_report, same_routes, series
-
-VOID = ("meta", "br", "line", "circle", "polyline", "i", "path")
-
-
-class Checker(HTMLParser):
-    """Raises for elements that are not closed in order, and remembers what would be loaded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.loaded: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loaded += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        pass
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+from penstock.log.replay.comparison import Comparison, Difference, TextDifference
+from penstock.log.replay.report import Replayed, Report, make_report, same_routes, show
 
 
 def report(*comparisons: Comparison) -> Report:
@@ -59,30 +37,25 @@ def test_differences_come_first_and_are_counted() -> None:
     assert found.replayed.itl is None
 
 
-def test_the_page_is_well_formed_loads_nothing_and_escapes_what_users_wrote() -> None:
+def test_the_terminal_shows_each_difference_and_what_users_wrote_as_it_is() -> None:
     difference = Difference(0, 3, (1, 2), (3, 4), (5,), 0.01, "recorded")
-    timing = Timing(1.0, 2.0, 3000.0)
     found = report(
-        one("1", "tokens", difference=difference, recorded_timing=timing),
-        one("2", "error", replayed_code="engine_error", message="<script>alert(1)</script>"),
+        one("1", "tokens", difference=difference),
+        one("2", "error", replayed_code="engine_error", message="[bold]alert[/]"),
         one("3"),
-        one("4", "tokens", text_difference=TextDifference(0, 4, "<i>", "<u>", "")),
+        one("4", "tokens", text_difference=TextDifference(0, 4, "<i>", "[red]", "")),
     )
-    texts = {"1": {"before": "<b>", "recorded": "<i>", "replayed": ""}}
-    for each in (found, msgspec.structs.replace(found, texts=texts)):
-        page = html(each)
-        checker = Checker()
-        checker.feed(page)
-        assert (checker.open, checker.loaded) == ([], [])
-        assert "<script" not in page
-        assert "3 of 4 answers differ; 1 got no answer" in page
-        assert "a near tie" in page
+    text = shown(found)
+    assert "4 requests in 2.0 s (2/s): 1 same, 2 tokens, 1 error" in text
+    assert "choice 0, first difference at token 3, margin 0.0100 (recorded)" in text
+    assert "recorded: [1, 2] + [3, 4]" in text
+    assert "engine_error: [bold]alert[/]" in text
+    assert "recorded: '<i>' + '[red]'" in text
+    texts = {"1": {"before": "a", "recorded": "b", "replayed": ""}}
+    assert "recorded: 'a' + 'b'" in shown(msgspec.structs.replace(found, texts=texts))
 
 
-def test_a_plot_stays_within_its_frame() -> None:
-    assert distribution("x", None, None) == ""
-    for values in ([1.0], [0.0, 0.0], [0.5, 1, 2, 10_000], [3.0] * 900 + [4.0]):
-        text = distribution("x", series(values), series([7.0]))
-        points = [pair.split(",") for part in text.split('points="')[1:] for pair in part.split('"')[0].split()]
-        assert all(0 <= float(x) <= 400 and 0 <= float(y) <= 230 for x, y in points)
-    assert [duration(value) for value in (0, 0.25, 12, 1500)] == ["0", "250 µs", "12 ms", "1.5 s"]
+def shown(found: Report) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    show(found, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]

@@ -51,11 +51,11 @@ async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
 
 
 @contextlib.asynccontextmanager
-async def serving(bus: Bus, *, stopped: bool = False, reports: Path | None = None) -> AsyncGenerator[Serving, None]:
+async def serving(bus: Bus, *, stopped: bool = False) -> AsyncGenerator[Serving, None]:
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
     live = Live(Observer(bus), 0.05)
-    app = Dashboard(Log(bus, stopped), None if stopped else live, Access(TOKEN, port), reports).application()
+    app = Dashboard(Log(bus, stopped), None if stopped else live, Access(TOKEN, port)).application()
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
     running = [asyncio.create_task(server.serve([listener])), asyncio.create_task(live.run())]
     url = f"http://127.0.0.1:{port}"
@@ -285,26 +285,6 @@ async def test_leases_are_listed_with_their_requests(bus: Bus) -> None:
     assert "1 open, 1 handoffs" in page
     assert f"/requests/{request.id}" in page
     assert "4.0 KiB" in page
-
-
-async def test_reports_are_served_from_their_folder_only_and_run_no_script(bus: Bus, tmp_path: Path) -> None:
-    folder = tmp_path / "reports"
-    folder.mkdir()
-    (folder / "monday.html").write_text("<h1>Monday</h1><script>1</script>")
-    (tmp_path / "secrets.html").write_text("geheim")
-    (folder / "link.html").symlink_to(tmp_path / "secrets.html")
-    async with serving(bus, reports=folder) as here:
-        listed = (await here.client.get("/reports")).text
-        assert "monday.html" in listed
-        assert "link.html" not in listed
-        report = await here.client.get("/reports/monday.html")
-        assert "<h1>Monday</h1>" in report.text
-        assert "sandbox" in report.headers["content-security-policy"]
-        assert "script-src" not in report.headers["content-security-policy"]
-        for name in ("link.html", "..%2Fsecrets.html", "none.html"):
-            assert (await here.client.get(f"/reports/{name}")).status_code == 404, name
-    async with serving(bus) as here:
-        assert "reads a broker only" in (await here.client.get("/reports")).text
 
 
 def test_a_data_folder_keeps_its_token_readable_by_its_owner_only(tmp_path: Path) -> None:
