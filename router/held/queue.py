@@ -34,7 +34,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-# Lower values shorten the longest waits of overload and lengthen the mean; docs/routing.md has what both cost.
+# Lower values shorten the longest waits of overload and lengthen the mean.
 OVERDUE_AFTER = 12.0  # times the work that was held in front of a request, and once what is held now
 ALONE_AFTER = 16.0  # times that work, and twice what is held, from which on nothing else is tried
 OVERDUE_NS = 5_000_000_000  # no request is overdue before

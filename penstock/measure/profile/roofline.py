@@ -64,10 +64,10 @@ GPUS = {
 class Efficiency(Struct, frozen=True, kw_only=True):
     """Shares of the peak rates that an engine reaches, and times that no rate explains.
 
-    The defaults are of the native engine on one H200 with an 8B Llama shape in bf16 (docs/benchmarks.md); how well they
-    fit is in docs/planner.md. Products of prompts 640 of 989 TFLOP/s, attention of prompts 550, weights and KV 4.0 of
-    4.8 TB/s, KV of a prompt between two GPUs 250 of 450 GB/s. All-reduce was not measured: 70 % of the link and 10 µs
-    are assumptions.
+    The defaults are of the native engine on one H200 with an 8B Llama shape in bf16; docs/results/gpus.md has how
+    it was measured, and how well they fit. Products of prompts 640 of 989 TFLOP/s, attention of prompts 550, weights
+    and KV 4.0 of 4.8 TB/s, KV of a prompt between two GPUs 250 of 450 GB/s. All-reduce was not measured: 70 % of the
+    link and 10 µs are assumptions.
 
     Attributes:
         blend: norm that joins the time of reading weights and the time of computing with them. 1: one after the

@@ -233,7 +233,7 @@ class SimulatedRouter:
 _INDEX_BLOCKS = 1 << 26
 _WAKE_NS = 250_000_000  # between two looks at held requests without an event
 _MODEL = "simulated"
-DELAY_NS = 2_000_000  # from a decision until another replica has folded it; docs/routing.md has how it was measured
+DELAY_NS = 2_000_000  # from a decision until another replica has folded it, as docs/results/routing.md has it
 
 
 class PlacementPolicy:

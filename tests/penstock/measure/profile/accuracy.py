@@ -1,7 +1,7 @@
 """How far the roofline estimate is from what was measured on one H200.
 
-``python -m tests.penstock.measure.profile.accuracy`` prints the table of docs/planner.md.
-Measured figures are those of docs/benchmarks.md: the native engine alone unless the name says otherwise.
+``python -m tests.penstock.measure.profile.accuracy`` prints the table of docs/results/gpus.md.
+Measured figures are those of that page: the native engine alone unless the name says otherwise.
 """
 
 from functools import cache
@@ -65,16 +65,20 @@ def rows() -> list[Row]:
         found.append(Row(f"8B fp8, {streams} × 512 → 128, tokens/s", throughput(fp8, streams, 512, 128), rate))
     for streams, ms in ((1, 0.5), (32, 0.9), (128, 1.5), (256, 2.2)):
         found.append(Row(f"0.3B, {streams} × 512 → 128, ITL ms", small.step_ms(streams, 576), ms))
-    for streams, rate in ((1, 250), (32, 2177), (128, 5843), (256, 8417)):
+    for streams, rate in ((1, 557), (32, 3942), (128, 10185), (256, 14491)):
         what = f"Qwen3-30B-A3B's shape, half, {streams} × 512 → 128, tokens/s"
         found.append(Row(what, throughput(mixture, streams, 512, 128), rate))
     return found
 
 
+def figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:,.3g}"
+
+
 def main() -> None:
     for row in rows():
         fitted = "fitted" if row.fitted else ""
-        print(f"| {row.what} | {row.estimate:,.4g} | {row.measured:,.4g} | {row.error:+.0%} | {fitted} |")
+        print(f"| {row.what} | {figure(row.estimate)} | {figure(row.measured)} | {row.error:+.0%} | {fitted} |")
 
 
 if __name__ == "__main__":
