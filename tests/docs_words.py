@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 DOCS = Path(__file__).parent.parent / "docs"
-# Written by `python -m penstock.docs` and `python -m tests.clients table`; the last two show files of the root.
+# Written by `python -m tests.generated` and `python -m tests.clients table`; the last two show files of the root.
 GENERATED = frozenset(
     {"settings.md", "metrics.md", "wire.md", "log-events.md", "clients.md", "changelog.md", "architecture.md"}
 )

@@ -341,7 +341,7 @@ def test_a_person_can_finish_the_documentation() -> None:
 def test_words_of_tables_code_and_generated_parts_are_no_prose() -> None:
     page = """# Two words
 
-<!-- made by `python -m penstock.docs`: a table -->
+<!-- made by `python -m tests.generated`: a table -->
 made words
 <!-- end -->
 
