@@ -343,7 +343,7 @@ def test_words_of_tables_code_and_generated_parts_are_no_prose() -> None:
 
 <!-- made by `python -m tests.generated`: a table -->
 made words
-<!-- end -->
+<!-- end: a table -->
 
 | head | of a table |
 |---|---|
