@@ -1,16 +1,12 @@
 """``penstock forget``: delete what the log holds of requests that have ended.
 
 Jobs are deleted first, then requests, then records: a router that starts in between must not find a job without its
-end, which it would place again. The broker overwrites a deleted message's bytes on the disk. Summaries that
-``penstock requests`` has cached on this machine go too; they are read from the log again.
+end, which it would place again. The broker overwrites a deleted message's bytes on the disk.
 """
 
 import argparse
-import asyncio
 import datetime
-import shutil
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -23,7 +19,6 @@ from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.forget import Ended, Eraser, check_stores, find_ended, forget_messages
-from penstock.log.requests.summary_cache import cache_folder
 from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
 from penstock.schemas.errors import ServingError
 from penstock.schemas.ids import request_of_answer, time_of
@@ -76,7 +71,6 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
                 forgotten = await forget(log.bus, ended)
         except (BrokerProblem, ServingError) as error:
             raise ValueError(f"{error}; repeat the command to delete the rest") from error
-    await asyncio.to_thread(shutil.rmtree, cache_folder(None if args.nats_url else Path(args.data_dir)), True)
     tokens = "their tokens, too"
     if forgotten.tokens_gone_ns:
         gone = datetime.datetime.fromtimestamp(forgotten.tokens_gone_ns / 1e9)

@@ -4,17 +4,10 @@ Ended requests are read from the records in DONE. The others are those that the 
 acknowledged. A stopped deployment has no consumers, so the last hour of both streams is read instead.
 
 What a stopped deployment has stored about requests that have no record: they have not ended.
-
-Where these messages are is noted in a file, for the files of the streams as they are: a list of a million requests
-looks for them once. The note has sequences only, nothing of the messages.
 """
 
-import hashlib
-import os
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -30,14 +23,11 @@ from penstock.schemas.jobs import Job, Revoke
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 from penstock.schemas.subjects import KEPT
-from penstock.schemas.summary import QUEUED, RUNNING, Criteria, RequestSummary, of_done, of_request
+from penstock.schemas.summary import QUEUED, RUNNING, Criteria, RequestSummary, of_done, of_encoded_done, of_request
 
 log = structlog.get_logger("timeline")
 
 _ID = 36  # characters of a request's id
-_STREAMS = ("REQUESTS", "WORK", "DONE")
-_SUFFIX = ".open-1"
-MOST_NOTED = 10_000  # messages
 
 
 class Left(NamedTuple):
@@ -48,21 +38,9 @@ class Left(NamedTuple):
     data: bytes
 
 
-def left_open(stored: StoredLog, since_ns: int, cache: Path | None = None) -> list[Left]:
-    """The messages of REQUESTS and WORK about requests without a record, of those stored since a time (Unix, ns).
-
-    Args:
-        cache: the folder of the note; None: there is none.
-    """
-    note = _Note(stored, since_ns, cache) if cache is not None else None
-    places = note.read() if note is not None else None
-    if places is None:
-        found = list(_search(stored, since_ns))
-        if note is not None and len(found) <= MOST_NOTED:
-            note.write([(name, raw.seq) for name, raw in found])
-    else:
-        found = [(name, raw) for name, seq in places if (raw := _get(stored, name, seq)) is not None]
-    return [_left(name, raw) for name, raw in found]
+def left_open(stored: StoredLog, since_ns: int) -> list[Left]:
+    """The messages of REQUESTS and WORK about requests without a record, of those stored since a time (Unix, ns)."""
+    return [_left(name, raw) for name, raw in _search(stored, since_ns)]
 
 
 def _search(stored: StoredLog, since_ns: int) -> Iterator[tuple[str, Raw]]:
@@ -113,47 +91,10 @@ def _stream(stored: StoredLog, name: str) -> StoredStream | None:
     return stored.stream(stored.subjects.stream(name))
 
 
-def _get(stored: StoredLog, name: str, seq: int) -> Raw | None:
-    stream = _stream(stored, name)
-    return stream.get(seq) if stream is not None else None
-
-
 def _blocks(stored: StoredLog, name: str, since_ns: int) -> Iterator[tuple[bytes, list[Place]]]:
     stream = _stream(stored, name)
     if stream is not None:
         yield from stream.by_block(since_ns=since_ns)
-
-
-class _Note:
-    """Where the messages were found: a file. One that cannot be read or written counts as missing."""
-
-    def __init__(self, stored: StoredLog, since_ns: int, folder: Path) -> None:
-        streams = [(name, stream) for name in _STREAMS if (stream := _stream(stored, name)) is not None]
-        self._folder = folder
-        self._whose = _digest([str(stream.folder.resolve()) for _, stream in streams])
-        state = _digest((since_ns, [(name, stream.state_of_files()) for name, stream in streams]))
-        self._name = f"{self._whose}-{state}{_SUFFIX}"
-
-    def read(self) -> list[tuple[str, int]] | None:
-        try:
-            return msgspec.msgpack.decode((self._folder / self._name).read_bytes(), type=list[tuple[str, int]])
-        except (OSError, msgspec.MsgspecError):
-            return None
-
-    def write(self, places: list[tuple[str, int]]) -> None:
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-                file.write(msgspec.msgpack.encode(places))
-            for earlier in self._folder.glob(f"{self._whose}-*{_SUFFIX}"):
-                earlier.unlink(missing_ok=True)
-            os.replace(file.name, self._folder / self._name)
-        except OSError as error:
-            log.debug("open_requests_not_cached", folder=str(self._folder), error=str(error))
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(msgspec.msgpack.encode(value)).hexdigest()[:16]
 
 
 CHECKED = 200  # requests whose end is looked up at once
@@ -188,6 +129,21 @@ async def ended(
             yield entry.seq, summary
 
 
+async def summaries(bus: Readable, criteria: Criteria) -> AsyncGenerator[RequestSummary, None]:
+    """As ``ended``, without requests and records: neither prompts nor tokens are decoded."""
+    stream, subjects = bus.subjects.stream("DONE"), bus.subjects.all("done")
+    async for entry in read_backwards(bus, stream, subjects):
+        if criteria.since_ns and entry.time_ns < criteria.since_ns:
+            return
+        try:
+            summary = of_encoded_done(entry.data, RequestSummary)
+        except msgspec.MsgspecError as error:
+            log.warning("record_unreadable", seq=entry.seq, error=str(error))
+            continue
+        if summary is not None and criteria.accepts(summary):
+            yield summary
+
+
 def of_entry(entry: Entry) -> LoggedRequest | None:
     """The record in a message of DONE. None: another message, or one of a later release."""
     try:
@@ -200,20 +156,17 @@ def of_entry(entry: Entry) -> LoggedRequest | None:
         return None
 
 
-async def unfinished(
-    bus: Readable, criteria: Criteria, *, stopped: bool = False, cache: Path | None = None
-) -> list[LoggedRequest]:
+async def unfinished(bus: Readable, criteria: Criteria, *, stopped: bool = False) -> list[LoggedRequest]:
     """Requests that have not ended, latest accepted first.
 
     Args:
         stopped: the deployment does not run; the last hour of its log is read.
-        cache: folder of a note about where they are in the files of a stopped deployment; None: none is made.
     Raises:
         ServingError: a stream cannot be read.
     """
     by_id: dict[str, LoggedRequest] = {}
     if isinstance(bus, StoredLog):
-        for name, subject, data in left_open(bus, await _hour_before_end(bus), cache):
+        for name, subject, data in left_open(bus, await _hour_before_end(bus)):
             if name == "REQUESTS":
                 request = requests.decode(data)
                 by_id[request.id] = LoggedRequest(of_request(request, state=QUEUED), request)

@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -21,8 +20,7 @@ from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import Readable, get_last, read
 from penstock.log.requests.describe import Texts
-from penstock.log.requests.find_requests import LoggedRequest, ended, of_entry, unfinished
-from penstock.log.requests.summary_cache import cache_folder, summaries
+from penstock.log.requests.find_requests import LoggedRequest, ended, of_entry, summaries, unfinished
 from penstock.log.sources.open_log import Log, Source, add_flags, add_verify_flag, open_log, run_command
 from penstock.schemas.summary import QUEUED, RUNNING, STATES, Criteria, RequestSummary, as_dict
 
@@ -151,7 +149,7 @@ BEFORE = 10  # of them in front of it, so that a narrow terminal shows the match
 
 
 class Options(NamedTuple):
-    """What to list and how. ``limit``: at most so many; 0: all. ``cache``: folder of summaries; None: no cache."""
+    """What to list and how. ``limit``: at most so many; 0: all."""
 
     criteria: Criteria
     limit: int
@@ -159,7 +157,6 @@ class Options(NamedTuple):
     as_json: bool
     grep: re.Pattern[str] | None
     texts: Texts
-    cache: Path | None
 
 
 def run(argv: Sequence[str]) -> int:
@@ -217,8 +214,7 @@ def _options(args: argparse.Namespace) -> Options:
         grep = re.compile(args.grep, re.IGNORECASE if args.ignore_case else 0) if args.grep else None
     except re.error as error:
         raise ValueError(f"--grep {args.grep!r} is not a regular expression: {error}") from error
-    cache = None if args.file or args.verify else cache_folder(None if args.nats_url else Path(args.data_dir))
-    return Options(criteria, args.limit, args.follow, args.json, grep, Texts(args.model_path), cache)
+    return Options(criteria, args.limit, args.follow, args.json, grep, Texts(args.model_path))
 
 
 async def _run(source: Source, options: Options, console: Console) -> None:
@@ -240,7 +236,7 @@ async def _list(log: Log, options: Options) -> AsyncGenerator[RequestLine, None]
     states = criteria.states
     requests = []
     if _may_be_unfinished(criteria):
-        requests = await unfinished(log.reader, criteria, stopped=log.stopped, cache=options.cache)
+        requests = await unfinished(log.reader, criteria, stopped=log.stopped)
     for each in requests:
         if (line := _line(each, options)) is not None:
             yield line
@@ -257,8 +253,8 @@ async def _list(log: Log, options: Options) -> AsyncGenerator[RequestLine, None]
 
 
 async def _ended(bus: Readable, options: Options) -> AsyncGenerator[RequestLine, None]:
-    if options.grep is None and options.cache is not None:
-        async for summary in summaries(bus, options.criteria, options.cache):
+    if options.grep is None:
+        async for summary in summaries(bus, options.criteria):
             yield RequestLine(summary)
         return
     async for _, each in ended(bus, options.criteria):  # with what --grep searches

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from penstock.infra.bus.direct_get import Entry, LogFiles, StreamState
-from penstock.log.sources.blocks import body, message, parse_headers
+from penstock.log.sources.blocks import message, parse_headers
 from penstock.log.sources.stream import Raw, StoredStream, subject_pattern
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import Subjects
@@ -65,15 +65,6 @@ class StoredLog(LogFiles):
             if until_seq is not None and raw.seq > until_seq:
                 return
             yield entry_of(raw)
-
-    def bodies(self, stream: str, *, after: int, until_seq: int) -> Iterator[tuple[int, int, bytes]]:
-        """Sequence, time (Unix, ns; not that of a recording) and body of each message between two sequences."""
-        stored = self.stream(stream)
-        for data, places in stored.by_block(after=after) if stored is not None else ():
-            for seq, time_ns, at in places:
-                if seq > until_seq:
-                    return
-                yield seq, time_ns, body(data, at)
 
     def read_backwards(self, stream: str, subject: str, *, before: int) -> Iterator[Entry]:
         """As ``direct_get.read_backwards``."""

@@ -109,11 +109,6 @@ class StoredStream:
         """The files that hold messages, in order."""
         return [block.path for block in self._blocks]
 
-    def state_of_files(self) -> list[tuple[str, int, int]]:
-        """Name, size and time of change (Unix, ns) of each file of messages: equal lists, equal messages."""
-        stats = [(path.name, path.stat()) for path in sorted((self.folder / "msgs").iterdir())]
-        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-
     def deleted(self) -> list[int]:
         """Sequences from the first to the last one that have no message."""
         if self._whole:

@@ -12,7 +12,6 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import forget as erasing
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
-from penstock.log.requests.summary_cache import cache_folder
 from penstock.operate.forget import run
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
@@ -24,13 +23,6 @@ from tests.penstock.log.requests.support import accept, assign, end
 async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
     async with opened(broker, subjects) as bus:
         yield bus
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where summaries are cached."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return cache_folder(None)
 
 
 async def forget(bus: Bus, broker: EmbeddedNats, *argv: str) -> int:
@@ -79,15 +71,6 @@ async def test_a_request_that_is_not_to_be_stored_leaves_its_content_and_tokens_
     assert [entry async for entry in read(bus, bus.subjects.stream("MEMORY_CONTENTS"), ">")] == []
 
 
-def fill(cache: Path, text: str) -> None:
-    (cache / "stream").mkdir(parents=True)
-    (cache / "stream" / "0.msgpack").write_text(text)
-
-
-def cached(cache: Path) -> list[Path]:
-    return list(cache.rglob("*"))
-
-
 async def test_what_an_interrupted_command_left_is_deleted_by_the_next_one(
     bus: Bus, broker: EmbeddedNats, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,14 +92,6 @@ async def test_what_an_interrupted_command_left_is_deleted_by_the_next_one(
     assert await stored(bus) == [request.id] * 2, "the job is gone first, the record is there"
     assert await forget(bus, broker, request.id, "--yes") == 0
     assert await stored(bus) == []
-
-
-async def test_cached_summaries_are_deleted_with_the_requests(bus: Bus, broker: EmbeddedNats, cache: Path) -> None:
-    request = await accept(bus)
-    await end(bus, request, 1)
-    fill(cache, request.id)
-    assert await forget(bus, broker, request.id, "--yes") == 0
-    assert cached(cache) == []
 
 
 async def test_a_tenants_requests_are_forgotten_together_and_nobody_elses(bus: Bus, broker: EmbeddedNats) -> None:

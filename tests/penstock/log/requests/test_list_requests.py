@@ -2,10 +2,9 @@
 
 import asyncio
 import json
-import os
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +13,14 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import TINY, load_tokenizer
 from penstock.log.requests import find_requests
-from penstock.log.requests.find_requests import ended, unfinished
-from penstock.log.requests.list_requests import run
+from penstock.log.requests.find_requests import ended, summaries, unfinished
+from penstock.log.requests.list_requests import RequestLine, lines, run
 from penstock.log.sources.data_folder import StoredLog
 from penstock.log.sources.open_log import Source, open_log
 from penstock.log.sources.stream import Raw
 from penstock.schemas.streams import ROUTER_ACK_WAIT_S
 from penstock.schemas.subjects import Subjects
-from penstock.schemas.summary import Criteria
+from penstock.schemas.summary import Criteria, RequestSummary
 from penstock.schemas.wire import pack_tokens
 from tests.infra.bus.support import opened
 from tests.penstock.log.requests.support import accept, assign, end
@@ -158,14 +157,14 @@ async def test_the_log_of_a_stopped_deployment_lists_what_it_left_unfinished(
     assert "nothing to follow" in capsys.readouterr().err
 
 
-async def test_what_a_stopped_deployment_left_unfinished_is_looked_for_once(
-    make_broker: Callable[..., EmbeddedNats], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_what_a_stopped_deployment_left_unfinished_is_found_until_it_ends(
+    make_broker: Callable[..., EmbeddedNats],
 ) -> None:
-    server, cache = make_broker(), tmp_path / "cache"
+    server = make_broker()
 
-    async def found(cache: Path | None = cache) -> list[tuple[str, str]]:
+    async def found() -> list[tuple[str, str]]:
         async with open_log(Source(server.data_dir), name="test", files=True) as log:
-            left = await unfinished(log.reader, EVERYTHING, stopped=True, cache=cache)
+            left = await unfinished(log.reader, EVERYTHING, stopped=True)
             return [(each.summary.id, each.summary.state) for each in left]
 
     await server.start()
@@ -175,20 +174,12 @@ async def test_what_a_stopped_deployment_left_unfinished_is_looked_for_once(
         await assign(bus, running)
     await server.stop()
     expected = [(waiting.id, "queued"), (running.id, "running")]
-    assert await found(None) == await found() == expected
-    (note,) = os.listdir(cache)
-    assert running.id.encode() not in (cache / note).read_bytes()
-    with monkeypatch.context() as patch:
-        patch.delattr(find_requests, "_search")
-        assert await found() == expected
+    assert await found() == expected
 
     await server.start()
     async with opened(server, server.subjects) as bus:
         await end(bus, running)
     await server.stop()
-    assert await found(None) == await found() == expected[:1]
-    (note,) = os.listdir(cache)
-    (cache / note).write_bytes(b"damaged")
     assert await found() == expected[:1]
 
 
@@ -252,3 +243,36 @@ async def test_what_the_connection_logs_is_not_among_the_lines(
     said = capsys.readouterr()
     assert [len(line) > 2 and line[0] for line in said.out.splitlines()] == ["{"]
     assert "bus_disconnected" in said.err
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 100, 120, 200])
+def test_lines_have_columns_that_fit_and_cut_only_the_last(width: int) -> None:
+    made = [
+        RequestSummary(f"id-{n:033}", "m" * n, state, 10**18, worker="w", code=code, message="too\nlong " * 40)
+        for n, (state, code) in enumerate((("failed", "deadline_exceeded"), ("done", ""), ("queued", "")))
+    ]
+    found = [RequestLine(each) for each in made]
+    plain = list(lines(found, width=width, now_ns=10**18, header="error"))
+    assert len(plain) == 4
+    places = {line.index("id-") for line in plain[1:]}
+    assert len(places) == 1
+    assert all(len(line) <= width for line in plain)
+    assert ("accepted" in plain[0], "worker" in plain[0], "cached" in plain[0]) == (
+        width > 80,
+        width > 120,
+        width > 120,
+    )
+    errors = [line.endswith("…") and "  too" in line for line in plain[1:]]
+    assert errors == [width == 60 or width >= 120] * 3
+    assert all(("deadline_exceeded" in line) == (width > 60) for line in plain[1:2])
+    coloured = lines(found, width=width, now_ns=10**18, header="error", colours=True)
+    assert [re.sub("\x1b\\[[0-9;]*m", "", line).rstrip() for line in coloured] == [line.rstrip() for line in plain]
+
+
+async def test_summaries_are_those_of_the_records(bus: Bus) -> None:
+    for number in range(12):
+        await end(bus, await accept(bus), 1, code="" if number % 4 else "internal")
+    for criteria, count in ((Criteria(), 12), (Criteria(code="any"), 3), (Criteria(since_ns=time.time_ns()), 0)):
+        expected = [each.summary async for _, each in ended(bus, criteria)]
+        assert [each async for each in summaries(bus, criteria)] == expected
+        assert len(expected) == count
