@@ -14,7 +14,7 @@ GENERATED = frozenset(
     {"settings.md", "metrics.md", "wire.md", "log-events.md", "clients.md", "changelog.md", "architecture.md"}
 )
 
-_MADE = re.compile(r"<!-- made by .*?<!-- end: [^>]*-->|<!--.*?-->", re.DOTALL)
+_MADE = re.compile(r"<!-- made by .*?<!-- end\b[^>]*-->|<!--.*?-->", re.DOTALL)
 _FENCE = re.compile(r"^(?P<indent> *)(?P<mark>```+)[^\n]*\n.*?^(?P=indent)(?P=mark) *$", re.DOTALL | re.MULTILINE)
 _TABLE = re.compile(r"^ *\|.*$", re.MULTILINE)
 _RULE = re.compile(r"[|\s:-]+")
