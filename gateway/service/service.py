@@ -315,6 +315,8 @@ class Gateway:
         try:
             if content:  # in the same write as the request, and before it
                 kept = await self.unstored.put(inflight, content, timeout)
+                if self.bus.clustered:  # its stream may have no leader when that of requests has one
+                    await kept
             ack = await self._publisher.publish(
                 self.bus.subjects.request(request.model, request.priority.value, request.id),
                 payload,

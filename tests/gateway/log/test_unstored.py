@@ -91,6 +91,37 @@ async def test_it_is_cancelled_if_its_content_was_refused(
     assert request.id.encode() in cancelled[0]
 
 
+@pytest.mark.parametrize("confirmed", [True, False])
+async def test_in_a_cluster_a_request_is_stored_behind_its_content_only(
+    bus: Bus, running: Running, monkeypatch: pytest.MonkeyPatch, confirmed: bool
+) -> None:
+    """Or it could be accepted without: the leaders of the two streams come and go on their own."""
+    gateway = running.gateway
+    monkeypatch.setattr(Bus, "clustered", True)
+    put, kept, sent = gateway.unstored.put, asyncio.get_running_loop().create_future(), asyncio.Event()
+
+    async def unconfirmed_yet(*args: Any) -> "asyncio.Future[Ack]":
+        await (await put(*args))
+        sent.set()
+        return kept
+
+    monkeypatch.setattr(gateway.unstored, "put", unconfirmed_yet)
+    request = (await gateway.prepare("completion", BODY)).request
+    submitting = asyncio.create_task(gateway.submit(request, owner=False))
+    await sent.wait()
+    await bus.nc.flush()
+    name = bus.subjects.stream("REQUESTS")
+    assert (await bus.js.stream_info(name)).state.messages == 0
+    if confirmed:
+        kept.set_result(Ack(1, False))
+        await submitting
+    else:
+        kept.set_exception(LATE)
+        with pytest.raises(ServingError):
+            await submitting
+    assert (await bus.js.stream_info(name)).state.messages == confirmed
+
+
 async def test_what_has_ended_is_put_again_until_its_grace_is_over(bus: Bus, running: Running) -> None:
     """Its client may have been cut off by the broker's restart, and asks for the answer again."""
     gateway = running.gateway
