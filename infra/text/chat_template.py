@@ -8,12 +8,10 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from functools import partial
 from typing import Any
 
 from jinja2.exceptions import SecurityError
 
-from penstock.infra.text.resumed_rendering import LEAST_MESSAGES, ResumedRendering
 from penstock.infra.text.template_sandbox import Compiled, OutOfTime, TooLarge
 
 Message = dict[str, Any]
@@ -97,7 +95,6 @@ class ChatTemplate:
             self._compiled = Compiled(source)
         except Exception as error:  # of several kinds, SyntaxError and RecursionError among them
             raise TemplateError(f"{type(error).__name__}: {error}") from error
-        self._resumed = ResumedRendering(source)
         self.source = source
         self.knows_developer = "developer" in source
         self._names_reasoning = _READS_REASONING.search(source) is not None
@@ -129,7 +126,6 @@ class ChatTemplate:
         tools: Sequence[Message] | None = None,
         ends: PromptEnd = PromptEnd.generation,
         documents: Sequence[Message] | None = None,
-        owner: str | None = None,
         /,
         **variables: Any,
     ) -> str:
@@ -138,8 +134,6 @@ class ChatTemplate:
         Args:
             messages, tools, documents, variables: plain JSON values; the template cannot change them.
             ends: where it ends.
-            owner: who may have sent the beginning of this conversation before, which is then not rendered again; None:
-                nothing of it is kept.
         Raises:
             TemplateError: the template refuses these messages, or a variable has a reserved name.
             TemplateBudgetError: they take too long; see ``template_sandbox.cpu_budget``.
@@ -154,18 +148,16 @@ class ChatTemplate:
             last, marked = _marked(messages[-1], f"{mark} ")
             messages = [*messages[:-1], marked]
         try:
-            given = {
-                **self._special_tokens,
-                **variables,
-                "messages": [self._with_reasoning(message) for message in messages],
-                "tools": tools,
-                "documents": documents,
-                "add_generation_prompt": ends is PromptEnd.generation,
-            }
-            if owner is None or len(messages) < LEAST_MESSAGES or mark:
-                text = self._compiled.render(given)
-            else:
-                text = self._resumed.render(given, owner, partial(self._compiled.render, given))
+            text = self._compiled.render(
+                {
+                    **self._special_tokens,
+                    **variables,
+                    "messages": [self._with_reasoning(message) for message in messages],
+                    "tools": tools,
+                    "documents": documents,
+                    "add_generation_prompt": ends is PromptEnd.generation,
+                }
+            )
         except RecursionError:
             raise TemplateError("tools, arguments or variables are nested too deeply") from None
         except OutOfTime as error:

@@ -23,14 +23,14 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext, Undefined
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context, pass_environment
 
 CPU_S = 5.0  # of one rendering, unless ``cpu_budget`` says otherwise
 LARGEST = 64 << 20  # characters of a text, entries of a list
 _CHECKED = 16  # turns between two looks at the clock; one turn takes some microseconds
-_TURN = "turn of a loop or call of a macro"  # a node of the syntax tree, which becomes the call of ``Meter.turn``
+_TURN = "turn of a loop or call of a macro"  # a node of the syntax tree, which becomes the call of ``_Meter.turn``
 _ITEMS = ("map", "select", "reject", "selectattr", "rejectattr")  # filters that do something for each item
 _NUMBER = re.compile(r"[0-9]+")
 _OF_DICT = frozenset(dir(dict))
@@ -81,7 +81,7 @@ class cpu_budget:
         _budget.cpu_s, self.spent = self._before, _budget.spent
 
 
-class Meter:
+class _Meter:
     """Counts the turns of one rendering. The clock is first read after some of them, which a short chat never has."""
 
     __slots__ = ("_end", "_left", "cpu_s")
@@ -131,15 +131,15 @@ class Compiled:
         """
         template = self._template
         context = template.new_context(variables)
-        context.meter = Meter()  # type: ignore[attr-defined]
-        return joined(list(template.root_render_func(context)))
+        context.meter = _Meter()  # type: ignore[attr-defined]
+        return _concat(list(template.root_render_func(context)))
 
 
 class _MeteredContext(Context):
-    meter: Meter
+    meter: _Meter
 
 
-class MeteredCode(CodeGenerator):
+class _MeteredCode(CodeGenerator):
     """Code that counts its turns. Node types cannot be added, so a turn is a statement with a constant of its own."""
 
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:
@@ -168,14 +168,14 @@ class MeteredCode(CodeGenerator):
         self.write(")")
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
-    code_generator_class = MeteredCode
+class _Sandbox(ImmutableSandboxedEnvironment):
+    code_generator_class = _MeteredCode
     context_class = _MeteredContext
     intercepted_binops = frozenset(("*", "**", "%"))
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        return joined(pieces)
+        return _concat(pieces)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
@@ -199,7 +199,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def _joined(*parts: Any) -> str:
-        return joined([part if part.__class__ is str else str(part) for part in parts])
+        return _concat([part if part.__class__ is str else str(part) for part in parts])
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """As Jinja's, which tries what nearly all templates never mean first: attributes of dict."""
@@ -210,7 +210,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                     return obj[attribute]
                 except KeyError:
                     return self.undefined(obj=obj, name=attribute)
-        elif kind is SandboxNamespace:
+        elif kind is _Namespace:
             if attribute[:1] != "_":
                 try:
                     return object.__getattribute__(obj, "_Namespace__attrs")[attribute]
@@ -224,7 +224,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
 
-def joined(pieces: Iterable[str]) -> str:
+def _concat(pieces: Iterable[str]) -> str:
     pieces = pieces if isinstance(pieces, list) else list(pieces)
     _check_size(sum(map(len, pieces)))
     return "".join(pieces)
@@ -312,7 +312,7 @@ def _replace_filter(text: Any, old: Any, new: Any, count: int | None = None) -> 
 
 
 @pass_environment
-def _join_filter(environment: Sandbox, parts: Any, d: Any = "", attribute: str | int | None = None) -> str:
+def _join_filter(environment: _Sandbox, parts: Any, d: Any = "", attribute: str | int | None = None) -> str:
     if attribute is not None:
         parts = map(_filters.make_attrgetter(environment, attribute), parts)
     said, between = [part if part.__class__ is str else str(part) for part in parts], str(d)
@@ -330,7 +330,7 @@ def _items_counted(of_jinja: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def _counted(meter: Meter, items: Iterable[Any]) -> Iterable[Any]:
+def _counted(meter: _Meter, items: Iterable[Any]) -> Iterable[Any]:
     for item in items:
         meter.turn()
         yield item
@@ -357,7 +357,7 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
-class SandboxNamespace(Namespace):
+class _Namespace(Namespace):
     """Without underscore-prefixed names, which lead to the interpreter's internals.
 
     A namespace alone carries values from one turn of a loop to the next, so it is where growth is stopped.
@@ -390,24 +390,15 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def _listed(value: Any) -> Any:
-    """What stands for a list, as one."""
-    if isinstance(value, Undefined) or not hasattr(value, "copy"):
-        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-    return value.copy()
-
-
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Jinja's own filter escapes HTML characters, which models do not expect."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def environment(kind: type[Sandbox] = Sandbox) -> Sandbox:
-    made = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+def _environment() -> _Sandbox:
+    made = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     made.filters |= {"tojson": _tojson, "format": _format_filter, "replace": _replace_filter, "join": _join_filter}
     for name in ("center", "indent", "batch", "slice", "tojson"):
         made.filters[name] = _numbers_checked(made.filters[name])
@@ -418,9 +409,9 @@ def environment(kind: type[Sandbox] = Sandbox) -> Sandbox:
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
         "dict": _Dict(),
-        "namespace": SandboxNamespace,
+        "namespace": _Namespace,
     }
     return made
 
 
-_ENVIRONMENT = environment()
+_ENVIRONMENT = _environment()

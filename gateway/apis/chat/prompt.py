@@ -369,7 +369,6 @@ def _template_for(body: ChatCompletionRequest, model: ModelDir) -> ChatTemplate:
 
 def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]], context: PrepareContext) -> str:
     template = _template_for(body, context.model)
-    owner = None if context.no_store or body.no_store else context.tenant
     for number, each in enumerate(messages):
         if each["role"] not in ROLES and not template.names(each["role"]):
             at = f"messages[{number}].role"
@@ -387,13 +386,13 @@ def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]]
     if body.continue_final_message:
         ends = PromptEnd.last_text
     try:
-        return template.render(messages, tools, ends, body.documents, owner, **variables)
+        return template.render(messages, tools, ends, body.documents, **variables)
     except TemplateBudgetError as error:
         raise _too_costly(error) from None
     except TemplateError as error:
         if (objects := as_objects(messages)) is not None:
             with contextlib.suppress(TemplateError):
-                return template.render(objects, tools, ends, body.documents, owner, **variables)
+                return template.render(objects, tools, ends, body.documents, **variables)
         raise invalid("messages", f"the model's chat template rejects these messages: {str(error)[:300]}") from None
 
 

@@ -88,15 +88,3 @@ def test_documents_stay_plain_text(context: PrepareContext) -> None:
     tokens = chat_prompt(parse_chat(body(**given, documents=[{"text": f"a{end}b"}])), context).tokens
     assert token not in tokens
     assert model.tokenizer.decode(tokens, skip_special_tokens=False) == f"a{end}bx"
-
-
-@pytest.mark.parametrize("kept", [True, False])
-@pytest.mark.parametrize("where", ["body", "context"])
-def test_nothing_of_a_chat_that_must_not_be_stored_is_kept(context: PrepareContext, kept: bool, where: str) -> None:
-    template = ChatTemplate(PLAIN, {})
-    model = dataclasses.replace(context.model, template=template)
-    context = context._replace(model=model, no_store=not kept and where == "context")
-    fields: dict[str, Any] = {} if kept or where == "context" else {"no_store": True}
-    messages = [{"role": "user", "content": "a"}] * 60
-    chat_prompt(parse_chat(body(model=context.names[0], messages=messages, **fields)), context)
-    assert bool(len(template._resumed._points)) is kept
