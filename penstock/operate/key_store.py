@@ -90,14 +90,16 @@ async def _is_tenant(bus: Bus, tenant: str) -> bool:
     return entry is not None and bool(entry.data)
 
 
-async def add(bus: Bus, key: ApiKey) -> None:
+async def add(bus: Bus, key: ApiKey, action: str = "keys create") -> None:
     """
+    Args:
+        action: as the audit log names it.
     Raises:
         KeyProblem: the broker does not store it.
     """
     limits = changes(ApiKey(key.id, key.digest, tenant=key.tenant), key, time.time_ns(), of_new=True)
     detail = ", ".join(filter(None, (f"of tenant {key.tenant}", limits)))
-    async with recorded(bus.nc, bus.subjects, "keys create", key.prefix, detail):
+    async with recorded(bus.nc, bus.subjects, action, key.prefix, detail):
         if not await _write(bus, key, 0):
             raise KeyProblem("a key with this id exists; try again")
 
@@ -303,7 +305,7 @@ async def copy_into(bus: Bus, keys: Sequence[ApiKey]) -> Copied:
         if key.id in here and key.digest != here[key.id].digest:
             raise KeyProblem(f"{key.prefix} is another key here; nothing was changed")
     for key in new:
-        await add(bus, key)
+        await add(bus, key, "keys import")
     ended = [key for key in keys if key.revoked_ns and key.id in here and not here[key.id].revoked_ns]
     for key in ended:
         await revoke(bus, key.id)

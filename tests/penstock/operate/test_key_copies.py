@@ -13,9 +13,11 @@ import pytest
 from penstock.cli.commands import COMMANDS
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
 from penstock.operate import key_store
 from penstock.operate.key_store import line_of, read_keys
 from penstock.operate.keys import VERBS, run
+from penstock.schemas.audit import decode
 from penstock.schemas.keys import ApiKey, digest_of, new_key
 from penstock.schemas.requests import Priority
 from penstock.schemas.subjects import Subjects
@@ -53,6 +55,9 @@ async def test_keys_of_one_deployment_become_keys_of_another_and_end_with_them(
         await key_store.add(cells[0], each)
     await key_store.add(cells[1], own)
     assert await copy() == "2 keys added, 0 changed, 1 revoked, 0 as they were\n"
+    noted = read(cells[1], cells[1].subjects.stream("AUDIT"), cells[1].subjects.all("audit"))
+    did = [(entry.action, entry.what) for entry in [decode(each.data) async for each in noted]]
+    assert did == [("keys create", own.prefix), *(("keys import", each.prefix) for each in (stays, ends, gone))]
     await key_store.revoke(cells[0], ends.id)
     assert await copy() == "0 keys added, 0 changed, 1 revoked, 2 as they were\n"
     here = {each.id: each for each in await key_store.all_keys(cells[1])}
