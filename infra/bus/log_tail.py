@@ -11,6 +11,7 @@ second after the last message and every five seconds from then on.
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -27,6 +28,7 @@ from penstock.schemas.errors import ServingError
 log = structlog.get_logger("bus")
 
 RETRY_S = 0.25
+REPORT_S = 60.0  # between two reports of a repair that fails for the same reason
 REREAD_S = 0.05  # a replica may lag behind the republished messages
 REREADS = 20
 IDLE_S = 1.0  # of silence before the first comparison, in a cluster
@@ -200,6 +202,7 @@ class LogTail:
 
     async def _catch_up(self) -> None:
         rereads = 0
+        reported, since = "", 0.0
         while self._stale or self._held:
             before = self.position
             self._stale = False
@@ -207,10 +210,15 @@ class LogTail:
                 await self._check_end()
                 await self._read()
             except Exception as error:
-                log.warning("log_repair_failed", stream=self._stream, error=repr(error))
+                if repr(error) != reported or time.monotonic() - since > REPORT_S:
+                    reported, since = repr(error), time.monotonic()
+                    log.warning("log_repair_failed", stream=self._stream, error=reported)
                 self._stale = True
                 await asyncio.sleep(RETRY_S)
                 continue
+            if reported:
+                log.info("log_repaired", stream=self._stream)
+                reported = ""
             self._take_held()
             if not self._held or self.position != before:
                 rereads = 0

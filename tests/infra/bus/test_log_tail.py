@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import structlog.testing
 from nats.errors import NoRespondersError
 
 from penstock.infra.broker.apply import apply
@@ -269,6 +270,29 @@ async def test_a_stream_made_anew_is_followed_from_its_start(bus: Bus) -> None:
         await put(bus, "b", 2)
         await follower.tail._reconnected()
         await eventually(lambda: [e.subject for e in follower.entries[5:]] == [bus.subjects.tokens("b")] * 2)
+
+
+async def test_a_stream_that_cannot_be_read_is_reported_once_until_it_can(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a service waited for its streams, its log had four lines a second of it."""
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    tries = 0
+    follower = Follower(bus)
+
+    async def check_end() -> None:
+        nonlocal tries
+        tries += 1
+        if tries <= 20:
+            raise OSError("it is away")
+
+    async with follower.tail.following():
+        monkeypatch.setattr(follower.tail, "_check_end", check_end)
+        with structlog.testing.capture_logs() as logged:
+            await follower.tail.catch_up()
+        assert tries == 21
+        said = [line["event"] for line in logged if line["event"].startswith("log_repair")]
+        assert said == ["log_repair_failed", "log_repaired"]
 
 
 async def test_a_handler_that_raises_does_not_end_the_tail(bus: Bus) -> None:
