@@ -77,7 +77,6 @@ def file_of(pool: PoolSize, name: str) -> str:
     return f"{name}-{_SUFFIXES[pool.role]}.yaml"
 
 
-URL = "$PENSTOCK_NATS_URL"
 # The URL of the broker that a `penstock up` in this folder has started.
 _OWN_URL = """$(python3 -c 'import json; print(json.load(open(".penstock/state.json"))["nats_url"])')"""
 
@@ -95,14 +94,14 @@ def commands(candidate: Candidate, flags: Mapping[Role, Flags]) -> tuple[str, ..
 
 
 def machine(
-    workers: Mapping[Role, int], candidate: Candidate, flags: Mapping[Role, Flags], common: str, url: str
+    workers: Mapping[Role, int], candidate: Candidate, flags: Mapping[Role, Flags], common: str, url: str = ""
 ) -> tuple[str, ...]:
     """The lines for one machine: a `penstock up`, and a `penstock worker` for each worker where pools differ.
 
     Args:
         workers: of the machine, by role.
         common: further flags of `penstock up`.
-        url: of the broker, for workers beside `penstock up`.
+        url: of the broker, for workers beside `penstock up`; "": the shell has it.
     """
     engines = list(dict.fromkeys(flags[role].engine for role in workers))
     if len(engines) == 1:
@@ -111,7 +110,7 @@ def machine(
     lines = [
         _joined("penstock up", common, engines[0], "--workers 0"),
         "# then, in a second shell, its workers, whose flags differ:",
-        f'URL="{url}"',
+        *([f'export PENSTOCK_NATS_URL="{url}"'] if url else []),
     ]
     each = {pool.role: pool.gpus // pool.workers for pool in candidate.pools}
     first = 0
@@ -119,7 +118,7 @@ def machine(
         for _ in range(number):
             gpus = ",".join(str(gpu) for gpu in range(first, first + each[role]))
             first += each[role]
-            worker = f'penstock worker --nats-url "$URL" --role {role} {flags[role].engine}'
+            worker = f"penstock worker --role {role} {flags[role].engine}"
             lines.append(f"CUDA_VISIBLE_DEVICES={gpus} {worker} &")
     return tuple(lines)
 

@@ -289,12 +289,12 @@ def _by_host(settings: Settings, best: Candidate, flags: dict[Role, answer.Flags
         "# on each, first:",
         "set -a; . ./operator.env; set +a",
     ]
-    common = f'--nats-url "{answer.URL}" --http-host 0.0.0.0 --require-keys'
+    common = "--http-host 0.0.0.0 --require-keys"  # the broker is that of PENSTOCK_NATS_URL, in operator.env
     for number, workers in machines:
         lines.append(f"# on {counted(number, 'machine')}:")
-        lines += answer.machine(workers, best, flags, common, answer.URL)
+        lines += answer.machine(workers, best, flags, common)
     lines.append("# once, on any: gateways refuse everyone until there is a key")
-    lines.append(f'penstock keys create --nats-url "{answer.URL}"')
+    lines.append("penstock keys create")
     return lines
 
 
