@@ -39,7 +39,7 @@ from penstock.launch.groups import PlanError, assign, fleet_of, with_name
 from penstock.launch.machine import Listeners, cores, free_port, free_run, gpus
 from penstock.launch.nats import apply_at, connect_operator
 from penstock.launch.plan import Planned, further, plan, worker_state
-from penstock.launch.readiness import Readiness, served_models
+from penstock.launch.readiness import Readiness, registered_models, served_models
 from penstock.launch.recipes import catalogue
 from penstock.launch.show import Board, readable, welcome
 from penstock.launch.state import Running, State, login_of, read_resume, start_of, stored_token, write_state
@@ -235,6 +235,7 @@ class Deployment:
         self._keepers: list[Keeper] = []
         self._model = "".join(served_names(settings.served_model_name)[:1])
         self._makes = "text"
+        self._closed = False  # requests need an API key
         self._models: tuple[str, ...] = ()
         self._listeners = Listeners(settings.http_host, tls=bool(settings.tls_cert))
         self._board = Board(quiet=settings.log_format == "json")
@@ -377,11 +378,14 @@ class Deployment:
                         + f"  logs: {self.data_dir / 'logs'}"
                     )
                 await asyncio.sleep(_POLL_S)
+            served = await served_models(self._listeners.urls[0])
+            self._closed = served is None
+            if served is None:
+                served = await registered_models(nc, self.subjects)
         finally:
             await nc.close()
         for name in names:
             self._board.ready(name)
-        served = await served_models(self._listeners.urls[0])
         first = next((each for each in served if bool(self._fleet.model) == (each.makes == "text")), None)
         self._model, self._makes = (first.id, first.makes) if first is not None else (self._model, "text")
         self._models = tuple(dict.fromkeys(each.root or each.id for each in served))
@@ -392,7 +396,7 @@ class Deployment:
         if self.settings.log_format == "json":
             log.info("ready", url=self._state().http_url, model=self._model, seconds=round(seconds, 2))
         else:
-            self._board.print(welcome(self._state(), self.data_dir, seconds))
+            self._board.print(welcome(self._state(), self.data_dir, seconds, closed=self._closed))
 
     def _on_change(self, keeper: Keeper) -> None:
         try:

@@ -22,19 +22,19 @@ from penstock.schemas import fleet
 from penstock.schemas.subjects import Subjects
 
 
-async def registered(nc: Client, subjects: Subjects) -> set[str]:
-    """The names of workers with a live lease; empty if the broker does not answer."""
+async def registrations(nc: Client, subjects: Subjects) -> list[fleet.Registration]:
+    """Of workers with a live lease; those that were read until the broker did not answer."""
     js, stream = nc.jetstream(), f"KV_{subjects.bucket('workers')}"
-    names = set()
+    found = []
     try:
         info = await js.stream_info(stream, subjects_filter=subjects.lease(">"))
         for key in info.state.subjects or ():
             message = await js.get_last_msg(stream, key, direct=True)
             if message.data:  # else the marker of a lease that ended
-                names.add(fleet.decode(message.data).name)
+                found.append(fleet.decode(message.data))
     except (NatsError, TimeoutError, msgspec.DecodeError):  # a key may end between the two questions
         pass
-    return names
+    return found
 
 
 _MOST = 1 << 20
@@ -124,7 +124,7 @@ class Readiness:
     async def look(self, nc: Client, subjects: Subjects) -> None:
         """Ask once; processes that are ready are removed from ``waiting``."""
         if missing := self._workers & self.waiting.keys():
-            for name in await registered(nc, subjects) & missing:
+            for name in {each.name for each in await registrations(nc, subjects)} & missing:
                 self._done(name)
         for name, url in self._gateways.items():
             if name not in self.waiting:
@@ -158,10 +158,22 @@ class _Models(msgspec.Struct):
     data: list[ServedModel]
 
 
-async def served_models(url: str) -> list[ServedModel]:
-    """The models that a gateway lists; none where it wants a key."""
+async def served_models(url: str) -> list[ServedModel] | None:
+    """The models that a gateway lists; None: it wants a key."""
     status, body = await get_url(url, "/v1/models")
     if status == 200:
         with contextlib.suppress(msgspec.DecodeError):
             return msgspec.json.decode(body, type=_Models).data
-    return []
+    return None if status == 401 else []
+
+
+async def registered_models(nc: Client, subjects: Subjects) -> list[ServedModel]:
+    """The models that workers serve; for where no gateway lists them without a key."""
+    found: dict[str, ServedModel] = {}
+    for each in await registrations(nc, subjects):
+        if each.diffusion is not None:
+            makes = each.diffusion.kind
+        else:
+            makes = "embedding" if each.role == fleet.EMBED else "text"
+        found.setdefault(each.model, ServedModel(each.model, each.model, (makes,)))
+    return list(found.values())

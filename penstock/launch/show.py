@@ -81,8 +81,8 @@ def readable(line: str) -> str:
     return cause + (f" ({more})" if more else "") + (f"\n{trace}" if trace else "")
 
 
-def curl_line(http_url: str, model: str, makes: str = "text") -> str:
-    """A command that sends a request to the deployment."""
+def curl_line(http_url: str, model: str, makes: str = "text", *, key: bool = False) -> str:
+    """A command that sends a request to the deployment. ``key``: with that of the shell's variable."""
     body: dict[str, object] = {"model": model}
     if makes == "text":
         path, options = "chat/completions", "-N "
@@ -94,16 +94,22 @@ def curl_line(http_url: str, model: str, makes: str = "text") -> str:
         path, options = f"{makes}s/generations", ""
         body |= {"prompt": "a red boat on the sea"}
     quoted = json.dumps(body).replace("'", "'\\''")
-    return f"curl {options}{http_url}/v1/{path} -H 'content-type: application/json' -d '{quoted}'"
+    headers = '-H "authorization: Bearer $KEY" ' * key + "-H 'content-type: application/json'"
+    return f"curl {options}{http_url}/v1/{path} {headers} -d '{quoted}'"
 
 
-def welcome(state: State, data_dir: Path, seconds: float) -> str:
-    """What the user needs next. The only secret in it is the dashboard's token, which is read-only."""
+def welcome(state: State, data_dir: Path, seconds: float, *, closed: bool = False) -> str:
+    """What the user needs next. The only secret in it is the dashboard's token, which is read-only.
+
+    Args:
+        closed: requests need an API key.
+    """
     flag = "" if data_dir.name == ".penstock" else f" --data-dir {data_dir}"
+    key = f"\n  KEY=$({_command()} keys create{flag} --quiet)  # or one that you have" * closed
     return f"""
 Penstock serves {", ".join(state.models) or state.model} on {state.http_url} (ready after {seconds:.1f} s)
-
-  {curl_line(state.http_url, state.model, state.makes)}
+{key}
+  {curl_line(state.http_url, state.model, state.makes, key=closed)}
 
   OpenAI base URL   {state.http_url}/v1
   in the browser    {state.http_url}

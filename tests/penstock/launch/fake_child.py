@@ -18,9 +18,11 @@ from penstock.schemas.subjects import Subjects
 
 
 class Answers(BaseHTTPRequestHandler):
+    closed = False  # it wants an API key
+
     def do_GET(self) -> None:
         body = b'{"data":[{"id":"fake"}]}' if self.path == "/v1/models" else b"ok"
-        self.send_response(200)
+        self.send_response(401 if self.closed and self.path == "/v1/models" else 200)
         self.end_headers()
         self.wfile.write(body)
 
@@ -39,6 +41,7 @@ async def register(settings: WorkerSettings) -> None:
 
 def serve(gateway: GatewaySettings) -> None:
     """On the inherited socket, and on a port of its own if that is another one."""
+    Answers.closed = gateway.require_keys
     shared = HTTPServer((gateway.http_host, 0), Answers, bind_and_activate=False)
     shared.socket = socket.socket(fileno=gateway.listen_fd)
     if shared.socket.getsockname()[1] != gateway.http_port:

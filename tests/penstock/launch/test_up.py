@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+import shlex
 import signal
 import stat
 import subprocess
@@ -111,6 +112,30 @@ async def test_a_deployment_starts_prints_where_it_is_and_stops_in_order(
     assert await up.stop() == 0
     assert not any(alive(pid) for pid in pids.values())
     assert not up.path.exists()
+
+
+async def test_a_deployment_whose_gateways_want_a_key_knows_its_model_and_says_how_to_make_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command that it printed had no key, and an empty model."""
+    said: list[str] = []
+
+    def greet(*args: Any, **options: Any) -> str:
+        said.append(welcome(*args, **options))
+        return said[-1]
+
+    monkeypatch.setattr("penstock.launch.deployment.welcome", greet)
+    up = Up(up_settings(tmp_path, require_keys=True))
+    state = await up.ready()
+    assert (state.model, state.models, state.makes) == ("fake", ("fake",), "text")
+    await until(lambda: said)
+    assert f"KEY=$(penstock keys create --data-dir {tmp_path / 'data'} --quiet)" in said[0]
+    (line,) = [line.strip() for line in said[0].splitlines() if line.startswith("  curl ")]
+    words = shlex.split(line)
+    assert "authorization: Bearer $KEY" in words
+    assert '"authorization: Bearer $KEY"' in line  # for the shell to fill in
+    assert json.loads(words[-1])["model"] == "fake"
+    assert await up.stop() == 0
 
 
 async def test_the_dashboard_starts_last_and_stops_with_the_rest(tmp_path: Path) -> None:
