@@ -320,6 +320,14 @@ class Accounts:
         self._revisions.pop(name)
         await self.read()
 
+    async def was_removed(self, name: str) -> bool:
+        """Whether an operator has removed this tenant, and the broker has not forgotten it."""
+        try:
+            await self._bucket.get(name)
+        except KeyNotFoundError as error:
+            return error.op is not None  # the marker of a deletion
+        return False
+
     async def _write(self, name: str, tenant: Tenant) -> None:
         value = msgspec.json.encode(tenant)
         try:

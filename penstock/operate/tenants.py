@@ -224,8 +224,14 @@ async def _asked(nc: Client, place: Place, name: str, args: argparse.Namespace) 
         case "restore":
             await _restore(nc, place, accounts, known, args)
         case _:
-            forgotten = accounts is not None and name not in existing and name in known.tenants
-            if args.verb == "add" and forgotten and not args.new_password:
+            forgotten = name not in existing and name in known.tenants
+            if args.verb == "add" and accounts is not None and forgotten and not args.new_password:
+                if await accounts.was_removed(name):
+                    raise ValueError(
+                        f"{name!r} was removed from this broker, and {place.data_dir} has its earlier password: "
+                        f"`penstock tenants add {name} --new-password` makes it anew; its clients need the new "
+                        "credentials"
+                    )
                 raise ValueError(
                     f"the broker does not know {name!r}, and {place.data_dir} has its password: `penstock tenants "
                     f"restore {name}` keeps that, --new-password makes another one"
