@@ -17,6 +17,7 @@ from penstock.infra.broker.config import USERS
 from penstock.infra.broker.datadir import load_secrets
 from penstock.infra.broker.roles import ROLES as BROKER_ROLES
 from penstock.infra.broker.tenants import user_in_use
+from penstock.launch.nats import CLIENTS_PORT, ROUTES_PORT
 from penstock.schemas.control import DRAINED
 from penstock.schemas.subjects import Namespace
 
@@ -25,7 +26,6 @@ GRACE_S = 15  # from the end of a drain to SIGKILL; processes end 4.5 s after it
 LAME_DUCK_S = 150  # nats-server's own bound is 2 minutes
 _NO_RESTART = 2  # a wrong flag or file: another start fails as well
 CONFIG = "/etc/penstock"
-_PORT = 4222
 
 
 class Role(NamedTuple):
@@ -59,7 +59,9 @@ class Urls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     data_dir: Annotated[str, about("folder with the broker's passwords, as of `penstock nats --print-config`")] = (
         "./operator"
     )
-    cluster: Annotated[tuple[str, ...], about("the broker's servers, comma-separated, as HOST or HOST:PORT")] = ()
+    servers: Annotated[
+        tuple[str, ...], about("the broker's servers, comma-separated, as HOST or HOST:PORT (of clients; 4222)")
+    ] = ()
     ca: Annotated[str, about("file with the authority of the servers' certificates; without it there is no TLS")] = ""
     namespace: Annotated[Namespace, Meta(description="prefix of all subjects and streams")] = "ps"
 
@@ -93,6 +95,10 @@ def _made(args: argparse.Namespace, rest: Sequence[str]) -> str:
         ValueError: flags that the process would refuse, or that do not belong into a file which others read.
     """
     if args.what == "env":
+        if any(each.partition("=")[0] == "--cluster" for each in rest):
+            raise ValueError(
+                "--cluster: of `penstock nats`, with ports among servers; --servers names those of clients"
+            )
         role, *flags = rest or [""]
         return env_file(role, read(Urls, flags))
     program = args.program or _found("nats-server" if args.what == "nats" else "penstock")
@@ -227,8 +233,12 @@ def env_file(name: str, urls: Urls) -> str:
     """
     if name not in USER_ROLES:
         raise ValueError(f"env: of which role? {', '.join(USER_ROLES)}")
-    if not urls.cluster:
-        raise ValueError("--cluster: name the broker's servers, as HOST or HOST:PORT")
+    if not urls.servers:
+        raise ValueError("--servers: name the broker's servers, as HOST or HOST:PORT")
+    if own := [each for each in urls.servers if each.endswith(f":{ROUTES_PORT}")]:
+        raise ValueError(
+            f"--servers: {own[0]} is the port among servers (`penstock nats --cluster`); clients use {CLIENTS_PORT}"
+        )
     file = Path(urls.data_dir) / "secrets.json"
     if not file.is_file():
         raise ValueError(f"--data-dir: {file} does not exist; `penstock nats --print-config` makes it")
@@ -246,5 +256,5 @@ def env_file(name: str, urls: Urls) -> str:
 
 def _urls(user: str, secrets: Mapping[str, str], urls: Urls) -> str:
     scheme = "tls" if urls.ca else "nats"
-    hosts = [each if ":" in each else f"{each}:{_PORT}" for each in urls.cluster]
+    hosts = [each if ":" in each else f"{each}:{CLIENTS_PORT}" for each in urls.servers]
     return ",".join(f"{scheme}://{user}:{quote(secrets[user], safe='')}@{host}" for host in hosts)

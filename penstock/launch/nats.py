@@ -98,6 +98,12 @@ def own_config(settings: NatsSettings, secrets: Mapping[str, str]) -> str:
         raise ValueError(f"--node: name the server that the configuration is for: {', '.join(settings.cluster)}")
     if settings.node and not settings.cluster:
         raise ValueError("--node is one of --cluster; name all of them there")
+    port_of_clients = settings.nats_port or CLIENTS_PORT
+    if own := [each for each in settings.cluster if each.endswith(f":{port_of_clients}")]:
+        raise ValueError(
+            f"--cluster: {own[0]} is the port of clients (`penstock systemd env --servers`); servers reach each other "
+            f"at another one: {ROUTES_PORT}, if you name none"
+        )
     if len(set(settings.cluster)) != len(settings.cluster):
         raise ValueError("--cluster names a server twice")
     routes = tuple(each if ":" in each else f"{each}:{ROUTES_PORT}" for each in settings.cluster)

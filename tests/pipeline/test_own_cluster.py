@@ -96,6 +96,7 @@ def made(**flags: object) -> str:
         ({"cluster": ("a", "b")}, "--node: name the server that the configuration is for: a, b"),
         ({"node": "a"}, "--node is one of --cluster"),
         ({"cluster": ("a", "a"), "node": "a"}, "--cluster names a server twice"),
+        ({"cluster": ("a:4222", "b:4222"), "node": "a:4222"}, r"a:4222 is the port of clients \(`penstock systemd env"),
     ],
 )
 def test_flags_that_contradict_each_other_are_named(flags: Mapping[str, object], says: str) -> None:

@@ -79,8 +79,11 @@ def test_flags_come_back_as_they_were_given(capsys: pytest.CaptureFixture[str]) 
         (["worker", "--metrics-port", "%i"], "metrics-port"),
         (["router", "--nats-url", "nats://router:hunter2@host:4222"], "others may read units"),
         (["env"], "of which role"),
-        (["env", "worker", "--data-dir", "/nonexistent", "--cluster", "a"], "does not exist"),
-        (["env", "worker"], "--cluster"),
+        (["env", "worker", "--data-dir", "/nonexistent", "--servers", "a"], "does not exist"),
+        (["env", "worker"], "--servers"),
+        (["env", "worker", "--cluster", "a"], "--servers names those of clients"),
+        (["env", "worker", "--cluster=a:6222"], "--servers names those of clients"),
+        (["env", "worker", "--servers", "a:6222"], "a:6222 is the port among servers (`penstock nats --cluster`)"),
     ],
 )
 def test_what_could_not_run_is_refused(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +126,7 @@ def test_an_unknown_flag_of_the_broker_s_unit_is_refused(capsys: pytest.CaptureF
 
 def test_each_role_gets_the_password_of_its_user_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "secrets.json").write_text(json.dumps({role: f"{role}/1" for role in (*USER_ROLES, "sys")}))
-    flags = ["--data-dir", str(tmp_path), "--cluster", "a,b:4333", "--ca", "/etc/ca.crt"]
+    flags = ["--data-dir", str(tmp_path), "--servers", "a,b:4333", "--ca", "/etc/ca.crt"]
     for role in USER_ROLES:
         text = made(capsys, "env", role, *flags)
         lines = dict(line.split("=", 1) for line in text.splitlines() if not line.startswith("#"))
@@ -140,7 +143,7 @@ def test_each_role_gets_the_password_of_its_user_only(tmp_path: Path, capsys: py
     assert "tls://worker-2:new@a:4222" in made(capsys, "env", "worker", *flags)
     assert "tls://router:router%2F1@a:4222" in made(capsys, "env", "router", *flags)
     (tmp_path / "secrets.json").write_text(json.dumps({role: f"{role}/1" for role in (*USER_ROLES, "sys")}))
-    plain = made(capsys, "env", "worker", "--data-dir", str(tmp_path), "--cluster", "a", "--namespace", "blue")
+    plain = made(capsys, "env", "worker", "--data-dir", str(tmp_path), "--servers", "a", "--namespace", "blue")
     assert "nats://worker:" in plain
     assert "PENSTOCK_NAMESPACE=blue" in plain
 
