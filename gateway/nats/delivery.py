@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
+from nats.errors import Error as NatsError
 
 from penstock.gateway.apis.answer_shapes import aggregator_for, encode_answer
 from penstock.gateway.base.metrics import account
@@ -315,7 +316,11 @@ class AnswerDelivery:
                     if replies.ended_before_first(message):
                         await replies.send(failure(_ended(message.number, replies.first), -1))
                     break
-            await self._bus.nc.flush()
+            try:
+                await self._bus.nc.flush()
+            except (NatsError, OSError):  # the link broke just now; it may not be known to be broken yet
+                await asyncio.sleep(RECONNECT_POLL_S)
+                return None
         except TimeoutError:
             return None  # of the flush
         finally:

@@ -232,10 +232,16 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
             await super().publish(subject, payload, reply, headers)
 
     async def _send_ping(self, future: Any = None) -> None:
-        if future is not None and self._pending and self.is_connected:
-            data, self._pending, self._pending_data_size = b"".join(self._pending), [], 0
-            self._transport.write(data)  # a flush is over when its ping is answered, which nats-py sends at once
-        await super()._send_ping(future)
+        if future is None:
+            await super()._send_ping()
+            return
+        try:
+            if self._pending and self.is_connected:
+                data, self._pending, self._pending_data_size = b"".join(self._pending), [], 0
+                self._transport.write(data)  # a flush is over when its ping is answered, which nats-py sends at once
+            await super()._send_ping(future)
+        except RuntimeError as error:  # of uvloop: the link broke just now, and the read loop has not noticed
+            raise ConnectionResetError(str(error)) from error
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
         if force_flush or not self.is_connected:

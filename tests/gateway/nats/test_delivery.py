@@ -1,7 +1,9 @@
 """Answers that are sent again, on a real broker."""
 
+import functools
 import re
 import time
+from typing import Any
 
 import pytest
 from nats.aio.msg import Msg
@@ -10,7 +12,7 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import ModelDir
 from penstock.schemas.subjects import Subjects
-from tests.gateway.nats.support import BODY, Engine, Submitter, finals, gateway_on, number_of
+from tests.gateway.nats.support import BODY, Engine, Running, Submitter, finals, gateway_on, number_of
 from tests.infra.bus.support import eventually
 
 AHEAD_NS = 600_000_000_000
@@ -47,6 +49,32 @@ async def test_an_answer_is_sent_again_from_its_beginning_when_the_link_was_brok
         messages = await client.got(finals)
         bodies = [{shown(each) for each in messages if number_of(each) == number} for number in range(5)]
         assert [len(each) for each in bodies] == [1] * 5
+
+
+async def test_an_answer_is_sent_again_when_the_link_breaks_as_its_end_is_flushed(
+    running: Running, bus: Bus, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nc, broken = running.gateway.bus.nc, 0
+    write = type(nc._transport).write
+
+    def closed(self: Any, data: bytes) -> None:
+        nonlocal broken
+        if data == b"PING\r\n" and not broken:
+            broken += 1
+            raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+        write(self, data)
+
+    client = Submitter(bus)
+    await client.listen(client.answer_subject("flushed"))
+    await client.submit(BODY, Nats_Msg_Id="flushed")
+    await eventually(lambda: engine.accepted)
+    monkeypatch.setattr(nc._transport, "write", functools.partial(closed, nc._transport))
+    await engine.stream(engine.accepted[0], 0, 3, end=True)
+    messages = await client.got(finals)
+    await eventually(lambda: broken)
+    assert not any("Penstock-Error" in (each.headers or {}) for each in messages)
+    again = await client.got(lambda messages: sum(number_of(each) == 0 for each in messages) == 2)
+    assert not any("Penstock-Error" in (each.headers or {}) for each in again)
 
 
 @pytest.mark.usefixtures("_clock")
