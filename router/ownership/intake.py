@@ -1,24 +1,21 @@
 """The requests that this router handles: those of its models from the log, and those that other routers pass on.
 
-Decides whether all routers share the requests of an owner's models. Pure.
-
 One router places the requests of a model, because decisions are best with one queue and one view of the load. A router
 is one process on one core, so its rate is limited. Before it reaches that limit, the owner asks the others to place
-requests as well: each places those that it pulls, and sees the decisions of the others a few milliseconds later. Only
-the owner recovers the requests of lost workers, which must not be done twice.
+requests as well (``Sharing``): each places those that it pulls, and sees the decisions of the others a few milliseconds
+later. Only the owner recovers the requests of lost workers, which must not be done twice.
 
-What a lost router had read and not placed comes again at once, instead of after the consumer's ack_wait.
-
-No API of the broker lists the messages that a consumer waits for. But whoever may publish to an acknowledgement subject
-can reject any message, and a rejection of one that is not waited for changes nothing. So every sequence between the
+What a lost router had read and not placed comes again at once, instead of after the consumer's ack_wait. No API of the
+broker lists the messages that a consumer waits for. But whoever may publish to an acknowledgement subject can reject
+any message, and a rejection of one that is not waited for changes nothing. So every sequence between the
 acknowledgement floor and the last delivered one is rejected, without reading any.
 """
 
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from typing import Any, NamedTuple
 
 import structlog
 from nats.errors import Error as NatsError
@@ -31,13 +28,35 @@ from penstock.infra.process.turns import TimeSlice
 from penstock.router.held.held_requests import HeldRequests
 from penstock.router.ownership.membership import Membership
 from penstock.router.placement.routing import ModelPart
-from penstock.router.state.background import BackgroundTasks
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas import routers
 from penstock.schemas.requests import Priority
 from penstock.schemas.routers import LostLeases
 from penstock.schemas.streams import LONGEST_DEADLINE_S, ConsumerSpec, topology
 from penstock.schemas.subjects import token
+
+
+class BackgroundTasks:
+    """Tasks for single requests. A failure is logged and ends nothing else: the request comes again.
+
+    Its message is delivered again after ack_wait, and the scan for orphans finds a request that was placed.
+    """
+
+    def __init__(self, bus: Bus, tasks: Tasks) -> None:
+        self._bus = bus
+        self._tasks = tasks
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> None:
+        def failed(error: BaseException) -> None:
+            log.error("router_task_failed", task=name, error=repr(error), exc_info=error)
+
+        self._tasks.spawn(work, name=name, on_failure=failed)
+
+    def acknowledge(self, reply: str, verdict: bytes) -> None:
+        """Send the verdict on a message, without waiting for it."""
+        if not self._bus.nc.post(reply, verdict, later=True):
+            self.spawn(self._bus.nc.publish(reply, verdict), "verdict")
+
 
 BUSY = 0.7  # of a core
 BUSY_S = 2.0  # for so long, before requests are shared

@@ -1,19 +1,18 @@
-"""Which routers run, and which models this one owns, by a bucket of leases.
+"""Which routers run, by a bucket of leases, and which of them owns which model.
 
 Only the owner of a model reads, holds and places its requests, so that they are ordered in one place, unless there are
-too many for one router (``sharing``); the other routers stand by with equal state. Ownership improves decisions, but it
-is no lock: two routers that both believe that they own a model, or do not know of each other, are still correct,
+too many for one router (``intake.Sharing``); the other routers stand by with equal state. Ownership improves decisions,
+but it is no lock: two routers that both believe that they own a model, or do not know of each other, are still correct,
 because message ids keep each attempt stored once.
 
 A lost router is noticed within milliseconds by the broker's event that its connection ended, or else ``LEASE_S`` after
 its last renewal, by this process's clock. One that stops in order removes its key.
 
+Who owns what is a pure function of the routers' registrations and the models that have workers (``assign``). All
+routers compute it from the same bucket, so they agree without asking each other, a moment after every change.
+
 The broker's own election, a pull consumer with ``priority_policy: pinned_client``, is per consumer and not per model,
 refuses pulls without its group (status 400), and took 1.95 s after a kill (nats-server 2.15.1).
-
-Which router owns which model: a pure function of the routers' registrations and the models that have workers.
-
-All routers compute it from the same bucket, so they agree without asking each other, a moment after every change.
 """
 
 import asyncio

@@ -1,12 +1,9 @@
 """Decides among the targets of a pool, and which held requests have one, by array operations.
 
-The results are those of ``policy.decide`` and of ``aggregated.is_ready``; property tests compare them.
-
-The columns of ``TargetLoads`` as arrays, so that a decision costs the same few operations for any fleet.
-
-The formula of ``placement.cost`` at many targets, and for many requests, at once.
-
-The targets of one kind of request as arrays.
+The results are those of ``decide.decide`` and of ``cost.is_ready``; property tests compare them. The columns of
+``TargetLoads`` are kept as arrays (``LoadColumns``), and so are the targets of one kind of request (``Pool``). So a
+decision costs the same few operations for any fleet: the formula of ``placement.cost`` at many targets, and for many
+requests, at once (``costs``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,23 +13,24 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.router.placement.aggregated import HeldRequest, aggregated_pool, is_plain
 from penstock.router.placement.cost import (
     PASS_TOKENS,
+    HeldRequest,
     RequestSize,
     Scalars,
+    aggregated_pool,
     favour_tokens,
+    is_plain,
+    rejection,
     reuse,
     size_of,
     target_terms,
 )
 from penstock.router.placement.decide import STORED_CANDIDATES, candidate_of
-from penstock.router.placement.filters import rejection
 from penstock.router.placement.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
-from penstock.router.state.depths import Depths, TargetBits, TargetId, bits_of
-from penstock.router.state.load import Load, RoutingTarget
+from penstock.router.state.holders import Depths, TargetBits, TargetId, bits_of
 from penstock.router.state.load_tracker import LoadTracker
-from penstock.router.state.target_loads import BACKLOG, COLUMNS, TargetLoads
+from penstock.router.state.target_loads import BACKLOG, COLUMNS, Load, RoutingTarget, TargetLoads
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import Candidate, Stage
 
@@ -271,7 +269,7 @@ class Pools:
         self._cache: dict[tuple[str, str | None, str, frozenset[str]], Pool | None] = {}
 
     def pool(self, request: RoutingRequest) -> Pool | None:
-        """The pool of a request; None: it has to be decided in the general way (``aggregated``)."""
+        """The pool of a request; None: it has to be decided in the general way (``aggregated_pool``)."""
         if not is_plain(request):
             return None
         if self._version != self._tracker.version or len(self._cache) > POOLS_CACHED:
@@ -309,15 +307,9 @@ class Pools:
 
 
 class ArrayDecisions:
-    """
-    Args:
-        few: targets, up to which a loop over them is cheaper.
-    """
-
-    def __init__(self, tracker: LoadTracker, few: int) -> None:
+    def __init__(self, tracker: LoadTracker) -> None:
         self._pools = Pools(tracker)
         self._columns = LoadColumns(tracker.loads, tracker.tokens_per_s)
-        self._few = few
 
     def decide(
         self,
@@ -336,7 +328,7 @@ class ArrayDecisions:
             overlaps, leading, seed, waited_s: as in ``RoutingContext``.
         """
         pool = self._pools.pool(request) if weights.temperature <= 0 else None
-        if pool is None or len(pool.ids) <= self._few:
+        if pool is None:
             return None
         size, own = size_of(request), self._columns.terms(pool.rows, request.n, now_ns, weights.prefill)
         cached, active = pool.column(overlaps), pool.column(leading) if leading else None

@@ -1,4 +1,4 @@
-"""The cost of a request at each target, in prompt tokens of work. Pure.
+"""Whether a target can take a request, and what it costs there, in prompt tokens of work. Pure.
 
     whole request   s · (A + A · min(u / 8192, 1) + 2 u + u · min(d / 40 + n / 8, 2.5))
                                     +  t · (D / 32 + 3000 w)  +  max(s, t) · S / 256
@@ -6,7 +6,7 @@
     decode stage                       t · (D / 32 + 3000 w)
 
 u: tokens of the prompt that the target neither caches nor is about to compute for another request, at least 1; but
-   those of a prefix that many prompts share are free (``shared_prefixes``)
+   those of a prefix that many prompts share are free (``SharedPrefixes``)
 A: tokens that it has yet to compute for other requests, which come first
 d: sequences that it is decoding, each of which u holds up
 n: sequences whose prompt it has yet to compute, each of which u holds up where one pass computes them together
@@ -21,17 +21,15 @@ holds up, so that no prompt waits behind more than that to spare them. A counts 
 have the longest TTFT anyway, so they avoid each other, and short ones go where work waits. A target has room for a
 request if it is idle, or if the blocks of all its active prompts, one for the answer of each sequence included, fill at
 most ``FILL`` of its KV cache, and it accepts another sequence.
-
-What a request costs at each target of a decision. Pure; ``placement.cost`` has the formula of mode "kv".
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from penstock.router.placement.routing import RoutingContext, RoutingRequest
-from penstock.router.state.depths import TargetId
-from penstock.router.state.load import RoutingTarget
+from penstock.router.placement.routing import PATIENCE_S, RoutingContext, RoutingRequest, Weights
+from penstock.router.state.holders import TargetId
+from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.target_loads import (
     ACTIVE,
     BACKLOG,
@@ -40,12 +38,105 @@ from penstock.router.state.target_loads import (
     COMPUTING,
     CONTEXT,
     DECODE_SLOWNESS,
+    ENCODE,
     LIMIT,
     SEQUENCES,
     SERVED,
     SLOTS,
     SLOWNESS,
+    RoutingTarget,
+    serves,
 )
+from penstock.schemas.errors import Code
+from penstock.schemas.fleet import APART, Registration, State, reads
+from penstock.schemas.requests import CONSTRAINT_MARKS
+
+Requirement = Callable[[Registration], str]  # a further filter: returns a reason, or "" if the worker passes
+
+
+def rejection(request: RoutingRequest, target: RoutingTarget, requirement: Requirement | None = None) -> str:
+    """Why ``target`` cannot take the stage of its role now; "": it can."""
+    registration = target.registration
+    if not serves(registration, request.model):
+        return "other_model"
+    if request.worker and not request.names(registration):
+        return "other_worker"
+    if request.revision is not None and request.revision != registration.revision:
+        return "other_revision"
+    if not reads(registration, request.tokenizer):
+        return "other_tokenizer"
+    if request.output or registration.role in APART:
+        return _rejection_apart(request, target)
+    if registration.role == ENCODE:
+        if request.worker:
+            return "encode_only"
+        if registration.state is not State.ready:
+            return "draining"
+        return "" if target.capacity else "full"
+    if requirement is not None and (reason := requirement(registration)):
+        return reason
+    if request.processors and not request.processors.issubset(registration.logits_processors):
+        missing = request.processors.difference(registration.logits_processors)
+        return "no_constraints" if missing & CONSTRAINT_MARKS else "no_processor"
+    if request.prompt_tokens + request.max_tokens > registration.max_model_len:
+        return "too_long"
+    if request.prompt_tokens >= registration.total_blocks * registration.block_size:
+        return "too_small"
+    if registration.state is not State.ready:
+        return "draining"
+    if target.load.sequences and request.n > target.capacity:  # an idle target takes any one request
+        return "full"
+    return ""
+
+
+def _rejection_apart(request: RoutingRequest, target: RoutingTarget) -> str:
+    """Of requests for images, videos or vectors, and of workers that make them."""
+    registration = target.registration
+    if registration.output != request.output:
+        return "other_kind" if request.worker else "other_model"
+    if registration.state is not State.ready:
+        return "draining"
+    return "" if target.capacity else "full"
+
+
+# Reasons that may pass. One of them is enough to let the request wait, whatever is wrong with the other workers.
+_TEMPORARY = (
+    "full", "better_full", "prefill_full", "no_partner", "draining", "other_revision", "other_tokenizer", "no_encoder",
+)  # fmt: skip
+# Reasons that end the request.
+_PERMANENT = {
+    "other_kind": (Code.invalid_request, "the named worker does not produce this kind of output"),
+    "no_transfer": (Code.unsupported, "no worker can receive image embeddings"),
+    "too_small": (Code.out_of_blocks, "the prompt does not fit into any worker's KV cache"),
+    "too_long": (Code.context_length_exceeded, "prompt and max_tokens exceed every worker's max_model_len"),
+    "no_vision": (Code.unsupported, "no worker accepts images: start an encode worker or a worker with a vision model"),
+    "no_processor": (Code.invalid_request, "no worker has all the requested logits processors"),
+    "no_constraints": (
+        Code.unsupported,
+        "no worker applies structured output: install penstock[structured] where native and mock workers run",
+    ),
+    "encode_only": (Code.invalid_request, "the named worker only encodes media"),
+    "unknown_worker": (Code.invalid_request, "the named worker is not registered"),
+    "pair_only": (Code.invalid_request, "the named worker runs requests only together with another one; name none"),
+    "worker_not_named": (Code.invalid_request, "routing mode direct requires a worker name in the request"),
+}
+
+
+def common_reason(reasons: Iterable[str]) -> str:
+    """The one reason to report when every target was rejected; temporary reasons come first."""
+    distinct = set(reasons)
+    return next((reason for reason in (*_TEMPORARY, *_PERMANENT) if reason in distinct), "no_worker")
+
+
+def error_code(reason: str) -> Code | None:
+    """The error that ends a request rejected for this reason; None: the request can wait."""
+    return _PERMANENT[reason][0] if reason in _PERMANENT else None
+
+
+def describe(reason: str) -> str:
+    """A reason with its explanation, for error messages."""
+    return f"{reason}: {_PERMANENT[reason][1]}" if reason in _PERMANENT else reason
+
 
 FILL = 0.95
 OWN_WORK = 2.0
@@ -265,3 +356,46 @@ def columns_of(target: RoutingTarget) -> list[Any]:
         load.decode_slowness,
         load.served_tokens,
     ]
+
+
+def is_plain(request: RoutingRequest) -> bool:
+    """Whether a request needs neither a certain worker nor a medium, and produces tokens."""
+    return not (request.worker or request.medium or request.output or request.avoid)
+
+
+def aggregated_pool(tracker: LoadTracker, request: RoutingRequest) -> Sequence[Registration]:
+    """The workers of a plain request's model; empty: there is none, or some are not aggregated."""
+    if not is_plain(request):
+        return ()
+    serving = tracker.serving(request.model)
+    return () if any(each.role != "aggregated" for each in serving) else serving
+
+
+class HeldRequest(NamedTuple):
+    """Fields as in ``RoutingContext``."""
+
+    request: RoutingRequest
+    overlaps: Mapping[TargetId, int]
+    leading: Mapping[TargetId, int]
+    waited_s: float
+
+
+def is_ready(held: HeldRequest, targets: Sequence[RoutingTarget]) -> bool:
+    """Whether a target has room for the request, and it need not wait for a better one.
+
+    A request that no target ever takes is ready too: it is decided, so that it ends.
+
+    Args:
+        targets: of its pool.
+    """
+    request, weights = held.request, Weights()
+    costs = target_costs(RoutingContext(request, targets, held.overlaps, "kv", weights, 0, 0, held.leading))
+    allowed = [costs[target.id] for target in targets if rejection(request, target) in ("", "full")]
+    if not allowed:
+        return True
+    free = [cost for cost in allowed if cost.fits]
+    if not free:
+        return False
+    best, best_of_all = (min(among, key=lambda cost: cost.whole) for among in (free, allowed))
+    saved = best.uncached_tokens - best_of_all.uncached_tokens
+    return best_of_all.fits or held.waited_s >= PATIENCE_S * saved

@@ -4,62 +4,164 @@ An aggregated worker runs prefill and decode. A decode worker computes a prompt 
 cached, and is paired with a prefill worker otherwise. If one of these two pools is empty, the other runs both stages,
 unless its engines cannot (``Registration.pair_only``). Media go through an encode worker first, if there is one.
 
-In mode "kv" the score of a target is what the request costs there, in prompt tokens of work (``placement.cost``); the
-lowest wins. A pair costs its prefill stage, the transfer of the blocks (``pairs``) and its decode stage. A request that
-is held waits for a better target that is full, for at most ``PATIENCE_S`` per token that it would not have to compute.
+In mode "kv" the score of a target is what the request costs there, in prompt tokens of work (``cost``); the lowest
+wins. A request that is held waits for a better target that is full, for at most ``PATIENCE_S`` per token that it would
+not have to compute.
 
-Which encode worker computes the embeddings of a medium: probably the one that still caches them. Pure.
+A pair costs its prefill stage, the transfer of the blocks and its decode stage. KV blocks move only between pools of
+the same layout and backend, over one of three distances. The cheapest partner of a decode worker is therefore the best
+on its host, the best with RDMA, or the best of all: one pass over the prefill workers and one over the decode workers.
 
-Rendezvous hashing sends the same image to the same worker in every router, and moves few images when workers join or
-leave. A worker with much more than its share of the load is skipped, so that one popular image overloads no worker.
-
-The score table that is stored with a job: the chosen targets, the best others, and those that were rejected.
+The encode worker of a medium is the one that probably still caches its embeddings. Rendezvous hashing sends the same
+image to the same worker in every router, and moves few images when workers join or leave. A worker with much more than
+its share of the load is skipped, so that one popular image overloads no worker.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
 import msgspec
 from blake3 import blake3
 
-from penstock.router.placement.cost import TargetCost, columns_of, target_costs, uncached_tokens, utilization
-from penstock.router.placement.filters import Requirement, common_reason, error_code, rejection
-from penstock.router.placement.pairs import PrefillPool, describe_path
+from penstock.router.placement.cost import (
+    Requirement,
+    TargetCost,
+    columns_of,
+    common_reason,
+    error_code,
+    rejection,
+    target_costs,
+    uncached_tokens,
+    utilization,
+)
 from penstock.router.placement.routing import PATIENCE_S, RoutingContext, RoutingDecision
-from penstock.router.state.depths import TargetId
-from penstock.router.state.load import ENCODE, RoutingTarget
-from penstock.router.state.target_loads import BACKLOG
+from penstock.router.state.holders import TargetId
+from penstock.router.state.target_loads import BACKLOG, ENCODE, RoutingTarget
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import Candidate, Stage
 
-SLACK = 1.25  # a worker takes at most this multiple of its fair share, rounded up
+# Pairs: which prefill worker can transfer KV to a decode worker, and at what cost
+
+NEAR, MEDIUM, FAR = 0.02, 0.1, 0.5  # cost of moving a token, as a share of computing it
+_PATHS = {NEAR: "on the same host", MEDIUM: "over RDMA", FAR: "over the network"}
+
+TransferKind = tuple[str, str, int, int, str]
 
 
-def by_preference(medium: bytes, targets: Sequence[RoutingTarget]) -> list[RoutingTarget]:
-    """``targets`` in this medium's order of preference."""
-    return sorted(targets, key=lambda target: _weight(medium, target), reverse=True)
+def transfer_kind(registration: Registration) -> TransferKind | None:
+    """Workers of the same kind can transfer KV to each other; None: this worker has no transfer endpoint."""
+    endpoint = registration.transfer
+    if endpoint is None:
+        return None
+    pool = endpoint.pools.get("kv")
+    layout, size = (pool.layout, pool.block_bytes) if pool is not None else ("", 0)
+    return (endpoint.backend, layout, size, registration.block_size, registration.revision)
 
 
-def pick(medium: bytes, targets: Sequence[RoutingTarget]) -> tuple[RoutingTarget, bool]:
-    """The encode worker for a medium, and whether it is the preferred one.
+def distance(source: Registration, target: Registration) -> float:
+    """NEAR, MEDIUM or FAR; both workers must have an endpoint."""
+    one, two = source.transfer, target.transfer
+    assert one is not None
+    assert two is not None
+    if one.host and one.host == two.host:
+        return NEAR
+    return MEDIUM if one.rdma and two.rdma else FAR
+
+
+def describe_path(source: Registration, target: Registration) -> str:
+    """The distance in words."""
+    return _PATHS[distance(source, target)]
+
+
+class _Cheapest:
+    """The lowest costs among the prefill workers of one kind."""
+
+    __slots__ = ("any", "hosts", "rdma")
+
+    def __init__(self) -> None:
+        self.any = self.rdma = float("inf")
+        self.hosts: dict[str, float] = {}
+
+    def add(self, registration: Registration, cost: float) -> None:
+        endpoint = registration.transfer
+        assert endpoint is not None
+        self.any = min(self.any, cost)
+        if endpoint.rdma:
+            self.rdma = min(self.rdma, cost)
+        if endpoint.host:
+            self.hosts[endpoint.host] = min(cost, self.hosts.get(endpoint.host, cost))
+
+
+class ScoredTarget(NamedTuple):
+    """A prefill worker and the cost of computing the prompt there."""
+
+    target: RoutingTarget
+    cost: float
+
+
+class PrefillPool:
+    """Prefill workers as partners of decode workers.
 
     Args:
-        medium: digest of the request's first medium.
-        targets: the candidates, at least one.
+        available: those that can take the request now.
+        full: those that could take it later.
+        cost: of computing the prompt at a prefill worker.
+        weight: of the transfer.
     """
-    ordered = by_preference(medium, targets)
-    limit = ceil(SLACK * (sum(target.load.requests for target in targets) + 1) / len(targets))
-    for target in ordered:
-        if target.load.requests < limit:
-            return target, target is ordered[0]
-    raise AssertionError("some target is always at or below its fair share")
+
+    def __init__(
+        self,
+        available: Sequence[RoutingTarget],
+        full: Iterable[RoutingTarget],
+        cost: Callable[[RoutingTarget], float],
+        weight: float,
+    ) -> None:
+        self._weight = weight
+        self._cheapest: dict[TransferKind, _Cheapest] = {}
+        self.scored = [ScoredTarget(target, cost(target)) for target in available]
+        for target, value in self.scored:
+            kind = transfer_kind(target.registration)
+            if kind is not None:
+                cheapest = self._cheapest.get(kind)
+                if cheapest is None:
+                    cheapest = self._cheapest[kind] = _Cheapest()
+                cheapest.add(target.registration, value)
+        self._full = {kind for target in full if (kind := transfer_kind(target.registration)) is not None}
+
+    def __bool__(self) -> bool:
+        """Whether any of these workers can transfer KV, now or later."""
+        return bool(self._cheapest or self._full)
+
+    def cheapest(self, decode: Registration, blocks: int) -> float | None:
+        """The cost of the best partner including the transfer of ``blocks``; None: there is none now."""
+        endpoint, kind = decode.transfer, transfer_kind(decode)
+        if endpoint is None or kind is None or (lowest := self._cheapest.get(kind)) is None:
+            return None
+        step = self._weight * blocks * decode.block_size
+        cost = lowest.any + FAR * step
+        if endpoint.rdma:
+            cost = min(cost, lowest.rdma + MEDIUM * step)
+        if endpoint.host in lowest.hosts:
+            cost = min(cost, lowest.hosts[endpoint.host] + NEAR * step)
+        return cost
+
+    def has_full_partner(self, decode: Registration) -> bool:
+        """Whether a partner exists that is only full."""
+        return transfer_kind(decode) in self._full
+
+    def partners(self, decode: Registration, blocks: int) -> list[ScoredTarget]:
+        """All partners, each with its cost including the transfer of ``blocks``."""
+        kind = transfer_kind(decode)
+        step = self._weight * blocks * decode.block_size
+        return [
+            ScoredTarget(target, cost + distance(target.registration, decode) * step)
+            for target, cost in self.scored
+            if kind is not None and transfer_kind(target.registration) == kind
+        ]
 
 
-def _weight(medium: bytes, target: RoutingTarget) -> bytes:
-    worker, rank = target.id
-    return blake3(f"{worker}:{rank}:".encode() + medium).digest(length=8)
-
+# The score table that is stored with a job: the chosen targets, the best others, and those that were rejected
 
 STORED_CANDIDATES = 16
 
@@ -158,6 +260,9 @@ def no_target(context: RoutingContext, rejected: Rejected) -> RoutingDecision:
 def refusal(reason: str, lines: tuple[Candidate, ...] = ()) -> RoutingDecision:
     """No route: the request waits or ends, as the reason says."""
     return RoutingDecision((), lines[:STORED_CANDIDATES], 0, reason, error_code(reason))
+
+
+# The decision
 
 
 def decide(context: RoutingContext) -> RoutingDecision:
@@ -387,6 +492,34 @@ def _decide_media(context: RoutingContext) -> RoutingDecision:
     elif any(reason == "full" for _, reason in pool):
         return refusal("full", tuple(candidate(context, target, 0.0, reason, ENCODE) for target, reason in pool))
     return _decide_tokens(context, _vision_required)
+
+
+SLACK = 1.25  # a worker takes at most this multiple of its fair share, rounded up
+
+
+def by_preference(medium: bytes, targets: Sequence[RoutingTarget]) -> list[RoutingTarget]:
+    """``targets`` in this medium's order of preference."""
+    return sorted(targets, key=lambda target: _weight(medium, target), reverse=True)
+
+
+def pick(medium: bytes, targets: Sequence[RoutingTarget]) -> tuple[RoutingTarget, bool]:
+    """The encode worker for a medium, and whether it is the preferred one.
+
+    Args:
+        medium: digest of the request's first medium.
+        targets: the candidates, at least one.
+    """
+    ordered = by_preference(medium, targets)
+    limit = ceil(SLACK * (sum(target.load.requests for target in targets) + 1) / len(targets))
+    for target in ordered:
+        if target.load.requests < limit:
+            return target, target is ordered[0]
+    raise AssertionError("some target is always at or below its fair share")
+
+
+def _weight(medium: bytes, target: RoutingTarget) -> bytes:
+    worker, rank = target.id
+    return blake3(f"{worker}:{rank}:".encode() + medium).digest(length=8)
 
 
 def _pick_encoder(context: RoutingContext, available: list[RoutingTarget]) -> tuple[RoutingTarget, str]:

@@ -1,23 +1,273 @@
-"""Collects the inputs of a decision from the cluster state, and decides."""
+"""Collects the inputs of a decision from the cluster state, and decides in the cheaper of two ways.
+
+A loop over the targets decides every request (``decide``). For more than a few targets array operations come to the
+same decision faster (``arrays``), where numpy is installed.
+
+The target of a session's last request is a hint for its next one. The prefix index knows the cached part of a prompt,
+so the hint has little weight. It helps where the index does not know the conversation: at a target whose KV events are
+late, or where the new prompt continues the old one in other tokens. Requests of one session at the same time show that
+it is no conversation: while one of them is unfinished there is no hint, so a name that many requests share does not
+gather them at one target.
+
+Every target will have a prefix that many prompts share, such as a system prompt, before long. A request that happens to
+compute it first is not charged for it: otherwise all its traffic would stay at the targets that have it, while others
+are idle. A prefix is shared once ``USES`` prompts for each target went on differently behind it, among the last
+prompts. The turns of one conversation go on in one way, so they stay where they are. Prefixes are counted at some
+lengths, sixteen for each doubling. A prompt adds at most ``ADDED`` of them, the shortest that are not known, so memory
+is bounded by the number of prompts remembered.
+"""
 
 import random
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import structlog
 
-from penstock.configs.settings import RouterSettings
-from penstock.router.placement.decisions import Decisions, array_decisions
-from penstock.router.placement.pairs import with_pairs
-from penstock.router.placement.pending import PendingRequest, required_revision, routing_request
-from penstock.router.placement.routing import ALONE, ModelPart, RoutingDecision, RoutingRequest, Weights
-from penstock.router.placement.sessions import SessionId
+from penstock.configs.settings import RouterMode, RouterSettings
+from penstock.infra.bounded import ByteCache
+from penstock.router.placement.decide import TransferKind, decide, transfer_kind
+from penstock.router.placement.pending import PendingRequest, crowded, required_revision, routing_request
+from penstock.router.placement.routing import ALONE, ModelPart, RoutingContext, RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.cluster_state import ClusterState
-from penstock.router.state.load import ENCODE
+from penstock.router.state.holders import TargetId, as_dict
+from penstock.router.state.load_tracker import MODELS_CACHED, LoadTracker
 from penstock.router.state.metrics import Metrics
-from penstock.router.state.suspects import crowded
-from penstock.schemas.jobs import DecisionInputs, Stage
+from penstock.router.state.target_loads import ENCODE
+from penstock.schemas.fleet import Registration
+from penstock.schemas.jobs import DecisionInputs, Link, Stage
 from penstock.schemas.requests import GenerateRequest
+
+if TYPE_CHECKING:
+    from penstock.router.placement.arrays import ArrayDecisions
+
+SESSIONS_BYTES = 16 << 20  # remembered, some 30,000; those used longest ago are forgotten first
+
+
+class SessionId(NamedTuple):
+    """The identity of a session. Sessions of different tenants, models or cache salts are separate."""
+
+    tenant: str
+    model: str
+    salt: str
+    name: str
+
+
+class _Last(NamedTuple):
+    request: str
+    targets: tuple[TargetId, ...]
+
+
+class Sessions:
+    """
+    Args:
+        is_active: whether a request is unfinished.
+    """
+
+    def __init__(self, is_active: Callable[[str], bool], most_bytes: int = SESSIONS_BYTES) -> None:
+        self._is_active = is_active
+        self._last: ByteCache[SessionId, _Last] = ByteCache(most_bytes, _size)
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def targets(self, session: SessionId, request: str) -> tuple[TargetId, ...]:
+        """The targets of the session's last request; empty: unknown, or another request of it is unfinished."""
+        last = self._last.get(session)
+        if last is None or (last.request != request and self._is_active(last.request)):
+            return ()
+        return last.targets
+
+    def sent(self, session: SessionId, request: str, targets: Sequence[TargetId]) -> None:
+        """A request of the session was sent to these targets, one for each stage."""
+        self._last.put(session, _Last(request, tuple(targets)))
+
+
+def _size(session: SessionId, last: _Last) -> int:
+    """Bytes, of which a character may take four: clients choose names and salts."""
+    return 4 * sum(map(len, session)) + len(last.request) + 128 * len(last.targets)
+
+
+def session_of(request: GenerateRequest) -> SessionId:
+    return SessionId(request.tenant, request.model, request.salt, request.session)
+
+
+USES = 8  # by each target, from which on a prefix is shared; with 4, bursts make theirs free too early
+PROMPTS = 128  # for each target, until the older generation is dropped
+MOST_PROMPTS = 1 << 14
+ADDED = 8
+LENGTHS = [*range(1, 16), *(step << octave for octave in range(16) for step in range(16, 32))]
+
+
+class SharedPrefixes:
+    """Branches behind prefixes, in two generations: when the younger one is full, the older one is forgotten."""
+
+    def __init__(self) -> None:
+        self._branches: dict[int, int] = {}  # by the key of a prefix' last block: prompts that went on differently
+        self._older: dict[int, int] = {}
+        self._prompts = 0  # in the younger generation
+
+    def blocks(self, keys: Sequence[int], targets: float) -> int:
+        """Leading blocks of a prompt that are shared; this prompt counts from now on.
+
+        Looking at the same prompt again adds its longer lengths, and counts at most one for ``ADDED`` of them.
+
+        Args:
+            targets: among which the prompts of its model are distributed, for each router that places them.
+        """
+        branches, older = self._branches, self._older
+        enough, shared, last = USES * targets, 0, None
+        lengths = LENGTHS[: bisect_right(LENGTHS, len(keys))]
+        for at, length in enumerate(lengths):
+            key = keys[length - 1]
+            count = branches.get(key)
+            if count is None:
+                count = older.pop(key, None)
+                if count is None:
+                    self._add([keys[each - 1] for each in lengths[at : at + ADDED]], last, targets)
+                    break
+                branches[key] = count = count // 2
+            if count >= enough:
+                shared = length
+            last = key
+        return shared
+
+    def _add(self, new: Sequence[int], behind: int | None, targets: float) -> None:
+        self._branches.update(dict.fromkeys(new, 0))
+        if behind is not None:
+            self._branches[behind] += 1
+        self._prompts += 1
+        if self._prompts >= min(PROMPTS * targets, MOST_PROMPTS):
+            self._older, self._branches, self._prompts = self._branches, {}, 0
+
+
+# Targets, up to which a loop over them is cheaper in a router. Without anything between two decisions, arrays win from
+# one target on. But each request changes rows that they have to copy, so they win from four on, and after code that
+# empties the caches from nine on.
+FEW = 4
+
+# In SERVED of targets that other routers prefer: 100 tokens of work for each one that this router prefers, up to 3,000.
+# The more targets, the less it costs to choose among some of them, and the more requests come before others know.
+OTHERS_SERVED = 25_600
+MOST_OTHERS_SERVED = 768_000
+PREFERENCE_NS = 1_000_000_000  # for so long a router prefers the same targets; a change takes 4 µs per target
+
+
+def array_decisions(tracker: LoadTracker) -> "ArrayDecisions | None":
+    """None: numpy is not installed."""
+    if find_spec("numpy") is None:
+        return None
+    from penstock.router.placement.arrays import ArrayDecisions
+
+    return ArrayDecisions(tracker)
+
+
+class Decisions:
+    """A decision is a function of the tracker's state and of the arguments of ``decide``.
+
+    Args:
+        arrays: of the same tracker; None: a loop decides everything.
+        few: targets, up to which a loop over them is cheaper.
+    """
+
+    def __init__(
+        self,
+        tracker: LoadTracker,
+        arrays: "ArrayDecisions | None",
+        mode: RouterMode,
+        weights: Weights,
+        *,
+        few: int = FEW,
+    ) -> None:
+        self._arrays = arrays
+        self._few = few
+        self._tracker = tracker
+        self._mode: RouterMode = mode
+        self._weights = weights
+        self._shared: dict[str, SharedPrefixes] = {}  # by model
+        # By model: version of the workers, part that is preferred, number of parts; None: it places all requests.
+        self._parts: dict[str, tuple[int, int, int] | None] = {}
+        self.sessions = Sessions(lambda request: tracker.request(request) is not None)
+
+    def shared_blocks(self, model: str, keys: Sequence[int], routers: int) -> int:
+        """Leading blocks of a prompt that many prompts begin with, for ``RoutingRequest``; it counts from now on.
+
+        Args:
+            routers: that place the model's requests; this one sees one of so many prompts.
+        """
+        serving = self._tracker.serving(model)
+        if self._mode != "kv" or not serving or not len(keys):
+            return 0
+        prefixes = self._shared.get(model)
+        if prefixes is None:
+            if len(self._shared) >= MODELS_CACHED:
+                self._shared.clear()
+            prefixes = self._shared[model] = SharedPrefixes()
+        return prefixes.blocks(keys, len(serving) * serving[0].dp_size / routers)
+
+    def _are_many(self, model: str) -> bool:
+        """Whether a loop over the model's targets costs more than array operations."""
+        serving = self._tracker.serving(model)
+        return len(serving) > self._few or sum(each.dp_size for each in serving) > self._few
+
+    def _prefer(self, name: str, part: ModelPart, now_ns: int) -> None:
+        """Have routers prefer different targets, since they do not know each other's latest decisions.
+
+        They take turns, by their clocks, with each part: some routers place more requests than others.
+
+        Args:
+            name: of the model, or an alias, which some of its workers may not have.
+            part: of the model that the name stands for.
+        """
+        model = self._tracker.models().get(name)
+        if model is None:  # requests may name any model
+            return
+        number = (part.number + now_ns // PREFERENCE_NS) % part.routers
+        state = (self._tracker.version, number, part.routers) if part.routers > 1 else None
+        if self._parts.get(model) == state:
+            return
+        self._parts[model] = state
+        pools: dict[str, list[TargetId]] = {}
+        for worker in self._tracker.serving(model):
+            pools.setdefault(worker.role, []).extend((worker.worker, rank) for rank in range(worker.dp_size))
+        for pool in pools.values():
+            more = min(OTHERS_SERVED * len(pool) // part.routers, MOST_OTHERS_SERVED)
+            for at, target in enumerate(pool):
+                self._tracker.loads.count_more(target, 0 if at % part.routers == number else more)
+
+    def decide(
+        self,
+        request: RoutingRequest,
+        keys: Sequence[int],
+        overlaps: Mapping[TargetId, int],
+        *,
+        now_ns: int,
+        seed: int,
+        number: int = 0,
+        waited_s: float | None = None,
+        part: ModelPart = ALONE,
+    ) -> RoutingDecision:
+        """
+        Args:
+            keys: of the full blocks of its prompt, as far as they may be reused.
+            overlaps, seed, number, waited_s: as in ``RoutingContext``.
+            part: this router's.
+        """
+        if part.routers > 1 or self._parts:
+            self._prefer(request.model, part, now_ns)
+        tracker, weights = self._tracker, self._weights
+        leading: Mapping[TargetId, int] = tracker.loads.prefixes(keys) if self._mode == "kv" else {}
+        if self._arrays is not None and self._mode == "kv" and self._are_many(request.model):
+            decision = self._arrays.decide(
+                request, overlaps, leading, weights, now_ns=now_ns, seed=seed, waited_s=waited_s
+            )
+            if decision is not None:
+                return decision
+        targets, cached, active = tracker.targets(now_ns, request.model), as_dict(overlaps), as_dict(leading)
+        return decide(RoutingContext(request, targets, cached, self._mode, weights, seed, number, active, waited_s))
+
 
 MANY = 12  # targets, above which the array operations take less than half as long
 
@@ -128,5 +378,28 @@ class Decider:
             )
 
 
-def session_of(request: GenerateRequest) -> SessionId:
-    return SessionId(request.tenant, request.model, request.salt, request.session)
+def links(registrations: Iterable[Registration | None]) -> tuple[Link, ...]:
+    """The workers of a score table as its record has them, so that pairs can be decided again. None: it has left."""
+    kinds: dict[TransferKind, int] = {}
+    hosts: dict[str, int] = {}
+    links = []
+    for each in registrations:
+        endpoint, kind = (each.transfer, transfer_kind(each)) if each is not None else (None, None)
+        role = each.role if each is not None else ""
+        if endpoint is None or kind is None:
+            links.append(Link(role))
+            continue
+        host = hosts.setdefault(endpoint.host, len(hosts) + 1) if endpoint.host else 0
+        links.append(Link(role, kinds.setdefault(kind, len(kinds) + 1), host, endpoint.rdma))
+    return tuple(links)
+
+
+def with_pairs(inputs: DecisionInputs, registrations: Sequence[Registration | None]) -> DecisionInputs:
+    """The inputs of a decision with what decides about pairs, for the workers of its score table."""
+    present = [(at, each) for at, each in enumerate(registrations) if each is not None]
+    return msgspec.structs.replace(
+        inputs,
+        links=links(registrations),
+        pair_only=tuple(at for at, each in present if each.pair_only),
+        on_gpu=tuple(at for at, each in present if each.transfer is not None and each.transfer.gpu),
+    )

@@ -1,14 +1,44 @@
-"""A request without a worker, and what routing derives from it. Pure."""
+"""A request without a worker: what routing derives from it, how it may run, and the job that sends it to one. Pure.
 
-from collections.abc import Sequence
+A request whose attempt ended with a crash of its worker is a suspect: it may be what ends its workers. So are all that
+ran there. Suspects are spread over different workers, so that the next crash names few. One that two crashes name runs
+alone: its worker runs nothing else meanwhile, and a model has one such request at a time. If its worker crashes even
+so, it is the cause.
+
+Each such request takes three workers, and one that differs a little is another one. So the requests of a tenant with
+several within an hour are watched, as its gateway has marked them: a single crash is enough for them to run alone.
+
+What is known comes from the log. DONE says of each attempt that a worker, or someone on its behalf, returned it, and
+whether it crashed (``done.Returned.crashed``). Jobs carry which attempts were lost with their worker. Such a loss may
+turn out to be a crash, once the worker's supervisor or its next life says so. The first one is taken for a crash at
+once, since spreading costs nothing; before a third worker the request waits for what is to be known, within a bound.
+"""
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from penstock.router.placement.routing import RoutingRequest
-from penstock.router.state.suspects import Standing
-from penstock.schemas.fleet import Revisions
+from penstock.router.placement.routing import RoutingDecision, RoutingRequest
+from penstock.router.state.attempts import Positions, count_crashes
+from penstock.router.state.load_tracker import LoadTracker
+from penstock.schemas.fleet import Registration, Revisions, State
+from penstock.schemas.jobs import ALONE, SUSPECT, Decision, DecisionInputs, Job, LoadHeader
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.tokens import Finish, Logprob
+
+EVIDENCE_S = 30.0  # Kubernetes starts a container that crashed a second time again after 20 s
+
+
+class Standing(enum.StrEnum):
+    """How a request may run."""
+
+    free = ""
+    suspect = SUSPECT  # away from other suspects
+    unknown = "unknown"  # not before it is known why its workers were lost
+    alone = ALONE
+    poisonous = "poisonous"  # not at all
+
 
 _NONE: frozenset[str] = frozenset()
 
@@ -142,3 +172,134 @@ def lane(pending: PendingRequest, local_prefill_tokens: int) -> str:
             *([pending.suspect] if pending.suspect else ()),
         )
     )
+
+
+def standing(
+    returned: Mapping[int, str],
+    lost: Sequence[tuple[int, str]],
+    explained: Callable[[str], bool],
+    waited_s: float,
+    *,
+    repeats: bool = False,
+    watched: bool = False,
+) -> Standing:
+    """How a request may run, after attempts that ended without a result.
+
+    Args:
+        returned: by attempt, as ``ReturnedAttempts`` has it.
+        lost: attempts that were lost with their worker, and that worker.
+        explained: whether a lost worker is known not to have crashed, since it is registered again.
+        waited_s: since the last attempt ended.
+        repeats: it has the content of a request that was found to be poisonous.
+        watched: its tenant has had several of those lately.
+    """
+    crashes = count_crashes(returned)
+    if ALONE in returned.values() or (repeats and crashes):
+        return Standing.poisonous
+    if repeats:
+        crashes = 2
+    enough = 1 if watched else 2
+    open_losses = len({attempt for attempt, worker in lost if attempt not in returned and not explained(worker)})
+    if open_losses and crashes + open_losses >= enough and waited_s < EVIDENCE_S:
+        return Standing.unknown
+    if crashes >= enough:
+        return Standing.alone
+    return Standing.suspect if crashes or open_losses else Standing.free
+
+
+def crowded(tracker: LoadTracker, model: str, suspect: Standing, now_ns: int) -> frozenset[str]:
+    """Workers that a suspect avoids: those with more suspects than others of their role.
+
+    One that is to run alone avoids those with more to do: it waits there until that has ended.
+    """
+    counts: dict[str, dict[str, int]] = {}
+    for each in tracker.serving(model):
+        if each.state is State.ready:
+            sequences = (tracker.load((each.worker, rank), now_ns).sequences for rank in range(each.dp_size))
+            busy = sum(sequences) if suspect is Standing.alone else tracker.suspects(each.worker)
+            counts.setdefault(each.role, {})[each.worker] = busy
+    return frozenset(worker for role in counts.values() for worker, count in role.items() if count > min(role.values()))
+
+
+# Shorter prompts are computed before it matters to other routers which blocks they have.
+KEYS_FROM_TOKENS = 256
+MOST_KEYS = 4096  # the server takes headers of 64 KiB in all
+KEY_BYTES = 11  # as text (``penstock.schemas.blocks.keys_text``)
+
+
+def build_job(
+    pending: PendingRequest,
+    decision: RoutingDecision,
+    *,
+    mode: str,
+    router: str,
+    revision: str,
+    prompt_blocks: int,
+    positions: Positions,
+    now_ns: int,
+    inputs: DecisionInputs,
+) -> Job:
+    """The job, with the record of the decision. ``decision.route`` must not be empty."""
+    route, first = decision.route, decision.route[0]
+    record = Decision(
+        mode=mode,
+        chosen=first.worker,
+        router=router,
+        at_ns=now_ns,
+        candidates=decision.candidates,
+        prompt_blocks=prompt_blocks,
+        waited_ns=now_ns - pending.since_ns,
+        kv_seq=positions.kv,
+        work_seq=positions.work,
+        done_seq=positions.done,
+        rank=first.rank,
+        reason=pending.reason,
+        route=route if len(route) > 1 else (),
+        how=decision.how,
+        revision=revision,
+    )
+    return Job(
+        request=msgspec.Raw(pending.raw),
+        attempt=pending.attempt,
+        decision=record,
+        resume=pending.resume,
+        finished=pending.finished,
+        endings=pending.endings,
+        route=route[1:],
+        scored=pending.scored,
+        logprobs=pending.logprobs,
+        scores=pending.scores,
+        inputs=inputs,
+        streamed_ns=pending.streamed_ns,
+        suspect=pending.suspect.value,
+        lost=pending.lost,
+    )
+
+
+def build_load(pending: PendingRequest, decision: RoutingDecision, prefill: Registration) -> LoadHeader:
+    """What other routers fold of the job without reading its body; ``prefill``: the worker that computes the prompt."""
+    request, route = pending.request, decision.route
+    return LoadHeader(
+        request.prompt_tokens,
+        decision.overlap_blocks * prefill.block_size,
+        request.token_address,
+        request.deadline_ns,
+        request.priority.value,
+        request.n,
+        route if len(route) > 1 or route[0].rank else (),
+    )
+
+
+def sends_keys(load: LoadHeader, blocks: int, room: int = MOST_KEYS * KEY_BYTES) -> bool:
+    """Whether other routers that place requests of the model need the keys of this prompt's blocks.
+
+    With them a router does not take the blocks that two prompts have in common for twice as many, and knows what a
+    worker is about to compute. In overload with long prompts that have much in common, the mean time to the first token
+    is several times as long without.
+
+    Args:
+        blocks: full ones of the prompt.
+        room: bytes that the message may still grow by.
+    """
+    fits = blocks <= MOST_KEYS and blocks * KEY_BYTES <= room
+    return fits and load.prompt_tokens - load.cached_tokens >= KEYS_FROM_TOKENS

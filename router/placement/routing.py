@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from penstock.configs.settings import RouterMode
-from penstock.router.state.depths import TargetId
-from penstock.router.state.load import ENCODE, RoutingTarget
+from penstock.router.state.holders import TargetId
+from penstock.router.state.target_loads import ENCODE, RoutingTarget
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import Candidate, Stage
@@ -50,8 +50,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     processors: frozenset[str] = frozenset()  # logits processors that the worker must have
     revision: str | None = None  # of the model; None: any
     tokenizer: str = ""  # digest of the tokenizer that encoded the prompt
-    shared_blocks: int = 0  # leading ones that many prompts begin with (``placement.shared_prefixes``)
-    session: tuple[TargetId, ...] = ()  # targets of its session's last request (``placement.sessions``)
+    shared_blocks: int = 0  # leading ones that many prompts begin with (``SharedPrefixes``)
+    session: tuple[TargetId, ...] = ()  # targets of its session's last request (``Sessions``)
 
     def names(self, registration: Registration) -> bool:
         """Whether the request names this worker."""

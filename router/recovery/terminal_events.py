@@ -1,21 +1,18 @@
-"""Terminal events that a router makes: of requests that no worker will run, or whose terminal event is missing.
-
-Publishes the end of a request that no worker ends.
-"""
+"""Terminal events that a router makes: of requests that no worker will run, or whose terminal event is missing."""
 
 import asyncio
 import time
 from collections.abc import Sequence
 
+import msgspec
 import structlog
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.puller import ACK
+from penstock.router.ownership.intake import BackgroundTasks
 from penstock.router.placement.pending import PendingRequest
-from penstock.router.recovery.fencing import InterruptedAttempt
-from penstock.router.state.background import BackgroundTasks
 from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.metrics import Metrics
 from penstock.schemas import done, summary, wire
@@ -24,6 +21,40 @@ from penstock.schemas.reassembly import Progress
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenBatch, TokenItem
+
+log = structlog.get_logger("router")
+
+
+class InterruptedAttempt(msgspec.Struct):
+    """An attempt that cannot finish. ``fence`` fills the fields with defaults.
+
+    Attributes:
+        work_seq: of its job in WORK, or of its newest handoff.
+        raw: the request as it was stored.
+        progress: per choice, what was streamed before the fence.
+        revision: of the model, that the attempt ran in.
+        reason: why this attempt was placed.
+        scores: log-probabilities of the prompt's tokens 1 .., as far as they were streamed.
+        streamed_ns: when its first token was stored, Unix time; 0: none was.
+        lost: earlier attempts that were lost with their worker, and that worker.
+        since_ns: no token of the request was stored earlier.
+    """
+
+    request_id: str
+    attempt: int
+    worker: str
+    gateway: str
+    work_seq: int
+    raw: bytes = b""
+    request: GenerateRequest | None = None
+    progress: list[Progress] = []
+    revision: str = ""
+    scores: tuple[Logprob, ...] = ()
+    reason: str = ""
+    streamed_ns: int = 0
+    since_ns: int = 0
+    lost: tuple[tuple[int, str], ...] = ()
+
 
 _FAILED = ("error", "cancelled")
 
@@ -107,8 +138,6 @@ def completed(
 def _reason(code: Code) -> str:
     return "cancelled" if code is Code.cancelled else "error"
 
-
-log = structlog.get_logger("router")
 
 TIMEOUT_S = 600.0  # to store an end: as long as a broker may be away
 POLL_S = 0.1

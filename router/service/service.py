@@ -26,24 +26,20 @@ from penstock.infra.bus.puller import ACK, NAK, TERM, sequence, stored_ns
 from penstock.infra.process.turns import TimeSlice
 from penstock.router.held.held_requests import HeldOrder, HeldRequests
 from penstock.router.held.tenant_weights import TenantWeights
-from penstock.router.ownership.intake import Intake
+from penstock.router.ownership.intake import BackgroundTasks, Intake
+from penstock.router.placement.cost import describe
 from penstock.router.placement.decider import Decider
-from penstock.router.placement.filters import describe
-from penstock.router.placement.job_message import build_job, build_load, sends_keys
-from penstock.router.placement.pending import PendingRequest
+from penstock.router.placement.pending import PendingRequest, Standing, build_job, build_load, sends_keys, standing
 from penstock.router.placement.routing import LOCAL_PREFILL_TOKENS, RoutingDecision
 from penstock.router.recovery.recovery import Recovery
-from penstock.router.recovery.resteering import resteer
 from penstock.router.recovery.terminal_events import TerminalPublisher
-from penstock.router.recovery.watchdog import watch
+from penstock.router.recovery.watchdog import resteer, watch
 from penstock.router.service.deletion import Deletion
 from penstock.router.service.maintenance import Maintenance
-from penstock.router.state.background import BackgroundTasks
 from penstock.router.state.cluster_state import ClusterListener, ClusterState
 from penstock.router.state.holders import keys_view
-from penstock.router.state.load import ENCODE
 from penstock.router.state.metrics import Metrics
-from penstock.router.state.suspects import Standing, standing
+from penstock.router.state.target_loads import ENCODE
 from penstock.schemas import contents, jobs, requests, wire
 from penstock.schemas.blocks import keys_text
 from penstock.schemas.errors import Code, ServingError

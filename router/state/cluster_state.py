@@ -1,8 +1,7 @@
 """The state of the cluster as a router sees it: what its workers cache (``caches``) and have to do (``LoadTracker``).
 
-This is the shell around the load tracker: it follows WORK, DONE and the workers bucket.
-
-Callbacks of a router for changes of the cluster.
+This is the shell around the load tracker: it follows WORK, DONE and the workers bucket, and calls the router back
+(``ClusterListener``) when the cluster changes.
 """
 
 import asyncio
@@ -22,15 +21,21 @@ from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.registry import EXPIRED, RegisteredWorker, WorkerRegistry
 from penstock.infra.process.turns import TimeSlice
+from penstock.router.state.attempts import (
+    ActiveRequest,
+    Positions,
+    ReturnedAttempts,
+    Unfolded,
+    UnownedRequests,
+    read_revoked,
+    read_sent,
+)
 from penstock.router.state.caches import SWEEP_BLOCKS, Caches
-from penstock.router.state.depths import TargetId
-from penstock.router.state.holders import keys_view
-from penstock.router.state.load import ENCODE, ActiveRequest, LoadState
-from penstock.router.state.load_tracker import LoadTracker
-from penstock.router.state.loader import Snapshot, Snapshots
+from penstock.router.state.holders import TargetId, keys_view
+from penstock.router.state.load_tracker import LoadState, LoadTracker
 from penstock.router.state.lost_workers import BROKE, ENDED, DisconnectWatch, LeaseLosses, RegistrationRemoval
-from penstock.router.state.sent import Positions, Unfolded, UnownedRequests, read_revoked, read_sent
-from penstock.router.state.suspects import ReturnedAttempts
+from penstock.router.state.snapshots import Snapshot, Snapshots
+from penstock.router.state.target_loads import ENCODE
 from penstock.schemas import done, fleet, kv
 from penstock.schemas.jobs import LoadHeader, Stage
 from penstock.schemas.streams import LONGEST_DEADLINE_S

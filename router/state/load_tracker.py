@@ -1,72 +1,66 @@
 """Registered workers and the load of each target: a fold of the workers bucket, WORK and DONE. No clock, no NATS.
 
 WORK records that a request was sent to a worker, DONE that it ended or was returned. The two streams have no common
-order and both repeat messages, so every step is idempotent, and an end may arrive before its beginning. A router also
-admits its own decisions at once, before it reads them from the log.
+order and both repeat messages, so every step is idempotent, and an end may arrive before its beginning: which attempts
+have ended is remembered, so that a late message in WORK does not revive them. A router also admits its own decisions at
+once, before it reads them from the log.
 
 A disaggregated request counts at its present stage and at every later one, since all of them will have to take it. Each
 message to a later stage moves it on. The newest message of an attempt is the one with the fewest stages left, whatever
 the order of arrival.
-
-Which attempts have ended, so that a late message in WORK does not revive them. Pure.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from penstock.router.state.depths import TargetId
-from penstock.router.state.load import ENCODE, ActiveRequest, Load, LoadState, RoutingTarget, StageLoad, serves
+from penstock.router.state.attempts import EVERY, ActiveRequest, EndedAttempts, StageLoad
+from penstock.router.state.holders import TargetId
 from penstock.router.state.target_loads import (
     ACTIVE,
     BACKLOG,
     COMPUTING,
     CONTEXT,
     DECODE_SLOWNESS,
+    ENCODE,
     SEQUENCES,
     SERVED,
     SLOWNESS,
+    Load,
+    RoutingTarget,
     TargetLoads,
     TargetSums,
     Task,
+    serves,
 )
 from penstock.schemas.blocks import DEFAULT_BLOCK_SIZE
 from penstock.schemas.fleet import Registration, Revisions, State, revisions
 from penstock.schemas.jobs import ALONE, LoadHeader, Stage
 
-REMEMBERED = 65_536  # requests
-EVERY = 1 << 62  # above every attempt: the request has ended
+
+class LoadState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The state of a ``LoadTracker`` for a snapshot. Registrations come from the bucket and are not part of it."""
+
+    unfinished: tuple[ActiveRequest, ...] = ()
+    closed: tuple[tuple[str, int], ...] = ()  # request, highest attempt that ended
+    backlogs: tuple[tuple[str, int, float, int], ...] = ()  # worker, rank, tokens, at_ns
+    returned: tuple[tuple[str, int, str], ...] = ()  # request, attempt, ``Returned.crashed``
+    losses: tuple[tuple[str, str, str, int], ...] = ()  # of leases, see ``LeaseLosses``
+    losses_together: tuple[tuple[str, str, str, int], ...] = ()
 
 
-class EndedAttempts:
-    """The highest ended attempt of each request; the requests that ended longest ago are forgotten."""
-
-    def __init__(self) -> None:
-        # Oldest first. The first key of a dict is found behind all that were deleted before it: 15 µs at this size.
-        self._attempts: OrderedDict[str, int] = OrderedDict()
-
-    def close(self, request: str, attempt: int) -> None:
-        """An attempt, and all before it, have ended."""
-        self._attempts[request] = attempt
-        self._attempts.move_to_end(request)
-        if len(self._attempts) > REMEMBERED:
-            self._attempts.popitem(last=False)
-
-    def last(self, request: str) -> int:
-        """The highest attempt that has ended; -1: none."""
-        return self._attempts.get(request, -1)
-
-    def update(self, closed: Iterable[tuple[str, int]]) -> None:
-        """Add what ``parts`` yielded."""
-        self._attempts.update(closed)
-
-    def parts(self, size: int) -> Iterator[tuple[tuple[str, int], ...]]:
-        """All of them, ``size`` at a time. Attempts may end between two parts."""
-        requests = list(self._attempts)
-        for start in range(0, len(requests), size):
-            attempts = ((request, self.last(request)) for request in requests[start : start + size])
-            yield tuple((request, attempt) for request, attempt in attempts if attempt >= 0)
+def merge(parts: Iterable[LoadState]) -> LoadState:
+    """Join the parts of ``LoadTracker.parts``."""
+    states = list(parts)
+    return LoadState(
+        tuple(entry for state in states for entry in state.unfinished),
+        tuple(entry for state in states for entry in state.closed),
+        tuple(entry for state in states for entry in state.backlogs),
+        tuple(entry for state in states for entry in state.returned),
+        tuple(entry for state in states for entry in state.losses),
+        tuple(entry for state in states for entry in state.losses_together),
+    )
 
 
 MODELS_CACHED = 256  # model names whose workers are cached; requests may name any model
@@ -222,7 +216,7 @@ class LoadTracker:
         """Whether any target accepts another sequence."""
         return any(self.capacity(name, rank) for name, r in self._registrations.items() for rank in range(r.dp_size))
 
-    # Suspects (``penstock.router.state.suspects``)
+    # Suspects (``Standing``)
 
     def suspects(self, worker: str) -> int:
         """Requests at a worker, or on their way to it, of which one may be what ends workers."""
@@ -365,7 +359,7 @@ class LoadTracker:
         return self._requests.get(request)
 
     def ended(self, request: str) -> bool:
-        """Whether the terminal event of a request was read; the last ``ended_attempts.REMEMBERED`` are remembered."""
+        """Whether the terminal event of a request was read; the last ``ENDED_REMEMBERED`` are remembered."""
         return self._closed.last(request) == EVERY
 
     def active(self) -> list[ActiveRequest]:

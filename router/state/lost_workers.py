@@ -1,14 +1,14 @@
-"""Which connections are broken, from the events of the broker's system account.
+"""Lost workers: how they are noticed, that their registrations go, and how often leases were lost lately.
 
-Events report a killed worker within milliseconds; its lease would take seconds to expire.
+``DisconnectWatch`` knows which connections are broken, from the events of the broker's system account. They report a
+killed worker within milliseconds; its lease would take seconds to expire.
 
-How often workers lost their lease lately, by the names that they keep over their lives. Pure.
+``LeaseLosses`` counts, pure, by the names that workers keep over their lives. A broker that stops, or elects a leader
+for the workers bucket, lets leases run out whose workers are well. Such losses are counted apart: those of a router
+whose own link broke just before, and those of all workers at once.
 
-A broker that stops, or elects a leader for the workers bucket, lets leases run out whose workers are well. Such losses
-are counted apart: those of a router whose own link broke just before, and those of all workers at once.
-
-Removes the registrations of dead workers: after a broken connection, when their process is reported to have ended,
-and those that a killed broker brought back.
+``RegistrationRemoval`` removes the registrations of dead workers: after a broken connection, when their process is
+reported to have ended, and those that a killed broker brought back.
 """
 
 import asyncio

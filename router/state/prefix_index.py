@@ -1,26 +1,26 @@
-"""The prefix index: a deterministic fold of the workers' KV events. No NATS, no clock.
+"""Which targets have which prefix of a prompt, as KV events say, as it was predicted, or will have. No NATS, no clock.
 
-Only device blocks (tier 0) of layer group 0 are indexed, since they save prompt work. Group 0 must be the one that
-keeps the longest history.
+``PrefixIndex`` is a deterministic fold of the workers' KV events. Only device blocks (tier 0) of layer group 0 are
+indexed, since they save prompt work. Group 0 must be the one that keeps the longest history.
 
-The prefix index as bytes and back. Pure.
+``ApproximateIndex`` does without events: it predicts the cache of a target from the requests sent to it. A target is
+assumed to keep the prompts it was sent last, as many as its KV cache holds, each for at most ``ttl_s`` from the last
+request that used it. A block is never removed before the blocks that follow it in its prompt, so holdings stay closed.
+What a target generates is not predicted.
 
-A snapshot is of one moment, and is encoded in steps while the index goes on changing. It has the order of eviction
-too, so an index that was restored and one that was not stay equal.
+``ActivePrefixes`` has the prompts of active requests. A block that was sent to a target with one request can be reused
+there by the next, before the target's KV events say so: the events of a prompt lag behind by the whole queue in front
+of it.
 """
 
-import sys
-from array import array
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
-from penstock.router.state.depths import Depths, TargetId, bits_of
-from penstock.router.state.holders import Holders, Holding
-from penstock.router.state.radix_tree import Node
-from penstock.schemas import wire
+from penstock.router.state.holders import Depths, Holders, Holding, Levels, TargetBits, TargetId
 from penstock.schemas.blocks import DIGEST_BYTES
 from penstock.schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Stored
 
@@ -224,188 +224,235 @@ def _parts(event: KvEvent) -> Iterator[KvEvent]:
         parent = part[-DIGEST_BYTES:]
 
 
-PART_BLOCKS = 8192  # encoded at once, in 1 ms
-_LOADED_BLOCKS = 4096  # at once
-_NODE_BLOCKS = 16  # what a node costs beside its blocks
-_MASKS = 500  # summed up at once
+TTL_S = 600.0
 
 
-class HeldBy(msgspec.Struct, frozen=True, array_like=True):
-    """A target: its position in the KV stream, and its bit in the masks (1 << slot)."""
+class _Record(NamedTuple):
+    """A prompt that was sent to a target."""
 
-    worker: str
-    rank: int
-    epoch: int
-    seq: int
-    slot: int
-    cut: bool = False
-    ragged: bool = False
+    at: float
+    target_id: TargetId
+    keys: tuple[int, ...]
 
 
-class IndexHead(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The header before the parts. ``checksum`` and ``blocks`` are those of the whole index."""
+class _Target:
+    """What one target is assumed to hold."""
 
-    taken_ns: int
-    kv_seq: int
-    checksum: int
-    blocks: int
-    max_blocks: int
-    clock: int
-    held_by: tuple[HeldBy, ...]
+    __slots__ = ("holding", "numbers", "used")
+
+    def __init__(self, holding: Holding) -> None:
+        self.holding = holding
+        self.used: dict[int, int] = {}  # by block: number of the last record with it
+        self.numbers: deque[int] = deque()  # of its records, oldest first; some may be gone
 
 
-class IndexPart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Some nodes of the tree. Numbers are packed little-endian, 8 bytes each.
+class ApproximateIndex:
+    """``PrefixIndex.match`` fed by past decisions.
 
-    Attributes:
-        numbers: of the nodes.
-        sizes: blocks of each node.
-        parents: -1: none.
-        mask_at: each node's place in ``masks``.
-        masks: packed little-endian.
-        keys: of all blocks.
-        partial: (node, slot, number of blocks), for who has only the first blocks of a node.
+    Args:
+        max_blocks: hard cap of (target, block) pairs, repeats included.
+        ttl_s: until a prompt is forgotten that no request used.
     """
 
-    numbers: bytes
-    sizes: bytes
-    parents: bytes
-    ages: bytes
-    mask_at: bytes
-    masks: tuple[bytes, ...]
-    keys: bytes
-    partial: tuple[tuple[int, int, int], ...] = ()
+    def __init__(self, max_blocks: int, ttl_s: float = TTL_S) -> None:
+        self.max_blocks = max_blocks
+        self.ttl_s = ttl_s
+        self._holders = Holders(max_blocks)
+        self._targets: dict[TargetId, _Target] = {}
+        self._records: OrderedDict[int, _Record] = OrderedDict()  # by number, oldest first
+        self._recorded = 0
+        self._recorded_keys = 0  # in all records, repeats included
+
+    def record(self, target_id: TargetId, keys: Sequence[int], now: float, capacity: int = 1 << 62) -> None:
+        """A prompt was sent to ``target_id`` at ``now`` (seconds, any epoch, never going back).
+
+        Args:
+            capacity: blocks that the target's KV cache holds.
+        """
+        self.expire(now)
+        part = tuple(keys[: min(self.max_blocks, capacity)])
+        while self._records and self._recorded_keys + len(part) > self.max_blocks:
+            self._remove(next(iter(self._records)))
+        target = self._targets.get(target_id)
+        if target is None:
+            target = self._targets[target_id] = _Target(self._holders.open(target_id))
+        self._recorded += 1
+        self._recorded_keys += len(part)
+        self._holders.store(target.holding, part, None)
+        target.used.update(dict.fromkeys(part, self._recorded))
+        target.numbers.append(self._recorded)
+        self._records[self._recorded] = _Record(now, target_id, part)
+        while len(target.used) > capacity:
+            self._remove(target.numbers.popleft())
+
+    def match(self, keys: Sequence[int]) -> dict[TargetId, int]:
+        """Number of leading blocks of a prompt probably held, by target; targets without any are absent."""
+        return self._holders.match(keys)
+
+    def expire(self, now: float) -> None:
+        """Remove blocks last used ``ttl_s`` ago or earlier."""
+        while self._records:
+            number, oldest = next(iter(self._records.items()))
+            if oldest.at + self.ttl_s > now:
+                return
+            self._remove(number)
+
+    def forget(self, worker: str) -> None:
+        """Forget all ranks of ``worker``."""
+        for target_id in [target_id for target_id in self._targets if target_id[0] == worker]:
+            del self._targets[target_id]
+            self._holders.retire(target_id)
+
+    def sweep(self, limit: int) -> bool:
+        """As ``PrefixIndex.sweep``."""
+        return self._holders.sweep(limit)
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def _remove(self, number: int) -> None:
+        """Forget a record, unless that has happened, and the blocks that no later one has."""
+        record = self._records.pop(number, None)
+        if record is None:
+            return
+        self._recorded_keys -= len(record.keys)
+        target = self._targets.get(record.target_id)
+        if target is None:
+            return
+        if target.numbers and target.numbers[0] == number:
+            target.numbers.popleft()
+        removed = [key for key in record.keys if target.used.get(key) == number]
+        for key in removed:
+            del target.used[key]
+        self._holders.remove(target.holding, removed)
 
 
-_decode_head = wire.decoder(IndexHead)
-_decode_part = wire.decoder(IndexPart)
+MAX_BLOCKS = 1 << 22  # different blocks of all active prompts; further ones match nothing
 
 
-def encoding(index: PrefixIndex, kv_seq: int, taken_ns: int) -> Iterator[bytes]:
-    """The head and the parts of a snapshot of ``index`` at the moment of the first step. One at a time."""
-    holders = index.holders
-    live, ragged = 0, set(holders.ragged)
-    held_by = []
-    for holding, epoch, seq in index.feeds():
-        live |= holding.bit
-        target_id = holding.target_id
-        slot = holding.bit.bit_length() - 1
-        held_by.append(HeldBy(*target_id, epoch, seq, slot, holding.cut, target_id in ragged))
-    head = IndexHead(
-        *(taken_ns, kv_seq, index.checksum(), index.blocks, holders.max_blocks, holders.tree.clock, tuple(held_by))
-    )
-    frozen = holders.tree.freeze()
-    try:
-        yield wire.encode(head)
-        nodes: list[tuple[int, Node]] = []
-        blocks = 0
-        for number, node in frozen:
-            nodes.append((number, node))
-            blocks += len(node.chunk) + _NODE_BLOCKS
-            if blocks >= PART_BLOCKS:
-                yield wire.encode(_part(nodes, live))
-                nodes, blocks = [], 0
-        if nodes:
-            yield wire.encode(_part(nodes, live))
-    finally:
-        holders.tree.thaw()
+class ActivePrefixes:
+    """A multiset of prompts by target. A target that has a block has all blocks in front of it.
 
-
-def restoring(index: PrefixIndex, head: IndexHead, parts: Iterable[bytes]) -> Generator[None, None, bool]:
-    """Load a snapshot into a new index, in steps.
-
-    Returns: False: it is not the index that was stored, or one with another cap. Do not use the index.
-    Raises:
-        msgspec.MsgspecError, ValueError, IndexError: the parts are damaged.
+    A block's targets are the bits of one number, so that adding and removing a prompt costs one dictionary access per
+    block, and matching it a few for each depth at which targets differ.
     """
-    tree = index.holders.tree
-    if head.max_blocks != index.holders.max_blocks:
-        return False
-    tree.clock = head.clock
-    by_slot = {}
-    for each in head.held_by:
-        by_slot[each.slot] = holding = Holding((each.worker, each.rank), 1 << each.slot)
-        holding.cut = each.cut
-        index.restore(holding, each.epoch, each.seq)
-        if each.ragged:
-            index.holders.mark_ragged(holding)
-    totals: dict[int, tuple[int, int]] = {}  # blocks and sum of keys by mask
-    for data in parts:
-        yield from _load(index, _decode_part(data), totals)
-    yield from tree.link()
-    index.holders.link()
-    for number, (mask, (blocks, key_sum)) in enumerate(totals.items()):
-        if number % _MASKS == 0:
-            yield
-        for bit in bits_of(mask):
-            holding = by_slot[bit.bit_length() - 1]
-            holding.blocks += blocks
-            holding.key_sum += key_sum
-    return index.blocks == head.blocks and index.checksum() == head.checksum
 
+    def __init__(self) -> None:
+        self._masks: dict[int, int] = {}  # by block; bits of forgotten targets may be left until they are swept
+        self._counts: dict[TargetId, dict[int, int]] = {}
+        self._bits: dict[TargetId, int] = {}
+        self._targets = TargetBits()
+        self._present = 0  # bits of all targets
+        self._forgotten: list[tuple[int, dict[int, int]]] = []  # a bit, which is free once its blocks are swept
 
-def read_head(data: bytes) -> IndexHead:
-    """
-    Raises:
-        msgspec.MsgspecError: it is none.
-    """
-    return _decode_head(data)
+    def add(self, target: TargetId, keys: Sequence[int]) -> int:
+        """Add a prompt and return how many of its blocks are new at ``target``."""
+        counts = self._counts.get(target)
+        if counts is None:
+            counts = self._open(target)
+        bit, masks, before = self._bits[target], self._masks, len(counts)
+        for key in keys:
+            count = counts.get(key)
+            if count is not None:
+                counts[key] = count + 1
+                continue
+            counts[key] = 1
+            mask = masks.get(key)
+            if mask is not None:
+                masks[key] = mask | bit
+            elif len(masks) < MAX_BLOCKS:
+                masks[key] = bit
+        return len(counts) - before
 
+    def remove(self, target: TargetId, keys: Sequence[int]) -> int:
+        """Remove a prompt that was added and return how many blocks no other active request has."""
+        counts, bit = self._counts[target], self._bits[target]
+        before = len(counts)
+        for key in keys:
+            count = counts[key]
+            if count == 1:
+                del counts[key]
+                self._clear(key, bit)
+            else:
+                counts[key] = count - 1
+        return before - len(counts)
 
-def _part(nodes: Sequence[tuple[int, Node]], live: int) -> IndexPart:
-    keys = array("q")
-    masks: dict[int, int] = {}
-    mask_at, partial = array("q"), []
-    for number, node in nodes:
-        keys.extend(node.chunk)
-        mask_at.append(masks.setdefault(node.mask & live, len(masks)))
-        for count, bits in node.partial.items():
-            partial += [(number, bit.bit_length() - 1, count) for bit in bits_of(bits & live)]
-    width = max(mask.bit_length() for mask in masks) // 8 + 1
-    return IndexPart(
-        _packed(array("q", [number for number, _ in nodes])),
-        _packed(array("q", [len(node.chunk) for _, node in nodes])),
-        _packed(array("q", [node.parent for _, node in nodes])),
-        _packed(array("q", [node.age for _, node in nodes])),
-        _packed(mask_at),
-        tuple(mask.to_bytes(width, "little") for mask in masks),
-        _packed(keys),
-        tuple(partial),
-    )
+    def forget(self, target: TargetId) -> None:
+        """Forget all prompts of a target at once; ``sweep`` removes their blocks."""
+        counts = self._counts.pop(target, None)
+        if counts is not None:
+            bit = self._bits.pop(target)
+            self._targets.remove(bit)
+            self._present &= ~bit
+            self._forgotten.append((bit, counts))
 
+    def sweep(self, limit: int) -> bool:
+        """Remove blocks of forgotten targets, visiting at most ``limit``; True: nothing is left to do."""
+        while self._forgotten and limit > 0:
+            bit, counts = self._forgotten[-1]
+            while counts and limit > 0:
+                key, _ = counts.popitem()
+                self._clear(key, bit)
+                limit -= 1
+            if not counts:
+                self._forgotten.pop()
+        return not self._forgotten
 
-def _load(index: PrefixIndex, part: IndexPart, totals: dict[int, tuple[int, int]]) -> Iterator[None]:
-    tree, at, loaded = index.holders.tree, 0, 0
-    keys, masks = _unpacked(part.keys), [int.from_bytes(mask, "little") for mask in part.masks]
-    columns = map(_unpacked, (part.numbers, part.sizes, part.parents, part.ages, part.mask_at))
-    for node, size, parent, age, mask_at in zip(*columns, strict=True):
-        chunk, mask = tuple(keys[at : at + size]), masks[mask_at]
-        if len(chunk) != size or not chunk:
-            raise ValueError(f"node {node} has {len(chunk)} of {size} keys")
-        at += size
-        tree.load(node, chunk, mask, parent, age)
-        blocks, key_sum = totals.get(mask, (0, 0))
-        totals[mask] = (blocks + size, key_sum + sum(chunk))
-        loaded += size + _NODE_BLOCKS
-        if loaded >= _LOADED_BLOCKS:
-            yield
-            loaded = 0
-    for node, slot, count in part.partial:
-        chunk = tree.chunks[node][:count]
-        tree.set_held(node, 1 << slot, count)
-        blocks, key_sum = totals.get(1 << slot, (0, 0))
-        totals[1 << slot] = (blocks + count, key_sum + sum(chunk))
-    yield
+    def match(self, keys: Sequence[int]) -> Depths:
+        """Leading blocks of a prompt that active requests have, by target; to be read at once."""
+        return Depths(self._levels(keys), self._targets)
 
+    def _levels(self, keys: Sequence[int]) -> Levels:
+        gone: list[int] = []
+        depths: list[int] = []
+        if not len(keys):
+            return gone, depths
+        masks, end = self._masks, len(keys)
+        held, depth = masks.get(keys[0], 0) & self._present, 0
+        while held:
+            depth += 1
+            further = held & masks.get(keys[depth], 0) if depth < end else 0
+            if further == held:
+                depth = self._common(keys, held, depth)
+                further = held & masks.get(keys[depth], 0) if depth < end else 0
+            if further != held:
+                gone.append(held ^ further)
+                depths.append(depth)
+            held = further
+        return gone, depths
 
-def _packed(values: "array[int]") -> bytes:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
+    def _common(self, keys: Sequence[int], held: int, depth: int) -> int:
+        """How many leading blocks all targets in ``held`` have, at least ``depth`` + 1: galloping, then bisecting."""
+        masks, low, step = self._masks, depth + 1, 1
+        high = len(keys)
+        while low < high:
+            at = min(low + step, high) - 1
+            if masks.get(keys[at], 0) & held != held:
+                high = at
+                break
+            low, step = at + 1, step * 2
+        while low < high:
+            middle = (low + high) // 2
+            if masks.get(keys[middle], 0) & held == held:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
+    def _open(self, target: TargetId) -> dict[int, int]:
+        used = self._present
+        for bit, _ in self._forgotten:
+            used |= bit
+        bit = ~used & (used + 1)  # the lowest free one
+        self._bits[target] = bit
+        self._targets.put(bit, target)
+        self._present |= bit
+        counts = self._counts[target] = {}
+        return counts
 
-def _unpacked(data: bytes) -> list[int]:
-    values = array("q", data)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tolist()
+    def _clear(self, key: int, bit: int) -> None:
+        mask = self._masks.get(key, 0) & ~bit
+        if mask:
+            self._masks[key] = mask
+        else:
+            self._masks.pop(key, None)

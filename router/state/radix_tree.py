@@ -9,9 +9,8 @@ Nodes are numbers, their properties are in lists, and keys have 60 bits: nothing
 garbage collector has to visit (a full collection of 8 million of them takes a second), and a key takes 32 bytes.
 
 The order of eviction is that of use: a node was used when blocks of it were stored, by any holder, or when blocks
-after it were. Leaves go first. It never depends on matches.
-
-The leaves of a radix tree in the order of their eviction: by age, those of one age by their first keys.
+after it were. Leaves go first: by age, those of one age by their first keys (``LeafAges``). It never depends on
+matches.
 """
 
 from array import array

@@ -1,150 +1,62 @@
-"""The load of each target. A row is one target: a worker, or one attention data-parallel rank of it.
+"""The load of each target, and how fast it turned out to be. No clock, no NATS.
 
-No clock, no NATS. ``arrays.columns`` has the same as arrays.
+A row of ``TargetLoads`` is one target: a worker, or one attention data-parallel rank of it. ``arrays.LoadColumns`` has
+the same as arrays.
 
-The prompt blocks of the active requests of each target, counted by request. No clock, no NATS.
+``LearnedCosts`` is the speed of each target in computing prompts and in decoding, learnt from measured times. All
+targets of a model together give the time of a prompt as ``a + b · tokens``, by least squares over recent prompts. A
+target's slowness is the time that its prompts took over the time that they should have taken, relative to the median of
+the model's targets. It begins at 1, moves with ``PRIOR`` prompts, forgets after ``MEMORY`` prompts, and counts as 1
+while it is within ``NOISE`` of it: equally fast targets must not look different because of what else they had to do.
 
-A block that was sent to a target with one request can be reused there by the next, before the target's KV events say
-so: the events of a prompt lag behind by the whole queue in front of it.
-
-The active requests of each target, and its estimated prefill backlog. No clock, no NATS.
+Decoding is learnt in the same way, from the time between a computed prompt and the end of its request. Its tokens are
+those of the context that the target read in each step. How many tokens a request generated is not known, which is the
+same for all targets on average; what is left of it is within ``DECODE_NOISE``.
 """
 
 from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
-from penstock.router.state.depths import Depths, Levels, TargetBits, TargetId
-from penstock.router.state.load import DECODE_NOISE, LearnedCosts
+import msgspec
 
-MAX_BLOCKS = 1 << 22  # different blocks of all active prompts; further ones match nothing
+from penstock.router.state.holders import Depths, TargetId
+from penstock.router.state.prefix_index import ActivePrefixes
+from penstock.schemas.fleet import Registration
+
+ENCODE = "encode"  # the role that computes no part of a prompt
 
 
-class ActivePrefixes:
-    """A multiset of prompts by target. A target that has a block has all blocks in front of it.
+class Load(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The load of one target, including requests that are still on their way to it."""
 
-    A block's targets are the bits of one number, so that adding and removing a prompt costs one dictionary access per
-    block, and matching it a few for each depth at which targets differ.
-    """
+    requests: int = 0
+    sequences: int = 0
+    active_blocks: int = 0  # prompt blocks of its active requests; cached blocks count where they were computed
+    prefill_tokens: float = 0.0  # prompt tokens still to compute
+    computing: int = 0  # sequences whose prompt is known not to be computed yet
+    slowness: float = 1.0  # time per prompt token, relative to the other targets of the model
+    context_blocks: int = 0  # prompt blocks of its active sequences, shared ones counted for each
+    decode_slowness: float = 1.0  # time per step, relative to the other targets of the model
+    served_tokens: int = 0  # of prompts that this router sent there lately; more if another router prefers it
 
-    def __init__(self) -> None:
-        self._masks: dict[int, int] = {}  # by block; bits of forgotten targets may be left until they are swept
-        self._counts: dict[TargetId, dict[int, int]] = {}
-        self._bits: dict[TargetId, int] = {}
-        self._targets = TargetBits()
-        self._present = 0  # bits of all targets
-        self._forgotten: list[tuple[int, dict[int, int]]] = []  # a bit, which is free once its blocks are swept
 
-    def add(self, target: TargetId, keys: Sequence[int]) -> int:
-        """Add a prompt and return how many of its blocks are new at ``target``."""
-        counts = self._counts.get(target)
-        if counts is None:
-            counts = self._open(target)
-        bit, masks, before = self._bits[target], self._masks, len(counts)
-        for key in keys:
-            count = counts.get(key)
-            if count is not None:
-                counts[key] = count + 1
-                continue
-            counts[key] = 1
-            mask = masks.get(key)
-            if mask is not None:
-                masks[key] = mask | bit
-            elif len(masks) < MAX_BLOCKS:
-                masks[key] = bit
-        return len(counts) - before
+class RoutingTarget(msgspec.Struct, frozen=True):
+    """A worker, or one attention data-parallel rank of it, that requests can be sent to."""
 
-    def remove(self, target: TargetId, keys: Sequence[int]) -> int:
-        """Remove a prompt that was added and return how many blocks no other active request has."""
-        counts, bit = self._counts[target], self._bits[target]
-        before = len(counts)
-        for key in keys:
-            count = counts[key]
-            if count == 1:
-                del counts[key]
-                self._clear(key, bit)
-            else:
-                counts[key] = count - 1
-        return before - len(counts)
+    id: TargetId
+    registration: Registration
+    load: Load
 
-    def forget(self, target: TargetId) -> None:
-        """Forget all prompts of a target at once; ``sweep`` removes their blocks."""
-        counts = self._counts.pop(target, None)
-        if counts is not None:
-            bit = self._bits.pop(target)
-            self._targets.remove(bit)
-            self._present &= ~bit
-            self._forgotten.append((bit, counts))
+    @property
+    def capacity(self) -> int:
+        """Further sequences that it accepts."""
+        return max(0, self.registration.slots + self.registration.queue - self.load.sequences)
 
-    def sweep(self, limit: int) -> bool:
-        """Remove blocks of forgotten targets, visiting at most ``limit``; True: nothing is left to do."""
-        while self._forgotten and limit > 0:
-            bit, counts = self._forgotten[-1]
-            while counts and limit > 0:
-                key, _ = counts.popitem()
-                self._clear(key, bit)
-                limit -= 1
-            if not counts:
-                self._forgotten.pop()
-        return not self._forgotten
 
-    def match(self, keys: Sequence[int]) -> Depths:
-        """Leading blocks of a prompt that active requests have, by target; to be read at once."""
-        return Depths(self._levels(keys), self._targets)
-
-    def _levels(self, keys: Sequence[int]) -> Levels:
-        gone: list[int] = []
-        depths: list[int] = []
-        if not len(keys):
-            return gone, depths
-        masks, end = self._masks, len(keys)
-        held, depth = masks.get(keys[0], 0) & self._present, 0
-        while held:
-            depth += 1
-            further = held & masks.get(keys[depth], 0) if depth < end else 0
-            if further == held:
-                depth = self._common(keys, held, depth)
-                further = held & masks.get(keys[depth], 0) if depth < end else 0
-            if further != held:
-                gone.append(held ^ further)
-                depths.append(depth)
-            held = further
-        return gone, depths
-
-    def _common(self, keys: Sequence[int], held: int, depth: int) -> int:
-        """How many leading blocks all targets in ``held`` have, at least ``depth`` + 1: galloping, then bisecting."""
-        masks, low, step = self._masks, depth + 1, 1
-        high = len(keys)
-        while low < high:
-            at = min(low + step, high) - 1
-            if masks.get(keys[at], 0) & held != held:
-                high = at
-                break
-            low, step = at + 1, step * 2
-        while low < high:
-            middle = (low + high) // 2
-            if masks.get(keys[middle], 0) & held == held:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def _open(self, target: TargetId) -> dict[int, int]:
-        used = self._present
-        for bit, _ in self._forgotten:
-            used |= bit
-        bit = ~used & (used + 1)  # the lowest free one
-        self._bits[target] = bit
-        self._targets.put(bit, target)
-        self._present |= bit
-        counts = self._counts[target] = {}
-        return counts
-
-    def _clear(self, key: int, bit: int) -> None:
-        mask = self._masks.get(key, 0) & ~bit
-        if mask:
-            self._masks[key] = mask
-        else:
-            self._masks.pop(key, None)
+def serves(registration: Registration, model: str) -> bool:
+    """Whether the worker serves ``model``, by name or alias."""
+    return model == registration.model or model in registration.aliases
 
 
 COLUMNS = 12
@@ -512,3 +424,88 @@ class TargetSums:
     def backlogs(self) -> tuple[tuple[str, int, float, int], ...]:
         """As in ``LoadState``."""
         return tuple((*target_id, held.backlog, held.at_ns) for target_id, held in sorted(self.by_target.items()))
+
+
+MEMORY = 200
+PRIOR = 20
+NOISE = 0.2
+DECODE_NOISE = 0.35
+MEDIAN_EVERY = 32  # prompts of a model
+SLOWEST, FASTEST = 8.0, 0.125
+_FADE = 1 - 1 / MEMORY
+_FIT_FADE = 1 - 1 / (10 * MEMORY)
+
+
+class _Fit:
+    """Sums for a least squares line through (tokens, seconds), where old points fade."""
+
+    __slots__ = ("count", "products", "seconds", "squares", "tokens")
+
+    def __init__(self) -> None:
+        self.count = self.tokens = self.seconds = self.squares = self.products = 0.0
+
+    def add(self, tokens: float, seconds: float) -> None:
+        self.count = self.count * _FIT_FADE + 1
+        self.tokens = self.tokens * _FIT_FADE + tokens
+        self.seconds = self.seconds * _FIT_FADE + seconds
+        self.squares = self.squares * _FIT_FADE + tokens * tokens
+        self.products = self.products * _FIT_FADE + tokens * seconds
+
+    def expected(self, tokens: float) -> float:
+        """Seconds for a prompt with so many tokens to compute, by the mean of all targets."""
+        spread = self.count * self.squares - self.tokens * self.tokens
+        mean = self.seconds / self.count
+        if spread <= 1e-9 * self.squares * self.count:
+            return mean
+        slope = max(0.0, (self.count * self.products - self.tokens * self.seconds) / spread)
+        return max(mean + slope * (tokens - self.tokens / self.count), 0.05 * mean)
+
+
+class LearnedCosts:
+    """Slowness by target.
+
+    Args:
+        noise: so close to 1 it counts as 1.
+
+    Attributes:
+        samples: prompts that were learnt from.
+    """
+
+    def __init__(self, noise: float = NOISE) -> None:
+        self.samples = 0
+        self._noise = noise
+        self._fits: dict[str, _Fit] = {}  # by model
+        self._ratios: dict[str, dict[TargetId, float]] = {}  # by model: time over expected time
+        self._medians: dict[str, float] = {}
+        self._targets: dict[TargetId, tuple[float, float]] = {}  # seconds that prompts took, and should have taken
+
+    def computed(self, model: str, target: TargetId, tokens: float, seconds: float) -> float:
+        """A target computed ``tokens`` of prompts in ``seconds``; returns its slowness from now on."""
+        fit = self._fits.setdefault(model, _Fit())
+        fit.add(tokens, seconds)
+        self.samples += 1
+        took, expected = self._targets.get(target, (0.0, 0.0))
+        took, expected = took * _FADE + seconds, expected * _FADE + fit.expected(tokens)
+        self._targets[target] = took, expected
+        prior = PRIOR * fit.seconds / fit.count
+        if prior <= 0:
+            return 1.0
+        ratios = self._ratios.setdefault(model, {})
+        ratios[target] = (took + prior) / (expected + prior)
+        if self.samples % MEDIAN_EVERY == 0 or model not in self._medians:
+            self._medians[model] = median(ratios.values())
+        slowness = min(max(ratios[target] / self._medians[model], FASTEST), SLOWEST)
+        return 1.0 if abs(slowness - 1) < self._noise else slowness
+
+    def expected(self, model: str, tokens: int, least_samples: int) -> float | None:
+        """Seconds that a prompt with so many tokens to compute takes, by the mean of the model's targets.
+
+        None: it would rest on fewer samples.
+        """
+        fit = self._fits.get(model)
+        return fit.expected(tokens) if fit is not None and fit.count >= least_samples else None
+
+    def forget(self, target: TargetId) -> None:
+        self._targets.pop(target, None)
+        for ratios in self._ratios.values():
+            ratios.pop(target, None)

@@ -13,15 +13,15 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 
 from penstock.infra.process.gc_policy import freeze_loaded
-from penstock.router.placement.decisions import Decisions, array_decisions
-from penstock.router.placement.job_message import build_job
-from penstock.router.placement.pending import PendingRequest, routing_request
+from penstock.router.placement.decider import Decisions, array_decisions
+from penstock.router.placement.pending import PendingRequest, build_job, routing_request
 from penstock.router.placement.routing import Weights
+from penstock.router.state.attempts import Positions
 from penstock.router.state.caches import SWEEP_BLOCKS
 from penstock.router.state.holders import keys_view
 from penstock.router.state.load_tracker import LoadTracker
-from penstock.router.state.prefix_index import PrefixIndex, encoding, read_head, restoring
-from penstock.router.state.sent import Positions
+from penstock.router.state.prefix_index import PrefixIndex
+from penstock.router.state.snapshots import encoding, read_head, restoring
 from penstock.schemas import wire
 from penstock.schemas.blocks import DEFAULT_BLOCK_SIZE, split
 from penstock.schemas.fleet import Registration

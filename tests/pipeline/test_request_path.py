@@ -15,8 +15,8 @@ ROLES = ("router", "worker", "gateway")
 CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 48, "stream": True}
 IDLE_S = 6.0  # what happens more seldom is not taken for the request's
 
-MOST_MODULES = 118
-MOST_OF_ROUTER = 31
+MOST_MODULES = 106
+MOST_OF_ROUTER = 20
 DEEPEST = 20
 
 

@@ -17,7 +17,7 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.connection import connect as open_bus
 from penstock.infra.bus.direct_get import read
-from penstock.router.state.loader import Snapshots
+from penstock.router.state.snapshots import Snapshots
 from penstock.schemas import jobs
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects

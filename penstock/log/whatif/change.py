@@ -17,8 +17,8 @@ import msgspec
 from penstock.cli.figures import quantile
 from penstock.log.whatif.decided_again import candidates_of, decide_again, recorded_pools, recorded_route
 from penstock.router.placement.routing import Weights, draw
-from penstock.router.state.depths import TargetId
-from penstock.router.state.load import ENCODE
+from penstock.router.state.holders import TargetId
+from penstock.router.state.target_loads import ENCODE
 from penstock.schemas.jobs import Job
 
 Mode = Literal["kv", "round_robin", "random", "least_loaded"]

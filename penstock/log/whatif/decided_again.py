@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from penstock.configs.settings import RouterMode
 from penstock.router.placement.cost import RequestSize, TargetCost, favour_tokens, favoured, target_cost
-from penstock.router.placement.pairs import FAR, MEDIUM, NEAR
+from penstock.router.placement.decide import FAR, MEDIUM, NEAR
 from penstock.router.placement.routing import TIE, Weights, draw
-from penstock.router.state.depths import TargetId
-from penstock.router.state.load import ENCODE
+from penstock.router.state.holders import TargetId
+from penstock.router.state.target_loads import ENCODE
 from penstock.schemas.jobs import Candidate, DecisionInputs, Job, Link
 from penstock.schemas.requests import GenerateRequest, decode
 

@@ -29,15 +29,13 @@ from penstock.measure.simulation.policy import Fleet, Placement, Target
 from penstock.measure.simulation.trace import Request
 from penstock.router.held.held_requests import Held, HeldOrder, Overlaps
 from penstock.router.placement import decide
-from penstock.router.placement.decisions import Decisions, array_decisions
-from penstock.router.placement.job_message import sends_keys
+from penstock.router.placement.decider import Decisions, SessionId, array_decisions
+from penstock.router.placement.pending import sends_keys
 from penstock.router.placement.routing import ALONE, ModelPart, RoutingDecision, RoutingRequest, Weights
-from penstock.router.placement.sessions import SessionId
-from penstock.router.state.approximate import ApproximateIndex
-from penstock.router.state.depths import TargetId
-from penstock.router.state.holders import Holders, Holding
-from penstock.router.state.load import ENCODE, Load, RoutingTarget
+from penstock.router.state.holders import Holders, Holding, TargetId
 from penstock.router.state.load_tracker import LoadTracker
+from penstock.router.state.prefix_index import ApproximateIndex
+from penstock.router.state.target_loads import ENCODE, Load, RoutingTarget
 from penstock.schemas.fleet import Registration, State
 from penstock.schemas.jobs import LoadHeader
 from penstock.schemas.transfer import Endpoint, Memory

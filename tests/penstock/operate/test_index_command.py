@@ -1,7 +1,7 @@
 """The prefix index after a message of the KV stream, from the stream alone."""
 
 from penstock.operate.index_command import index_at
-from tests.router.state.test_encoding import stream
+from tests.router.state.test_snapshots import stream
 
 
 def test_an_index_at_a_sequence_says_what_the_stream_does_not_have() -> None:

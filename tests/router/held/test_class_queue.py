@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.held.queue import ALONE_AFTER, OVERDUE_AFTER, OVERDUE_NS, SECOND_NS, RequestQueue, delay_ns
+from penstock.router.held.class_queue import ALONE_AFTER, OVERDUE_AFTER, OVERDUE_NS
+from penstock.router.held.held_requests import SECOND_NS, RequestQueue, delay_ns
 
 LATER = 1 << 62
 LONG_AFTER_NS = 1000 * OVERDUE_NS

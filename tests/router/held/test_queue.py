@@ -6,15 +6,8 @@ from typing import TypeVar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.held.queue import (
-    HANDICAP_NS,
-    PATIENCE_NS,
-    SECOND_NS,
-    URGENT_NS,
-    QueueEntry,
-    RequestQueue,
-    delay_ns,
-)
+from penstock.router.held.class_queue import QueueEntry
+from penstock.router.held.held_requests import HANDICAP_NS, PATIENCE_NS, SECOND_NS, URGENT_NS, RequestQueue, delay_ns
 from tests.properties import examples
 
 T = TypeVar("T")

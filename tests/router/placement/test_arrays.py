@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.measure.simulation.placement import Arrival, SimulatedRouter
-from penstock.router.placement.aggregated import HeldRequest, is_ready
+from penstock.router.placement.cost import HeldRequest, is_ready
 from penstock.router.placement.decide import decide
-from penstock.router.placement.decisions import FEW, Decisions, array_decisions
+from penstock.router.placement.decider import FEW, Decisions, array_decisions
 from penstock.router.placement.routing import ALONE, ModelPart, RoutingContext, RoutingDecision, RoutingRequest, Weights
-from penstock.router.state.depths import Depths, TargetBits
+from penstock.router.state.holders import Depths, TargetBits
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas import wire
 from penstock.schemas.fleet import Registration, State
@@ -94,7 +94,7 @@ def test_a_decision_is_that_of_the_loop(
         known.put(1 << at, (f"w{at:02}", 0))
     overlaps = Depths(([1 << at for at in held], [*held.values()]), known)
     prompt = keys(family, blocks)
-    found = Decisions(tracker, array_decisions(tracker, few=0), "kv", Weights()).decide(
+    found = Decisions(tracker, array_decisions(tracker), "kv", Weights(), few=0).decide(
         request, prompt, overlaps, now_ns=50, seed=seed, number=1, waited_s=waited_s, part=part
     )
     context = RoutingContext(
@@ -169,7 +169,7 @@ def test_the_table_is_that_of_the_general_way_for_more_targets_than_it_has_lines
         tracker.put_worker(Registration(f"w{number:02}", "m", "aggregated", "mock", 1, 32, 1000, 8, 4096))
         tracker.admit(str(number), 1, f"w{number:02}", LoadHeader(32 * number, 0, "", 1 << 62, ""), now_ns=0)
     request = RoutingRequest("m", 320, 10, prompt_blocks=10)
-    found: RoutingDecision = Decisions(tracker, array_decisions(tracker, few=0), "kv", Weights()).decide(
+    found: RoutingDecision = Decisions(tracker, array_decisions(tracker), "kv", Weights(), few=0).decide(
         request, keys(0, 10), {("w30", 0): 10}, now_ns=0, seed=1
     )
     context = RoutingContext(request, tracker.targets(0, "m"), {("w30", 0): 10}, "kv", Weights(), 1)
@@ -179,7 +179,7 @@ def test_the_table_is_that_of_the_general_way_for_more_targets_than_it_has_lines
     assert len(found.candidates) == 16
 
 
-def test_a_loop_decides_for_few_targets() -> None:
+def test_a_loop_decides_for_few_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is cheaper there; see ``FEW``."""
     for workers in (FEW, FEW + 1):
         tracker = LoadTracker()
@@ -187,5 +187,10 @@ def test_a_loop_decides_for_few_targets() -> None:
             tracker.put_worker(Registration(f"w{number}", "m", "aggregated", "mock", 1, 16, 100, 4, 1200))
         arrays = array_decisions(tracker)
         assert arrays is not None
-        decision = arrays.decide(RoutingRequest("m", 20, 50), {}, {}, Weights(), now_ns=1, seed=1)
-        assert (decision is None) == (workers == FEW)
+        asked: list[RoutingRequest] = []
+        monkeypatch.setattr(arrays, "decide", lambda request, *_, asked=asked, **__: asked.append(request))
+        decision = Decisions(tracker, arrays, "kv", Weights()).decide(
+            RoutingRequest("m", 20, 50), (), {}, now_ns=1, seed=1
+        )
+        assert decision.route
+        assert bool(asked) == (workers > FEW)

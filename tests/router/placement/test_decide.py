@@ -7,11 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.configs.settings import RouterMode
-from penstock.router.placement.cost import HELD_UP, OCCUPANCY, OWN_WORK, PASS_TOKENS, target_costs, utilization
+from penstock.router.placement.cost import (
+    HELD_UP,
+    OCCUPANCY,
+    OWN_WORK,
+    PASS_TOKENS,
+    rejection,
+    target_costs,
+    utilization,
+)
 from penstock.router.placement.decide import STORED_CANDIDATES, decide
-from penstock.router.placement.filters import rejection
 from penstock.router.placement.routing import RoutingContext, RoutingRequest, Weights
-from penstock.router.state.load import Load, RoutingTarget
+from penstock.router.state.target_loads import Load, RoutingTarget
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Registration, State
 from tests.properties import examples

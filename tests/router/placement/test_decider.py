@@ -9,10 +9,9 @@ from structlog.testing import capture_logs
 
 from penstock.configs.settings import RouterSettings
 from penstock.infra.metrics.scope import MetricScope
-from penstock.router.placement.decider import Decider
+from penstock.router.placement.decider import USES, Decider
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.placement.routing import ModelPart
-from penstock.router.placement.sessions import USES
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.metrics import Metrics
 from penstock.schemas.fleet import Registration

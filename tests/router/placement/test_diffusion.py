@@ -7,7 +7,7 @@ import pytest
 from penstock.configs.settings import RouterMode
 from penstock.router.placement.decide import decide
 from penstock.router.placement.routing import RoutingContext, RoutingRequest, Weights
-from penstock.router.state.load import Load, RoutingTarget
+from penstock.router.state.target_loads import Load, RoutingTarget
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Diffuser, Registration, State
 

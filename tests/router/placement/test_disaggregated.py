@@ -6,12 +6,19 @@ from hypothesis import strategies as st
 
 from penstock.configs.settings import RouterMode
 from penstock.router.placement import decide as encoders
-from penstock.router.placement.cost import OCCUPANCY, OWN_WORK, target_costs, utilization
-from penstock.router.placement.decide import STORED_CANDIDATES, decide
-from penstock.router.placement.filters import describe, rejection
-from penstock.router.placement.pairs import FAR, MEDIUM, NEAR, PrefillPool, distance, transfer_kind
+from penstock.router.placement.cost import OCCUPANCY, OWN_WORK, describe, rejection, target_costs, utilization
+from penstock.router.placement.decide import (
+    FAR,
+    MEDIUM,
+    NEAR,
+    STORED_CANDIDATES,
+    PrefillPool,
+    decide,
+    distance,
+    transfer_kind,
+)
 from penstock.router.placement.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
-from penstock.router.state.load import Load, RoutingTarget
+from penstock.router.state.target_loads import Load, RoutingTarget
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Registration, State
 from penstock.schemas.jobs import Stage

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.router.placement.arrays import Pools, _lowest
 from penstock.router.placement.routing import RoutingRequest
-from penstock.router.state.depths import Depths, TargetBits
+from penstock.router.state.holders import Depths, TargetBits
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import Registration
 from tests.properties import examples

@@ -13,7 +13,8 @@ from penstock.infra.bus.direct_get import read
 from penstock.log.timeline.read import read_timeline
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.recovery import recovery
-from penstock.router.recovery.fencing import InterruptedAttempt, fence
+from penstock.router.recovery.recovery import fence
+from penstock.router.recovery.terminal_events import InterruptedAttempt
 from penstock.router.state import cluster_state
 from penstock.router.state.lost_workers import RegistrationRemoval
 from penstock.schemas import deletions, done, jobs, tokens, wire

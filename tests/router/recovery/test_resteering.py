@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.infra.broker.server import EmbeddedNats
-from penstock.router.recovery import resteering
-from penstock.router.recovery.resteering import LATE, LEAST_SAMPLES, find_late
+from penstock.router.recovery import watchdog
+from penstock.router.recovery.watchdog import LATE, LEAST_SAMPLES, Late, find_late
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas import fleet
 from penstock.schemas.fleet import Registration
@@ -67,7 +67,7 @@ def test_while_every_busy_worker_computes_prompts_no_worker_is_visited(monkeypat
     assert names(find_late(tracker, now_ns + 600 * S, LEAST_S))
 
 
-def names(found: list[resteering.Late]) -> list[str]:
+def names(found: list[Late]) -> list[str]:
     return [entry.request for entry, _ in found]
 
 
@@ -126,8 +126,8 @@ def test_what_cannot_gain_or_is_not_known_stays(case: str) -> None:
 async def test_an_idle_worker_answers_what_a_late_one_has_not_begun(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resteering, "CHECK_S", 0.05)
-    monkeypatch.setattr(resteering, "LEAST_SAMPLES", 1)
+    monkeypatch.setattr(watchdog, "CHECK_S", 0.05)
+    monkeypatch.setattr(watchdog, "LEAST_SAMPLES", 1)
     monkeypatch.setattr(fleet, "RENEW_S", 0.05)
     log = clients.log
     first, second = engine(), engine()

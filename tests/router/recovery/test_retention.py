@@ -12,9 +12,9 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get, read
 from penstock.infra.bus.publisher import Publisher
-from penstock.router.recovery.retention import JobRetention
+from penstock.router.service.maintenance import JobRetention
+from penstock.router.state.attempts import parse_stage
 from penstock.router.state.load_tracker import LoadTracker
-from penstock.router.state.sent import parse_stage
 from penstock.schemas.jobs import LoadHeader
 from penstock.schemas.streams import StreamSpec, topology
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT, Subjects

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.router.recovery import watchdog
 from penstock.router.recovery.watchdog import Watchdog
-from penstock.router.state.load import ActiveRequest
+from penstock.router.state.attempts import ActiveRequest
 from penstock.schemas import fleet
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import TokenItem

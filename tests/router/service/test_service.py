@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import memory
 from penstock.infra.bus.puller import ACK, NAK
-from penstock.router.placement.decisions import Decisions
+from penstock.router.placement.decider import Decisions
 from penstock.router.placement.routing import RoutingDecision, RoutingRequest
 from penstock.router.service.maintenance import CLAIM_S
 from penstock.router.service.service import Router

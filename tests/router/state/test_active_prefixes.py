@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.state.target_loads import MAX_BLOCKS, ActivePrefixes
+from penstock.router.state.prefix_index import MAX_BLOCKS, ActivePrefixes
 from tests.properties import examples
 
 # A key names a whole prefix: the prompt's path so far, in base 3.

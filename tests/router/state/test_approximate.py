@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.state.approximate import ApproximateIndex
-from penstock.router.state.depths import TargetId
+from penstock.router.state.holders import TargetId
+from penstock.router.state.prefix_index import ApproximateIndex
 
 CAPACITY, TTL_S = 12, 10
 PROMPTS = [[family * 100 + at for at in range(length)] for family in range(4) for length in (1, 3, 7, 11)]

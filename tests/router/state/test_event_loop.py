@@ -20,8 +20,8 @@ from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.model import modeldir
 from penstock.infra.process.gc_policy import freeze_loaded
+from penstock.router.state.attempts import ENDED_REMEMBERED
 from penstock.router.state.cluster_state import ClusterState
-from penstock.router.state.load_tracker import REMEMBERED
 from penstock.schemas import fleet, jobs, kv, wire
 from penstock.schemas.jobs import LoadHeader, Stage
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
@@ -82,7 +82,7 @@ async def rest() -> None:
 def fill(cluster: ClusterState) -> None:
     """Requests and blocks, as after hours of work."""
     far_ns = time.time_ns() + 3600 * 10**9
-    for number in range(REMEMBERED):
+    for number in range(ENDED_REMEMBERED):
         cluster.tracker.finish(f"01900000-0000-7000-8000-{number:012}")
     for number in range(REQUESTS):
         worker = f"w{number % WORKERS:04}"

@@ -1,4 +1,4 @@
-"""The radix tree of holdings against a dict of sets, and its order of eviction."""
+"""The radix tree of holdings against a dict of sets, its order of eviction, and depths read as a mapping."""
 
 import gc
 import random
@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.router.state import radix_tree
-from penstock.router.state.depths import TargetId
-from penstock.router.state.holders import Holders
+from penstock.router.state.holders import Depths, Holders, TargetBits, TargetId, bits_of
 from penstock.router.state.radix_tree import NODE_BLOCKS, NOTHING, RadixTree
 from penstock.schemas.blocks import chain, keys_of, root
 from tests.properties import examples
@@ -281,3 +280,36 @@ def test_blocks_cost_the_garbage_collector_nothing() -> None:
         holders.store(holding, range(start, start + 100), None)
     gc.collect()
     assert len(gc.get_objects()) - before < 1_000  # from Python 3.14 on, a dict for each age of leaves: 820
+
+
+DEPTHS = st.dictionaries(st.integers(0, 90), st.integers(1, 50), max_size=12)
+
+
+@given(DEPTHS)
+def test_depths_are_a_mapping_of_the_targets_of_their_masks(depths: dict[int, int]) -> None:
+    bits = TargetBits()
+    for number in depths:
+        bits.put(1 << number, (f"w{number}", 0))
+    numbers = [*set(depths.values())]
+    masks = [sum(1 << number for number in depths if depths[number] == each) for each in numbers]
+    found = Depths((masks, numbers), bits)
+    assert bool(found) == bool(depths)
+    assert found == {(f"w{number}", 0): depth for number, depth in depths.items()}
+    assert found.get(("nobody", 0), 7) == 7
+
+
+@given(st.integers(0, 1 << 80))
+def test_the_bits_of_a_mask_are_all_of_it_lowest_first(mask: int) -> None:
+    bits = bits_of(mask)
+    assert sum(bits) == mask
+    assert bits == sorted(bits)
+    assert all(bit.bit_count() == 1 for bit in bits)
+
+
+def test_a_change_of_targets_changes_the_version() -> None:
+    bits = TargetBits()
+    bits.put(1, ("w", 0))
+    before = bits.version
+    bits.remove(1)
+    assert bits.version != before
+    assert bits.targets == {}

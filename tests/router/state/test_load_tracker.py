@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.state.load import Load, LoadState, merge
-from penstock.router.state.load_tracker import REMEMBERED, LoadTracker
-from penstock.router.state.loader import only_logged
-from penstock.router.state.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SEQUENCES
+from penstock.router.state.attempts import ENDED_REMEMBERED
+from penstock.router.state.load_tracker import LoadState, LoadTracker, merge
+from penstock.router.state.snapshots import only_logged
+from penstock.router.state.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SEQUENCES, Load
 from penstock.schemas.fleet import Registration, State
 from penstock.schemas.jobs import LoadHeader, Stage
 from tests.properties import examples
@@ -201,9 +201,9 @@ def test_a_request_that_ended_before_its_job_was_read_never_counts() -> None:
     assert f.ended("r")
     assert not f.ended("s")
     assert admit(f, "s", 2)
-    for i in range(REMEMBERED):
+    for i in range(ENDED_REMEMBERED):
         f.finish(f"x{i}")
-    assert len(merge(f.parts()).closed) == REMEMBERED
+    assert len(merge(f.parts()).closed) == ENDED_REMEMBERED
 
 
 def test_the_requests_of_a_lost_worker_stay_active_until_they_are_requeued() -> None:

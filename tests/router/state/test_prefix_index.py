@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.state.approximate import ApproximateIndex
 from penstock.router.state.holders import keys_view
-from penstock.router.state.prefix_index import PENDING_BATCHES, PrefixIndex
+from penstock.router.state.prefix_index import PENDING_BATCHES, ApproximateIndex, PrefixIndex
 from penstock.schemas.blocks import chain, keys_of, root, split
 from penstock.schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Removed, Stored
 from tests.properties import examples

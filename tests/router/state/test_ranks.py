@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from penstock.router.placement.decide import decide
 from penstock.router.placement.routing import RoutingContext, RoutingRequest, Weights
+from penstock.router.state.caches import by_rank
 from penstock.router.state.holders import keys_view
 from penstock.router.state.load_tracker import LoadTracker
-from penstock.router.state.loader import by_rank
 from penstock.router.state.prefix_index import PrefixIndex
 from penstock.schemas import blocks, kv
 from penstock.schemas.fleet import Registration

@@ -10,7 +10,7 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.router.placement import decide
 from penstock.router.recovery import recovery
 from penstock.router.state import cluster_state
-from penstock.router.state.load import Load, RoutingTarget
+from penstock.router.state.target_loads import Load, RoutingTarget
 from penstock.schemas import jobs, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.jobs import LoadHeader, Stage

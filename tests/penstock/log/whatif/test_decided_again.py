@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.log.whatif.decided_again import UNRECORDED, candidates_of, decide_again, insufficient
-from penstock.router.placement.decisions import Decisions, array_decisions
-from penstock.router.placement.pairs import links, with_pairs
+from penstock.router.placement.decider import Decisions, array_decisions, links, with_pairs
 from penstock.router.placement.routing import RoutingDecision, RoutingRequest, Weights
-from penstock.router.state.depths import TargetId
+from penstock.router.state.holders import TargetId
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import Decision, DecisionInputs, Job, LoadHeader

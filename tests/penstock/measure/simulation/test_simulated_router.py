@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.measure.simulation.placement import Arrival, Placed, SimulatedRouter
 from penstock.router.placement.routing import ALONE, ModelPart
-from penstock.router.state.depths import TargetId
+from penstock.router.state.holders import TargetId
 from penstock.schemas.fleet import Registration
 
 MS, S = 1_000_000, 1_000_000_000

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.measure.simulation.placement import Arrival, Placed, SimulatedRouter
-from penstock.router.state.depths import TargetId
-from penstock.router.state.holders import Holders, Holding
+from penstock.router.state.holders import Holders, Holding, TargetId
 from penstock.schemas.fleet import Registration
 
 MS = 1_000_000

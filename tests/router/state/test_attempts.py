@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.infra.bus.direct_get import Entry
-from penstock.router.state.load import ActiveRequest
+from penstock.router.state.attempts import ActiveRequest, UnownedRequests, read_sent
 from penstock.router.state.load_tracker import LoadTracker
-from penstock.router.state.sent import UnownedRequests, read_sent
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import LoadHeader, load_header
 from penstock.schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_MSG_ID

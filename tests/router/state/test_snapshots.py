@@ -1,19 +1,29 @@
-"""The index as bytes and back."""
+"""The index as bytes and back, and after a router's restart: from these and the tail of the stream, or from dumps."""
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.state.prefix_index import PrefixIndex, encoding, read_head, restoring
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.object_store import get, replace
+from penstock.operate.index_command import index_at
+from penstock.router.state import caches
+from penstock.router.state.prefix_index import PrefixIndex
+from penstock.router.state.snapshots import encoding, read_head, restoring
 from penstock.schemas import kv, wire
 from penstock.schemas.blocks import keys_of
 from penstock.schemas.kv import KvBatch
+from penstock.schemas.subjects import Subjects
+from tests.infra.bus.support import eventually
 from tests.properties import examples
 from tests.router.state.test_holders import check
 from tests.router.state.test_prefix_index import Engine, prompt
+from tests.router.support import Clients, Routing, Stub, routing
+from tests.workers.support import request
 
 WORKERS = 4
 
@@ -85,7 +95,7 @@ def test_a_snapshot_is_of_one_moment_though_the_index_changes_while_it_is_encode
     entries = stream(seed, messages)
     index, half = PrefixIndex(500), messages // 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.router.state.prefix_index.PART_BLOCKS", 1)
+        patch.setattr("penstock.router.state.snapshots.PART_BLOCKS", 1)
         for _, data in entries[:half]:
             index.apply(kv.decode(data))
         then, encoder, parts = index.checksum(), encoding(index, half, 0), []
@@ -141,3 +151,95 @@ def test_a_damaged_snapshot_is_noticed() -> None:
     part["keys"] = part["keys"][:-16]
     with pytest.raises(ValueError, match="keys"):
         restored([parts[0], msgspec.msgpack.encode(part)], 1000)
+
+
+PROMPTS = [request([number] * 41) for number in range(4)]  # of ten blocks each
+
+
+def index_of(one: Routing) -> PrefixIndex:
+    assert one.router.cluster.caches.index is not None
+    return one.router.cluster.caches.index
+
+
+def found(one: Routing) -> list[dict[Any, int]]:
+    return [index_of(one).match(keys_of(asked.digests)) for asked in PROMPTS]
+
+
+async def remembered(broker: EmbeddedNats, pipeline: Subjects, stubs: list[Stub]) -> None:
+    """A router stores a snapshot of two workers that have a prompt each."""
+    async with routing(broker, pipeline) as one:
+        await one.knows(*(stub.id for stub in stubs))
+        await eventually(lambda: all(stub.dumps == 1 for stub in stubs))
+        for stub, asked in zip(stubs, PROMPTS, strict=False):
+            await stub.store(asked.digests)
+        await eventually(lambda: index_of(one).blocks == 20)
+        await one.router.cluster.caches.save()
+
+
+async def test_a_router_that_restarts_needs_no_dump(broker: EmbeddedNats, pipeline: Subjects, clients: Clients) -> None:
+    stubs = [await clients.stub("w1"), await clients.stub("w2")]
+    await remembered(broker, pipeline, stubs)
+    await stubs[0].store(PROMPTS[2].digests)
+    async with routing(broker, pipeline) as one:
+        await one.knows("w1", "w2")
+        assert found(one) == [{("w1", 0): 10}, {("w2", 0): 10}, {("w1", 0): 10}, {}]
+        await stubs[1].store(PROMPTS[3].digests)
+        await eventually(lambda: found(one)[3] == {("w2", 0): 10})
+        assert [stub.dumps for stub in stubs] == [1, 1]
+
+
+async def test_a_worker_that_left_meanwhile_is_not_in_the_restored_index(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients
+) -> None:
+    stubs = [await clients.stub("w1"), await clients.stub("w2")]
+    await remembered(broker, pipeline, stubs)
+    await stubs[1].stop()
+    await clients.log.remove_key("w2")
+    async with routing(broker, pipeline) as one:
+        await one.knows("w1")
+        assert found(one)[:2] == [{("w1", 0): 10}, {}]
+
+
+@pytest.mark.parametrize("damage", ["bytes", "truncated", "missing"])
+async def test_without_a_good_snapshot_workers_are_asked_for_dumps(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, damage: str
+) -> None:
+    stubs = [await clients.stub("w1"), await clients.stub("w2")]
+    await remembered(broker, pipeline, stubs)
+    if damage == "missing":  # messages after the snapshot
+        seq = 0
+        for _ in range(2):
+            seq = await stubs[0].store(PROMPTS[2].digests)
+        await clients.bus.js.purge_stream(pipeline.stream("KV"), seq=seq)
+    else:
+        data = bytearray(await get(clients.bus, "snapshots", "index-router", limit=1 << 20, newest=True))
+        data[-20] ^= 1
+        await replace(clients.bus, "snapshots", "index-router", bytes(data[: -30 if damage == "truncated" else None]))
+    async with routing(broker, pipeline) as one:
+        await one.knows("w1", "w2")
+        await eventually(lambda: found(one)[:2] == [{("w1", 0): 10}, {("w2", 0): 10}])
+        assert [stub.dumps for stub in stubs] == [2, 2]
+
+
+async def test_two_routers_note_equal_checksums_at_equal_sequences(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caches, "CHECK_EVERY", 3)
+    stub = await clients.stub("w1")
+    async with routing(broker, pipeline, name="one") as one, routing(broker, pipeline, name="two") as two:
+        for each in (one, two):
+            await each.knows("w1")
+        await eventually(lambda: stub.dumps == 2)
+        last = 0
+        for asked in PROMPTS:
+            last = await stub.store(asked.digests)
+        at = "penstock_router_index_sequence"
+        await eventually(lambda: one.metric(at) == two.metric(at) == last)
+        checksums = {each.metric("penstock_router_index_checksum") for each in (one, two)}
+        assert checksums == {index_of(one).checksum()}
+        messages = await clients.bus.js.stream_info(pipeline.stream("KV"))
+        entries = [
+            (seq, 0, (await clients.bus.js.get_msg(pipeline.stream("KV"), seq, direct=True)).data or b"")
+            for seq in range(1, messages.state.last_seq + 1)
+        ]
+        assert index_at(last, entries, 1000).checksum() in checksums

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.infra.bus.tasks import Tasks
-from penstock.router.state.loader import AT_ONCE, IndexLoader
+from penstock.router.state.caches import AT_ONCE, IndexLoader
 from penstock.router.state.prefix_index import PrefixIndex
 from penstock.schemas import wire
 from penstock.schemas.kv import KvDump

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.state.load import merge
-from penstock.router.state.load_tracker import LoadTracker
-from penstock.router.state.suspects import EVIDENCE_S, ReturnedAttempts, Standing, crowded, standing
+from penstock.router.placement.pending import EVIDENCE_S, Standing, crowded, standing
+from penstock.router.state.attempts import ReturnedAttempts
+from penstock.router.state.load_tracker import LoadTracker, merge
 from penstock.schemas.done import CRASHES, KILLED
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import LoadHeader
