@@ -397,7 +397,7 @@ def test_links_of_the_architecture_lead_to_the_same_pages_from_the_site() -> Non
     assert {name: f"docs/{path}" for name, path in on_site.items()} == targets
 
 
-RESULTS = ("pipeline.md", "gpus.md", "routing.md")
+RESULTS = ("pipeline.md", "gpus.md", "routing.md", "failures.md")
 
 
 @pytest.mark.parametrize("page", RESULTS)
