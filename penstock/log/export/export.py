@@ -1,14 +1,12 @@
 """``penstock export``: recorded requests as a file: every message about them, one line of JSON each."""
 
 import argparse
-import asyncio
 import contextlib
-import gzip
+import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
@@ -17,13 +15,11 @@ from penstock.cli.figures import counted, moment_ns, parse_size, show_size
 from penstock.configs.flags import Parser
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Readable, format_time, get, get_last, read, read_backwards
-from penstock.log.export.parallel_export import Blocks, LineWriter, export_blocks, processes_for, without_gc
-from penstock.log.export.read_lines import copy_messages, span
-from penstock.log.export.recording import Exported, export_media
+from penstock.log.export.read_lines import copy_messages
+from penstock.log.export.recording import Exported, export_media, media_of
 from penstock.log.export.redaction import VOCABULARY, Redactor
 from penstock.log.requests.find_requests import of_entry
-from penstock.log.sources.data_folder import StoredLog
-from penstock.log.sources.export_file import PACKED, STDIO, new_file, writing
+from penstock.log.sources.export_file import STDIO, WrittenRequests, writing
 from penstock.log.sources.log_copy import MEDIA
 from penstock.log.sources.log_line import (
     FORMAT,
@@ -34,6 +30,7 @@ from penstock.log.sources.log_line import (
     ModelInfo,
     Selection,
     StreamLimits,
+    append_line,
     encode_line,
     header_line,
 )
@@ -44,6 +41,9 @@ from penstock.schemas.ids import request_of_answer, time_of
 from penstock.schemas.requests import GenerateRequest
 
 SAMPLED = 200  # records from which the models are known
+
+
+WRITTEN_BYTES = 256 << 10  # together
 
 
 class Counted(NamedTuple):
@@ -129,14 +129,8 @@ async def _run(args: argparse.Namespace) -> None:
         chosen = chosen._replace(kv=not chosen.ids if args.kv is None else args.kv)
         redactor = Redactor(args.vocabulary) if args.redact else None
         header = await _header(log.reader, args, redacted=args.redact)
-        processes = 1
-        if log.files is not None and redactor is None and args.output != STDIO:
-            processes = processes_for(log.files, STREAMS)
-        with new_file(args.output) if processes > 1 else writing(args.output) as file:
-            if processes > 1 and log.files is not None:
-                exported = await _export_parallel(log.files, chosen, header, file, processes, args.verify)
-            else:
-                exported = await _export_messages(log, chosen, header, file, redactor)
+        with writing(args.output) as file:
+            exported = await _export_messages(log, chosen, header, file, redactor)
             written = await _with_media(exported, log, Source.of(args), file, media_bytes)
             if not written.requests and not chosen.everything:  # no file is written
                 raise ValueError(
@@ -178,6 +172,67 @@ async def export(log: Log, chosen: Selection, header: FileHeader, file: BinaryIO
     return (await _export_messages(log, chosen, header, file, None)).counted
 
 
+class LineWriter:
+    """Writes the selected messages to a file.
+
+    Attributes:
+        requests: ids of those written.
+        left_out: messages that cannot be redacted.
+        media: digests, in the order of the requests.
+    """
+
+    def __init__(self, chosen: Selection, file: BinaryIO, redactor: Redactor | None) -> None:
+        self._chosen = chosen
+        self._everything = chosen.everything
+        self._file = file
+        self._redactor = redactor
+        self._lines = bytearray()
+        self._written = WrittenRequests()
+        self.requests: set[str] = set()
+        self.messages = 0
+        self.left_out = 0
+        self.media: dict[bytes, None] = {}
+
+    def add(self, record: LogLine) -> None:
+        part: LogLine | None = record
+        if not self._everything:
+            part = self._chosen.part(record)
+            if part is None:
+                return
+        if part is not None and self._redactor is not None:
+            part = self._redactor.record(part)
+        if part is None:
+            self.left_out += 1
+            return
+        if record.stream in ("REQUESTS", "DONE"):
+            request = record.headers.get("Nats-Msg-Id", "")[:36]
+            self.requests.add(request)
+            if record.stream == "REQUESTS":
+                self._written.add(request, record.seq, part.data)
+            for each in media_of(record):
+                self.media[each.digest] = None
+        append_line(part, self._lines, self._written.sequence_of)
+        self.messages += 1
+        if len(self._lines) >= WRITTEN_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        self._file.write(self._lines)
+        self._lines.clear()
+
+
+@contextlib.contextmanager
+def without_gc() -> Iterator[None]:
+    """Pause garbage collection: nothing here makes cycles, and a collection would visit everything that was read."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _Exported(NamedTuple):
     """``media``: digests of the requests' images, which are still to be written."""
 
@@ -200,27 +255,6 @@ async def _export_messages(
     return _Exported(Counted(len(writer.requests), writer.messages, seconds, writer.left_out), writer.media)
 
 
-async def _export_parallel(
-    log: StoredLog, chosen: Selection, header: FileHeader, file: BinaryIO, processes: int, verify: bool
-) -> _Exported:
-    began = time.perf_counter()
-    path = Path(file.name)
-    head = header_line(header)
-    file.write(gzip.compress(head, 1, mtime=0) if path.name.endswith(PACKED) else head)
-    file.flush()
-    since_ns, until_ns = span(chosen)
-    work = []
-    for stream, limits in header.streams.items():
-        stored = log.stream(log.subjects.stream(stream))
-        if stored is not None and limits.messages and (stream != "KV" or chosen.kv):
-            since = 0 if stream == "KV" else since_ns
-            work.append(Blocks(stream, stored.folder, range(len(stored.blocks)), since, until_ns, verify))
-    written = await asyncio.to_thread(export_blocks, work, chosen, path, file.tell(), processes)
-    file.seek(written.end)
-    seconds = time.perf_counter() - began
-    return _Exported(Counted(len(written.requests), written.messages, seconds, written.left_out), written.media)
-
-
 async def _with_media(exported: _Exported, log: Log, source: Source, file: BinaryIO, limit: int) -> Counted:
     """Write the requests' images behind their messages."""
     counted, digests = exported
@@ -228,27 +262,16 @@ async def _with_media(exported: _Exported, log: Log, source: Source, file: Binar
         return counted
     if not limit:
         return counted._replace(media=Exported(0, 0, 0, len(digests)))
-    with _packed(file) as packed:
 
-        def write(record: LogLine) -> None:
-            packed.write(encode_line(record))
+    def write(record: LogLine) -> None:
+        file.write(encode_line(record))
 
-        if log.files is None:
-            media = await export_media(log.bus, digests, limit, write)
-        else:  # only a broker knows which object an entry stands for
-            async with open_log(source, name="export", streams=(MEDIA,), role="reader") as served:
-                media = await export_media(served.bus, digests, limit, write)
+    if log.files is None:
+        media = await export_media(log.bus, digests, limit, write)
+    else:  # only a broker knows which object an entry stands for
+        async with open_log(source, name="export", streams=(MEDIA,), role="reader") as served:
+            media = await export_media(served.bus, digests, limit, write)
     return counted._replace(media=media)
-
-
-@contextlib.contextmanager
-def _packed(file: BinaryIO) -> Iterator[BinaryIO]:
-    """The file itself; behind compressed blocks, one more of them."""
-    if isinstance(file, gzip.GzipFile) or not str(file.name).endswith(PACKED):
-        yield file
-        return
-    with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1, mtime=0) as packed:
-        yield packed  # type: ignore[misc]
 
 
 async def _header(bus: Readable, args: argparse.Namespace, *, redacted: bool) -> FileHeader:

@@ -152,23 +152,6 @@ def message(block: bytes, at: int) -> Message:
     return Message(block[start : start + subject_bytes].decode(), headers, block[body:end])
 
 
-def body(block: bytes, at: int) -> bytes:
-    """The body of the message at an offset.
-
-    Raises:
-        ValueError: as for ``message``.
-    """
-    length, _, _, subject_bytes = HEADER.unpack_from(block, at)
-    start = at + HEADER.size + subject_bytes
-    end = at + (length & ~HAS_HEADERS) - CHECKSUM_BYTES
-    if length & HAS_HEADERS:
-        (header_bytes,) = _SIZE.unpack_from(block, start)
-        start += _SIZE.size + header_bytes
-        if start > end:
-            raise ValueError(f"a record at offset {at} has headers of {header_bytes} bytes")
-    return block[start:end]
-
-
 def parse_headers(headers: bytes) -> dict[str, str]:
     """The names and values of a message's headers."""
     values = {}

@@ -11,22 +11,17 @@ import sys
 import tempfile
 from array import array
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import msgspec
 
 from penstock.cli.figures import counted
 from penstock.cli.terminal import reason
-from penstock.log.sources.blocks import body, message_id
-from penstock.log.sources.log_line import BadLine, FileHeader, LogLine, Selection, decode_line, no_request, read_header
-from penstock.log.sources.stream import StoredStream
-from penstock.schemas.ids import time_of
+from penstock.log.sources.log_line import BadLine, FileHeader, LogLine, decode_line, no_request, read_header
 
 IN_MEMORY_BYTES = 64 << 20
-INDEXED_BLOCKS = 3  # of up to 8 MiB: requests end in nearly the order in which they were accepted
 
 
 class WrittenRequests:
@@ -42,65 +37,6 @@ class WrittenRequests:
         """Of the message of REQUESTS with these bytes; 0: it was not written."""
         sequence, hashed = self._by_id.get(request, (0, 0))
         return sequence if sequence and hashed == hash(data) else 0
-
-
-class _Indexed(NamedTuple):
-    """One block: its bytes, and by the id of each selected request its sequence and place."""
-
-    block: bytes
-    places: dict[bytes, tuple[int, int]]
-
-
-class StoredRequests:
-    """The requests that several processes write, each of which finds them in the files of a stopped deployment.
-
-    Args:
-        stored: the stream REQUESTS.
-        since_ns: and ``until_ns``: messages stored outside are not in the file (Unix; 0: open).
-    """
-
-    def __init__(self, stored: StoredStream, chosen: Selection, since_ns: int, until_ns: int) -> None:
-        self._stored = stored
-        self._chosen = chosen
-        self._since_ns = since_ns
-        self._until_ns = until_ns
-        self._indexed: OrderedDict[int, _Indexed] = OrderedDict()
-
-    def sequence_of(self, request: str, data: bytes) -> int:
-        """As of ``WrittenRequests``."""
-        name = request.encode()
-        for number in reversed(self._indexed):
-            if name in self._indexed[number].places:
-                return self._same(self._indexed[number], name, data)
-        try:
-            first = self._stored.index_since(time_of(request))
-        except ValueError:
-            return 0
-        for number in (first, first + 1):  # it was stored after its id was made
-            if number not in self._indexed and number < len(self._stored.blocks):
-                indexed = self._index(number)
-                if name in indexed.places:
-                    return self._same(indexed, name, data)
-        return 0
-
-    def _same(self, indexed: _Indexed, name: bytes, data: bytes) -> int:
-        sequence, at = indexed.places[name]
-        return sequence if body(indexed.block, at) == data else 0
-
-    def _index(self, number: int) -> _Indexed:
-        block, places = self._stored.block(number)
-        until, has = self._until_ns, self._chosen.has
-        found = {
-            message_id(block, at): (seq, at)
-            for seq, time_ns, at in places
-            if time_ns >= self._since_ns and (not until or time_ns <= until)
-        }
-        if not self._chosen.everything:
-            found = {name: place for name, place in found.items() if has(name.decode(errors="replace"))}
-        self._indexed[number] = _Indexed(block, found)
-        if len(self._indexed) > INDEXED_BLOCKS:
-            self._indexed.popitem(last=False)
-        return self._indexed[number]
 
 
 class ReadRequests:
@@ -147,7 +83,6 @@ class ReadRequests:
 
 
 STDIO = "-"
-PACKED = ".gz.part"  # how a compressed file's name ends while it is written
 BUFFER_BYTES = 1 << 20
 _START = b'{"stream":"'
 
@@ -268,24 +203,16 @@ def writing(name: str) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    with new_file(name) as file:
-        if name.endswith(".gz"):
-            with gzip.GzipFile(Path(name).stem, "wb", compresslevel=1, fileobj=file, mtime=0) as packed:
-                yield packed  # type: ignore[misc]
-        else:
-            yield file
-
-
-@contextlib.contextmanager
-def new_file(name: str) -> Iterator[BinaryIO]:
-    """As ``writing``, for a path and without compression. Meanwhile it has the suffix ``.part``."""
-    _check(name)
     path = Path(name)
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb", buffering=BUFFER_BYTES) as file:
             part.chmod(0o600)
-            yield file
+            if name.endswith(".gz"):
+                with gzip.GzipFile(path.stem, "wb", compresslevel=1, fileobj=file, mtime=0) as packed:
+                    yield packed  # type: ignore[misc]
+            else:
+                yield file
         part.replace(path)
     except OSError as error:
         raise ValueError(f"{name} cannot be written: {reason(error)}") from error

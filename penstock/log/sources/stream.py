@@ -132,20 +132,11 @@ class StoredStream:
                 if pattern is None or pattern.fullmatch(subject_of(data, at)):
                     yield Raw(seq, time_ns, data, at)
 
-    def block(self, index: int) -> tuple[bytes, list[Place]]:
-        """One of ``blocks``: its bytes, and where its messages are."""
-        data, rows = self._records(self._blocks[index])
-        return data, self._living(rows.places)
-
-    def index_since(self, since_ns: int) -> int:
-        """Which of ``blocks`` has the first message that was stored at ``since_ns`` or later."""
-        return self._number_since(since_ns)
-
     def by_block(self, *, after: int = 0, since_ns: int = 0) -> Iterator[tuple[bytes, list[Place]]]:
         """As ``forward``, a block at a time: its bytes, and where its messages are."""
         number = self._number_at(after + 1) if after else self._number_since(since_ns)
         for index in range(number, len(self._blocks)):
-            data, places = self.block(index)
+            data, places = self._block(index)
             if places and (places[0][0] <= after or places[0][1] < since_ns):
                 places = [place for place in places if place[0] > after and place[1] >= since_ns]
             if places:
@@ -156,7 +147,7 @@ class StoredStream:
         """Messages, newest first: those before a sequence, or all."""
         start = min(self._number_at(before - 1) if before else len(self._blocks), len(self._blocks) - 1)
         for index in range(start, -1, -1):
-            data, places = self.block(index)
+            data, places = self._block(index)
             for seq, time_ns, at in reversed(places):
                 if (not before or seq < before) and (pattern is None or pattern.fullmatch(subject_of(data, at))):
                     yield Raw(seq, time_ns, data, at)
@@ -168,13 +159,11 @@ class StoredStream:
         at = rows.places[bisect_left(rows.places, (seq,))][2]
         return not damaged(key_of(self.name, block.number), data, [at])
 
-    def get(self, seq: int) -> Raw | None:
-        """The message of a sequence."""
-        for raw in self.forward(after=seq - 1) if seq > 1 else self.forward():
-            return raw if raw.seq == seq else None
-        return None
-
     # --- blocks ---
+
+    def _block(self, index: int) -> tuple[bytes, list[Place]]:
+        data, rows = self._records(self._blocks[index])
+        return data, self._living(rows.places)
 
     def _living(self, places: list[Place]) -> list[Place]:
         if not self._deleted and places and places[0][0] >= self.first_seq:

@@ -100,7 +100,6 @@ async def test_a_batch_smaller_than_the_stream_is_followed_by_the_next(
 ) -> None:
     await recorded(bus, 7)
     monkeypatch.setattr(read_lines, "BATCH", 2)
-    monkeypatch.setattr(read_lines, "RECEIVE_BYTES", 100)
     assert await run(export.run, "--all", "-o", str(tmp_path / "f")) == 0
     with open_export(str(tmp_path / "f")) as file:
         found = list(file.records())

@@ -1,13 +1,14 @@
 """The mock plays a recording: its tokens, at its times."""
 
 import gzip
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from penstock.log.export.parallel_export import LineWriter
+from penstock.log.export.export import LineWriter
 from penstock.log.sources.log_line import FORMAT, FileHeader, LogLine, Selection, encode_line, header_line
 from penstock.schemas.done import Done, Outcome, Timings
 from penstock.schemas.requests import Sampling, Stop
@@ -127,23 +128,31 @@ def test_a_cancelled_sequence_is_not_waited_for() -> None:
 # -- the file -----------------------------------------------------------------------------------------------------
 
 
+def flushed(written: LineWriter, file: io.BytesIO) -> bytes:
+    """The lines since the last call."""
+    before = file.tell()
+    written.flush()
+    return file.getvalue()[before:]
+
+
 def export(path: Path, *, largest: int = 9, version: int = 1) -> str:
     request = samples.request(prompt=pack_tokens(PROMPT))
     times = Timings(samples.T0, samples.T0, samples.at(10), samples.at(30), samples.at(90))
     choice = Outcome(pack_tokens([7, 8, largest]), "length")
     done = Done(request.id, "tiny", 1, choices=(choice,), timings=times, submitted=encode(request))
     time = "2026-11-22T10:00:01Z"
-    written = LineWriter(Selection(), None, None)
+    file = io.BytesIO()
+    written = LineWriter(Selection(), file, None)
     if version > 1:  # the record refers to it
         written.add(LogLine("REQUESTS", 5, time, "ps.x", {"Nats-Msg-Id": request.id}, encode(request)))
-    lines = [header_line(FileHeader(FORMAT, version, "", "", "ps")), bytes(written.taken())]
+    lines = [header_line(FileHeader(FORMAT, version, "", "", "ps")), flushed(written, file)]
     for second, first, tokens in ((59.99, 0, [7]), (0.04, 1, [8, largest])):  # across an hour's border
         hour = 9 if second > 1 else 10
         time = f"2026-11-22T{hour:02}:{59 if second > 1 else 0:02}:{second:012.9f}Z"
         batch = TokenBatch("w", 1, first, (TokenItem(request.id, 1, 0, first, pack_tokens(tokens)),))
         lines.append(encode_line(LogLine("TOKENS", first + 1, time, "ps.x", {}, encode(batch))))
     written.add(LogLine("DONE", 1, "2026-11-22T10:00:01Z", "ps.x", {"Nats-Msg-Id": request.id}, encode(done)))
-    lines.append(bytes(written.taken()))
+    lines.append(flushed(written, file))
     assert (b'"request":5}' in lines[-1]) == (version > 1)
     lines.append(b'{"stream":"KV","anything":1}\n')
     path.write_bytes(b"".join(lines))
