@@ -16,9 +16,8 @@ from penstock.configs import logs
 from penstock.configs.settings import GatewaySettings, served_names
 from penstock.gateway.base.metrics import Metrics
 from penstock.gateway.http.app import application
-from penstock.gateway.http.connections import Limits
 from penstock.gateway.http.middleware import TrustedProxies, check_origins, with_access_log, with_cors, with_proxies
-from penstock.gateway.http.server import HttpServer
+from penstock.gateway.http.server import HttpServer, Limits
 from penstock.gateway.http.tls import BadCertificate, Certificate
 from penstock.gateway.nats.api import NatsApi
 from penstock.gateway.service.model_store import report_ignored

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import msgspec
 import structlog
 
-from penstock.gateway.access.caller import Caller
+from penstock.gateway.access.guard import Caller
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail

@@ -20,10 +20,16 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.base.chat_objects import UsageBody, serving_error
-from penstock.gateway.base.common import CommonOptions, resolve_deadline_s, resolve_priority
-from penstock.gateway.base.errors import decode_body, invalid, unsupported
+from penstock.gateway.base.request_bodies import (
+    CommonOptions,
+    decode_body,
+    invalid,
+    resolve_deadline_s,
+    resolve_priority,
+    unsupported,
+)
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Embedder
 from penstock.schemas.requests import EMBEDDING, Embedding, GenerateRequest, Stop
@@ -284,7 +290,7 @@ class EmbeddingResponse(Struct, frozen=True):
 
 
 class EmbeddingAggregator:
-    """Collects the vectors of one request; see ``penstock.gateway.apis.answer_shapes.Aggregator``."""
+    """Collects the vectors of one request; see ``penstock.gateway.apis.endpoints.Aggregator``."""
 
     def __init__(self, request: GenerateRequest) -> None:
         assert request.embedding is not None

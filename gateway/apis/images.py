@@ -21,11 +21,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.base.chat_objects import PromptTokensDetails, UsageBody, serving_error
-from penstock.gateway.base.common import CommonOptions, random_seed, resolve_deadline_s, resolve_priority, resolve_seed
-from penstock.gateway.base.errors import decode_body, invalid, unsupported
 from penstock.gateway.base.event_stream import DONE, error_event, parse_position
+from penstock.gateway.base.request_bodies import (
+    CommonOptions,
+    decode_body,
+    invalid,
+    random_seed,
+    resolve_deadline_s,
+    resolve_priority,
+    resolve_seed,
+    unsupported,
+)
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Diffuser
 from penstock.schemas.requests import Diffusion, GenerateRequest, Stop

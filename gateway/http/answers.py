@@ -6,40 +6,54 @@ Plain ASGI without a framework: per-token work has no place for layers.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
 
-from penstock.gateway.access.caller import caller_of
-from penstock.gateway.apis.answer_shapes import Aggregator, Renderer, aggregator_for, encode_portions, renderer_for
-from penstock.gateway.apis.chat.prepare import PreparedRequest
-from penstock.gateway.apis.option_names import ignored_options, listed
+from penstock.gateway.access.guard import caller_of
+from penstock.gateway.access.limiter import Limiter
+from penstock.gateway.apis.chat.prepare_chat import PreparedRequest, with_trace
+from penstock.gateway.apis.endpoints import (
+    Aggregator,
+    Renderer,
+    aggregator_for,
+    encode_portions,
+    ignored_options,
+    listed,
+    renderer_for,
+)
 from penstock.gateway.base.chat_objects import error_body, stopping
-from penstock.gateway.base.common import MESSAGE
 from penstock.gateway.base.metrics import ModelMetrics, account
-from penstock.gateway.http.bodies import ClientDisconnected, read_body
-from penstock.gateway.http.connections import SCOPE, Connection
-from penstock.gateway.http.headers import REQUEST_ID as REQUEST_ID
-from penstock.gateway.http.headers import Receive as Receive
-from penstock.gateway.http.headers import Scope as Scope
-from penstock.gateway.http.headers import Send as Send
-from penstock.gateway.http.headers import show_limits, with_header, with_status_of_full
-from penstock.gateway.http.idempotency import ClientIds, read_client_ids, submit_once, with_client_id
+from penstock.gateway.base.request_bodies import MESSAGE
+from penstock.gateway.http.asgi import (
+    REQUEST_ID,
+    ClientDisconnected,
+    ClientIds,
+    Receive,
+    Scope,
+    Send,
+    from_http_headers,
+    read_body,
+    read_client_ids,
+    with_client_id,
+    with_header,
+    with_status_of_full,
+)
+from penstock.gateway.http.idempotency import submit_once
+from penstock.gateway.http.server import SCOPE, Connection
 from penstock.gateway.log.inflight import GOES_ON, InflightRequest
 from penstock.gateway.service.service import Gateway
-from penstock.gateway.service.tracing import from_http_headers, with_trace
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.ids import new_request_id, request_of_answer
+from penstock.schemas.keys import ApiKey
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.tokens import TokenItem
 from penstock.schemas.wire import TOKEN_BYTES
 
 log = structlog.get_logger("gateway")
-
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON = (b"content-type", b"application/json")
 SSE_HEADERS = [
@@ -435,3 +449,22 @@ async def send_error(send: Send, error: ServingError, request_id: str = "") -> N
     headers.append((REQUEST_ID, (request_id or new_request_id()).encode()))
     await send({"type": "http.response.start", "status": error.code.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def show_limits(scope: MutableMapping[str, Any], limiter: Limiter, key: ApiKey) -> None:
+    """Have the answer say what the key has left. Without a layer around ``send``, which every event would pass."""
+    connection: Connection = scope[SCOPE]
+    connection.add_headers(limit_headers(limiter, key))
+
+
+def limit_headers(limiter: Limiter, key: ApiKey) -> list[tuple[bytes, bytes]]:
+    """As OpenAI names them, of requests and tokens per minute: limit, rest, seconds until all of it is free again."""
+    headers: list[tuple[bytes, bytes]] = []
+    for name, standing in zip((b"requests", b"tokens"), limiter.standing(key), strict=True):
+        if standing.limit:
+            headers += [
+                (b"x-ratelimit-limit-" + name, b"%d" % standing.limit),
+                (b"x-ratelimit-remaining-" + name, b"%d" % standing.remaining),
+                (b"x-ratelimit-reset-" + name, b"%ds" % standing.reset_s),
+            ]
+    return headers

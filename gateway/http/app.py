@@ -30,8 +30,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.gateway.access.caller import ANYONE, CALLER, Caller, caller_of
-from penstock.gateway.access.guard import audited
+from penstock.gateway.access.guard import ANYONE, CALLER, Caller, audited, caller_of
 from penstock.gateway.apis.chat.tokenization import detokenize, tokenize
 from penstock.gateway.apis.embeddings import PATH as EMBEDDINGS
 from penstock.gateway.apis.images import PATHS
@@ -39,27 +38,19 @@ from penstock.gateway.apis.messages.objects import message_error
 from penstock.gateway.apis.messages.objects import status_of as messages_status_of
 from penstock.gateway.apis.messages.prepare import count_message
 from penstock.gateway.base.chat_objects import CancelResponse, error_body, stopping
-from penstock.gateway.base.common import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
+from penstock.gateway.base.request_bodies import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
 from penstock.gateway.http import request_list
-from penstock.gateway.http.answers import (
-    DISCONNECTED,
-    INTERNAL,
-    JSON,
-    App,
-    Generations,
-    Reattach,
-    answer_text,
-    send_error,
-)
-from penstock.gateway.http.bodies import ClientDisconnected, read_body
-from penstock.gateway.http.connections import SCOPE, Connection
-from penstock.gateway.http.headers import (
+from penstock.gateway.http.answers import DISCONNECTED, INTERNAL, JSON, Generations, Reattach, answer_text, send_error
+from penstock.gateway.http.asgi import (
     CLIENT_ID,
     REQUEST_ID,
+    App,
+    ClientDisconnected,
     Receive,
     Scope,
     Send,
     client_id_of,
+    read_body,
     with_header,
     with_request_id,
 )
@@ -67,6 +58,7 @@ from penstock.gateway.http.images import GeneratedFiles, ImageReattach, answer_i
 from penstock.gateway.http.openapi import document
 from penstock.gateway.http.prompt_batch import answer_prompts
 from penstock.gateway.http.request_list import final_state, status_of
+from penstock.gateway.http.server import SCOPE, Connection
 from penstock.gateway.http.stored_responses import StoredResponses, answer_response
 from penstock.gateway.service.service import Gateway
 from penstock.gateway.service.text_model import TextModel

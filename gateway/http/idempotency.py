@@ -1,25 +1,19 @@
-"""Clients' own ids over HTTP: ``X-Request-Id`` is kept beside ours, ``X-Session-Id`` is a hint for routing; with an
-``Idempotency-Key`` a repeat within a day gets the answer of the first run, finished or not, instead of a second run.
+"""With an ``Idempotency-Key`` a repeat within a day gets the answer of the first run, finished or not, instead of a
+second run.
 
-Requests without these headers pay only for one scan of their headers.
-
-JSON rewritten so that two texts of the same value are equal: keys sorted, without whitespace.
-
+Bodies are compared as JSON rewritten so that two texts of the same value are equal: keys sorted, without whitespace.
 Large values are rewritten in slices, as one call of the decoder or encoder holds the interpreter until it returns.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
-from typing import NamedTuple
 
 import msgspec
 
 from penstock.gateway.admission.idempotency import Claim, claim, digest_of, find_claim
 from penstock.gateway.apis.chat.bodies import StreamOptions
-from penstock.gateway.apis.chat.prepare import PreparedRequest
-from penstock.gateway.base.common import read_switch
-from penstock.gateway.base.errors import decode_body, unsupported
-from penstock.gateway.http.headers import client_id_of
+from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
+from penstock.gateway.base.request_bodies import decode_body, unsupported
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.lookup import StoredRequest
 from penstock.gateway.service.service import Gateway, submit_claimed
@@ -70,23 +64,10 @@ def _canonical_elements(elements: list[msgspec.Raw], depth: int) -> list[bytes]:
     return out
 
 
-KEY, NO_STORE = b"idempotency-key", b"x-penstock-no-store"
-SESSION_IDS = (b"x-session-id", b"x-dynamo-session-id")  # the latter is what agents send that know Dynamo
-MAX_KEY = 255
-MAX_SESSION = 256
 SOON_S = 2.0  # the request of a younger claim may still be on its way into the log
 AGAIN_S = 0.05
 
 Prepare = Callable[[], Awaitable[PreparedRequest]]
-
-
-class ClientIds(NamedTuple):
-    """As the client wrote them; "": not given. ``no_store``: the header asks for it."""
-
-    key: str = ""
-    client_id: str = ""
-    no_store: bool = False
-    session: str = ""
 
 
 class _StreamFields(msgspec.Struct):
@@ -97,39 +78,6 @@ class _StreamFields(msgspec.Struct):
 
 
 _stream_fields = msgspec.json.Decoder(_StreamFields).decode
-
-
-def read_client_ids(headers: Collection[tuple[bytes, bytes]]) -> ClientIds:
-    """From ASGI headers, whose names are lower case.
-
-    Raises:
-        ServingError: invalid_request: the key is empty or too long, or no_store is neither on nor off.
-    """
-    key, session, no_store = "", "", False
-    client_id = client_id_of(headers).decode("latin-1")
-    for name, value in headers:
-        if name == KEY:
-            key = value.decode("latin-1").strip()
-            if not 0 < len(key) <= MAX_KEY:
-                raise ServingError(
-                    Code.invalid_request, f"Idempotency-Key needs 1 to {MAX_KEY} characters", param="Idempotency-Key"
-                )
-        elif name in SESSION_IDS:
-            text = value.decode("latin-1")
-            session = text if text.isprintable() and len(text) <= MAX_SESSION else ""
-        elif name == NO_STORE:
-            # Sent twice, as by a proxy that adds its own: asked for once is enough.
-            no_store = read_switch(value.decode("latin-1"), "X-Penstock-No-Store") or no_store
-    return ClientIds(key, client_id, no_store, session)
-
-
-def with_client_id(prepared: PreparedRequest, names: ClientIds) -> PreparedRequest:
-    if not names.client_id and not names.session:
-        return prepared
-    request = prepared.request
-    session = names.session or request.session
-    changed = msgspec.structs.replace(request, client_request_id=names.client_id, session=session)
-    return prepared._replace(request=changed)
 
 
 async def submit_once(

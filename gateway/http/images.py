@@ -12,11 +12,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.gateway.access.caller import caller_of
+from penstock.gateway.access.guard import caller_of
 from penstock.gateway.apis.images import ImageAggregator, ImagesResponse, ImageStreamRenderer
 from penstock.gateway.base.event_stream import COMMENT
 from penstock.gateway.http.answers import HEAD_S, JSON, AcceptedRequest, IdleTimer, Responder
-from penstock.gateway.http.headers import REQUEST_ID, Receive, Scope, Send
+from penstock.gateway.http.asgi import REQUEST_ID, Receive, Scope, Send
 from penstock.gateway.log.inflight import GOES_ON, InflightRequest
 from penstock.gateway.service.service import Gateway
 from penstock.infra.bus import object_store

@@ -18,9 +18,8 @@ from typing import Any
 
 import structlog
 
-from penstock.gateway.access.caller import ANYONE, CALLER, Caller
-from penstock.gateway.http.answers import App
-from penstock.gateway.http.headers import REQUEST_ID, Receive, Scope, Send
+from penstock.gateway.access.guard import ANYONE, CALLER, Caller
+from penstock.gateway.http.asgi import REQUEST_ID, App, Receive, Scope, Send
 
 log = structlog.get_logger("gateway.access")
 

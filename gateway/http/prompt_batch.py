@@ -4,25 +4,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from penstock.gateway.apis.answer_shapes import Aggregator, aggregator_for, encode_answer
-from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.chat.prompt_batch import BatchRenderer, merge_answers, split_prompts
-from penstock.gateway.base.errors import unsupported
+from penstock.gateway.apis.endpoints import Aggregator, aggregator_for, encode_answer
 from penstock.gateway.base.event_stream import COMMENT, error_event
 from penstock.gateway.base.metrics import account
-from penstock.gateway.http.answers import (
-    DISCONNECTED,
-    HEAD_S,
-    JSON,
-    SSE_HEADERS,
-    IdleTimer,
-    Scope,
-    Send,
-    StreamClock,
-    id_headers,
-)
-from penstock.gateway.http.connections import SCOPE, Connection
-from penstock.gateway.http.idempotency import ClientIds
+from penstock.gateway.base.request_bodies import unsupported
+from penstock.gateway.http.answers import DISCONNECTED, HEAD_S, JSON, SSE_HEADERS, IdleTimer, StreamClock, id_headers
+from penstock.gateway.http.asgi import ClientIds, Scope, Send
+from penstock.gateway.http.server import SCOPE, Connection
 from penstock.gateway.log.inflight import GOES_ON, InflightRequest
 from penstock.gateway.service.service import Gateway
 from penstock.infra.text.detokenizer import Detokenizer

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from penstock.gateway.apis.answer_shapes import Aggregator, aggregator_for, encode_answer
+from penstock.gateway.apis.endpoints import Aggregator, aggregator_for, encode_answer
 from penstock.gateway.apis.images import ImageAggregator
 from penstock.gateway.base.chat_objects import Status, error_body
 from penstock.gateway.log.completion import LATE_S, last_item

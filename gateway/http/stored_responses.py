@@ -8,26 +8,16 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.gateway.access.caller import caller_of
+from penstock.gateway.access.guard import caller_of
 from penstock.gateway.apis.chat.segments import WholeAnswer
 from penstock.gateway.apis.responses.bodies import InputItem
 from penstock.gateway.apis.responses.objects import DeletedResponse, InputItemList
 from penstock.gateway.apis.responses.objects import Response as ResponseObject
 from penstock.gateway.apis.responses.record import PREFIX, input_items, read_stored
 from penstock.gateway.apis.responses.render import ResponseBuilder, ResponseRenderer, response
-from penstock.gateway.base.common import RESPONSE
-from penstock.gateway.base.errors import invalid
-from penstock.gateway.http.answers import (
-    JSON,
-    AcceptedRequest,
-    Receive,
-    Responder,
-    Scope,
-    Send,
-    answer_text,
-    id_headers,
-    send_error,
-)
+from penstock.gateway.base.request_bodies import RESPONSE, invalid
+from penstock.gateway.http.answers import JSON, AcceptedRequest, Responder, answer_text, id_headers, send_error
+from penstock.gateway.http.asgi import Receive, Scope, Send
 from penstock.gateway.http.request_list import running_progress
 from penstock.gateway.log.lookup import StoredRequest
 from penstock.gateway.service.service import Gateway

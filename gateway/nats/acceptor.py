@@ -1,19 +1,32 @@
 """Makes a request of a NATS client's message: once, however often and to whichever gateway it is sent."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from penstock.gateway.access.tenants import TenantTable
 from penstock.gateway.admission.idempotency import claim, digest_of, find_claim
-from penstock.gateway.apis.chat.prepare import PreparedRequest
-from penstock.gateway.apis.option_names import ignored_options, listed
+from penstock.gateway.apis.chat.prepare_chat import PreparedRequest, with_trace
+from penstock.gateway.apis.endpoints import ignored_options, listed
+from penstock.gateway.http.asgi import NEW_TRACE, PARENT, STATE
 from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery
 from penstock.gateway.nats.protocol import Origin, parse_headers, shape_of
 from penstock.gateway.service.service import Gateway, submit_claimed
-from penstock.gateway.service.tracing import from_nats_headers, with_trace
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.trace import Trace, asked
+
+
+def from_nats_headers(headers: Mapping[str, str], tracing: str) -> Trace | None:
+    """NATS headers: names keep the case that the client wrote."""
+    if tracing == "off":
+        return None
+    fields = {name.lower(): value for name, value in headers.items() if name.lower() in (PARENT, STATE)}
+    if PARENT in fields and (trace := asked(fields[PARENT], fields.get(STATE, ""))) is not None:
+        return trace
+    return NEW_TRACE if tracing == "all" else None
+
 
 VALUE_BYTES = 24  # of a float32 as JSON, its comma included, at most
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 from nats.errors import Error as NatsError
 
-from penstock.gateway.apis.answer_shapes import aggregator_for, encode_answer
+from penstock.gateway.apis.endpoints import aggregator_for, encode_answer
 from penstock.gateway.base.metrics import account
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.lookup import has_output, is_whole

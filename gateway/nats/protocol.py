@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.gateway.base.common import BOM, CHAT, COMPLETION, read_switch
+from penstock.gateway.base.request_bodies import BOM, CHAT, COMPLETION, read_switch
 from penstock.schemas import control
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import EMBEDDING

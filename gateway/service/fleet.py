@@ -21,13 +21,11 @@ import msgspec
 import structlog
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.access.caller import ANYONE, Caller
+from penstock.gateway.access.guard import ANYONE, Caller
 from penstock.gateway.apis.embeddings import PATH as EMBEDDINGS
 from penstock.gateway.apis.images import PATHS as IMAGE_PATHS
-from penstock.gateway.base.common import BOM
-from penstock.gateway.base.errors import decode_body, model_missing, model_not_found
 from penstock.gateway.base.metrics import Metrics
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import BOM, PrepareContext, decode_body, model_missing, model_not_found
 from penstock.gateway.service.model_store import ModelStore, Source
 from penstock.gateway.service.text_model import TextModel
 from penstock.infra.bus.connection import Bus

@@ -6,9 +6,9 @@ It holds one of the requests at a time until it has ended, whether or not its cl
 
 import asyncio
 
-from penstock.gateway.access.caller import Caller
+from penstock.gateway.access.guard import Caller
 from penstock.gateway.access.limiter import Limiter, Paid
-from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.lookup import Records, RequestFinder
 from penstock.infra.bus.clock import BrokerClock

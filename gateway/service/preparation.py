@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.access.caller import ANYONE, Caller
-from penstock.gateway.apis.chat.prepare import (
+from penstock.gateway.access.guard import ANYONE, Caller
+from penstock.gateway.apis.chat.prepare_chat import (
     PendingMediaRequest,
     PreparedRequest,
     attach_media,
@@ -25,17 +25,15 @@ from penstock.gateway.apis.chat.prepare import (
     prepare_completion,
 )
 from penstock.gateway.apis.embeddings import MAX_VALUES, prepare_embedding
+from penstock.gateway.apis.endpoints import check_options
 from penstock.gateway.apis.images import PATHS, prepare_images
 from penstock.gateway.apis.messages import prepare as anthropic_chat
 from penstock.gateway.apis.messages.prepare import prepare_message
-from penstock.gateway.apis.option_names import check_options
 from penstock.gateway.apis.responses import chat as responses_api_chat
 from penstock.gateway.apis.responses.bodies import parse_compaction, parse_response
 from penstock.gateway.apis.responses.prepare import count_prompt_of, encode_kept, prepare_response, with_body
 from penstock.gateway.apis.responses.record import encode_stored
-from penstock.gateway.base.common import CHAT, COMPACTION, MESSAGE, RESPONSE
-from penstock.gateway.base.errors import invalid, rename
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import CHAT, COMPACTION, MESSAGE, RESPONSE, PrepareContext, invalid, rename
 from penstock.gateway.media.loader import MediaLoader
 from penstock.gateway.service.constraint_check import ConstraintCheck
 from penstock.gateway.service.conversations import Conversations

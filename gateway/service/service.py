@@ -17,25 +17,22 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.configs.settings import GatewaySettings, served_names
-from penstock.gateway.access.caller import ANYONE, Caller
-from penstock.gateway.access.guard import Guard, noted_in
+from penstock.gateway.access.guard import ANYONE, Caller, Guard, noted_in
 from penstock.gateway.access.limiter import Limiter
 from penstock.gateway.access.tenants import TenantTable
 from penstock.gateway.admission.idempotency import Claim, reclaim
-from penstock.gateway.admission.queues import QueueMonitor
+from penstock.gateway.admission.queues import QUIET_S, QueueMonitor, StoreCheck, unstored
 from penstock.gateway.admission.storage import MemoryCheck, Retention
-from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.images import PATHS
 from penstock.gateway.apis.responses.objects import InputTokens
 from penstock.gateway.base.chat_objects import stopping
-from penstock.gateway.base.common import BOM
 from penstock.gateway.base.metrics import Metrics
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import BOM, PrepareContext
 from penstock.gateway.log.completion import Completion
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.listing import Progress, RequestListing, progress_of
 from penstock.gateway.log.lookup import Records, RequestFinder, RequestLookup, StoredRequest, is_whole
-from penstock.gateway.log.store_check import QUIET_S, StoreCheck, unstored
 from penstock.gateway.log.subscriptions import TokenSubscription, TokenSubscriptions
 from penstock.gateway.log.unstored import UnstoredRequests
 from penstock.gateway.media.loader import MediaLoader
@@ -364,12 +361,14 @@ class Gateway:
 
     def release(self, inflight: InflightRequest) -> None:
         """Stop reading, without cancelling."""
-        if self.unstored.holds(inflight):  # what was streamed may have to be put again
+        no_store = inflight.request.no_store
+        if no_store and self.unstored.holds(inflight):  # what was streamed may have to be put again
             inflight.cancelling = True
             inflight.cancel_sent = math.inf
         else:
             self._subscriptions.unsubscribe(inflight)
-            self.unstored.released(inflight)
+            if no_store:
+                self.unstored.released(inflight)
         self._verdicts.released(inflight)
         if inflight.paid is not None:
             self.payments.ended(inflight)

@@ -14,7 +14,7 @@ import structlog
 
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.base.metrics import ModelMetrics
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.gateway.service.model_store import Loaded, ModelStore, Source
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.parsers.families import TABLE, reasoning_parser, tool_call_parser

@@ -3,7 +3,7 @@
 import msgspec
 from hypothesis import strategies as st
 
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.infra.model import modeldir
 from penstock.infra.text.parsers.registry import ParserNames
 from penstock.schemas.requests import GenerateRequest, Parsing, Sampling, Stop

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from penstock.gateway.apis.chat.prepare import PendingMediaRequest, prepare_chat, prepare_completion
+from penstock.gateway.apis.chat.prepare_chat import PendingMediaRequest, prepare_chat, prepare_completion
 from penstock.gateway.apis.chat.tokenization import detokenize, tokenize
 from penstock.gateway.apis.embeddings import prepare_embedding
 from penstock.gateway.apis.messages.prepare import count_message, prepare_message

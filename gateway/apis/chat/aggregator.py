@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct
 
-from penstock.gateway.apis.chat.answer_state import AnswerState, ChoiceState, reasoning_names
 from penstock.gateway.apis.chat.logprobs import LARGE, LogprobFormatter, PromptEcho
+from penstock.gateway.apis.chat.stream_renderer import AnswerState, ChoiceState, reasoning_names
 from penstock.gateway.base.chat_objects import (
     AnswerMessage,
     ChatChoice,

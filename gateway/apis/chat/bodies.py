@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.gateway.base.common import CommonOptions, Name
-from penstock.gateway.base.errors import decode_body, invalid, unsupported
+from penstock.gateway.base.request_bodies import CommonOptions, Name, decode_body, invalid, unsupported
 from penstock.gateway.grammars.calls import NO_PARAMETERS, Tool
 from penstock.infra.text.parsers.tool_formats import FUNCTION_NAME
 

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, CompletionRequest, ToolChoice, resolve_tool_choice
-from penstock.gateway.base.errors import invalid, unsupported
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext, invalid, unsupported
 from penstock.gateway.grammars.answers import Calls, Reasoning, write_answer
 from penstock.gateway.grammars.calls import Tool, call_grammar
 from penstock.gateway.grammars.structural_tags import BadTag, write_tags

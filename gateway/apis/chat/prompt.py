@@ -20,8 +20,7 @@ from penstock.gateway.apis.chat.bodies import (
     MediaUrl,
     ToolCall,
 )
-from penstock.gateway.base.errors import invalid, prompt_too_long, unsupported
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext, invalid, prompt_too_long, unsupported
 from penstock.gateway.media.sources import MediaPart
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.chat_template import ChatTemplate, PromptEnd, TemplateBudgetError, TemplateError

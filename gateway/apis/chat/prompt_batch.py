@@ -9,8 +9,8 @@ from msgspec import Raw, Struct
 
 from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
 from penstock.gateway.base.chat_objects import PromptTokensDetails, UsageBody
-from penstock.gateway.base.errors import invalid
 from penstock.gateway.base.event_stream import DONE
+from penstock.gateway.base.request_bodies import invalid
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.tokens import TokenItem

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from penstock.gateway.apis.chat.answer_state import AnswerState, Scored
+from penstock.gateway.apis.chat.stream_renderer import AnswerState, Scored
 from penstock.gateway.base.chat_objects import UsageBody
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.infra.text.parsers.delta_builder import Delta

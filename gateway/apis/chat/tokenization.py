@@ -7,8 +7,7 @@ from msgspec import Meta, Struct
 
 from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, ChatCompletionRequest, ChatMessage, TokenId, check_chat
 from penstock.gateway.apis.chat.prompt import chat_prompt, encode
-from penstock.gateway.base.errors import decode_body, invalid
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext, decode_body, invalid
 
 MAX_TOKENS = 1 << 20  # of one body of /detokenize
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]

@@ -10,8 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, Bias, Count, Penalty, StopText, TokenId
-from penstock.gateway.base.common import CommonOptions, Name
-from penstock.gateway.base.errors import decode_body, unsupported
+from penstock.gateway.base.request_bodies import CommonOptions, Name, decode_body, unsupported
 
 MAX_TOOLS = 512
 KEEP_THOUGHTS = "clear_thinking_20251015"

@@ -20,7 +20,12 @@ from penstock.gateway.apis.chat.bodies import (
     ToolCall,
     check_chat,
 )
-from penstock.gateway.apis.chat.prepare import PendingMediaRequest, PreparedRequest, count_prompt, prepare_chat_body
+from penstock.gateway.apis.chat.prepare_chat import (
+    PendingMediaRequest,
+    PreparedRequest,
+    count_prompt,
+    prepare_chat_body,
+)
 from penstock.gateway.apis.messages.bodies import (
     ContentBlock,
     CountTokensRequest,
@@ -35,8 +40,7 @@ from penstock.gateway.apis.messages.bodies import (
 )
 from penstock.gateway.apis.messages.objects import TokenCount
 from penstock.gateway.apis.messages.render import ClientBody
-from penstock.gateway.base.errors import invalid, rename, renamed, unsupported
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext, invalid, rename, renamed, unsupported
 from penstock.schemas.errors import ServingError
 
 _json = msgspec.json.encode

@@ -14,8 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, Bias, Count, Logprobs, Penalty, StopText, TokenId
-from penstock.gateway.base.common import CommonOptions, Name
-from penstock.gateway.base.errors import decode_body, invalid, unsupported
+from penstock.gateway.base.request_bodies import CommonOptions, Name, decode_body, invalid, unsupported
 
 MAX_TOOLS = 512  # also with those of namespaces
 FUNCTION, NAMESPACE = "function", "namespace"

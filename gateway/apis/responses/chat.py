@@ -20,7 +20,7 @@ from penstock.gateway.apis.chat.bodies import (
     ToolCall,
 )
 from penstock.gateway.apis.responses.bodies import InputItem, InputPart, ResponsesRequest, ToolNames, chat_tools
-from penstock.gateway.base.errors import invalid, unsupported
+from penstock.gateway.base.request_bodies import invalid, unsupported
 
 ROLES = ("system", "developer", "user", "assistant")
 SUMMARY = "Summary of the conversation so far:\n\n"  # in front of what a compaction item holds

@@ -9,15 +9,19 @@ from typing import TypeVar
 import msgspec
 
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, ChatMessage, ContentPart, check_chat
-from penstock.gateway.apis.chat.prepare import PendingMediaRequest, PreparedRequest, count_prompt, prepare_chat_body
+from penstock.gateway.apis.chat.prepare_chat import (
+    PendingMediaRequest,
+    PreparedRequest,
+    count_prompt,
+    prepare_chat_body,
+)
 from penstock.gateway.apis.chat.segments import SegmentedAnswer
 from penstock.gateway.apis.responses.bodies import InputItem, ResponsesRequest
 from penstock.gateway.apis.responses.chat import Turn, chat_of, encode_summary
 from penstock.gateway.apis.responses.objects import CompactedResponse, CompactionItem
 from penstock.gateway.apis.responses.record import MAX_BYTES, PREFIX, input_items, too_large
 from penstock.gateway.apis.responses.render import usage_of
-from penstock.gateway.base.errors import decode_body, rename, renamed
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext, decode_body, rename, renamed
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 

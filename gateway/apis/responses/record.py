@@ -10,7 +10,7 @@ import msgspec
 from penstock.gateway.apis.chat.segments import SegmentedAnswer
 from penstock.gateway.apis.responses.bodies import InputItem, InputPart, ResponsesRequest, ToolNames
 from penstock.gateway.apis.responses.chat import Turn
-from penstock.gateway.base.errors import decode_body, invalid
+from penstock.gateway.base.request_bodies import decode_body, invalid
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import done
 from penstock.schemas.errors import Code, ServingError

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from penstock.gateway.apis.chat.answer_state import Scored
 from penstock.gateway.apis.chat.logprobs import LogprobFormatter
 from penstock.gateway.apis.chat.segments import Change, Segment, SegmentedAnswer
+from penstock.gateway.apis.chat.stream_renderer import Scored
 from penstock.gateway.apis.responses.bodies import ResponsesRequest, ToolNames
 from penstock.gateway.apis.responses.objects import (
     FunctionCallItem,

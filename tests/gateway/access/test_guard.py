@@ -9,8 +9,7 @@ import pytest
 import structlog.testing
 
 from penstock.gateway.access import table
-from penstock.gateway.access.caller import ANYONE
-from penstock.gateway.access.guard import Guard, noted_in
+from penstock.gateway.access.guard import ANYONE, Guard, noted_in
 from penstock.gateway.access.table import STALE_S
 from penstock.gateway.main import Exposed, check_loopback, listen
 from penstock.infra.broker.server import EmbeddedNats

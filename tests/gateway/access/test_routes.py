@@ -9,10 +9,9 @@ import msgspec
 import pytest
 from starlette.routing import Route
 
-from penstock.gateway.access.caller import ANYONE, OPERATOR
-from penstock.gateway.access.guard import OPEN_PATHS, Guard
+from penstock.gateway.access.guard import ANYONE, OPEN_PATHS, OPERATOR, Guard
 from penstock.gateway.http.app import application, routes_of
-from penstock.gateway.http.connections import SCOPE
+from penstock.gateway.http.server import SCOPE
 from penstock.gateway.service.text_model import Card
 from penstock.schemas.errors import Code, ServingError
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.embeddings import MAX_FLOATS, MAX_INPUTS, MAX_TOKENS, prepare_embedding
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Embedder

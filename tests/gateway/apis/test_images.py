@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.images import IMAGE, VIDEO, VideoGenerationRequest, frame_count, prepare_images
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Diffuser

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.apis.option_names import MOST, check_options, ignored_options, listed, unknown_options
-from penstock.gateway.base.common import CHAT, MESSAGE, RESPONSE
+from penstock.gateway.apis.endpoints import MOST, check_options, ignored_options, listed, unknown_options
+from penstock.gateway.base.request_bodies import CHAT, MESSAGE, RESPONSE
 from penstock.schemas.errors import ServingError
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.base.common import CHAT, MESSAGE, RESPONSE
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import CHAT, MESSAGE, RESPONSE, PrepareContext
 from penstock.gateway.service.preparation import RequestPreparer
 from penstock.infra.constraints.constraints import check
 from penstock.infra.model import modeldir

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.access.caller import ANYONE, CALLER
-from penstock.gateway.apis.answer_shapes import renderer_for
+from penstock.gateway.access.guard import ANYONE, CALLER
+from penstock.gateway.admission.queues import unstored
+from penstock.gateway.apis.endpoints import renderer_for
 from penstock.gateway.apis.messages.render import PING, ClientBody
 from penstock.gateway.apis.responses.bodies import ResponsesRequest
 from penstock.gateway.apis.responses.record import encode_stored
@@ -18,9 +19,8 @@ from penstock.gateway.base.chat_objects import stopping
 from penstock.gateway.base.event_stream import COMMENT as PING_COMMENT
 from penstock.gateway.http.answers import Generations, IdleTimer, Responder, SendError, answer_text, send_error
 from penstock.gateway.http.app import send_message_error
-from penstock.gateway.http.connections import SCOPE
+from penstock.gateway.http.server import SCOPE
 from penstock.gateway.log.inflight import InflightRequest
-from penstock.gateway.log.store_check import unstored
 from penstock.infra.process.turns import TurnBudget
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.http.bodies import decompress, read_body
+from penstock.gateway.http.asgi import decompress, read_body
 from penstock.schemas.errors import Code, ServingError
 
 BODY = b'{"model": "demo"}'

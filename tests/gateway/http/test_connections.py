@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.http.connections import SCOPE, Connection, Limits
-from penstock.gateway.http.server import HttpServer
+from penstock.gateway.http.server import SCOPE, Connection, HttpServer, Limits
 from penstock.gateway.main import listen
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.process import turns

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.gateway.http.idempotency import read_client_ids
+from penstock.gateway.http.asgi import read_client_ids
 from penstock.schemas.errors import ServingError
 
 NAME = b"x-penstock-no-store"

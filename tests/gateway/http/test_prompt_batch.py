@@ -8,7 +8,7 @@ import pytest
 
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.base.event_stream import COMMENT
-from penstock.gateway.http.idempotency import ClientIds
+from penstock.gateway.http.asgi import ClientIds
 from penstock.gateway.http.prompt_batch import _PromptStream, answer_prompts
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.schemas.errors import Code, ServingError

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 from starlette.requests import Request
 
-from penstock.gateway.access.caller import ANYONE, CALLER
-from penstock.gateway.base.common import RESPONSE
+from penstock.gateway.access.guard import ANYONE, CALLER
+from penstock.gateway.base.request_bodies import RESPONSE
 from penstock.gateway.http.stored_responses import StoredResponses
 from penstock.gateway.log.lookup import StoredRequest
 from penstock.gateway.service.service import Gateway

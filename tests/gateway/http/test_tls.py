@@ -15,8 +15,7 @@ import pytest
 import uvloop
 from structlog.testing import capture_logs
 
-from penstock.gateway.http.connections import Limits
-from penstock.gateway.http.server import HttpServer
+from penstock.gateway.http.server import HttpServer, Limits
 from penstock.gateway.http.tls import BadCertificate, Certificate
 from penstock.gateway.main import listen
 from penstock.infra.bus.tasks import Tasks

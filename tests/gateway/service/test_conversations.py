@@ -7,7 +7,7 @@ import pytest
 
 from penstock.gateway.apis.responses.bodies import ResponsesRequest
 from penstock.gateway.apis.responses.record import encode_stored
-from penstock.gateway.base.common import RESPONSE
+from penstock.gateway.base.request_bodies import RESPONSE
 from penstock.gateway.log.lookup import StoredRequest
 from penstock.gateway.service import conversations
 from penstock.gateway.service.conversations import Conversations

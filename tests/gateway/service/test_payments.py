@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.gateway.access.caller import Caller
+from penstock.gateway.access.guard import Caller
 from penstock.gateway.admission.idempotency import Claim
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.lookup import unknown

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.access.caller import Caller
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.access.guard import Caller
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.gateway.service import preparation
 from penstock.gateway.service.preparation import COUNT_BYTES, LARGE_BODY, RequestPreparer, check_values
 from penstock.infra.text.chat_template import ChatTemplate

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from nats.aio.msg import Msg
 
+from penstock.gateway.admission.queues import unstored
 from penstock.gateway.http.answers import DISCONNECTED
-from penstock.gateway.log.store_check import unstored
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import ModelDir

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, parse_chat, parse_completion
 from penstock.gateway.apis.chat.prompt import chat_prompt, media_parts, single_prompt, template_messages
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.gateway.media.sources import MediaPart
 from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code, ServingError

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from penstock.gateway.apis.chat.constraint import MAX_BYTES, MAX_CHOICES, MAX_DEPTH
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.infra.constraints.constraints import LARK, check
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED, Constraint, GenerateRequest

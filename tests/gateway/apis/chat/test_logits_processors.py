@@ -7,9 +7,13 @@ import msgspec
 import pytest
 
 from penstock.gateway.apis.chat.bodies import MAX_PROCESSORS
-from penstock.gateway.apis.chat.options import MAX_PROCESSOR_BYTES
-from penstock.gateway.apis.chat.prepare import PreparedRequest, prepare_chat, prepare_completion
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.apis.chat.prepare_chat import (
+    MAX_PROCESSOR_BYTES,
+    PreparedRequest,
+    prepare_chat,
+    prepare_completion,
+)
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import LogitsProcessor
 

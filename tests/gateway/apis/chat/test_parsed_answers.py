@@ -11,10 +11,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken, Tokenizer
 
 from penstock.gateway.apis.chat.aggregator import AnswerAggregator
-from penstock.gateway.apis.chat.prepare import prepare_chat, prepare_completion
+from penstock.gateway.apis.chat.prepare_chat import prepare_chat, prepare_completion
 from penstock.gateway.apis.chat.segments import SegmentedAnswer
 from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.infra.model import modeldir
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.parsers.registry import ParserNames, stop_search

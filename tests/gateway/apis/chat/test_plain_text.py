@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from penstock.gateway.apis.chat.prepare import prepare_chat
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.apis.chat.prepare_chat import prepare_chat
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.infra.model.modeldir import MODELS, ModelDir, load
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.wire import unpack_tokens

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.apis.chat import prompt
-from penstock.gateway.apis.chat.prepare import PreparedRequest, prepare_chat, prepare_completion
+from penstock.gateway.apis.chat.prepare_chat import PreparedRequest, prepare_chat, prepare_completion
 from penstock.gateway.apis.messages.prepare import prepare_message
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.gateway.service.preparation import LARGE_BODY
 from penstock.infra.model import modeldir
 from penstock.infra.model.modeldir import ModelDir

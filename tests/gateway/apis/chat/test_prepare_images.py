@@ -9,14 +9,14 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.apis.chat.prepare import (
+from penstock.gateway.apis.chat.prepare_chat import (
     PendingMediaRequest,
     PreparedRequest,
     attach_media,
     prepare_chat,
     prepare_completion,
 )
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.infra.model.modeldir import DEMO, MODELS, ModelDir, load
 from penstock.schemas.blocks import chain, media_extra, root
 from penstock.schemas.errors import Code, ServingError

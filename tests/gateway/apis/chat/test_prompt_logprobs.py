@@ -8,10 +8,14 @@ import pytest
 
 from penstock.gateway.apis.chat.aggregator import AnswerAggregator
 from penstock.gateway.apis.chat.bodies import MAX_LOGPROBS
-from penstock.gateway.apis.chat.options import MAX_PROMPT_LOGPROBS
-from penstock.gateway.apis.chat.prepare import PreparedRequest, prepare_chat, prepare_completion
+from penstock.gateway.apis.chat.prepare_chat import (
+    MAX_PROMPT_LOGPROBS,
+    PreparedRequest,
+    prepare_chat,
+    prepare_completion,
+)
 from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.infra.model.modeldir import ModelDir
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, Sampling
@@ -93,7 +97,7 @@ def test_chat_answers_have_at_least_a_token(context: PrepareContext) -> None:
 def test_tokens_times_alternatives_have_a_limit(
     context: PrepareContext, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.gateway.apis.chat.options.MAX_PROMPT_LOGPROBS", 400)
+    monkeypatch.setattr("penstock.gateway.apis.chat.prepare_chat.MAX_PROMPT_LOGPROBS", 400)
     options = {"echo": True, "max_tokens": 1}
     assert text(context, [5] * 80, **{field: 4}, **options)
     with pytest.raises(ServingError) as caught:
@@ -108,7 +112,7 @@ def test_tokens_times_alternatives_have_a_limit(
 def test_the_limit_counts_what_each_choice_of_a_text_repeats(
     context: PrepareContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.gateway.apis.chat.options.MAX_PROMPT_LOGPROBS", 400)
+    monkeypatch.setattr("penstock.gateway.apis.chat.prepare_chat.MAX_PROMPT_LOGPROBS", 400)
     assert text(context, [5] * 50, prompt_logprobs=1, n=4)
     with pytest.raises(ServingError, match=r"408 values.* in each of 4 choices.* fewer choices") as caught:
         text(context, [5] * 51, prompt_logprobs=1, n=4)

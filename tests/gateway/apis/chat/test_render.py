@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from penstock.gateway.apis.chat import stream_renderer
 from penstock.gateway.apis.chat.aggregator import AnswerAggregator
-from penstock.gateway.apis.chat.prepare import prepare_chat, prepare_completion
+from penstock.gateway.apis.chat.prepare_chat import prepare_chat, prepare_completion
 from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.infra.model.modeldir import ModelDir
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.reassembly import TokenReassembler

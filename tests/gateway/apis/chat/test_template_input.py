@@ -7,7 +7,7 @@ import pytest
 
 from penstock.gateway.apis.chat.bodies import parse_chat
 from penstock.gateway.apis.chat.prompt import chat_prompt
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.infra.text.chat_template import ChatTemplate
 from penstock.schemas.errors import Code, ServingError
 from tests.gateway.apis.chat.test_tokenization import body

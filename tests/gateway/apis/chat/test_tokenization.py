@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.apis.chat.tokenization import detokenize, tokenize
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.wire import unpack_tokens
 from tests.gateway.apis.chat.test_prepare import chat

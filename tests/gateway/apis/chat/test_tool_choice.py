@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from penstock.gateway.apis.chat.bodies import resolve_tool_choice
-from penstock.gateway.base.prepare_context import PrepareContext
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.infra.constraints.constraints import LARK, check
 from penstock.infra.model import modeldir
 from penstock.infra.text.parsers.registry import ParserNames

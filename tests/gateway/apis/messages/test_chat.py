@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, ChatMessage, ContentPart
-from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.chat.prompt import template_messages
 from penstock.gateway.apis.messages.bodies import parse_message
 from penstock.gateway.apis.messages.objects import message_error

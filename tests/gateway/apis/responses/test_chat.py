@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from penstock.gateway.apis.chat.bodies import ChatMessage, ContentPart
-from penstock.gateway.apis.chat.prepare import PreparedRequest
+from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.chat.prompt import template_messages
 from penstock.gateway.apis.responses.bodies import InputItem, ResponsesRequest, parse_response
 from penstock.gateway.apis.responses.chat import Turn, chat_of

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import CompactedResponse
 
-from penstock.gateway.apis.answer_shapes import renderer_for
 from penstock.gateway.apis.chat.bodies import ChatMessage, ContentPart
 from penstock.gateway.apis.chat.prompt import template_messages
 from penstock.gateway.apis.chat.segments import WholeAnswer
+from penstock.gateway.apis.endpoints import renderer_for
 from penstock.gateway.apis.responses.bodies import InputItem, InputPart, ResponsesRequest, parse_compaction
 from penstock.gateway.apis.responses.chat import SUMMARY, Summary, Turn, chat_of, decode_summary, encode_summary
 from penstock.gateway.apis.responses.prepare import INSTRUCTION, compacted, encode_kept, with_instruction

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from penstock.gateway.apis.chat.prepare import PrepareContext, prepare_completion
-from penstock.gateway.service.tracing import NEW_TRACE, from_http_headers, from_nats_headers, with_trace
+from penstock.gateway.apis.chat.prepare_chat import prepare_completion, with_trace
+from penstock.gateway.base.request_bodies import PrepareContext
+from penstock.gateway.http.asgi import NEW_TRACE, from_http_headers
+from penstock.gateway.nats.acceptor import from_nats_headers
 from penstock.schemas.requests import decode
 from penstock.schemas.trace import Trace
 from penstock.schemas.wire import encode

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from penstock.gateway.log import store_check
-from penstock.gateway.log.store_check import StoreCheck
+from penstock.gateway.admission import queues
+from penstock.gateway.admission.queues import StoreCheck
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.schemas.errors import ServingError
@@ -24,7 +24,7 @@ async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("EVERY_S", 0.0), ("FAILING_S", 0.3), ("CONFIRM_S", 0.1), ("AGAIN_S", 0.02)):
-        monkeypatch.setattr(store_check, name, seconds)
+        monkeypatch.setattr(queues, name, seconds)
 
 
 async def looks(check: StoreCheck, failing: bool, *, position: int = 0) -> None:
@@ -64,7 +64,7 @@ async def test_a_bucket_that_is_full_says_nothing_of_other_streams(bus: Bus) -> 
     config = (await bus.js.stream_info(bucket)).config
     config.max_bytes = 1_000
     await bus.js.update_stream(config)
-    until = time.monotonic() + 5 * store_check.FAILING_S
+    until = time.monotonic() + 5 * queues.FAILING_S
     while time.monotonic() < until:
         check.look(time.monotonic(), quiet=True, position=0)
         assert not check.failing
