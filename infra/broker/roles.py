@@ -268,6 +268,8 @@ def _router(s: Subjects) -> tuple[Right, ...]:
         _reads(*(stream.name for stream in memory_streams(s))),
         Right("ask workers for their blocks, and cancel", (s.all("ctl"), s.cancel), (s.cancel,)),
         Right("fence a dead worker", (f"$KV.{s.bucket('workers')}.*",)),
+        Right("forget registrations that a killed broker brought back",
+              (f"$JS.API.STREAM.PURGE.KV_{s.bucket('workers')}",)),
         Right("delete requests that gateways ask for",
               tuple(f"$JS.API.STREAM.MSG.DELETE.{s.stream(n)}" for n in ("REQUESTS", "WORK", "DONE")),
               (s.erase,)),

@@ -9,7 +9,7 @@ import msgspec
 import structlog
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import Entry, read
+from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail
 from penstock.schemas import fleet
 
@@ -18,6 +18,8 @@ log = structlog.get_logger("fleet")
 PAUSE_S = 1.0
 EXPIRED = "lease expired"  # why a worker left, if it did not remove its key
 STALE_NS = int((fleet.LEASE_S + 2.0) * 1e9)  # an older key is not a registration
+# A live worker renews its key within so long, also over an election for the bucket, which takes up to 9 s.
+RENEWED_S = 15.0
 
 
 class RegisteredWorker(msgspec.Struct):
@@ -35,8 +37,9 @@ class WorkerRegistry:
     expiry marker, which comes up to 0.3 s late and not at all while the broker restarts. After a reconnect all leases
     start again: until then, silence meant nothing.
 
-    A server that was killed can bring back keys that had expired, and then never removes them (seen on 2.15.1). Keys
-    that are too old when the table is read stay apart in ``stale_keys`` (worker → revision) until they are renewed.
+    A server that was killed can bring back keys that had expired, and then never removes them (seen on 2.15.1; in a
+    cluster, on this server only). Keys that are too old when the table is read stay apart in ``stale_keys`` until they
+    are renewed.
 
     Args:
         joined: a worker registered, or changed more than its load.
@@ -60,11 +63,13 @@ class WorkerRegistry:
         self._left = left
         self._renewed = renewed
         self._clock = clock
-        self._checked = self._stale_since = clock()
-        self._links = self._checked_links = bus.reconnects
+        self._checked = clock()
+        self._links = bus.reconnects
+        self._mark = (self._checked, 0)  # a position, and when it was noted
+        self._renewed_behind = 0  # position behind which every live worker has renewed its key; 0: not known yet
         self._reading_ns = 0  # Unix time at which reading of the table began; 0: it is complete
         self.members: dict[str, RegisteredWorker] = {}
-        self.stale_keys: dict[str, int] = {}
+        self.stale_keys: set[str] = set()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -88,37 +93,19 @@ class WorkerRegistry:
             self._reading_ns = 0
         if self.stale_keys:
             log.warning("stale_registrations_ignored", workers=sorted(self.stale_keys))
-        self._checked = self._stale_since = self._clock()
+        self._checked = self._clock()
+        self._mark = (self._checked, self._tail.position)
 
-    async def find_stale_keys(self) -> None:
-        """Read the table once more if the link broke since the last time: a broker may have brought keys back.
+    def ended_before(self) -> int:
+        """A sequence of the bucket's stream: older keys are of workers that ended. 0: not known yet.
 
-        Call it a few times a second. It reads two leases after a reconnect, when every live worker has renewed.
-
-        Raises:
-            ServingError: the bucket cannot be read; it will be tried again.
+        Clocks of machines differ, so the age of a key proves nothing. What proves it is that nobody renewed the key for
+        ``RENEWED_S``, in which this process ran and was connected.
         """
-        if self._checked_links == self._links or self._clock() - self._stale_since < 2 * fleet.LEASE_S:
-            return
-        links, misses = self._links, dict[str, int]()
-        async for entry in read(self._bus, self._stream, self._subject):
-            worker = entry.subject.rpartition(".")[2]
-            if entry.data and "KV-Operation" not in entry.headers and worker not in self.members:
-                misses[worker] = entry.seq
-        self._checked_links = links
-        if misses:
-            self._stale_since = self._clock()
-            self.stale_keys = misses
-
-    def take_stale_keys(self) -> dict[str, int]:
-        """Keys (worker → revision) that can be removed: too old when the table was read, and not renewed since.
-
-        They had two leases of time to be renewed: clocks of machines differ, so age alone proves nothing.
-        """
-        if not self.stale_keys or self._clock() - self._stale_since < 2 * fleet.LEASE_S or not self._bus.connected:
-            return {}
-        stale, self.stale_keys = self.stale_keys, {}
-        return stale
+        if not self._renewed_behind:
+            return 0
+        revisions = (member.revision for member in self.members.values())
+        return min(self._renewed_behind + 1, self._tail.position + 1, *revisions)
 
     async def stop(self) -> None:
         await self._tail.stop()
@@ -135,10 +122,12 @@ class WorkerRegistry:
         paused, self._checked = now - self._checked > PAUSE_S, now
         if paused or self._links != self._bus.reconnects:
             self._links = self._bus.reconnects
-            self._stale_since = now
+            self._mark, self._renewed_behind = (now, self._tail.position), 0
             for member in self.members.values():
                 member.renewed_at = now
             return
+        if now - self._mark[0] >= RENEWED_S:
+            self._mark, self._renewed_behind = (now, self._tail.position), self._mark[1]
         limit = now - fleet.LEASE_S
         for member in [m for m in self.members.values() if m.renewed_at < limit]:
             self.remove(member.registration.worker, EXPIRED)
@@ -151,7 +140,7 @@ class WorkerRegistry:
 
     def _on_entry(self, entry: Entry) -> None:
         worker = entry.subject.rpartition(".")[2]
-        self.stale_keys.pop(worker, None)
+        self.stale_keys.discard(worker)
         if "KV-Operation" in entry.headers or "Nats-Marker-Reason" in entry.headers or not entry.data:
             self.remove(worker, "unregistered" if entry.headers.get("KV-Operation") else EXPIRED)
             return
@@ -166,7 +155,7 @@ class WorkerRegistry:
             self._renewed(member)
             return
         if self._reading_ns and entry.time_ns < self._reading_ns - STALE_NS:
-            self.stale_keys[worker] = entry.seq  # a live worker renews it within a second
+            self.stale_keys.add(worker)  # a live worker renews it within a second
             return
         now, joined_at = self._clock(), member.joined_at if member is not None else self._clock()
         member = self.members[worker] = RegisteredWorker(registration, entry.seq, now, joined_at)

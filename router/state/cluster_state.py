@@ -184,7 +184,7 @@ class ClusterState:
     async def maintain(self, now_ns: int) -> None:
         """Expire leases, broken connections and overdue requests, and clean up; a few times a second."""
         self._registry.expire()
-        self._removal.remove_stale()
+        self._removal.purge_ended()
         if expired := self.disconnects.expired(time.monotonic()):
             self._removal.remove_connections(frozenset(expired))
         self.tracker.expire(now_ns - OVERDUE_NS, EXPIRE_REQUESTS)

@@ -21,10 +21,11 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.jetstream import ApiError
 from penstock.infra.bus.registry import WorkerRegistry
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas import fleet
-from penstock.schemas.errors import ServingError
+from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.routers import LostLeases
 
 
@@ -185,8 +186,17 @@ class LeaseLosses:
 
 
 TRIES = 3
+PURGE_S = 5.0
 BROKE = "its connection broke"
 ENDED = "its process ended"
+
+
+class _Purged(msgspec.Struct, frozen=True):
+    purged: int = 0  # from the leader's store
+    error: ApiError | None = None
+
+
+_decode_purged = msgspec.json.Decoder(_Purged).decode
 
 
 class RegistrationRemoval:
@@ -194,7 +204,8 @@ class RegistrationRemoval:
         self._bus = bus
         self._registry = registry
         self._tasks = tasks
-        self._stale: asyncio.Task[None] | None = None
+        self._purging: asyncio.Task[None] | None = None
+        self._purged = 0
 
     def remove_connections(self, connections: frozenset[str]) -> None:
         """The workers of these connections are dead. A worker that is not stops when its key is removed."""
@@ -209,16 +220,29 @@ class RegistrationRemoval:
             self._tasks.spawn(self._remove_key(name, worker.revision), name=f"remove-{name}")
             self._registry.remove(name, ENDED)
 
-    def remove_stale(self) -> None:
-        """Remove expired registrations that a killed broker brought back, in a task; one runs at a time."""
-        if self._stale is None or self._stale.done():
-            self._stale = self._tasks.spawn(self._remove_stale(), name="stale-keys", on_failure=_not_read)
+    def purge_ended(self) -> None:
+        """Have every server forget the registrations that a killed one brought back, in a task; one runs at a time."""
+        if (before := self._registry.ended_before()) != self._purged and self.idle:
+            self._purging = self._tasks.spawn(self._purge(before), name="purge-registrations", on_failure=_not_purged)
 
-    async def _remove_stale(self) -> None:
-        await self._registry.find_stale_keys()
-        for worker, revision in self._registry.take_stale_keys().items():
-            await self._remove_key(worker, revision)
-            log.info("stale_registration_removed", worker=worker)
+    @property
+    def idle(self) -> bool:
+        return self._purging is None or self._purging.done()
+
+    async def _purge(self, before: int) -> None:
+        """Purge by sequence, which each replica does for itself.
+
+        The leader of a cluster does not have what a follower brought back, so it refuses to remove that by key.
+        """
+        if before:
+            subject = f"$JS.API.STREAM.PURGE.KV_{self._bus.subjects.bucket('workers')}"
+            reply = await self._bus.nc.request(subject, msgspec.json.encode({"seq": before}), timeout=PURGE_S)
+            answer = _decode_purged(reply.data)
+            if answer.error is not None:
+                raise ServingError(Code.broker_unavailable, str(answer.error))
+            if answer.purged:
+                log.info("stale_registrations_removed", count=answer.purged)
+        self._purged = before
 
     async def _remove_key(self, worker: str, revision: int) -> None:
         headers = fleet.removal_headers(revision)
@@ -230,5 +254,5 @@ class RegistrationRemoval:
                 log.debug("key_not_removed", worker=worker, error=repr(error))
 
 
-def _not_read(error: BaseException) -> None:
-    log.debug("stale_registrations_not_read", error=repr(error))  # tried again a moment later
+def _not_purged(error: BaseException) -> None:
+    log.debug("stale_registrations_not_removed", error=repr(error))  # tried again a moment later

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.registry import RegisteredWorker, WorkerRegistry
+from penstock.infra.bus.registry import RENEWED_S, RegisteredWorker, WorkerRegistry
 from penstock.schemas import fleet
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode
@@ -198,52 +198,59 @@ async def test_a_registration_that_outlived_its_lease_is_no_member_until_it_is_r
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a server leaves them behind that was killed: their time to live is not enforced any more."""
-    old = await register(bus, "ghost")
+    await register(bus, "ghost")
     monkeypatch.setattr("penstock.infra.bus.registry.STALE_NS", -3_600_000_000_000)  # whatever is read is too old
     watched = Watched(bus)
     async with watched.watch:
-        assert (watched.watch.stale_keys, watched.watch.members, watched.joined) == ({"ghost": old}, {}, [])
-        watched.pass_time(fleet.LEASE_S)
-        assert watched.watch.take_stale_keys() == {}, "it may live, on a machine whose clock differs"
+        assert (watched.watch.stale_keys, watched.watch.members, watched.joined) == ({"ghost"}, {}, [])
         await register(bus, "ghost")
         await eventually(lambda: "ghost" in watched.watch.members)
         assert not watched.watch.stale_keys
 
 
-async def test_a_registration_that_nobody_renews_is_given_up_for_removal(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
+async def test_what_nobody_renewed_for_long_is_of_workers_that_ended(bus: Bus, watched: Watched) -> None:
+    dead = await register(bus, "dead")
+    await eventually(lambda: "dead" in watched.watch.members)
+    watched.pass_time(RENEWED_S)
+    assert watched.watch.ended_before() <= dead, "it may live, on a machine whose clock differs"
+    alive = await register(bus, "alive")
+    await revision_is(watched, "alive", alive)
+    watched.pass_time(RENEWED_S)
+    assert dead < watched.watch.ended_before() <= alive
+
+
+async def test_the_oldest_registration_of_a_worker_that_lives_is_kept(bus: Bus, watched: Watched) -> None:
+    dead = await register(bus, "dead")
+    alive = await register(bus, "alive")
+    late = await register(bus, "late")
+    await revision_is(watched, "late", late)
+    watched.watch.remove("dead", "connection lost")
+    for _ in range(int(2 * RENEWED_S)):
+        watched.pass_time(1.0)
+        for name in ("alive", "late"):
+            watched.watch.members[name].renewed_at = watched.now
+    assert dead < watched.watch.ended_before() <= alive
+
+
+async def test_after_a_reconnect_and_a_pause_every_worker_has_time_to_renew_again(
+    bus: Bus, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = await register(bus, "ghost")
-    monkeypatch.setattr("penstock.infra.bus.registry.STALE_NS", -3_600_000_000_000)
-    watched = Watched(bus)
-    async with watched.watch:
-        watched.pass_time(2 * fleet.LEASE_S)
-        assert (watched.watch.take_stale_keys(), watched.watch.take_stale_keys()) == ({"ghost": old}, {})
+    await register(bus, "dead")
+    await eventually(lambda: "dead" in watched.watch.members)
+    watched.pass_time(2 * RENEWED_S)
+    assert watched.watch.ended_before()
+    monkeypatch.setattr(Bus, "reconnects", bus.reconnects + 1)
+    watched.pass_time(RENEWED_S)
+    assert watched.watch.ended_before() == 0, "reconnected"
+    watched.pass_time(RENEWED_S)
+    assert watched.watch.ended_before()
+    watched.now += 30.0
+    watched.watch.expire()
+    assert watched.watch.ended_before() == 0, "this process was stopped"
 
 
 async def test_a_young_registration_is_a_member_at_once(bus: Bus) -> None:
     await register(bus, "young")
     watched = Watched(bus)
     async with watched.watch:
-        assert (list(watched.watch.members), watched.watch.stale_keys) == (["young"], {})
-
-
-async def test_a_registration_that_a_broker_brings_back_while_it_is_followed_is_given_up_too(
-    bus: Bus, watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = await register(bus, "ghost")
-    await eventually(lambda: "ghost" in watched.watch.members)
-    watched.watch.remove("ghost", "connection lost")  # and its key is in the table, unseen
-    monkeypatch.setattr(Bus, "reconnects", bus.reconnects + 1)
-    watched.watch.expire()
-    await watched.watch.find_stale_keys()
-    assert not watched.watch.stale_keys, "running members have not had the time to renew"
-    revision = await register(bus, "early")
-    await revision_is(watched, "early", revision)
-    watched.now += 2 * fleet.LEASE_S
-    await watched.watch.find_stale_keys()
-    assert watched.watch.stale_keys == {"ghost": old}
-    watched.now += 2 * fleet.LEASE_S
-    assert watched.watch.take_stale_keys() == {"ghost": old}
-    await watched.watch.find_stale_keys()
-    assert not watched.watch.stale_keys, "one look for each reconnect"
+        assert (list(watched.watch.members), watched.watch.stale_keys) == (["young"], set())
