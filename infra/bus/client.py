@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import ParseResult
 
@@ -32,6 +32,12 @@ CLOSED_S = 1.0
 
 
 class LinkTransport(TcpTransport):  # type: ignore[misc]  # untyped
+    """A link that breaks says so as a broken link does.
+
+    Of one that is closed, uvloop raises a RuntimeError. nats-py takes that for the end of the event loop: its flusher,
+    its pings and its reconnecting would end for good, and whoever publishes would get it.
+    """
+
     def __bool__(self) -> bool:
         return True  # nats-py replaces one that is not connected by its own
 
@@ -42,6 +48,39 @@ class LinkTransport(TcpTransport):  # type: ignore[misc]  # untyped
         reader, writer = self._io_reader, self._io_writer
         reader.set_transport(writer.transport)  # without it, nothing can pause reading, and the buffer has no limit
         writer._protocol._over_ssl = True  # as of any stream over TLS: asyncio warns otherwise when it is closed
+
+    def write(self, payload: bytes) -> None:
+        with self._may_be_closed():
+            super().write(payload)
+
+    def writelines(self, payload: Sequence[bytes]) -> None:
+        with self._may_be_closed():
+            super().writelines(payload)
+
+    async def drain(self) -> None:
+        with self._may_be_closed():
+            await super().drain()
+
+    async def read(self, buffer_size: int) -> bytes:
+        with self._may_be_closed():
+            return bytes(await super().read(buffer_size))
+
+    async def readline(self) -> bytes:
+        with self._may_be_closed():
+            return bytes(await super().readline())
+
+    @contextlib.contextmanager
+    def _may_be_closed(self) -> Iterator[None]:
+        """
+        Raises:
+            ConnectionResetError: the link is closed.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not self._io_writer.is_closing():
+                raise
+            raise ConnectionResetError("the link to the broker is closed") from error
 
     def peer_certificate(self) -> bytes:
         """The server's certificate, DER; empty without TLS."""
@@ -232,16 +271,15 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
             await super().publish(subject, payload, reply, headers)
 
     async def _send_ping(self, future: Any = None) -> None:
-        if future is None:
-            await super()._send_ping()
-            return
         try:
-            if self._pending and self.is_connected:
-                data, self._pending, self._pending_data_size = b"".join(self._pending), [], 0
-                self._transport.write(data)  # a flush is over when its ping is answered, which nats-py sends at once
+            if future is not None and self._pending and self.is_connected:
+                # A flush is over when its ping is answered, which nats-py sends at once.
+                self._transport.write(b"".join(self._pending))
+                self._pending, self._pending_data_size = [], 0
             await super()._send_ping(future)
-        except RuntimeError as error:  # of uvloop: the link broke just now, and the read loop has not noticed
-            raise ConnectionResetError(str(error)) from error
+        except OSError:  # the link broke just now: the read loop notices, and reconnecting sends the rest
+            if future is not None:
+                raise
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
         if force_flush or not self.is_connected:
@@ -293,8 +331,10 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
             return
         data = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
         self._pending, self._pending_data_size = [], 0
-        with contextlib.suppress(OSError, RuntimeError):  # the link broke just now: the read loop notices
-            writer.write(data)
+        try:
+            self._transport.write(data)
+        except OSError:  # the link broke just now: the read loop notices, and reconnecting sends this
+            self._pending, self._pending_data_size = [data], len(data)
 
 
 class _Parser(Parser):  # type: ignore[misc]  # untyped

@@ -191,7 +191,6 @@ async def _bounded(step: Coroutine[Any, Any, None]) -> None:
         task.cancel()
         log.warning("close_incomplete")
     elif not task.cancelled() and task.exception() is not None:
-        # also uvloop's "handler is closed" when the link is already down
         log.debug("close_failed", error=repr(task.exception()))
 
 

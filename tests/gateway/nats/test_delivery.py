@@ -61,7 +61,7 @@ async def test_an_answer_is_sent_again_when_the_link_breaks_as_its_end_is_flushe
         nonlocal broken
         if data == b"PING\r\n" and not broken:
             broken += 1
-            raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+            raise ConnectionResetError("the link to the broker is closed")
         write(self, data)
 
     client = Submitter(bus)

@@ -4,7 +4,8 @@ import asyncio
 import time
 
 import pytest
-from nats.errors import BadSubjectError, Error
+import uvloop
+from nats.errors import BadSubjectError, Error, NoRespondersError
 
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import client
@@ -347,3 +348,45 @@ async def test_a_flush_is_over_when_what_was_sent_before_it_was_read(broker: Emb
     await nc.flush()
     sent = b"".join(written)
     assert sent.index(b"SUB bus-test.flushed") < sent.index(b"PUB bus-test.flushed") < sent.index(b"PING")
+
+
+@pytest.mark.parametrize("use", ["flush", "publish", "request", "ping", "subscribe"])
+async def test_whatever_meets_a_link_that_uvloop_has_just_closed_is_told_of_no_program_error(
+    broker: EmbeddedNats, use: str
+) -> None:
+    """uvloop raises RuntimeError there, which nobody takes for a broken link."""
+    await asyncio.to_thread(uvloop.run, uses_a_closed_link(broker.url(), use))
+
+
+async def uses_a_closed_link(url: str, use: str) -> None:
+    nc = BusClient()
+    await nc.connect_within(10, [url], reconnect_time_wait=0.01)
+    try:
+        heard: list[bytes] = []
+        await nc.subscribe_direct("bus-test.closed", lambda frame: heard.append(frame.data))
+        await nc.flush()
+        link = nc._transport._io_writer.transport
+        link.abort()
+        while "closed=True" not in repr(link):  # noqa: ASYNC110 - uvloop closes it
+            await asyncio.sleep(0)
+        assert nc.is_connected, "nobody has noticed"
+        match use:
+            case "flush":
+                await nc.publish("bus-test.closed", b"first")
+                with pytest.raises(ConnectionResetError):
+                    await nc.flush()
+            case "publish":
+                await nc.publish("bus-test.closed", b"first")
+            case "request":
+                with pytest.raises(NoRespondersError):
+                    await nc.request("bus-test.nobody", b"")
+            case "ping":
+                await nc._send_ping()
+            case "subscribe":
+                await nc.subscribe("bus-test.other")
+        await eventually(lambda: nc.stats["reconnects"] == 1)
+        await nc.publish("bus-test.closed", b"second")
+        await eventually(lambda: bool(heard) and heard[-1] == b"second")
+        assert heard[:-1] == ([b"first"] if use in ("flush", "publish") else [])
+    finally:
+        await nc.close()
