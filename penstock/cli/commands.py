@@ -82,9 +82,6 @@ COMMANDS = {
     "run": Command("serve a model for one conversation: start, answer, stop", "penstock.chat.run_command:run"),
     "requests": Command("list and search requests, running and ended", "penstock.log.requests.list_requests:run"),
     "tail": Command("print the last messages of the log, decoded", "penstock.log.requests.tail:run"),
-    "decode": Command(
-        "decode Penstock messages in the output of the `nats` command", "penstock.log.requests.decode:run"
-    ),
     "inspect": Command("show everything that happened to a request, and why", "penstock.log.requests.inspect:run"),
     "trace": Command(
         "show a request as an OpenTelemetry trace, or send all traces to a collector",
@@ -237,7 +234,6 @@ SECTIONS = {
         "requests",
         "inspect",
         "tail",
-        "decode",
         "trace",
         "leases",
         "index",

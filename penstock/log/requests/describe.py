@@ -1,4 +1,4 @@
-"""Any message of the log as one line or as plain data: what ``penstock tail`` and ``penstock decode`` print. Pure.
+"""Any message of the log as one line or as plain data: what ``penstock tail`` prints. Pure.
 
 The text of recorded tokens, with the model's own tokenizer.
 """
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.cli.figures import counted
-from penstock.schemas import done, fleet, jobs, kv, plans, requests, tokens, transfer
+from penstock.schemas import done, jobs, kv, plans, requests, tokens, transfer
 from penstock.schemas.blocks import DIGEST_BYTES
 from penstock.schemas.done import Done
 from penstock.schemas.requests import GenerateRequest
@@ -35,10 +35,10 @@ class Described(NamedTuple):
 
 def describe(subject: str, headers: Mapping[str, str], data: bytes) -> Described:
     """Describe a message. Never raises: a message that cannot be decoded is described as such."""
-    kind = kind_of(subject)
+    kind = subject.split(".")[1]
     reader = _READERS.get(kind)
     if reader is None:
-        return Described(kind or "other", _NONE, f"{len(data)} bytes")
+        return Described(kind, _NONE, f"{len(data)} bytes")
     if not data:
         about = request_of(headers)
         why = headers.get("KV-Operation", headers.get("Nats-Marker-Reason", "no body"))
@@ -47,32 +47,6 @@ def describe(subject: str, headers: Mapping[str, str], data: bytes) -> Described
         return reader(data)
     except (msgspec.MsgspecError, ValueError) as error:
         return Described(kind, _NONE, f"{len(data)} bytes that cannot be read: {error}")
-
-
-def kind_of(subject: str) -> str:
-    """ "work" for "ps.work.decode.w-1", "workers" for a key of that bucket; "" for other subjects."""
-    parts = subject.split(".")
-    if parts[0] == "$KV" and len(parts) > 2:
-        return parts[1].rpartition("_")[2]
-    if len(parts) > 2 and parts[1] == "live":  # republished: "ps.live.work...", but tokens as "ps.live.<gateway>"
-        kind = {"bucket": "workers"}.get(parts[2], parts[2])
-        return kind if kind in _READERS else "tokens"
-    return parts[1] if len(parts) > 1 else ""
-
-
-def is_known(subject: str) -> bool:
-    """Whether messages of this subject can be decoded."""
-    return kind_of(subject) in _READERS
-
-
-def guess(data: bytes) -> Described | None:
-    """Describe a body whose subject is unknown. None: it is not a Penstock message."""
-    for reader in _GUESSES:
-        try:
-            return reader(data)
-        except (msgspec.MsgspecError, ValueError):
-            continue
-    return None
 
 
 def plain(content: Any) -> Any:
@@ -176,16 +150,6 @@ def _plan(data: bytes) -> Described:
     return Described("plan", _NONE, f"{planned.model}: {rate}; {'; '.join(parts)}{failed}", planned)
 
 
-def _worker(data: bytes) -> Described:
-    registration = fleet.decode(data)
-    load = registration.load
-    text = (
-        f"{registration.worker} {registration.role} of {registration.model}, {registration.state.value}: "
-        f"{load.running} running, {load.waiting} waiting, {load.used_blocks}/{registration.total_blocks} blocks"
-    )
-    return Described("worker", _NONE, text, registration)
-
-
 _NONE: frozenset[str] = frozenset()
 _READERS: dict[str, Callable[[bytes], Described]] = {
     "request": _request,
@@ -196,10 +160,7 @@ _READERS: dict[str, Callable[[bytes], Described]] = {
     "kv": _kv,
     "handoff": _handoff,
     "plan": _plan,
-    "workers": _worker,
 }
-# A message of one decodes as none of the others.
-_GUESSES = (_done, _work, _tokens, _request, _kv, _handoff, _plan, _worker)
 _TOKENS = frozenset({"prompt", "tokens", "resume"})
 _JOBS = {"job": jobs.decode_job, "request": requests.decode, "submitted": requests.decode}
 
