@@ -502,7 +502,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
 
 
 class TraceSettings(Common, frozen=True, kw_only=True):
-    """``penstock trace``: one request's trace on the terminal, or all traces to a collector."""
+    """``penstock trace``: the traces of all requests to a collector."""
 
     FOLDER_NAMES_BROKER: ClassVar[bool] = True  # a --data-dir on the command line goes before PENSTOCK_NATS_URL
     nats_url: Annotated[
@@ -514,9 +514,7 @@ class TraceSettings(Common, frozen=True, kw_only=True):
     data_dir: Annotated[str, about("data folder of the deployment, running or stopped")] = ".penstock"
     file: Annotated[str, about("an export (`penstock export`) instead of them")] = ""
     skip_bad: Annotated[bool, about("of --file: leave damaged lines out")] = False
-    request: Annotated[str, about("id of the request whose trace is printed")] = ""
-    json: Annotated[bool, about("print the trace as OTLP JSON")] = False
-    otlp_endpoint: Annotated[str, about("OTLP URL to send all traces to, such as http://127.0.0.1:4318/v1/traces")] = ""
+    otlp_endpoint: Annotated[str, about("OTLP URL to send traces to, such as http://127.0.0.1:4318/v1/traces")] = ""
     since: Annotated[
         str, about("how far back to begin: 90s, 30m, 2h, 1d; default: where the last export stopped, else now")
     ] = ""

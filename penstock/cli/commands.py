@@ -84,7 +84,7 @@ COMMANDS = {
     "tail": Command("print the last messages of the log, decoded", "penstock.log.requests.tail:run"),
     "inspect": Command("show everything that happened to a request, and why", "penstock.log.requests.inspect:run"),
     "trace": Command(
-        "show a request as an OpenTelemetry trace, or send all traces to a collector",
+        "send the traces of all requests to an OpenTelemetry collector",
         "penstock.log.traces.command:run",
         "TraceSettings",
     ),

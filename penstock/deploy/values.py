@@ -48,8 +48,7 @@ SETTLED_OF_PLANNER = {
     *("connector", "data_dir", "history", "since", "json", "decisions"),
     *("kubernetes_url", "kubernetes_namespace", "kubernetes_workloads"),
 }
-# Of `penstock trace`, which prints no single request here.
-SETTLED_OF_TRACE = {"data_dir", "file", "skip_bad", "request", "json", "otlp_endpoint", "once"}
+SETTLED_OF_TRACE = {"data_dir", "file", "skip_bad", "otlp_endpoint", "once"}
 KINDS: Mapping[str, type[Common]] = {"gateway": GatewaySettings, "router": RouterSettings, "worker": WorkerSettings}
 
 

@@ -104,7 +104,7 @@ def test_outside_a_data_folder_a_command_says_so_and_makes_none(tmp_path: Path) 
     commands = [
         ["inspect", "01a20273-22e3-76da-9cd2-f4ab7803fedc"],
         ["leases"],
-        ["trace", "--request=01a20273-22e3-76da-9cd2-f4ab7803fedc"],
+        ["trace", "--otlp-endpoint=http://127.0.0.1:1/v1/traces"],
         ["tenants", "list"],
         ["bench", "http", "--state", ".penstock/state.json"],
     ]
@@ -271,7 +271,7 @@ def test_operators_commands_find_the_broker_by_the_variable_unless_a_folder_is_n
     for argv in commands:
         assert main(argv) == 0, (argv, capsys.readouterr())
     assert subjects.stream("TOKENS") in capsys.readouterr().out
-    for argv in (["keys", "list"], ["audit"], ["trace", "--request=01a20273-22e3-76da-9cd2-f4ab7803fedc"]):
+    for argv in (["keys", "list"], ["audit"], ["trace", "--otlp-endpoint=http://127.0.0.1:1/v1/traces"]):
         assert main([*argv, "--data-dir", "none"]) == 1
         assert "no deployment in" in capsys.readouterr().err, argv
 

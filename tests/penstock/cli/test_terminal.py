@@ -1,8 +1,9 @@
 import io
 
+import pytest
 from rich.console import Console
 
-from penstock.cli.terminal import escape, print_hanging, visible
+from penstock.cli.terminal import bar, escape, print_hanging, visible
 from penstock.log.requests.list_requests import RequestLine, lines
 from penstock.schemas.summary import RequestSummary
 
@@ -32,3 +33,11 @@ def test_a_long_line_goes_on_below_itself_on_a_terminal_and_stays_one_line_elsew
     assert beside[1].startswith(" " * 11 + "eight")
     assert below[:2] == ["12:00 job", "    one two three four five six seven"]
     assert [" ".join(" ".join(each).split()) for each in (beside, below)] == [" ".join(whole[0].split())] * 2
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 100), (0, 0), (99, 100), (100, 100), (50, 51), (37, 63), (1, 1)])
+def test_a_bar_is_never_empty_and_never_too_long(start: int, end: int) -> None:
+    drawn = bar(start, end, 100, 48)
+    assert drawn.strip()
+    assert len(drawn) <= 48
+    assert abs(len(drawn) - len(drawn.lstrip()) - start * 48 / 100) <= 1

@@ -1,4 +1,4 @@
-"""Traces of real processes, printed from the log by ``penstock trace`` and sent to a real OTLP collector."""
+"""Traces of real processes, shown by ``penstock inspect`` and sent to a real OTLP collector."""
 
 import asyncio
 import json
@@ -59,10 +59,10 @@ def check(spans: list[Got]) -> None:
         assert set(span.links) <= by_id.keys()
 
 
-async def trace(deployment: Deployment, *flags: str) -> str:
-    """What ``penstock trace`` prints."""
+async def penstock(deployment: Deployment, command: str, *flags: str) -> str:
+    """What a command prints."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock", "trace", "--data-dir", str(deployment.data_dir), *flags),
+        *(sys.executable, "-m", "penstock", command, "--data-dir", str(deployment.data_dir), *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"},
@@ -218,24 +218,20 @@ async def test_while_the_collector_is_away_requests_run_and_their_traces_come_la
         check(await arrived(collector, request_id, 40))
 
 
-async def test_a_trace_is_printed_and_sent_again_with_the_same_ids(
+async def test_a_trace_is_inspected_and_sent_again_with_the_same_ids(
     pairs: Deployment, collector: Collector, http: httpx.AsyncClient
 ) -> None:
     request_id = await ask(http, body(60_040))
     first = await arrived(collector, request_id)
-    text = await trace(pairs, "--request", f"cmpl-{request_id}")
-    lines = [line.strip().split("  ")[0] for line in text.splitlines()]
-    assert lines[2:] == [
-        *("text_completion tiny", "route", "prefill", "wait", "prompt"),
+    inspected = json.loads(await penstock(pairs, "inspect", f"cmpl-{request_id}", "--json"))
+    assert [phase["name"] for phase in inspected["phases"]] == [
+        *("request", "route", "prefill", "wait", "prompt"),
         *("decode", "transfer", "wait", "first token", "generate"),
     ]
-    printed = json.loads(await trace(pairs, "--request", request_id, "--json"))
-    ids = {s["spanId"] for r in printed["resourceSpans"] for scope in r["scopeSpans"] for s in scope["spans"]}
-    assert ids == {span.span_id for span in first}
     other = Collector()
     other.start()
     try:
-        await trace(pairs, "--otlp-endpoint", other.url, "--since", "10m", "--once", "--name", "again")
+        await penstock(pairs, "trace", "--otlp-endpoint", other.url, "--since", "10m", "--once", "--name", "again")
     finally:
         other.stop()
     assert sorted(other.of(request_id)) == sorted(first)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.commands import main
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, read
@@ -135,8 +134,6 @@ async def test_commands_that_read_the_log_read_a_file(
     file = str(tmp_path / "all.jsonl")
     assert await run(export.run, "--all", "--redact", "-o", file) == 0
     capsys.readouterr()
-    assert await asyncio.to_thread(main, ["trace", "--request", ids[0], "--file", file]) == 0
-    assert ids[0].replace("-", "") in capsys.readouterr().out
     for command, argv in ((inspect.run, [ids[0], "--tokens"]), (list_requests.run, []), (tail.run, ["done"])):
         assert await asyncio.to_thread(command, [*argv, "--file", file]) == 0
         assert ids[0] in capsys.readouterr().out

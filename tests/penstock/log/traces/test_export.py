@@ -1,20 +1,15 @@
 """Spans as OpenTelemetry's exporters get them, and as OTLP JSON."""
 
-import base64
 import contextlib
-import json
 from typing import Any
 
 import pytest
-from google.protobuf import json_format
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
 from penstock.configs.settings import TraceSettings
 from penstock.log.traces import export
-from penstock.log.traces.command import BadUse, check, document
+from penstock.log.traces.command import BadUse, check
 from penstock.log.traces.export import Exporter
 from penstock.log.traces.span import Span
 from penstock.log.traces.spans import spans as spans_of
@@ -64,32 +59,6 @@ async def test_each_process_is_a_resource_of_its_service() -> None:
     assert found[0].parent is None
 
 
-async def test_the_json_says_what_the_protobuf_says() -> None:
-    spans = spans_of(split(Trace(PARENT), stamped=True))
-    spans[1].error = "why"
-    raw = json.loads(json.dumps(document(spans)))
-    for resource in raw["resourceSpans"]:  # protobuf's own JSON has base64 where OTLP's has hex
-        for span in resource["scopeSpans"][0]["spans"]:
-            for part in (span, *span["links"]):
-                for name in ("traceId", "spanId", "parentSpanId"):
-                    if name in part:
-                        part[name] = base64.b64encode(bytes.fromhex(part[name])).decode()
-    ours = json_format.ParseDict(raw, ExportTraceServiceRequest())
-    theirs = encode_spans(await exported(spans))
-
-    def resource_of(request: Any) -> dict[bytes, Any]:
-        found = {}
-        for resource in request.resource_spans:
-            for span in resource.scope_spans[0].spans:
-                span.flags = 0
-                for link in span.links:
-                    link.flags = 0
-                found[span.span_id] = span
-        return found
-
-    assert resource_of(ours) == resource_of(theirs)
-
-
 @pytest.mark.parametrize(
     ("status", "path", "says"), [(200, "/v1/trace", "404"), (401, "/v1/traces", "401"), (None, "/v1/traces", "refused")]
 )
@@ -114,3 +83,17 @@ async def test_why_spans_were_refused_is_logged(
 def test_an_endpoint_that_cannot_be_is_refused_at_once(endpoint: str) -> None:
     with pytest.raises(BadUse, match="an HTTP URL, such as"):
         check(TraceSettings(otlp_endpoint=endpoint))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"otlp_endpoint": "localhost:4317"},
+        {"otlp_endpoint": "http://b", "since": "yesterday"},
+    ],
+    ids=str,
+)
+def test_flags_that_make_no_sense_are_refused(flags: dict[str, str]) -> None:
+    with pytest.raises(BadUse):
+        check(TraceSettings(**flags))
