@@ -21,8 +21,8 @@ from penstock.infra.engine_args.tree import Tree
 from penstock.infra.metrics.page import check_port, serve_page
 from penstock.infra.model import modeldir
 from penstock.workers.engines.base import EngineError, NodeLost
-from penstock.workers.engines.external.nodes import Follower, Member, place_of
-from penstock.workers.engines.external.runtime import Guard, children
+from penstock.workers.engines.external.nodes import JoinRequest, NodeFollower, place_of
+from penstock.workers.engines.external.runtime import ProcessGuard, children
 from penstock.workers.metrics.multiprocess import VARIABLE, Merged
 from penstock.workers.runners.token_backend import model_path
 from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START, GRACE_S
@@ -34,7 +34,7 @@ CLOSE_S = 15.0
 T = TypeVar("T")
 
 
-class Node(Protocol):
+class EngineNode(Protocol):
     """The part of an engine on this machine."""
 
     @property
@@ -64,26 +64,26 @@ def run(settings: WorkerSettings) -> int:
     before = children()
     status = asyncio.run(_Process(settings, node, revision).serve())
     # Ranks that wait for others do not end by themselves, and Python would wait for them.
-    Guard(children() - before)
+    ProcessGuard(children() - before)
     os._exit(status)
 
 
-def _node(settings: WorkerSettings, path: Path) -> Node:
+def _node(settings: WorkerSettings, path: Path) -> EngineNode:
     if settings.engine == "vllm":
-        from penstock.workers.engines.vllm.node import Node as VllmNode
+        from penstock.workers.engines.vllm.node import VllmNode
 
         return VllmNode(settings, path)
-    from penstock.workers.engines.sglang.node import Node as SglangNode
+    from penstock.workers.engines.sglang.node import SglangNode
 
     return SglangNode(settings, path)
 
 
 class _Process:
-    def __init__(self, settings: WorkerSettings, node: Node, revision: str) -> None:
+    def __init__(self, settings: WorkerSettings, node: EngineNode, revision: str) -> None:
         self._settings = settings
         self._node = node
-        own = Member(settings.node_rank, settings.nodes, settings.engine, node.version, revision)
-        self._follower = Follower(own, place_of(settings))
+        own = JoinRequest(settings.node_rank, settings.nodes, settings.engine, node.version, revision)
+        self._follower = NodeFollower(own, place_of(settings))
         self._signals = 0
         self._asked = asyncio.Event()
 
@@ -91,7 +91,7 @@ class _Process:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal, signum)
-        # SGLang's schedulers send it to their parent when they fail; ``Node.run`` sees their end.
+        # SGLang's schedulers send it to their parent when they fail; ``EngineNode.run`` sees their end.
         loop.add_signal_handler(signal.SIGQUIT, lambda: None)
         try:
             return await self._serve()
@@ -105,7 +105,7 @@ class _Process:
         self._signals += 1
         if self._signals > 1:
             log.warning("forced_exit", signal=signal.Signals(signum).name)
-            Guard(children())
+            ProcessGuard(children())
             os._exit(128 + signum)
         log.info("asked_to_stop", action="the leader drains, and this node ends with it")
         self._follower.stop()

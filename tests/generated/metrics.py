@@ -49,7 +49,7 @@ def scopes() -> dict[str, MetricScope]:
     gateway_scope, router_scope = by_role["gateway"].child("gateway"), by_role["router"].child("router")
     penstock.gateway.base.metrics.Metrics(gateway_scope).of("model")
     penstock.router.state.metrics.Metrics(router_scope)
-    worker_scope = penstock.workers.metrics.worker.Metrics(by_role["worker"]).scope
+    worker_scope = penstock.workers.metrics.worker.WorkerMetrics(by_role["worker"]).scope
     for scope in (gateway_scope, router_scope, worker_scope):
         loop_lag.gauge(scope)
     return by_role

@@ -25,7 +25,13 @@ from transformers import AutoModelForCausalLM
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.workers.engines.native.cuda import expert_kernels, experts, rows
-from penstock.workers.engines.native.cuda.experts import Experts, Router, Routing, Shape, Stored
+from penstock.workers.engines.native.cuda.experts import (
+    ExpertRouter,
+    ExpertsShape,
+    ExpertWeights,
+    GatedExperts,
+    Routing,
+)
 from penstock.workers.engines.native.model import quantize
 from tests.workers.engines.native.models import CONFIGS, mxfp4_blocks
 
@@ -60,7 +66,7 @@ WRONG: list[str] = []
 CHECKED = {"small": SMALL} | {name: (mixture,) for name, mixture in MIXTURES.items()}
 
 
-def made(mixture: Mixture, device: torch.device, dtype: torch.dtype) -> Experts:
+def made(mixture: Mixture, device: torch.device, dtype: torch.dtype) -> GatedExperts:
     count, width, inner = mixture.experts, mixture.width, mixture.inner
 
     def random(*shape: int, scale: float) -> Tensor:
@@ -68,20 +74,20 @@ def made(mixture: Mixture, device: torch.device, dtype: torch.dtype) -> Experts:
 
     biases = [random(count, n, scale=0.1) if mixture.bias else None for n in (2 * inner, width)]
     weights = random(count, 2 * inner, width, scale=width**-0.5), random(count, width, inner, scale=inner**-0.5)
-    layers = [Stored(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    layers = [ExpertWeights(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     if mixture.bits == 4:
         layers = [
-            Stored(values, layer.bias, scales)
+            ExpertWeights(values, layer.bias, scales)
             for layer in layers
             for values, scales in [quantize.packed(*mxfp4_blocks(layer.values))]
         ]
     if mixture.bits == 8:
         narrow = [quantize.narrowed(layer.values) for layer in layers]
         layers = [
-            Stored(values, layer.bias, scales.squeeze(-1))
+            ExpertWeights(values, layer.bias, scales.squeeze(-1))
             for layer, (values, scales) in zip(layers, narrow, strict=True)
         ]
-    return Experts(*layers, mixture.act, 1.702, 7.0)
+    return GatedExperts(*layers, mixture.act, 1.702, 7.0)
 
 
 def chosen(mixture: Mixture, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -90,7 +96,7 @@ def chosen(mixture: Mixture, count: int, device: torch.device) -> tuple[Tensor, 
     return ids, torch.rand((count, mixture.top), device=device)
 
 
-def expected(module: Experts, x: Tensor, ids: Tensor, factors: Tensor, mixture: Mixture) -> Tensor:
+def expected(module: GatedExperts, x: Tensor, ids: Tensor, factors: Tensor, mixture: Mixture) -> Tensor:
     """In float64, an expert after the other."""
     out = torch.zeros((len(x), mixture.width), dtype=torch.float64, device=x.device)
     for expert in range(mixture.experts):
@@ -113,7 +119,7 @@ def expected(module: Experts, x: Tensor, ids: Tensor, factors: Tensor, mixture: 
     return out
 
 
-def wide(layer: Stored, expert: int) -> Tensor:
+def wide(layer: ExpertWeights, expert: int) -> Tensor:
     """An expert's weights in float64."""
     values = layer.values[expert]
     if layer.scales is None:
@@ -164,7 +170,7 @@ def check(device: torch.device, names: list[str]) -> None:
         check_replaced(device)
 
 
-def same_bits(module: Experts, mixture: Mixture, device: torch.device, dtype: torch.dtype) -> None:
+def same_bits(module: GatedExperts, mixture: Mixture, device: torch.device, dtype: torch.dtype) -> None:
     """Whether a row's result is the same bits alone, among others, and in tiles of any number of rows."""
     counts = (1, 2, 9, 33) if device.type == "cpu" else (1, 2, 9, 33, 130, 700, 3000)
     x = torch.randn((counts[-1], mixture.width), device=device).to(dtype)
@@ -210,7 +216,7 @@ def check_routers(device: torch.device) -> None:
         ):  # fmt: skip
             weight = torch.randn((number, width), device=device).to(dtype) * width**-0.5
             vectors = [torch.rand(number, device=device) if wanted else None for wanted in (bias, routing.corrected)]
-            router = Router(weight, *vectors, top, routing, torch.float32)
+            router = ExpertRouter(weight, *vectors, top, routing, torch.float32)
             x = torch.randn((count, width), device=device).to(dtype)
             _, factors, ids = router(x)
             wanted, ours = choose(x, weight, *vectors, top, routing), torch.zeros((count, number), device=device)
@@ -250,19 +256,19 @@ def choose(
 # -- tiles -------------------------------------------------------------------------------------------------------
 
 FEW = tuple(
-    Shape(*each)
+    ExpertsShape(*each)
     for each in (
         (64, 16, 64, 4, 5), (64, 16, 128, 4, 4), (64, 16, 128, 4, 3), (128, 16, 64, 4, 4), (128, 16, 128, 8, 3),
         (64, 16, 64, 4, 8), (128, 16, 64, 8, 6), (64, 16, 128, 4, 4, True), (128, 16, 64, 4, 5, True),
     )
 )  # fmt: skip
 SOME = tuple(
-    Shape(columns, count, depth, warps, stages)
+    ExpertsShape(columns, count, depth, warps, stages)
     for count in (32, 64)
     for columns, depth, warps, stages in ((64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 4))
 )
 MANY = tuple(
-    Shape(*each)
+    ExpertsShape(*each)
     for each in (
         (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 256, 64, 8, 3),
         (64, 256, 64, 8, 4), (64, 256, 64, 4, 3), (256, 128, 64, 8, 3), (128, 64, 128, 8, 3),
@@ -290,16 +296,16 @@ PACKED_ROWS = {
     8192: (128,),
 }
 
-NARROW = {count: (Shape(64, 16, 256, 4, 3), Shape(128, 16, 128, 4, 4)) for count in (1, 8, 32, 128)}
-NARROW |= {count: (Shape(64, 32, 128, 4, 4), Shape(128, 64, 128, 8, 3)) for count in (256, 640)}
-NARROW |= {count: (Shape(128, 128, 128, 8, 2),) for count in (2048, 8192)}
+NARROW = {count: (ExpertsShape(64, 16, 256, 4, 3), ExpertsShape(128, 16, 128, 4, 4)) for count in (1, 8, 32, 128)}
+NARROW |= {count: (ExpertsShape(64, 32, 128, 4, 4), ExpertsShape(128, 64, 128, 8, 3)) for count in (256, 640)}
+NARROW |= {count: (ExpertsShape(128, 128, 128, 8, 2),) for count in (2048, 8192)}
 
 
-def candidates(mixture: Mixture, count: int) -> tuple[Shape, ...]:
+def candidates(mixture: Mixture, count: int) -> tuple[ExpertsShape, ...]:
     if mixture.bits == 8:
         return tuple(shape._replace(bulk=False) for shape in (*CANDIDATES[count], *NARROW[count]))
     if mixture.bits == 4:
-        return tuple(Shape(*each) for rows in PACKED_ROWS[count] for each in PACKED[rows])
+        return tuple(ExpertsShape(*each) for rows in PACKED_ROWS[count] for each in PACKED[rows])
     return CANDIDATES[count]
 
 
@@ -324,7 +330,7 @@ def replayed_us(calls: list[Any]) -> float:
     return sorted(found)[2]
 
 
-def trials(name: str, counts: list[int]) -> list[tuple[int, str, Shape]]:
+def trials(name: str, counts: list[int]) -> list[tuple[int, str, ExpertsShape]]:
     return [
         (count, part, shape)
         for count in counts
@@ -340,7 +346,7 @@ def sweep(name: str, counts: list[int], times: dict[str, Any]) -> None:
         _sweep_rows(name, count, module, times)
 
 
-def _sweep_rows(name: str, count: int, module: Experts, times: dict[str, Any]) -> None:
+def _sweep_rows(name: str, count: int, module: GatedExperts, times: dict[str, Any]) -> None:
     mixture, device = MIXTURES[name], module.down.values.device
     read = mixture.top if count == 1 else mixture.experts * (1 - (1 - mixture.top / mixture.experts) ** count)
     calls, pairs = 8 if count <= 256 else 2, count * mixture.top
@@ -350,11 +356,11 @@ def _sweep_rows(name: str, count: int, module: Experts, times: dict[str, Any]) -
     hidden = torch.randn((pairs, mixture.inner), device=device, dtype=torch.bfloat16)
     parts = torch.empty((pairs, mixture.width), device=device, dtype=torch.bfloat16)
 
-    def up(number: int, shape: Shape) -> None:
+    def up(number: int, shape: ExpertsShape) -> None:
         experts.launch(shape, x, module.gate_up, collected[number], hidden,
                        gate=(mixture.act, 1.702, 7.0))  # fmt: skip
 
-    def down(number: int, shape: Shape) -> None:
+    def down(number: int, shape: ExpertsShape) -> None:
         experts.launch(shape, hidden, module.down, collected[number], parts, factors=sets[number][1])
 
     for call, layer in ((down, module.down), (up, module.gate_up)):
@@ -373,7 +379,7 @@ def _sweep_rows(name: str, count: int, module: Experts, times: dict[str, Any]) -
               + "; ".join(f"{shape} {each:.1f}" for each, shape in found[:6]), flush=True)  # fmt: skip
         times[f"{name} {count} {call.__name__}"] = found
     weight = torch.randn((mixture.experts, mixture.width), device=device, dtype=torch.bfloat16) * 0.02
-    router = Router(weight, None, None, mixture.top, Routing(expert_kernels.SOFTMAX, True), torch.bfloat16)
+    router = ExpertRouter(weight, None, None, mixture.top, Routing(expert_kernels.SOFTMAX, True), torch.bfloat16)
     rest = {
         "collect": lambda: experts.collected(sets[0][0], mixture.experts),
         "combine": lambda: experts.combined(parts, count, mixture.top, None),
@@ -384,7 +390,7 @@ def _sweep_rows(name: str, count: int, module: Experts, times: dict[str, Any]) -
     print(f"{name} {count} rows, us: {others}", flush=True)
 
 
-def _compile(trial: tuple[str, int, str, Shape]) -> None:
+def _compile(trial: tuple[str, int, str, ExpertsShape]) -> None:
     """Fill Triton's cache."""
     name, count, part, shape = trial
     mixture = MIXTURES[name]

@@ -54,7 +54,7 @@ def sweep() -> None:
     for counts, shapes in (((1, 16, 64), few), ((96, 128, 256), some), ((512, 2048, 8192), many)):
         for count in counts:
             found = []
-            for shape in (products.Shape(*each) for each in shapes):
+            for shape in (products.TileShape(*each) for each in shapes):
                 products.shape_for = lambda rows, shape=shape: shape  # type: ignore[misc]
                 total = 0.0
                 for columns, inner in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):

@@ -17,11 +17,11 @@ import torch
 from penstock.workers.engines.native.cuda import dense, few_rows, fp8, modules, rewrite, rows
 from penstock.workers.engines.native.cuda import packing as chunks
 from penstock.workers.engines.native.cuda.dense import DenseAttention
-from penstock.workers.engines.native.cuda.packing import LONG, Chunk
-from penstock.workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
+from penstock.workers.engines.native.cuda.packing import LONG, PromptChunk
+from penstock.workers.engines.native.cuda.paged import PagedAttention, PagedBatch, Scratch, tile_rows
 from penstock.workers.engines.native.model import quantize, sampler
-from penstock.workers.engines.native.model.attention import AttentionParams, ReferenceAttention, Span
-from penstock.workers.engines.native.model.pool import KvShape, Pool
+from penstock.workers.engines.native.model.attention import AttentionParams, ReferenceAttention, TokenSpan
+from penstock.workers.engines.native.model.pool import KvPool, KvShape
 
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
@@ -42,7 +42,7 @@ class Case:
         ids = list(range(blocks))
         random.Random(3).shuffle(ids)
         self.pool, self.twin = (
-            Pool(KvShape(layers, kv_heads, dim), blocks, page, stored or dtype, device, dtype) for _ in range(2)
+            KvPool(KvShape(layers, kv_heads, dim), blocks, page, stored or dtype, device, dtype) for _ in range(2)
         )
         self.pool.data.copy_(torch.randn(self.pool.data.shape, device=device))
         self.twin.data.copy_(self.pool.data)
@@ -55,7 +55,7 @@ class Case:
             start = end - 1 if table_row < len(decodes) else chunks[table_row - len(decodes)][0]
             count = end - start
             row = len(table_rows)
-            self.spans.append(Span(row, start, count, mine))
+            self.spans.append(TokenSpan(row, start, count, mine))
             if table_row >= len(decodes):
                 most = tile_rows(dtype)
                 tiles += [(row + at, start + at, min(most, count - at), table_row) for at in range(0, count, most)]
@@ -63,7 +63,7 @@ class Case:
             positions += range(start, end)
         ends = [sum(span.count for span in self.spans[: n + 1]) for n in range(len(self.spans))]
         long = tuple(
-            Chunk(end - span.count, span.start, span.count, table_row)
+            PromptChunk(end - span.count, span.start, span.count, table_row)
             for table_row, (span, end) in enumerate(zip(self.spans, ends, strict=True))
             if table_row >= len(decodes) and span.count >= least
         )
@@ -73,7 +73,7 @@ class Case:
         grouped += [(chunk,) for chunk in long if chunk.start]
         self.tokens = len(table_rows)
         as_ints: Callable[[Any], torch.Tensor] = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
-        self.batch = Batch(
+        self.batch = PagedBatch(
             tables.to(device), as_ints(table_rows), as_ints(positions), len(decodes), as_ints(tiles) if tiles else None,
             tuple(grouped), as_ints(rest) if rest else None,
         )  # fmt: skip
@@ -101,7 +101,7 @@ class Case:
         q, k = (self.rotated(self.q), self.rotated(self.k)) if rotate else (self.q, self.k)
         twin = self.twin
         data = twin.data.float()
-        exact = Pool(twin.shape, twin.blocks, twin.block_size, torch.float32, self.device)
+        exact = KvPool(twin.shape, twin.blocks, twin.block_size, torch.float32, self.device)
         exact.data.copy_(data)
         spans = self.spans
         reference = ReferenceAttention.__new__(ReferenceAttention)

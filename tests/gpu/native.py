@@ -236,8 +236,8 @@ def interpreted() -> Iterator[None]:
     """The kernels on a CPU, by Triton's interpreter."""
     from penstock.workers.engines.native.cuda.rewrite import prepare
 
-    def prepared(model: Any, reload: Any, *, invariant: bool = False) -> executors.Prepared:
-        return executors.Prepared(model, prepare(model, invariant=invariant))
+    def prepared(model: Any, reload: Any, *, invariant: bool = False) -> executors.PreparedModel:
+        return executors.PreparedModel(model, prepare(model, invariant=invariant))
 
     with mock.patch.object(engine_build, "prepared", prepared):
         yield

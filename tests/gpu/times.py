@@ -18,7 +18,7 @@ import triton
 
 from penstock.workers.engines.native.cuda import attend, few_rows, fp8, modules, paged
 from penstock.workers.engines.native.model.attention import AttentionParams
-from penstock.workers.engines.native.model.pool import Pool
+from penstock.workers.engines.native.model.pool import KvPool
 from penstock.workers.engines.native.model.quantize import FP8, narrowed
 from tests.gpu.kernels import Case
 
@@ -135,7 +135,7 @@ def prefills() -> None:
         print(f"prefill {count} x {length}, TFLOP/s of (tile, warps, stages):", "; ".join(line))
 
 
-def variants(rows: int, columns: int, inner: int) -> list[few_rows.Shape]:
+def variants(rows: int, columns: int, inner: int) -> list[few_rows.FewRowsShape]:
     """Shapes of the product of few rows that could be the fastest."""
     found = []
     for tile, depth, splits in itertools.product((64, 128), (128, 256), (1, 2, 4, 8, 16)):
@@ -144,7 +144,7 @@ def variants(rows: int, columns: int, inner: int) -> list[few_rows.Shape]:
             continue
         for stages in (3, 4, 6):
             if 48_000 <= stages * (tile + rows) * depth <= 160_000:
-                found.append(few_rows.Shape(rows, tile, depth, splits, 4, stages))
+                found.append(few_rows.FewRowsShape(rows, tile, depth, splits, 4, stages))
     return found
 
 
@@ -160,7 +160,7 @@ class Product:
         self.counts = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
         self.out = torch.empty((count, columns), device=DEVICE, dtype=torch.bfloat16)
 
-    def ours(self, shape: few_rows.Shape) -> float:
+    def ours(self, shape: few_rows.FewRowsShape) -> float:
         return timed(
             lambda: [
                 fp8.launch(shape, self.x, weight, self.scales, None, None, self.out, self.counts)
@@ -230,7 +230,7 @@ def narrow_decodes() -> None:
         for kind in ("bfloat16", "8-bit"):
             pool = case.pool
             if kind == "8-bit":
-                pool = Pool(pool.shape, pool.blocks, pool.block_size, FP8, DEVICE, torch.bfloat16)
+                pool = KvPool(pool.shape, pool.blocks, pool.block_size, FP8, DEVICE, torch.bfloat16)
             run = paged.PagedAttention(pool, case.scratch, modules.Rotation(), case.batch)
             shapes = itertools.product((64, 128), (4, 8), (2, 3, 4)) if kind == "8-bit" else ((64, 4, 3),)
             for shape in shapes:

@@ -30,7 +30,7 @@ from penstock.schemas.done import Done
 from penstock.schemas.requests import GenerateRequest, Sampling
 from penstock.schemas.tokens import Logprob
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+from penstock.workers.engines.mock.executor import GREEDY, MockVocabulary, expected_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs" / "models" / "tiny"
@@ -213,7 +213,7 @@ class Oracle:
         tokenizer = self.model.tokenizer
         texts = tokenizer.decode_batch([[token] for token in range(self.model.vocab_size)])
         silent = {token for token, text in enumerate(texts) if not text or "\ufffd" in text}
-        self.vocabulary = Vocabulary(self.model.vocab_size, silent | set(self.model.eos_token_ids))
+        self.vocabulary = MockVocabulary(self.model.vocab_size, silent | set(self.model.eos_token_ids))
 
     def prompt(self, body: dict[str, Any]) -> list[int]:
         """Token ids of a body's prompt."""

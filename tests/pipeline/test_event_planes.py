@@ -13,7 +13,7 @@ from penstock.infra.bus.direct_get import read
 from penstock.launch.state import Running
 from penstock.schemas import blocks, kv, wire
 from penstock.schemas.jobs import Decision
-from penstock.workers.engines.events.relay import Publisher
+from penstock.workers.engines.events.relay import EventPublisher
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.shared.test_prefix_reuse import BLOCK, ask_and_settle, cached, decision_of, published, text_body
 from tests.pipeline.support import Deployment, Oracle, registrations, stopped, token_prompt, until
@@ -109,7 +109,7 @@ async def test_prompts_go_back_to_their_worker_and_rank_also_when_the_router_has
 async def test_a_cache_beside_the_engine_draws_requests_until_it_is_gone(
     deployment: Deployment, http: httpx.AsyncClient, bus: Bus
 ) -> None:
-    cache = Publisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", block_size=BLOCK, rank=2)
+    cache = EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", block_size=BLOCK, rank=2)
     source = f"{cache.endpoint}/{cache.replay.rpartition(':')[2]}"
     flags = ("--mock-ranks", str(RANKS), "--event-plane", "zmq", "--kv-events-port", "0")
     workers = await deployment.also_workers(*flags)

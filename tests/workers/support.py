@@ -33,9 +33,9 @@ from penstock.workers.engine_loop.engine_thread import EngineThread
 from penstock.workers.engine_loop.loop import EngineLoop
 from penstock.workers.engines import mock
 from penstock.workers.engines.base import Engine, StepResult
-from penstock.workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+from penstock.workers.engines.mock.executor import GREEDY, MockVocabulary, expected_tokens
 from penstock.workers.kv_transfer.base import Transport
-from penstock.workers.metrics.worker import Metrics
+from penstock.workers.metrics.worker import WorkerMetrics
 from penstock.workers.runners.token_runner import TokenRunner
 from penstock.workers.session.request_runner import ServedModel
 from penstock.workers.session.session import WorkerSession
@@ -47,7 +47,7 @@ GATEWAY = "gw"
 GATEWAYS = (GATEWAY, "g1", "g2")
 REVISION = "rev"
 BLOCK = 4
-VOCABULARY = Vocabulary(1000)
+VOCABULARY = MockVocabulary(1000)
 
 _numbers = itertools.count(1)
 
@@ -84,7 +84,7 @@ def request(
 
 
 def answer(
-    asked: GenerateRequest, count: int | None = None, choice: int = 0, vocabulary: Vocabulary = VOCABULARY
+    asked: GenerateRequest, count: int | None = None, choice: int = 0, vocabulary: MockVocabulary = VOCABULARY
 ) -> list[int]:
     """What any worker must answer."""
     prompt = list(wire.unpack_tokens(asked.prompt))
@@ -405,7 +405,7 @@ class WorkerHarness:
         self.engine = held
         self.settings = settings
         self.publisher = Publisher(bus)
-        self.metrics = Metrics(MetricScope())
+        self.metrics = WorkerMetrics(MetricScope())
         self.failures: list[BaseException] = []
         self.fatal: list[BaseException] = []  # of tasks: they end a real process
         self.loop = EngineLoop()

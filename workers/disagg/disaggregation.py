@@ -22,11 +22,11 @@ from penstock.schemas.subjects import HEADER_LOAD
 from penstock.schemas.transfer import Encoded, Prefilled, Ticket
 from penstock.workers.disagg.block_reserver import BlockReserver
 from penstock.workers.disagg.embedding_stage import EmbeddingStage
-from penstock.workers.disagg.ledger import Ledger
+from penstock.workers.disagg.ledger import TransferLedger
 from penstock.workers.disagg.owner import Owner
-from penstock.workers.disagg.reader import PeerWatcher, Reader
+from penstock.workers.disagg.reader import BlockReader, PeerWatcher
 from penstock.workers.engine_loop.loop import EngineLoop
-from penstock.workers.engines.base import Engine, EngineInfo, Reservation, VisionEngine, kv_transfer_of
+from penstock.workers.engines.base import BlockReservation, Engine, EngineInfo, VisionEngine, kv_transfer_of
 from penstock.workers.kv_transfer.base import TransferError, Transport
 from penstock.workers.session.request_runner import SessionContext, StageInput
 from penstock.workers.session.requests import RunningRequest, next_job, prompt_digests, stamps, ticket_id
@@ -40,7 +40,9 @@ STAGE_PUBLISH_S = 30.0  # how long publishing to the next stage is tried
 
 
 class Submit(Protocol):
-    def __call__(self, running: RunningRequest, reservation: Reservation | None = None, opaque: bytes = b"") -> None:
+    def __call__(
+        self, running: RunningRequest, reservation: BlockReservation | None = None, opaque: bytes = b""
+    ) -> None:
         """Give a request to the engine, with its reservation or with what the engine needs to fetch the KV."""
 
 
@@ -65,15 +67,15 @@ class DisaggCoordinator:
         self._submit = submit
         quarantine_s = settings.transfer_timeout_s + settings.quarantine_s
         self._reserver = BlockReserver(engine, context.requests, quarantine_s)
-        self._ledger = Ledger(bus, context.outbox, context.id, metrics)
+        self._ledger = TransferLedger(bus, context.outbox, context.id, metrics)
         self._owner: Owner | None = None
-        self._reader: Reader | None = None
+        self._reader: BlockReader | None = None
         self._peers: PeerWatcher | None = None
         if transport is not None or info.handoff_layout:
             self._owner = Owner(
                 engine, transport, self._ledger, context.id, settings.handoff_lease_s, metrics, context.tasks, bus.clock
             )
-            self._reader = Reader(
+            self._reader = BlockReader(
                 bus, transport, self._ledger, context.id, settings.transfer_timeout_s, settings.quarantine_s
             )
         if transport is not None:
@@ -257,7 +259,7 @@ class DisaggCoordinator:
                 sequence.adopted_cached = prefilled.cached
             self._submit(running, opaque=prefilled.opaque)
             return
-        reservation: Reservation | None = None
+        reservation: BlockReservation | None = None
         try:
             reservation = await self._fetch_kv(running, prefilled.ticket)
         finally:
@@ -289,7 +291,7 @@ class DisaggCoordinator:
         """The request was removed."""
         self._reserver.cancel_wait(running)
 
-    async def _fetch_kv(self, running: RunningRequest, ticket: Ticket) -> Reservation | None:
+    async def _fetch_kv(self, running: RunningRequest, ticket: Ticket) -> BlockReservation | None:
         """Blocks with the prompt's KV; None: there are no free blocks, or the transfer failed."""
         request, size = running.request, self._info.block_size
         tokens = request.prompt_tokens

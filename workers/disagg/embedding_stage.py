@@ -22,7 +22,7 @@ from penstock.schemas.requests import GenerateRequest, Media
 from penstock.schemas.transfer import Encoded, Ticket
 from penstock.workers.disagg.block_reserver import BlockReserver
 from penstock.workers.disagg.owner import Owner
-from penstock.workers.disagg.reader import Reader
+from penstock.workers.disagg.reader import BlockReader
 from penstock.workers.engine_loop.loop import EngineLoop
 from penstock.workers.engines.base import Engine, MediaReservation, RequestError, VisionEngine, vision_of
 from penstock.workers.kv_transfer.base import TransferError
@@ -32,7 +32,7 @@ from penstock.workers.session.requests import RunningRequest, next_job, stamps, 
 DECODERS = 2  # one decoded image can take 160 MB (40 M pixels)
 
 
-class MediaLoader:
+class JobMediaLoader:
     """``close`` cancels what has not begun to be decoded."""
 
     def __init__(self, bus: Bus, memory: MemoryStreams, vision: VisionEngine) -> None:
@@ -83,7 +83,7 @@ class EmbeddingStage:
         vision: VisionEngine | None,
         reserver: BlockReserver,
         owner: Owner | None,
-        reader: Reader | None,
+        reader: BlockReader | None,
     ) -> None:
         self._clock = context.bus.clock
         self._requests = context.requests
@@ -93,7 +93,7 @@ class EmbeddingStage:
         self._reserver = reserver
         self._owner = owner
         self._reader = reader
-        self._loader = MediaLoader(context.bus, context.memory, vision) if vision is not None else None
+        self._loader = JobMediaLoader(context.bus, context.memory, vision) if vision is not None else None
 
     async def encode(self, running: RunningRequest) -> Encoded | None:
         """Encode all media and lease the embeddings to the next stage; None: the request was ended."""

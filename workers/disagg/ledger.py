@@ -11,7 +11,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.schemas import wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.transfer import Handoff, Handoffs, Ticket
-from penstock.workers.metrics.worker import Metrics
+from penstock.workers.metrics.worker import WorkerMetrics
 from penstock.workers.session.outbox import Outbox
 
 log = structlog.get_logger("handoff")
@@ -19,10 +19,10 @@ log = structlog.get_logger("handoff")
 BATCH_S = 0.01
 
 
-class Ledger:
+class TransferLedger:
     """``record`` from the event loop; ``close`` publishes the remaining lines."""
 
-    def __init__(self, bus: Bus, outbox: Outbox, worker: str, metrics: Metrics) -> None:
+    def __init__(self, bus: Bus, outbox: Outbox, worker: str, metrics: WorkerMetrics) -> None:
         self._bus = bus
         self._outbox = outbox
         self._worker = worker

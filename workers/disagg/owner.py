@@ -15,11 +15,11 @@ from penstock.infra.bus.tasks import Tasks
 from penstock.schemas import wire
 from penstock.schemas.control import Ok, Push, Pushed, Release
 from penstock.schemas.transfer import Endpoint, Ticket
-from penstock.workers.disagg.ledger import Ledger
+from penstock.workers.disagg.ledger import TransferLedger
 from penstock.workers.engine_loop.loop import EngineLoop
 from penstock.workers.engines.base import Engine
 from penstock.workers.kv_transfer.base import TransferError, Transport
-from penstock.workers.metrics.worker import Metrics
+from penstock.workers.metrics.worker import WorkerMetrics
 
 
 class Pin(msgspec.Struct, eq=False):
@@ -100,10 +100,10 @@ class Owner:
         self,
         engine: EngineLoop,
         transport: Transport | None,
-        ledger: Ledger,
+        ledger: TransferLedger,
         worker: str,
         lease_s: float,
-        metrics: Metrics,
+        metrics: WorkerMetrics,
         tasks: Tasks,
         clock: BrokerClock,
     ) -> None:

@@ -22,7 +22,7 @@ from penstock.infra.bus.registry import RegisteredWorker, WorkerRegistry
 from penstock.schemas import control, wire
 from penstock.schemas.control import Push, Pushed, Release
 from penstock.schemas.transfer import Endpoint, Handoff, Ticket
-from penstock.workers.disagg.ledger import Ledger
+from penstock.workers.disagg.ledger import TransferLedger
 from penstock.workers.kv_transfer.base import TransferError, Transport, path_between
 
 log = structlog.get_logger("handoff")
@@ -32,11 +32,17 @@ RELEASE_ATTEMPTS = 3
 GRACE_S = 0.5  # how much later than the transfer timeout an owner may reply to a push
 
 
-class Reader:
+class BlockReader:
     """Used from the event loop. ``open`` before use."""
 
     def __init__(
-        self, bus: Bus, transport: Transport | None, ledger: Ledger, worker: str, timeout_s: float, quarantine_s: float
+        self,
+        bus: Bus,
+        transport: Transport | None,
+        ledger: TransferLedger,
+        worker: str,
+        timeout_s: float,
+        quarantine_s: float,
     ) -> None:
         self._bus = bus
         self._transport = transport

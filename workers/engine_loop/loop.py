@@ -110,7 +110,7 @@ def flush_pause(items: int) -> float:
     return min(max(MIN_FLUSH_S, items / ITEMS_PER_S), MAX_FLUSH_S)
 
 
-class Pace:
+class StepPace:
     """How long steps take, and since when none did anything. Written in the engine thread, read in any.
 
     A process that is stopped and resumes has a step that took as long, unless it was stopped between two.
@@ -187,7 +187,7 @@ class EngineLoop:
         self.flush_due = 0.0  # by the clock; until then the output of short steps is gathered
         self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
         self.steps = 0  # that were not empty
-        self.pace = Pace(clock)
+        self.pace = StepPace(clock)
         self._lock = threading.Lock()  # held while the fields of output and flushes change
         self._output = StepOutput()
         self._waits_for_consumer = False  # there is something to do once a flush was consumed

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from penstock.infra.text.detokenizer import StopSearch
 from penstock.schemas import kv, wire
 from penstock.schemas.tokens import PROMPT, Finish, Logprob, TokenItem
-from penstock.workers.engines.base import HeldPrompt, Measured
+from penstock.workers.engines.base import HeldPrompt, SequenceMeasurements
 
 PROMPT_ITEM_BYTES = 32_768  # of one item with prompt logprobs; below any broker's message limit
 
@@ -76,7 +76,7 @@ class SequenceState:
         self.lost_input = ""  # why input from another worker is gone, so that this worker cannot continue
         self.handed_off = False  # flushed, and another worker continues; set in the event loop
         self.scored_tokens = 0  # leading prompt tokens whose log-probabilities were flushed
-        self.measurements: list[Measured] | None = None  # the engine's own timings
+        self.measurements: list[SequenceMeasurements] | None = None  # the engine's own timings
         self.seen_ns = 0  # when ``token_pace`` looked at it last; 0: it had no token of this worker yet
         self.seen_tokens = self.first  # how many it had then
 

@@ -76,7 +76,7 @@ class MediaSpan(NamedTuple):
     # Without slots, the sequence needs KV from elsewhere (``reservation``) and fails if it loses that.
 
 
-class Reservation(msgspec.Struct, eq=False):
+class BlockReservation(msgspec.Struct, eq=False):
     """Blocks held for a prompt whose KV comes from elsewhere; shared by the sequences of its choices.
 
     ``blocks[:have]`` were in the cache, the others and ``tails`` are to be filled. It is released once all
@@ -107,7 +107,7 @@ class SequenceRequest(msgspec.Struct):
     extra: Mapping[int, bytes] = {}  # hashes of the media in a block, by block position; part of its name
     media: Seq[MediaSpan] = ()
     hold: bool = False  # when it has ended, its prompt's blocks stay held until ``release_held``: see ``HeldPrompt``
-    reservation: Reservation | None = None  # adopted: nothing of its prompt is computed here
+    reservation: BlockReservation | None = None  # adopted: nothing of its prompt is computed here
     opaque: bytes = (
         b""  # from the ``HeldPrompt`` of the engine that computed the prompt; this one fetches the KV by itself
     )
@@ -172,7 +172,7 @@ class Scored(NamedTuple):
     logprobs: Seq[Logprob]
 
 
-class Measured(NamedTuple):
+class SequenceMeasurements(NamedTuple):
     """Measurements of a sequence, reported before or with its end: see ``penstock.schemas.trace.Stamps``."""
 
     key: object
@@ -189,7 +189,7 @@ class StepResult(msgspec.Struct):
     held: Seq[HeldPrompt] = ()
     scored: Seq[Scored] = ()
     others: Mapping[int, list[KvEvent]] = {}  # events of the other ranks, by rank
-    measured: Seq[Measured] = ()
+    measured: Seq[SequenceMeasurements] = ()
     handed: Seq[object] = ()  # keys of sequences of which the next worker's engine draws all tokens
 
     @property
@@ -303,7 +303,7 @@ class KvTransfer(Protocol):
     Called from the engine thread only.
     """
 
-    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
+    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> BlockReservation | None:
         """Hold blocks for the KV of these names, cached or to be filled; None: too few are available now.
 
         Args:
@@ -312,10 +312,10 @@ class KvTransfer(Protocol):
             users: sequences that will start with the reservation.
         """
 
-    def adopt(self, reservation: Reservation) -> None:
+    def adopt(self, reservation: BlockReservation) -> None:
         """The blocks were filled: enter them into the cache. They stay held until the reservation is released."""
 
-    def release(self, reservation: Reservation) -> None:
+    def release(self, reservation: BlockReservation) -> None:
         """Free a reservation (adopted or not) that no sequence was given."""
 
 

@@ -19,7 +19,7 @@ from msgspec.structs import fields
 from penstock.schemas.requests import Sampling
 
 
-class Served(NamedTuple):
+class ServedOptions(NamedTuple):
     """
     Attributes:
         penalties: repetition_penalty, presence_penalty and frequency_penalty.
@@ -40,14 +40,14 @@ class Served(NamedTuple):
 
 
 # As found on the releases that are known; a test asks their stand-ins.
-ALL = Served()  # also of TensorRT-LLM from 1.3 on
-TRTLLM_SAMPLER = Served(alternatives=False)
-TORCH_SAMPLER_1_2 = Served(penalties=False, min_p=False, seed=False, min_tokens="all")
+ALL = ServedOptions()  # also of TensorRT-LLM from 1.3 on
+TRTLLM_SAMPLER = ServedOptions(alternatives=False)
+TORCH_SAMPLER_1_2 = ServedOptions(penalties=False, min_p=False, seed=False, min_tokens="all")
 
 SAMPLER = "use sampler_type: TRTLLMSampler in the engine's arguments, or another engine"
 
 
-def problem(sampling: Sampling, min_tokens: int, served: Served) -> str:
+def problem(sampling: Sampling, min_tokens: int, served: ServedOptions) -> str:
     """Which option of a request this engine would drop in silence; "": none. A seed is not among them.
 
     Args:
@@ -226,7 +226,7 @@ class Sampler(NamedTuple):
     """
 
     title: str
-    served: Served
+    served: ServedOptions
     notes: Mapping[str, str] = {}
     refused: frozenset[str] = frozenset()
 

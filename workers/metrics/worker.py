@@ -186,7 +186,7 @@ BATCH_INPUTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 LABELS = ("namespace", "component", "process", "model", "role")
 
 
-class Metrics:
+class WorkerMetrics:
     """Requests and tokens are counted in the thread of the event loop only.
 
     Args:

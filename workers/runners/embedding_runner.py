@@ -36,7 +36,7 @@ from penstock.schemas.tokens import Finish, TokenItem
 from penstock.schemas.wire import pack_tokens, unpack_tokens
 from penstock.workers.engines.base import RequestError
 from penstock.workers.engines.embed.base import EmbeddingEngine, finite, shortened, window
-from penstock.workers.metrics.worker import Metrics
+from penstock.workers.metrics.worker import WorkerMetrics
 from penstock.workers.runners.pipeline_thread import PipelineThread
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import ServedModel, SessionContext, StageInput
@@ -433,7 +433,7 @@ JOIN_S = 5.0
 
 
 class EmbeddingBackend:
-    def __init__(self, settings: WorkerSettings, metrics: Metrics, events: ProcessEvents) -> None:
+    def __init__(self, settings: WorkerSettings, metrics: WorkerMetrics, events: ProcessEvents) -> None:
         self.join_s = JOIN_S
         self.load_seconds = 0.0
         self._settings = settings

@@ -203,7 +203,7 @@ ANSWER_S = 5.0
 EVENT_BYTES = 64  # of an event without its digests
 
 
-class Page(NamedTuple):
+class EventPage(NamedTuple):
     rank: int
     seq: int
     events: list[kv.KvEvent]
@@ -216,7 +216,7 @@ class Dumper:
         self._engine = engine
         self._worker = worker
         self._epoch = epoch
-        self._pages: list[Page] = []
+        self._pages: list[EventPage] = []
 
     async def page(self, number: int, limit_bytes: int) -> kv.KvDump:
         """
@@ -226,11 +226,11 @@ class Dumper:
         if number == 0:
             names = await self._ask()
             self._pages = [
-                Page(rank, seq, page)
+                EventPage(rank, seq, page)
                 for rank, (events, seq) in enumerate(names)
                 for page in in_pages(events, limit_bytes)
             ]
-        rank, seq, events = self._pages[number] if number < len(self._pages) else Page(0, -1, [])
+        rank, seq, events = self._pages[number] if number < len(self._pages) else EventPage(0, -1, [])
         more = number + 1 if number + 1 < len(self._pages) else 0
         return kv.KvDump(self._worker, self._epoch, seq, tuple(events), rank, more)
 

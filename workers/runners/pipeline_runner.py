@@ -33,7 +33,7 @@ from penstock.workers.engine_loop.sequence_state import SequenceState
 from penstock.workers.engines.base import RequestError
 from penstock.workers.engines.diffusion.base import DiffusionEngine, Interrupted
 from penstock.workers.engines.diffusion.encode import encode, media_type
-from penstock.workers.metrics.worker import Metrics
+from penstock.workers.metrics.worker import WorkerMetrics
 from penstock.workers.runners.pipeline_thread import PipelineThread
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import ServedModel, SessionContext, StageInput
@@ -344,7 +344,7 @@ JOIN_S = 5.0
 
 
 class DiffusionBackend:
-    def __init__(self, settings: WorkerSettings, metrics: Metrics, events: ProcessEvents) -> None:
+    def __init__(self, settings: WorkerSettings, metrics: WorkerMetrics, events: ProcessEvents) -> None:
         self.join_s = JOIN_S
         self.load_seconds = 0.0
         self._settings = settings

@@ -21,7 +21,7 @@ from penstock.workers.engine_loop.engine_thread import EngineThread
 from penstock.workers.engine_loop.loop import EngineLoop
 from penstock.workers.engines.base import Engine, EngineError, EngineInfo, Grammars, VisionEngine
 from penstock.workers.kv_transfer.base import Transport, TransportUnavailable
-from penstock.workers.metrics.worker import Metrics
+from penstock.workers.metrics.worker import WorkerMetrics
 from penstock.workers.runners.token_runner import TokenPace, TokenRunner
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import ServedModel, SessionContext
@@ -32,7 +32,7 @@ JOIN_S = 10.0
 
 
 class TokenBackend:
-    def __init__(self, settings: WorkerSettings, metrics: Metrics, events: ProcessEvents) -> None:
+    def __init__(self, settings: WorkerSettings, metrics: WorkerMetrics, events: ProcessEvents) -> None:
         self.join_s = JOIN_S
         self.load_seconds = 0.0
         self._settings = settings

@@ -29,9 +29,10 @@ from penstock.schemas.pace import PREFILL
 from penstock.schemas.tokens import Finish, TokenItem
 from penstock.schemas.transfer import Endpoint, Memory, Prefilled
 from penstock.workers.disagg.disaggregation import DisaggCoordinator
-from penstock.workers.engine_loop.loop import EngineLoop, Pace
+from penstock.workers.engine_loop.loop import EngineLoop, StepPace
 from penstock.workers.engine_loop.sequence_state import SequenceState
 from penstock.workers.engines.base import (
+    BlockReservation,
     Engine,
     EngineError,
     EngineInfo,
@@ -39,7 +40,6 @@ from penstock.workers.engines.base import (
     Grammars,
     MediaReservation,
     RequestError,
-    Reservation,
     VisionEngine,
     kv_transfer_of,
     vision_of,
@@ -83,7 +83,7 @@ class TokenPace:
         self._computed = 0  # of ``_now``, at the last look
         self.measured = (0, 0, 0, 0)
 
-    def look(self, running: Iterable[RunningRequest], now: float, now_ns: int, engine: Pace) -> None:
+    def look(self, running: Iterable[RunningRequest], now: float, now_ns: int, engine: StepPace) -> None:
         """Count what has come since the last look, unless that was just now.
 
         Args:
@@ -302,7 +302,9 @@ class TokenRunner:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    def _submit(self, running: RunningRequest, reservation: Reservation | None = None, opaque: bytes = b"") -> None:
+    def _submit(
+        self, running: RunningRequest, reservation: BlockReservation | None = None, opaque: bytes = b""
+    ) -> None:
         """Give a request to the engine, with KV that was fetched for it or with what the engine needs to fetch it."""
         context = self._context
         submitted = sequence_requests(

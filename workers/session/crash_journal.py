@@ -140,7 +140,7 @@ def judge(life: LastLife, *, boot: str, killed: int, trace: str = "", status: in
     return End(False, f"it was killed ({signal.Signals(-status).name})" if status else "it was killed")
 
 
-class Message(NamedTuple):
+class EndMessage(NamedTuple):
     """To be stored in DONE."""
 
     subject: str
@@ -149,16 +149,16 @@ class Message(NamedTuple):
     headers: dict[str, str]
 
 
-def returns(life: LastLife, end: End, subjects: Subjects) -> list[Message]:
+def returns(life: LastLife, end: End, subjects: Subjects) -> list[EndMessage]:
     """What a process ran when it ended, given back to the routers."""
     return [_returned(ran, end, subjects) for ran in life.running.values()]
 
 
-def _returned(ran: Ran, end: End, subjects: Subjects) -> Message:
+def _returned(ran: Ran, end: End, subjects: Subjects) -> EndMessage:
     crashed = ("alone" if ran.alone else "shared") if end.crashed else done.KILLED
     event = done.Returned(ran.request, ran.model, ran.attempt, ran.worker, end.reason, end.crashed, crashed)
     headers = done.returned_headers(event) | {HEADER_GONE: ran.worker}
-    return Message(subjects.returned(ran.model), wire.encode(event), done.returned_id(event), headers)
+    return EndMessage(subjects.returned(ran.model), wire.encode(event), done.returned_id(event), headers)
 
 
 def state_folder(settings: WorkerSettings, environ: Mapping[str, str] = os.environ) -> Path | None:

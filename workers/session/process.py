@@ -39,7 +39,7 @@ from penstock.workers.engines.base import NodeLost
 from penstock.workers.engines.external.metrics import NativeSeries
 from penstock.workers.metrics import user
 from penstock.workers.metrics.multiprocess import VARIABLE, Merged
-from penstock.workers.metrics.worker import Metrics
+from penstock.workers.metrics.worker import WorkerMetrics
 from penstock.workers.session.crash_journal import CrashJournal, End, returns, state_folder
 from penstock.workers.session.request_runner import RequestRunner, ServedModel, SessionContext
 from penstock.workers.session.session import WorkerSession
@@ -211,7 +211,7 @@ class ProcessEvents(Protocol):
         """Drain and end, as after SIGTERM. In the event loop."""
 
 
-MakeBackend = Callable[[WorkerSettings, Metrics, ProcessEvents], Backend]
+MakeBackend = Callable[[WorkerSettings, WorkerMetrics, ProcessEvents], Backend]
 
 
 class WorkerProcess:
@@ -222,7 +222,7 @@ class WorkerProcess:
         self._journal = CrashJournal(state_folder(settings), settings.name)
         self._stopping = Stopping(settings.drain_s, end_process, self._journal.stopping)
         labels = {"namespace": settings.namespace, "process": settings.name, "model": "", "role": settings.role}
-        self._metrics = Metrics(process_scope("worker", labels))
+        self._metrics = WorkerMetrics(process_scope("worker", labels))
         if shared := os.environ.get(VARIABLE):
             self._metrics.process.register(Merged(Path(shared)))
         else:

@@ -18,7 +18,7 @@ from penstock.schemas import fleet, jobs, requests
 from penstock.schemas.control import Ok, Push, Pushed, Release
 from penstock.schemas.kv import KvDump
 from penstock.schemas.transfer import Encoded, Prefilled
-from penstock.workers.metrics.worker import Metrics
+from penstock.workers.metrics.worker import WorkerMetrics
 from penstock.workers.session.lease import Lease
 from penstock.workers.session.outbox import Outbox
 from penstock.workers.session.request_table import RequestTable
@@ -52,7 +52,7 @@ class SessionContext:
     publisher: Publisher
     model: ServedModel
     settings: WorkerSettings
-    metrics: Metrics
+    metrics: WorkerMetrics
     tasks: Tasks
     lease: Lease
     outbox: Outbox

@@ -15,7 +15,7 @@ from penstock.schemas.tokens import Finish, Logprob, carried
 from penstock.schemas.trace import Stamps, headers, stage_name
 from penstock.schemas.transfer import Ticket
 from penstock.workers.engine_loop.sequence_state import SequenceState
-from penstock.workers.engines.base import HeldPrompt, MediaReservation, MediaSpan, Reservation, SequenceRequest
+from penstock.workers.engines.base import BlockReservation, HeldPrompt, MediaReservation, MediaSpan, SequenceRequest
 
 
 class RunningRequest(msgspec.Struct, eq=False):
@@ -127,7 +127,7 @@ def sequence_requests(
     running: RunningRequest,
     revision: str,
     block_size: int,
-    reservation: Reservation | None = None,
+    reservation: BlockReservation | None = None,
     opaque: bytes = b"",
     *,
     role: str = "",

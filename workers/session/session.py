@@ -29,7 +29,7 @@ from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.kv import KvDump
 from penstock.schemas.subjects import HEADER_PART
 from penstock.schemas.trace import wanted
-from penstock.workers.metrics.worker import Metrics
+from penstock.workers.metrics.worker import WorkerMetrics
 from penstock.workers.session import request_table
 from penstock.workers.session.crash_journal import CrashJournal
 from penstock.workers.session.lease import Lease
@@ -84,7 +84,7 @@ class WorkerSession:
         publisher: Publisher,
         model: ServedModel,
         settings: WorkerSettings,
-        metrics: Metrics,
+        metrics: WorkerMetrics,
         make_runner: Callable[[SessionContext], RequestRunner],
         journal: CrashJournal | None = None,
     ) -> None:

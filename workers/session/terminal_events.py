@@ -22,7 +22,7 @@ from penstock.schemas import done, kv, summary, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
-from penstock.workers.metrics.worker import Metrics
+from penstock.workers.metrics.worker import WorkerMetrics
 from penstock.workers.session.outbox import Outbox
 from penstock.workers.session.request_table import RequestTable
 from penstock.workers.session.requests import RunningRequest, terminal
@@ -38,7 +38,7 @@ class Reporter:
     """All output carries one worker id and epoch."""
 
     def __init__(
-        self, bus: Bus, publisher: Publisher, outbox: Outbox, worker: str, epoch: int, metrics: Metrics
+        self, bus: Bus, publisher: Publisher, outbox: Outbox, worker: str, epoch: int, metrics: WorkerMetrics
     ) -> None:
         self._bus = bus
         self._publisher = publisher

@@ -30,7 +30,7 @@ from penstock.workers.engines.base import (
     SequenceRequest,
 )
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
-from penstock.workers.engines.support import Served
+from penstock.workers.engines.support import ServedOptions
 from penstock.workers.engines.trtllm import api as apis
 from penstock.workers.engines.trtllm import encoder_from_settings, from_settings, interface
 from penstock.workers.engines.trtllm.adapter import TrtllmAdapter
@@ -179,7 +179,7 @@ class Doctor:
             yield from self._trial("cancel", lambda: self._cancelled(driver, whole))
             yield from self._trial("one token", lambda: self._one_token(adapter))
 
-    def _sampling(self, served: Served) -> Finding:
+    def _sampling(self, served: ServedOptions) -> Finding:
         names = {"alternatives": "top_logprobs"}
         without = [names.get(name, name) for name, value in served._asdict().items() if not value]
         told = [f"this sampler does not apply {', '.join(without)}"] if without else []

@@ -12,7 +12,7 @@ from penstock.gateway.base.metrics import Metrics as GatewayMetrics
 from penstock.infra.metrics.scope import MetricScope
 from penstock.router.state.metrics import Metrics as RouterMetrics
 from penstock.schemas.streams import LONGEST_DEADLINE_S
-from penstock.workers.metrics.worker import Metrics as WorkerMetrics
+from penstock.workers.metrics.worker import WorkerMetrics
 from tests.pipeline.support import Deployment, metrics, until, words
 
 GATEWAY = "penstock_gateway_"

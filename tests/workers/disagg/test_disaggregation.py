@@ -30,7 +30,7 @@ from penstock.schemas.transfer import Prefilled
 from penstock.workers.disagg import disaggregation
 from penstock.workers.engine_loop.sequence_state import SequenceState
 from penstock.workers.engines import mock
-from penstock.workers.engines.base import Reservation
+from penstock.workers.engines.base import BlockReservation
 from penstock.workers.engines.mock.executor import expected_tokens
 from penstock.workers.engines.mock.memory import embedding
 from penstock.workers.session.process import GRACE_S
@@ -543,7 +543,7 @@ async def test_a_preempted_request_whose_prompt_was_handed_off_goes_on_with_the_
         await pair.free()
 
 
-async def full(worker_: WorkerHarness) -> Reservation:
+async def full(worker_: WorkerHarness) -> BlockReservation:
     """All blocks of a worker, for nobody."""
     info = worker_.engine.info
     digests = [bytes([at // 256, at % 256]) * 8 for at in range(info.total_blocks)]

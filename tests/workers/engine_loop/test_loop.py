@@ -19,14 +19,14 @@ from penstock.schemas import blocks, kv, wire
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import PROMPT, Logprob, TokenItem
 from penstock.workers.engine_loop.engine_thread import EngineThread
-from penstock.workers.engine_loop.loop import FAST_STEP_S, MAX_AHEAD, EngineLoop, Pace
+from penstock.workers.engine_loop.loop import FAST_STEP_S, MAX_AHEAD, EngineLoop, StepPace
 from penstock.workers.engine_loop.sequence_state import PROMPT_ITEM_BYTES, CacheSnapshot, Flush, SequenceState
 from penstock.workers.engine_loop.step_output import StepOutput
 from penstock.workers.engines import mock
 from penstock.workers.engines.base import Engine, EngineError, EngineStats, Failure, Output, SequenceRequest, StepResult
-from penstock.workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+from penstock.workers.engines.mock.executor import GREEDY, MockVocabulary, expected_tokens
 
-VOCABULARY = Vocabulary(1000)
+VOCABULARY = MockVocabulary(1000)
 ROOT = blocks.root("rev")
 
 
@@ -396,7 +396,7 @@ def test_what_a_cancel_leaves_behind_is_still_flushed(harness: Callable[..., Har
 def test_a_stop_string_ends_generation(harness: Callable[..., Harness]) -> None:
     tokenizer = load_tokenizer(TINY)
     detokenizer = Detokenizer(tokenizer)
-    vocabulary = Vocabulary(256)
+    vocabulary = MockVocabulary(256)
     prompt = [1, 2, 3]
     expected = expected_tokens(prompt, 40, vocabulary)
     plain = detokenizer.stream()
@@ -657,7 +657,7 @@ def test_steps_that_compute_no_prompt_are_counted_apart(harness: Callable[..., H
 
 def test_the_pace_is_of_the_last_minute_and_quiet_only_with_something_to_do() -> None:
     now = [0.0]
-    pace = Pace(lambda: now[0])
+    pace = StepPace(lambda: now[0])
 
     def step(seconds: float, *, computed: bool = True) -> None:
         began = now[0]

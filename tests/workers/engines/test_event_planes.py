@@ -16,7 +16,7 @@ from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import Subjects
 from penstock.workers.engines import mock
 from penstock.workers.engines.base import StepResult
-from penstock.workers.engines.events.relay import Publisher, start_relay
+from penstock.workers.engines.events.relay import EventPublisher, start_relay
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing
 from tests.workers.support import BLOCK, REVISION, ControlledEngine, LogClient, WorkerHarness, request, run_worker
@@ -53,7 +53,7 @@ class Clearing:
 
 @contextlib.asynccontextmanager
 async def worker(
-    server: EmbeddedNats, subjects: Subjects, plane: str, *others: Publisher
+    server: EmbeddedNats, subjects: Subjects, plane: str, *others: EventPublisher
 ) -> AsyncIterator[WorkerHarness]:
     """A worker on an event plane; ``others``: further publishers of its blocks."""
     inner: Any = Clearing(
@@ -193,7 +193,7 @@ async def test_a_cache_beside_the_engine_counts_until_it_dies(
     broker: EmbeddedNats, pipeline: Subjects, log: LogClient
 ) -> None:
     """Three hops: its publisher, the worker's stream, the router."""
-    cache = Publisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", block_size=BLOCK, rank=1)
+    cache = EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", block_size=BLOCK, rank=1)
     async with worker(broker, pipeline, "zmq", cache) as here, routing(broker, pipeline) as router:
         await router.knows(here.id)
         asked, elsewhere = request([7] * 41), request([8] * 41)

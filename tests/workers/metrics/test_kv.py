@@ -4,11 +4,11 @@ from prometheus_client import Counter, Gauge
 
 from penstock.infra.metrics.scope import process_scope
 from penstock.workers.engines.base import EngineInfo, EngineStats, GrammarStats
-from penstock.workers.metrics.worker import LABELS, Metrics
+from penstock.workers.metrics.worker import LABELS, WorkerMetrics
 
 
-def metrics() -> Metrics:
-    return Metrics(process_scope("worker", dict.fromkeys(LABELS[2:], "")))
+def metrics() -> WorkerMetrics:
+    return WorkerMetrics(process_scope("worker", dict.fromkeys(LABELS[2:], "")))
 
 
 def stats(**more: int) -> EngineStats:

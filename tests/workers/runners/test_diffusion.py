@@ -27,7 +27,7 @@ from penstock.schemas.requests import Diffusion, GenerateRequest
 from penstock.schemas.subjects import Subjects
 from penstock.workers.engines.base import EngineError, RequestError
 from penstock.workers.engines.diffusion.base import GeneratedMedia, Progress
-from penstock.workers.metrics.worker import Metrics
+from penstock.workers.metrics.worker import WorkerMetrics
 from penstock.workers.runners import pipeline_runner as module
 from penstock.workers.runners.pipeline_runner import PipelineRunner
 from penstock.workers.runners.pipeline_thread import PipelineThread
@@ -103,7 +103,7 @@ class WorkerHarness:
         self.painter = painter
         self.settings = settings
         self.publisher = Publisher(bus)
-        self.metrics = Metrics(MetricScope())
+        self.metrics = WorkerMetrics(MetricScope())
         self.thread = PipelineThread()
         self.broken: list[BaseException] = []
         self.session: WorkerSession

@@ -3,7 +3,7 @@
 from array import array
 
 from penstock.schemas.tokens import Finish
-from penstock.workers.engine_loop.loop import Pace
+from penstock.workers.engine_loop.loop import StepPace
 from penstock.workers.engine_loop.sequence_state import SequenceState, token_item
 from penstock.workers.runners.token_runner import KNOWN_S, LEAST_PROMPTS, LEAST_TOKENS, TokenPace
 from penstock.workers.session.requests import RunningRequest
@@ -18,7 +18,7 @@ class Worker:
     def __init__(self, role: str = "aggregated") -> None:
         self.pace = TokenPace(role)
         self.now = 1_000.0
-        self.engine = Pace(lambda: self.now)
+        self.engine = StepPace(lambda: self.now)
         self.running: list[RunningRequest] = []
         self.look()
 

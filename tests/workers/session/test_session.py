@@ -23,7 +23,7 @@ from penstock.schemas.tokens import Finish
 from penstock.schemas.trace import Trace
 from penstock.workers.engine_loop import loop as engine_loop
 from penstock.workers.engine_loop.sequence_state import SequenceState
-from penstock.workers.engines.mock.executor import Vocabulary
+from penstock.workers.engines.mock.executor import MockVocabulary
 from penstock.workers.runners import token_runner
 from penstock.workers.session import request_table as module
 from penstock.workers.session import terminal_events
@@ -308,7 +308,7 @@ async def test_a_stop_string_ends_the_answer_where_it_appears(
     silent = {token for token, text in enumerate(texts) if not text or "\ufffd" in text}
     held = engine(vocab_size=size, excluded=silent)
     async with run_worker(broker, pipeline, held, detokenizer=Detokenizer(tokenizer)) as worker:
-        expected = answer(request(max_tokens=60), vocabulary=Vocabulary(size, silent))
+        expected = answer(request(max_tokens=60), vocabulary=MockVocabulary(size, silent))
         stop = tokenizer.decode(expected)[100:108]
         length = next(i for i in range(1, 61) if stop in tokenizer.decode(expected[:i]))
         asked = request(max_tokens=60, strings=("never said", stop))

@@ -25,7 +25,7 @@ from penstock.schemas.kv import KvEvent, Removed, Stored
 HOST = 1  # tier in KV events
 
 
-class Copies(NamedTuple):
+class BlockCopies(NamedTuple):
     saves: list[tuple[int, int]]  # (block, slot)
     loads: list[tuple[int, int]]  # (slot, block), in order
 
@@ -33,7 +33,7 @@ class Copies(NamedTuple):
 class BlockCopier(Protocol):
     """Moves whole blocks between the device's pool and the host's."""
 
-    def copy(self, copies: Copies) -> None:
+    def copy(self, copies: BlockCopies) -> None:
         """Saves, then loads; steps that start later see them.
 
         Raises:
@@ -117,11 +117,11 @@ class HostCache:
         self._loading.update(names)
         self.loaded_blocks += len(names)
 
-    def take_copies(self) -> Copies | None:
+    def take_copies(self) -> BlockCopies | None:
         """Copies that were planned since the last call; None: none."""
         if not (self._saves or self._loads):
             return None
-        copies = Copies([(block, slot) for slot, block in self._saves.items()], self._loads)
+        copies = BlockCopies([(block, slot) for slot, block in self._saves.items()], self._loads)
         self._saves, self._loads = {}, []
         self._pinned.clear()
         self._loading.clear()

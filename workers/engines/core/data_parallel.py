@@ -13,10 +13,10 @@ from penstock.workers.engines.base import (
     Failure,
     Grammars,
     KvTransfer,
-    Measured,
     Output,
     RequestError,
     Scored,
+    SequenceMeasurements,
     SequenceRequest,
     Started,
     StepResult,
@@ -76,7 +76,7 @@ class DataParallelEngine:
         started: list[Started] = []
         failures: list[Failure] = []
         scored: list[Scored] = []
-        measured: list[Measured] = []
+        measured: list[SequenceMeasurements] = []
         events: dict[int, list[KvEvent]] = {}
         computed = 0
         for rank, engine in enumerate(self._engines):

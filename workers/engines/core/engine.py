@@ -51,7 +51,7 @@ class Drafter(Protocol):
     def close(self) -> None: ...
 
 
-class Speculation:
+class Speculator:
     """Adds proposals to plans.
 
     Args:
@@ -135,7 +135,7 @@ class ScheduledEngine:
         encoder: VisionEncoder | None = None,
         processors: Registry | None = None,
         ahead: OverlapExecutor | None = None,
-        speculation: Speculation | None = None,
+        speculation: Speculator | None = None,
         copier: BlockCopier | None = None,
         *,
         grammars: ConstraintCompiler | None = None,

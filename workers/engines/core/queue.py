@@ -21,7 +21,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from penstock.workers.engines.base import HeldPrompt, Reservation
+from penstock.workers.engines.base import BlockReservation, HeldPrompt
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.sequence import Sequence
 from penstock.workers.engines.core.windows import WindowRows
@@ -41,7 +41,7 @@ class Reservations:
         self._expected = 0  # sequences that reservations were made for, and that have not started
         self.reserved_blocks = 0
 
-    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
+    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> BlockReservation | None:
         """Hold the blocks of a prompt, cached or to be filled; None: too few are available now."""
         hits = self._blocks.match(digests, len(digests))
         fresh = len(digests) - len(hits) + tails
@@ -52,9 +52,9 @@ class Reservations:
         full = len(digests)
         self.reserved_blocks += len(table)
         self._expected += users
-        return Reservation(list(digests), table[:full], len(hits), table[full:], users)
+        return BlockReservation(list(digests), table[:full], len(hits), table[full:], users)
 
-    def adopt(self, reservation: Reservation) -> None:
+    def adopt(self, reservation: BlockReservation) -> None:
         """The blocks are filled: enter them into the prefix cache."""
         reservation.filled = True
         if self._blocks.prefix_cache:
@@ -62,7 +62,7 @@ class Reservations:
                 reservation.blocks, reservation.digests, reservation.have, len(reservation.blocks)
             )
 
-    def release(self, reservation: Reservation) -> None:
+    def release(self, reservation: BlockReservation) -> None:
         """Free the blocks that no sequence has taken; a second call does nothing."""
         table = reservation.blocks + reservation.tails
         self.reserved_blocks -= len(table)
@@ -70,12 +70,12 @@ class Reservations:
         self._blocks.release(table)
         reservation.blocks, reservation.tails, reservation.users = [], [], 0
 
-    def take_tail(self, reservation: Reservation) -> None:
+    def take_tail(self, reservation: BlockReservation) -> None:
         """A sequence starts and continues in one of the copies of the prompt's last block."""
         reservation.tails.pop()
         self.reserved_blocks -= 1
 
-    def release_user(self, reservation: Reservation) -> None:
+    def release_user(self, reservation: BlockReservation) -> None:
         """One of its users has started or was cancelled; the last one releases it."""
         if not reservation.users:  # it was released before
             return
@@ -134,7 +134,7 @@ class HeldBlocks:
         return new
 
 
-class Admission(NamedTuple):
+class AdmittedSequence(NamedTuple):
     """A sequence that may start; ``sequence.blocks`` are allocated."""
 
     sequence: Sequence
@@ -217,7 +217,7 @@ class Queue:
 
     # -- who is next -----------------------------------------------------------------------------------------
 
-    def next(self, running: Seq[Sequence]) -> Admission | None:
+    def next(self, running: Seq[Sequence]) -> AdmittedSequence | None:
         """Take the next sequence out of the queue; None: none can start."""
         head = next(iter(self._waiting.values()))
         admission = self._try_admit(head, running)
@@ -227,7 +227,7 @@ class Queue:
                 admission = self._reclaim_for(head)
         return admission
 
-    def _admit_reserved(self, head: Sequence, running: Seq[Sequence]) -> Admission | None:
+    def _admit_reserved(self, head: Sequence, running: Seq[Sequence]) -> AdmittedSequence | None:
         for sequence in self._waiting.values():
             if sequence.reservation is not None and sequence is not head:
                 admission = self._try_admit(sequence, running)
@@ -235,7 +235,7 @@ class Queue:
                     return admission
         return None
 
-    def _reclaim_for(self, head: Sequence) -> Admission | None:
+    def _reclaim_for(self, head: Sequence) -> AdmittedSequence | None:
         """Nothing runs, so nothing else frees blocks: reclaim reservations, last first, until the head fits."""
         for sequence in [*reversed(self._waiting.values())]:  # the head's own is the last
             if sequence.reservation is not None:
@@ -245,7 +245,7 @@ class Queue:
                     return admission
         return None
 
-    def _try_admit(self, sequence: Sequence, running: Seq[Sequence]) -> Admission | None:
+    def _try_admit(self, sequence: Sequence, running: Seq[Sequence]) -> AdmittedSequence | None:
         need = self._need(sequence)
         if self._no_evict and sequence.reservation is None and not self._fits_to_end(sequence, need, running):
             return None
@@ -269,7 +269,7 @@ class Queue:
         del self._waiting[sequence.key]
         sequence.blocks = table
         self._unreserve(sequence)
-        return Admission(sequence, computed, need.named)
+        return AdmittedSequence(sequence, computed, need.named)
 
     def _need(self, sequence: Sequence) -> _BlockNeed:
         size, scored = self._block_size, sequence.score >= sequence.prompt_len

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.base import Failure, Measured, Output, Started
+from penstock.workers.engines.base import Failure, Output, SequenceMeasurements, Started
 from penstock.workers.engines.core.config import SequenceLimits, wants_scores
 from penstock.workers.engines.core.kv_cache import KvCacheManager
 from penstock.workers.engines.core.queue import HeldBlocks, Queue
@@ -57,7 +57,7 @@ class StepReport:
         self.prompt_tokens = 0
         self._started: list[Started] = []
         self._failures: list[Failure] = []
-        self._measured: list[Measured] = []
+        self._measured: list[SequenceMeasurements] = []
 
     def __bool__(self) -> bool:
         """Whether there is something that the next commit must return."""
@@ -75,7 +75,7 @@ class StepReport:
 
     def preempted(self, sequence: Sequence) -> None:
         self.preemptions += 1
-        self._measured.append(Measured(sequence.key, {}, preemptions=1))
+        self._measured.append(SequenceMeasurements(sequence.key, {}, preemptions=1))
 
     def ended(self, sequence: Sequence, token: int, logprob: Logprob | None, limits: SequenceLimits) -> Output:
         """The last output of a sequence. If the pool is too small for it to continue, it fails as well."""
@@ -88,7 +88,7 @@ class StepReport:
         self._failures.append(Failure(sequence.key, Code.out_of_blocks, text))
         return Output(sequence.key, token, "", logprob)
 
-    def take(self) -> tuple[list[Started], list[Failure], list[Measured]]:
+    def take(self) -> tuple[list[Started], list[Failure], list[SequenceMeasurements]]:
         """All events since the last call."""
         taken = self._started, self._failures, self._measured
         self._started, self._failures, self._measured = [], [], []

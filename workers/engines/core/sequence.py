@@ -10,7 +10,7 @@ import msgspec
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import Logprob
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.base import MediaSpan, Reservation
+from penstock.workers.engines.base import BlockReservation, MediaSpan
 
 if TYPE_CHECKING:
     from penstock.workers.engines.constraints.matcher import Matcher
@@ -57,7 +57,7 @@ class Sequence:
     extra: Mapping[int, bytes] = field(default_factory=dict)  # hashes of the media in a block, by block position
     media: Seq[MediaSpan] = ()
     hold: bool = False  # see SequenceRequest
-    reservation: Reservation | None = None
+    reservation: BlockReservation | None = None
     processors: "Chain | None" = None  # of its logits
     constraint: "Matcher | None" = None  # on its output
     score: int = 0  # the next prompt position to be scored; ``prompt_len``: none is wanted any more

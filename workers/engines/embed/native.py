@@ -21,7 +21,7 @@ from penstock.workers.engines.base import EngineError
 from penstock.workers.engines.embed.base import TokenIds, tokenized
 from penstock.workers.engines.native.build import find_device, set_threads
 from penstock.workers.engines.native.model.loading import configuration, first_line, weights
-from penstock.workers.engines.native.model.model import ModelError
+from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.pool import out_of_memory
 
 
@@ -55,20 +55,20 @@ def dense(layers: tuple[Dense, ...], size: int, device: torch.device) -> nn.Sequ
     Args:
         size: of a pooled vector.
     Raises:
-        ModelError: their weights are missing, or of other sizes.
+        UnsupportedModel: their weights are missing, or of other sizes.
     """
     found = nn.Sequential()
     for layer in layers:
         if layer.in_features != size:
-            raise ModelError(f"{layer.path} takes vectors of {layer.in_features} values, and gets {size}")
+            raise UnsupportedModel(f"{layer.path} takes vectors of {layer.in_features} values, and gets {size}")
         linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias)
         try:
             linear.load_state_dict({name.removeprefix("linear."): each for name, each in _weights(layer.path).items()})
         except (OSError, RuntimeError, ValueError) as error:
             line = " ".join(str(error).split())
-            raise ModelError(f"the weights in {layer.path} cannot be used: {line}") from error
+            raise UnsupportedModel(f"the weights in {layer.path} cannot be used: {line}") from error
         if not all(torch.isfinite(each).all() for each in linear.parameters()):
-            raise ModelError(f"there are NaN or infinite weights in {layer.path}")
+            raise UnsupportedModel(f"there are NaN or infinite weights in {layer.path}")
         found.extend([linear, getattr(nn, layer.activation)()])
         size = layer.out_features
     return found.to(device).eval().requires_grad_(False)
@@ -89,7 +89,7 @@ class NativeEmbeddingEngine:
     """See ``EmbeddingEngine``.
 
     Raises:
-        ModelError: the model cannot be served here; the text says what to change.
+        UnsupportedModel: the model cannot be served here; the text says what to change.
         EngineError: the weights do not fit into memory, or the device is missing.
     """
 
@@ -104,7 +104,9 @@ class NativeEmbeddingEngine:
         set_threads(threads, self._device)
         config = configuration(str(path))
         if config.is_encoder_decoder:
-            raise ModelError(f"{config.model_type} is an encoder-decoder; embeddings come from encoders or decoders")
+            raise UnsupportedModel(
+                f"{config.model_type} is an encoder-decoder; embeddings come from encoders or decoders"
+            )
         try:
             self._model = weights(AutoModel, str(path), config, device=self._device, dtype=dtype, unused=UNUSED)
             self._dense = nn.Sequential()
@@ -114,7 +116,7 @@ class NativeEmbeddingEngine:
         except torch.OutOfMemoryError as error:
             raise EngineError(out_of_memory(error)) from error
         except (AttributeError, TypeError, RuntimeError) as error:
-            raise ModelError(f"{config.model_type} makes no vectors of tokens: {first_line(error)}") from error
+            raise UnsupportedModel(f"{config.model_type} makes no vectors of tokens: {first_line(error)}") from error
         limit = self._described.max_tokens
         self.embedder = Embedder(
             dimensions,

@@ -29,15 +29,15 @@ from penstock.workers.engines.base import Engine, EngineError, StepResult
 from penstock.workers.engines.events import wire
 from penstock.workers.engines.events.consolidator import Consolidator
 from penstock.workers.engines.events.subscriber import Subscriber
-from penstock.workers.engines.events.translator import Translator
+from penstock.workers.engines.events.translator import EventTranslator
 
-__all__ = ["Relay", "Source", "ports", "source_of", "start_relay"]
+__all__ = ["PublisherAddresses", "Relay", "ports", "source_of", "start_relay"]
 
 REPLAY_MESSAGES = 10_000  # kept for replay,
 REPLAY_BYTES = 64 << 20  # as many of them as fit
 
 
-class Publisher:
+class EventPublisher:
     """Starts at once; message numbers begin with 0.
 
     Args:
@@ -154,7 +154,7 @@ LINGER_S = 0.5  # published events are awaited for this long; later ones call ``
 HIGHEST_PORT = 65535
 
 
-class Source(NamedTuple):
+class PublisherAddresses(NamedTuple):
     """The addresses of a publisher beside the engine."""
 
     endpoint: str
@@ -185,7 +185,7 @@ def ports(base: int, ranks: int) -> list[tuple[int, int]]:
     return [(base + rank, base + ranks + rank) if base else (0, 0) for rank in range(ranks)]
 
 
-def source_of(text: str) -> Source:
+def source_of(text: str) -> PublisherAddresses:
     """Parse ``tcp://host:port`` or ``tcp://host:port/replay_port``.
 
     Raises:
@@ -197,7 +197,7 @@ def source_of(text: str) -> Source:
     for number in (port, replay) if slash else (port,):
         if scheme != "tcp" or not host or not number.isdigit() or not 0 < int(number) <= HIGHEST_PORT:
             raise ValueError(f"--kv-events-from {text!r}: write tcp://host:port or tcp://host:port/replay_port")
-    return Source(f"tcp://{host}:{port}", f"tcp://{host}:{replay}" if slash else "")
+    return PublisherAddresses(f"tcp://{host}:{port}", f"tcp://{host}:{replay}" if slash else "")
 
 
 def start_relay(engine: Engine, settings: WorkerSettings, root: bytes, wake: Callable[[], None]) -> Engine:
@@ -244,10 +244,10 @@ class Relay:
         self.short_steps = False  # it waits for events
         self._root = root
         self._wake = wake
-        self._publishers: list[Publisher] = []  # by rank
+        self._publishers: list[EventPublisher] = []  # by rank
         self._subscribers: list[Subscriber] = []
         self._streams = [Consolidator() for _ in range(engine.info.dp_size)]
-        self._translators: dict[tuple[str, int], Translator] = {}  # by publisher with its own hashes, and rank
+        self._translators: dict[tuple[str, int], EventTranslator] = {}  # by publisher with its own hashes, and rank
         self._inbox: queue.SimpleQueue[_Received] = queue.SimpleQueue()
         self._unreturned = [0] * engine.info.dp_size  # messages that were published and not yet read back
         self._awaited_until = float("-inf")
@@ -258,25 +258,25 @@ class Relay:
 
     # --- set up ---
 
-    def publish(self, host: str, port: int, replay_port: int, topic: str = "") -> Publisher:
+    def publish(self, host: str, port: int, replay_port: int, topic: str = "") -> EventPublisher:
         """Open the next rank's publisher, and subscribe to it.
 
         Raises:
             zmq.ZMQError: an address cannot be bound to.
         """
         rank = len(self._publishers)
-        publisher = Publisher(
+        publisher = EventPublisher(
             *(f"tcp://{host}:{number or '*'}" for number in (port, replay_port)),
             block_size=self.info.block_size,
             topic=topic,
             rank=rank,
         )
         self._publishers.append(publisher)
-        self._subscribe(rank, Source(*map(_reachable, (publisher.endpoint, publisher.replay))))
+        self._subscribe(rank, PublisherAddresses(*map(_reachable, (publisher.endpoint, publisher.replay))))
         log.info("kv_events_published", rank=rank, endpoint=publisher.endpoint, replay=publisher.replay, topic=topic)
         return publisher
 
-    def subscribe(self, source: Source) -> None:
+    def subscribe(self, source: PublisherAddresses) -> None:
         """Subscribe to a publisher beside the engine.
 
         Raises:
@@ -284,7 +284,7 @@ class Relay:
         """
         self._subscribe(source.endpoint, source)
 
-    def _subscribe(self, key: int | str, source: Source) -> None:
+    def _subscribe(self, key: int | str, source: PublisherAddresses) -> None:
         def take(payloads: list[bytes], lost: bool) -> None:
             self._inbox.put(_Received(key, payloads, lost))
             if self._idle:
@@ -372,7 +372,7 @@ class Relay:
         for payload in payloads:
             self._unreturned[rank] = max(0, self._unreturned[rank] - 1)
             batch = wire.decode(payload)
-            assert isinstance(batch, wire.Batch)
+            assert isinstance(batch, wire.NamedBatch)
             out += stream.feed(rank, batch.events)
         return [(rank, out)]
 
@@ -398,10 +398,10 @@ class Relay:
         if not 0 <= rank < len(self._streams):
             raise ValueError(f"rank {rank} does not exist: this worker has {len(self._streams)}")
         translator = self._translators.get((source, rank))
-        if isinstance(batch, wire.Batch) and translator is None:
+        if isinstance(batch, wire.NamedBatch) and translator is None:
             return rank, batch.events
         if translator is None:
-            translator = self._translators[source, rank] = Translator(self.info.block_size, self._root)
+            translator = self._translators[source, rank] = EventTranslator(self.info.block_size, self._root)
         return rank, translator.feed(wire.decode_raw(payload))
 
     def _forget(self, source: str) -> list[tuple[int, list[KvEvent]]]:

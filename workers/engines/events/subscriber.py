@@ -32,7 +32,7 @@ class Ready(NamedTuple, Generic[T]):
     lost: bool = False
 
 
-class ReorderBuffer(Generic[T]):
+class EventReorderBuffer(Generic[T]):
     """The messages of one publisher.
 
     Attributes:
@@ -121,7 +121,7 @@ class Subscriber:
     ) -> None:
         self._take = take
         self._check_s = check_s
-        self._buffer: ReorderBuffer[bytes] = ReorderBuffer()
+        self._buffer: EventReorderBuffer[bytes] = EventReorderBuffer()
         self._received = False  # something of this publisher is known
         self._requested_at: float | None = None  # a replay is on its way
         self._requested_for_gap = False
@@ -192,7 +192,7 @@ class Subscriber:
         self._deliver(self._buffer.push_live(*wire.parse_message(self._sub.recv_multipart())))
 
     def _on_disconnect(self) -> None:
-        self._buffer, self._requested_at = ReorderBuffer(), None
+        self._buffer, self._requested_at = EventReorderBuffer(), None
         if self._dealer is not None:  # also drops the replayed messages that it may still hold
             self._poller.unregister(self._dealer)
             self._dealer.close(0)
@@ -202,7 +202,7 @@ class Subscriber:
             log.warning("kv_publisher_lost", action="forgetting its blocks")
             self._take([], True)
 
-    def _on_replay(self, message: wire.Message) -> None:
+    def _on_replay(self, message: wire.NumberedPayload) -> None:
         if message.number != wire.END:
             self._requested_at = time.monotonic()  # more is on its way
             self._deliver(self._buffer.push_replayed(*message))

@@ -1,10 +1,10 @@
 """Translates the KV events of vLLM and SGLang: their block hashes become our block names, from tokens and parents.
 
-Pure. There is one ``Translator`` per publisher (data-parallel rank). The formats differ in one thing: where a block
-belongs to a tenant, vLLM names the salt among the ``extra_keys`` of a prompt's first block, SGLang as ``cache_salt`` of
-every block. vLLM may keep two copies of a block and reports each; here the block is removed with the first of them, so
-that a router knows of fewer blocks than there are, never of more. A block that cannot be named for certain (unknown
-parent, media, adapters, another block size) is left out.
+Pure. There is one ``EventTranslator`` per publisher (data-parallel rank). The formats differ in one thing: where a
+block belongs to a tenant, vLLM names the salt among the ``extra_keys`` of a prompt's first block, SGLang as
+``cache_salt`` of every block. vLLM may keep two copies of a block and reports each; here the block is removed with the
+first of them, so that a router knows of fewer blocks than there are, never of more. A block that cannot be named for
+certain (unknown parent, media, adapters, another block size) is left out.
 
 The blocks of one engine by its own hashes, and the KV events that announce them under our names.
 
@@ -196,7 +196,7 @@ TIERS |= {"CPU_PINNED": 1, "DISK": 2, "EXTERNAL": 2}  # of SGLang
 _ALL = float("inf")  # window of layers with full attention
 
 
-class Counts(msgspec.Struct):
+class TranslatorCounts(msgspec.Struct):
     """Totals since the start. They count blocks, except ``malformed`` (events)."""
 
     stored: int = 0
@@ -207,7 +207,7 @@ class Counts(msgspec.Struct):
     malformed: int = 0
 
 
-class Translator:
+class EventTranslator:
     """Feed it the engine's events in order; it returns ours.
 
     Args:
@@ -216,7 +216,7 @@ class Translator:
     """
 
     def __init__(self, block_size: int, root: bytes) -> None:
-        self.counts = Counts()
+        self.counts = TranslatorCounts()
         self._block_size = block_size
         self._root = root
         self._tree = BlockTree()

@@ -27,12 +27,12 @@ MEDIA = ("GPU", "CPU", "STORAGE")  # by tier
 _TIERS: dict[str | None, int] = {None: 0} | {name: tier for tier, name in enumerate(MEDIA)}
 
 
-class Message(NamedTuple):
+class NumberedPayload(NamedTuple):
     number: int
     payload: bytes
 
 
-class Batch(NamedTuple):
+class NamedBatch(NamedTuple):
     """A payload whose hashes are our block names."""
 
     time: float  # Unix, seconds
@@ -85,7 +85,7 @@ def frames(topic: bytes, number: int, payload: bytes) -> list[bytes]:
     return [topic, number.to_bytes(8, "big", signed=number < 0), payload]
 
 
-def parse_message(parts: Seq[bytes]) -> Message:
+def parse_message(parts: Seq[bytes]) -> NumberedPayload:
     """Read a published or replayed message, with any routing parts in front.
 
     Raises:
@@ -93,7 +93,7 @@ def parse_message(parts: Seq[bytes]) -> Message:
     """
     if len(parts) < 2 or len(parts[-2]) != 8:
         raise ValueError(f"not a KV event message: {len(parts)} parts, expected topic, 8-byte number and payload")
-    return Message(int.from_bytes(parts[-2], "big", signed=True), parts[-1])
+    return NumberedPayload(int.from_bytes(parts[-2], "big", signed=True), parts[-1])
 
 
 def replay_request(number: int) -> list[bytes]:
@@ -115,7 +115,7 @@ def _to_wire(event: KvEvent, block_size: int) -> _Event:
     return _BlockStored(hashes, event.parent, [], block_size, None, medium, None, group)
 
 
-def decode(payload: bytes, block_size: int = 0) -> Batch | RawBatch:
+def decode(payload: bytes, block_size: int = 0) -> NamedBatch | RawBatch:
     """
     Args:
         block_size: tokens per block of the reader; 0: any.
@@ -132,7 +132,7 @@ def decode(payload: bytes, block_size: int = 0) -> Batch | RawBatch:
     for event in events:
         if isinstance(event, _BlockStored) and block_size and event.block_size != block_size:
             raise ValueError(f"its blocks have {event.block_size} tokens, this worker's {block_size}")
-    return Batch(time, tuple(_from_wire(events)), rank)
+    return NamedBatch(time, tuple(_from_wire(events)), rank)
 
 
 def _has_names(event: _Event) -> bool:

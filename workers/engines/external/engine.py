@@ -26,11 +26,11 @@ from penstock.workers.engines.base import (
     Grammars,
     HeldPrompt,
     KvTransfer,
-    Measured,
     NodeLost,
     Output,
     RequestError,
     Scored,
+    SequenceMeasurements,
     SequenceRequest,
     Started,
     StepResult,
@@ -199,7 +199,7 @@ class ExternalEngine(Generic[C]):
         """
         held: list[HeldPrompt] = []
         scored: list[Scored] = []
-        measured: list[Measured] = []
+        measured: list[SequenceMeasurements] = []
         others: dict[int, list[KvEvent]] = {}
         handed: list[object] = []
         result = StepResult([], [], [], [], 0, held, scored, others, measured, handed)
@@ -224,7 +224,7 @@ class ExternalEngine(Generic[C]):
         result: StepResult,
         held: list[HeldPrompt],
         scores: list[Scored],
-        measured: list[Measured],
+        measured: list[SequenceMeasurements],
         handed: list[object],
     ) -> int:
         """Add an update to the results, unless its sequence was cancelled; returns the number of computed tokens."""
@@ -252,7 +252,7 @@ class ExternalEngine(Generic[C]):
         if scored is not None:
             scores.append(scored)
         if values:
-            measured.append(Measured(sequence.key, values))
+            measured.append(SequenceMeasurements(sequence.key, values))
         result.outputs.extend(Output(sequence.key, *token) for token in tokens)
         if opaque is not None:
             self._held[sequence.key] = -(-sequence.prompt_len // self.info.block_size)

@@ -12,7 +12,7 @@ from penstock.schemas.kv import KvEvent
 from penstock.workers.engines.base import EngineError
 from penstock.workers.engines.events import wire
 from penstock.workers.engines.events.subscriber import Subscriber
-from penstock.workers.engines.events.translator import Translator
+from penstock.workers.engines.events.translator import EventTranslator
 from penstock.workers.engines.external.nodes import free_ports
 from penstock.workers.engines.external.runtime import Inbox
 
@@ -31,7 +31,7 @@ class EventStreams:
     """The names of all ranks' blocks. Used by the engine thread only."""
 
     def __init__(self, ranks: int, block_size: int, root: bytes) -> None:
-        self._translators = [Translator(block_size, root) for _ in range(ranks)]
+        self._translators = [EventTranslator(block_size, root) for _ in range(ranks)]
 
     def feed(self, event: KvPayloads) -> dict[int, list[KvEvent]]:
         """The events in the payloads, by rank. A rank's blocks are forgotten if a payload is missing or damaged."""

@@ -28,7 +28,7 @@ import structlog
 
 from penstock.configs.settings import WorkerSettings
 from penstock.workers.engines.base import EngineError, NodeLost
-from penstock.workers.engines.external.runtime import EngineFailed, Guard, Inbox, LoopThread, children
+from penstock.workers.engines.external.runtime import EngineFailed, Inbox, LoopThread, ProcessGuard, children
 
 _SIOCGIFADDR = 0x8915  # Linux
 
@@ -129,7 +129,7 @@ MAX_STRANGERS = 64  # connections that have not said who they are
 T = TypeVar("T")
 
 
-class Place(NamedTuple):
+class Rendezvous(NamedTuple):
     """Where the machines of an engine meet. ``wait_s``: how long they wait for each other at the start."""
 
     nodes: int
@@ -143,7 +143,7 @@ class Place(NamedTuple):
         return self.port + 1
 
 
-class Member(msgspec.Struct, frozen=True, tag="join", forbid_unknown_fields=True):
+class JoinRequest(msgspec.Struct, frozen=True, tag="join", forbid_unknown_fields=True):
     """What a machine has. All but ``node`` must be equal. ``model``: its revision."""
 
     node: int
@@ -153,7 +153,7 @@ class Member(msgspec.Struct, frozen=True, tag="join", forbid_unknown_fields=True
     model: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class JoinRefused(msgspec.Struct, frozen=True, tag="refused"):
     """``later``: another try may succeed."""
 
     reason: str
@@ -170,7 +170,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """Still there."""
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
+class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
     """A follower was asked to stop: the worker is to drain."""
 
 
@@ -184,21 +184,21 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """The leader ends in order."""
 
 
-Message = Member | Refused | Start | Beat | Stop | Failed | Leave
+Message = JoinRequest | JoinRefused | Start | Beat | StopRequest | Failed | Leave
 _decode = msgspec.json.Decoder(Message).decode
 
 
-def place_of(settings: WorkerSettings) -> Place:
-    return Place(settings.nodes, settings.leader_address, settings.leader_port, settings.nodes_wait_s)
+def place_of(settings: WorkerSettings) -> Rendezvous:
+    return Rendezvous(settings.nodes, settings.leader_address, settings.leader_port, settings.nodes_wait_s)
 
 
-def meeting(place: Place) -> str:
+def meeting(place: Rendezvous) -> str:
     """Where the engine's ranks meet, as HOST:PORT."""
     host = f"[{place.host}]" if ":" in place.host else place.host
     return f"{host}:{place.engine_port}"
 
 
-def objection(member: Member, own: Member) -> str:
+def objection(member: JoinRequest, own: JoinRequest) -> str:
     """Why a machine cannot be one of the leader's; "": it can."""
     if member.nodes != own.nodes or not 0 < member.node < own.nodes:
         return (
@@ -266,7 +266,7 @@ class Leader:
     """
 
     def __init__(
-        self, own: Member, place: Place, lost: Callable[[EngineError], None], asked: Callable[[], None]
+        self, own: JoinRequest, place: Rendezvous, lost: Callable[[EngineError], None], asked: Callable[[], None]
     ) -> None:
         self._own = own
         self._place = place
@@ -339,7 +339,7 @@ class Leader:
                 beat.cancel()
             await link.close()
 
-    async def _greet(self, link: _Link) -> Member | None:
+    async def _greet(self, link: _Link) -> JoinRequest | None:
         if self._strangers >= MAX_STRANGERS:
             return None
         self._strangers += 1
@@ -349,14 +349,14 @@ class Leader:
             return None
         finally:
             self._strangers -= 1
-        if not isinstance(member, Member):
+        if not isinstance(member, JoinRequest):
             return None
         if reason := objection(member, self._own):
             log.error("node_refused", address=link.peer, reason=reason)
-            link.send(Refused(reason))
+            link.send(JoinRefused(reason))
             return None
         if self._started or member.node in self._links:
-            link.send(Refused(f"node 0 has a node {member.node} already; it is not replaced while it runs", True))
+            link.send(JoinRefused(f"node 0 has a node {member.node} already; it is not replaced while it runs", True))
             return None
         log.info("node_joined", node=member.node, address=link.peer)
         self._links[member.node] = link
@@ -375,7 +375,7 @@ class Leader:
                 reason = "has ended, or its connection has"
             elif isinstance(message, Failed):
                 reason, blamed = f"has failed: {message.reason}", True
-            elif isinstance(message, Stop):
+            elif isinstance(message, StopRequest):
                 log.info("node_stops", node=node, action="draining")
                 self._asked()
         del self._links[node]
@@ -432,7 +432,7 @@ class Leader:
         self._loop.close()
 
 
-class Group:
+class NodeGroup:
     """The machines of a worker's engine, as its first one sees them; nothing happens if that is the only one.
 
     Args:
@@ -445,7 +445,7 @@ class Group:
     ) -> None:
         self._leader: Leader | None = None
         if settings.nodes > 1:
-            own = Member(0, settings.nodes, *has)
+            own = JoinRequest(0, settings.nodes, *has)
             self._leader = Leader(own, place_of(settings), lambda error: inbox.put(EngineFailed(error)), asked)
 
     def meet(self, arguments: Mapping[str, Any], own_address: str) -> dict[str, str]:
@@ -477,7 +477,7 @@ class Group:
         try:
             return self._leader.unless_lost(make)
         except EngineError:
-            Guard(children() - before)  # what is left of them waits for the lost ranks
+            ProcessGuard(children() - before)  # what is left of them waits for the lost ranks
             raise
 
     def close(self) -> None:
@@ -485,13 +485,13 @@ class Group:
             self._leader.close()
 
 
-class Follower:
+class NodeFollower:
     """
     Attributes:
         over: how it ended: "", in order, or what happened to the leader.
     """
 
-    def __init__(self, own: Member, place: Place) -> None:
+    def __init__(self, own: JoinRequest, place: Rendezvous) -> None:
         self.over: Future[str] = Future()
         self._own = own
         self._place = place
@@ -531,9 +531,9 @@ class Follower:
                 return answer
             beat.cancel()
             await link.close()
-            if isinstance(answer, Refused) and not answer.later:
+            if isinstance(answer, JoinRefused) and not answer.later:
                 raise EngineError(f"node 0 ({place.host}:{place.port}) refuses this node: {answer.reason}")
-            reason = answer.reason if isinstance(answer, Refused) else "it ended before all nodes were there"
+            reason = answer.reason if isinstance(answer, JoinRefused) else "it ended before all nodes were there"
             await asyncio.sleep(RETRY_S)
         raise NodeLost(
             f"node 0 did not start the engine within {place.wait_s:g} s ({place.host}:{place.port}: {reason}); start "
@@ -565,7 +565,7 @@ class Follower:
     def stop(self) -> None:
         """Ask the leader to drain."""
         if self._link is not None:
-            self._loop.post(self._link.send, Stop())
+            self._loop.post(self._link.send, StopRequest())
 
     def failed(self, reason: str) -> None:
         """Tell the leader that the engine has ended here."""

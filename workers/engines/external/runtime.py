@@ -189,7 +189,7 @@ GRACE_S = 5  # from SIGTERM to SIGKILL
 _SCRIPT = f'read -r _; kill "$@"; sleep {GRACE_S}; kill -KILL "$@"'
 
 
-class Guard:
+class ProcessGuard:
     """
     Args:
         pids: processes to terminate if this process dies before ``close``.

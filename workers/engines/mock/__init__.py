@@ -19,7 +19,7 @@ from penstock.workers.engines.core.data_parallel import DataParallelEngine
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.core.scheduler import Scheduler
-from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary, closing_tokens
+from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, closing_tokens
 from penstock.workers.engines.mock.memory import BLOCK_BYTES, MockBlocks, MockVisionEncoder
 from penstock.workers.engines.mock.play import Played, Player, read_recording
 
@@ -102,7 +102,7 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
     if options.memory_block_bytes:
         pool = MockBlocks(blocks.total_blocks, options.block_size, options.memory_block_bytes, encoder)
     executor = MockExecutor(
-        Vocabulary(options.vocab_size, options.excluded),
+        MockVocabulary(options.vocab_size, options.excluded),
         blocks.total_blocks * options.block_size,
         speedup=options.speedup,
         sleep=sleep,

@@ -133,7 +133,7 @@ LOWEST_RANK = 64  # from here on, all tokens are equally unlikely
 _pack = struct.Struct("<I").pack
 
 
-class Vocabulary:
+class MockVocabulary:
     """The ids that the mock may draw.
 
     Raises:
@@ -203,7 +203,7 @@ def start_state(sampling: Sampling, choice: int, media: int | None) -> int:
 def expected_tokens(
     tokens: Seq[int],
     count: int,
-    vocabulary: Vocabulary,
+    vocabulary: MockVocabulary,
     *,
     sampling: Sampling = GREEDY,
     choice: int = 0,
@@ -243,7 +243,7 @@ class MockExecutor:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        vocabulary: MockVocabulary,
         capacity: int,
         *,
         speedup: float = 1.0,

@@ -28,7 +28,7 @@ from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
 LONGEST_WAIT_S = 0.005  # then new requests are looked at
 
 
-class Answer(NamedTuple):
+class RecordedChoice(NamedTuple):
     """One recorded choice. ``due_s``: of each token, seconds after the engine began with the request."""
 
     tokens: Seq[int]
@@ -42,13 +42,13 @@ class Played(NamedTuple):
     id: str
     prompt: bytes  # token ids, packed u32
     seed: int
-    answers: tuple[Answer, ...]
+    answers: tuple[RecordedChoice, ...]
 
 
 class Playing(NamedTuple):
     """A sequence that plays ``answer``, which began at ``began`` of the player's clock. None: it is not recorded."""
 
-    answer: Answer | None
+    answer: RecordedChoice | None
     began: float
 
 
@@ -106,7 +106,7 @@ class Player:
         before = answer.due_s[position - 1] / self._speedup if position and self._speedup else 0.0
         return Playing(answer, now - before)
 
-    def _find(self, sequence: Sequence) -> Answer | None:
+    def _find(self, sequence: Sequence) -> RecordedChoice | None:
         prompt = _digest(pack_tokens(sequence.tokens[: sequence.prompt_len]))
         answers = self._by_prompt.get(prompt)
         if answers is None:
@@ -255,7 +255,7 @@ def _played(event: Done, request: GenerateRequest | None, stored: Stored) -> Pla
     return Played(event.request, request.prompt, request.sampling.seed, answers)
 
 
-def _answer(event: Done, choice: Outcome, stored: list[tuple[float, int, int]]) -> Answer:
+def _answer(event: Done, choice: Outcome, stored: list[tuple[float, int, int]]) -> RecordedChoice:
     """The choice with its times: from its token batches, else at equal steps to the end."""
     tokens, times = unpack_tokens(choice.tokens), event.timings
     count = len(tokens)
@@ -269,4 +269,4 @@ def _answer(event: Done, choice: Outcome, stored: list[tuple[float, int, int]]) 
         for at, position, size in sorted(stored, key=lambda item: item[1]):
             latest = max(latest, first + at - began)
             due[position : position + size] = [latest] * len(due[position : position + size])
-    return Answer(tokens, due, choice.logprobs)
+    return RecordedChoice(tokens, due, choice.logprobs)

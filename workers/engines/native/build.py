@@ -22,10 +22,10 @@ from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines import budgets
 from penstock.workers.engines.base import EngineError, EngineInfo, SequenceRequest
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler
-from penstock.workers.engines.core.blocks import BlockManager, Copies, HostCache
+from penstock.workers.engines.core.blocks import BlockCopies, BlockManager, HostCache
 from penstock.workers.engines.core.config import SchedulerConfig
 from penstock.workers.engines.core.embeddings import EncodeEngine
-from penstock.workers.engines.core.engine import ScheduledEngine, Speculation
+from penstock.workers.engines.core.engine import ScheduledEngine, Speculator
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Executor, OverlapExecutor
 from penstock.workers.engines.logits.registry import Registry
@@ -42,10 +42,10 @@ from penstock.workers.engines.native.model.loading import (
     weights,
     written,
 )
-from penstock.workers.engines.native.model.model import Model, ModelError
+from penstock.workers.engines.native.model.model import Model, UnsupportedModel
 from penstock.workers.engines.native.model.options import DEFAULTS, NativeOptions
-from penstock.workers.engines.native.model.pool import Pool, out_of_memory, zeros
-from penstock.workers.engines.native.model.pools import Pools, make_pools
+from penstock.workers.engines.native.model.pool import KvPool, out_of_memory, zeros
+from penstock.workers.engines.native.model.pools import KvPools, make_pools
 from penstock.workers.engines.native.model.quantize import quantize
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 
@@ -60,8 +60,8 @@ class HostPool:
         EngineError: there is no memory for it.
     """
 
-    def __init__(self, pool: Pool, slots: int) -> None:
-        self._pool: Pool | None = pool
+    def __init__(self, pool: KvPool, slots: int) -> None:
+        self._pool: KvPool | None = pool
         self._device = pool.data.device
         size, dtype = (slots, *pool.data.shape[1:]), pool.data.dtype
         try:
@@ -72,7 +72,7 @@ class HostPool:
         except (OSError, RuntimeError) as error:
             raise EngineError(f"{slots} KV blocks do not fit into host memory; lower kv_offloading_size") from error
 
-    def copy(self, copies: Copies) -> None:
+    def copy(self, copies: BlockCopies) -> None:
         """Queue the copies on the device, without waiting; later steps see the result."""
         assert self._pool is not None, "closed"
         blocks, slots = self._pool.data, self._data
@@ -98,7 +98,7 @@ class BothExecutor(Executor, OverlapExecutor, Protocol):
 
 def can_pay(
     executor: BothExecutor,
-    speculation: Speculation,
+    speculation: Speculator,
     tokens: int,
     info: EngineInfo,
     make_scheduler: Callable[[], Scheduler],
@@ -152,7 +152,7 @@ def build(
         grammars: compiles the constraints of requests; None: they may have none.
 
     Raises:
-        ModelError: the model cannot be served here; the text says what to change.
+        UnsupportedModel: the model cannot be served here; the text says what to change.
         EngineError: weights or KV cache do not fit into memory, or the device is missing.
         ValueError: a size below 1.
     """
@@ -182,12 +182,14 @@ def _load(model: str, device: torch.device, options: NativeOptions) -> Model:
     """Load a model, with the weights that the options ask for.
 
     Raises:
-        ModelError: as ``load``, or its data type has no fp8 products on this device.
+        UnsupportedModel: as ``load``, or its data type has no fp8 products on this device.
     """
     loaded = load(model, device=device, dtype=options.dtype)
     if options.quantization == "fp8":
         if device.type == "cuda" and loaded.dtype != torch.bfloat16:
-            raise ModelError(f"fp8 weights need bfloat16 activations on CUDA, not {loaded.dtype}; use --dtype bfloat16")
+            raise UnsupportedModel(
+                f"fp8 weights need bfloat16 activations on CUDA, not {loaded.dtype}; use --dtype bfloat16"
+            )
         language = loaded.forward.get_decoder() if loaded.multimodal else loaded.forward
         log.info("weights_quantized", to="fp8", layers=quantize(language))
     return loaded
@@ -216,9 +218,11 @@ def assemble(
     try:
         limit = _model_len(options.max_model_len, loaded.max_positions, loaded.most_positions)
         if draft is not None and max(draft.max_positions, draft.most_positions) < limit:
-            raise ModelError(f"the draft model takes {draft.max_positions} tokens; lower max_model_len ({limit}) to it")
+            raise UnsupportedModel(
+                f"the draft model takes {draft.max_positions} tokens; lower max_model_len ({limit}) to it"
+            )
         if options.batch_invariant and (options.quantization or draft is not None):
-            raise ModelError("batch_invariant excludes quantization and a draft model; leave them out")
+            raise UnsupportedModel("batch_invariant excludes quantization and a draft model; leave them out")
         target = prepared(loaded, reload, invariant=options.batch_invariant)
         loaded = target.model
         name, device = options.speculative_model, loaded.device
@@ -256,13 +260,13 @@ def assemble(
 
 
 def _if_faster(
-    speculation: Speculation,
+    speculation: Speculator,
     executor: "CudaExecutor",
     info: EngineInfo,
-    pools: Pools,
+    pools: KvPools,
     options: NativeOptions,
     limit: int,
-) -> Speculation | None:
+) -> Speculator | None:
     """The speculation, or None, and its drafter closed, if it cannot be faster than none."""
     tokens, count = PROMPT + ANSWER, options.num_speculative_tokens
     if min(pools.kv.blocks * options.block_size, limit) <= tokens:
@@ -275,7 +279,7 @@ def _if_faster(
 
 
 def _info(
-    loaded: Model, options: NativeOptions, pools: Pools, limit: int, processors: Registry | None, load_seconds: float
+    loaded: Model, options: NativeOptions, pools: KvPools, limit: int, processors: Registry | None, load_seconds: float
 ) -> EngineInfo:
     return EngineInfo(
         name="native",
@@ -292,7 +296,7 @@ def _info(
     )
 
 
-def _offload(pools: Pools, options: NativeOptions) -> tuple[HostCache | None, HostPool | None]:
+def _offload(pools: KvPools, options: NativeOptions) -> tuple[HostCache | None, HostPool | None]:
     """Where evicted blocks go, if the options have host memory for them.
 
     Raises:
@@ -330,7 +334,9 @@ def set_threads(threads: int, device: torch.device) -> None:
 def _model_len(wanted: int, limit: int, most: int) -> int:
     if wanted > max(limit, most):
         most = max(limit, most)
-        raise ModelError(f"max_model_len is {wanted}; this model takes {most} (longer needs another RoPE scaling)")
+        raise UnsupportedModel(
+            f"max_model_len is {wanted}; this model takes {most} (longer needs another RoPE scaling)"
+        )
     return wanted or limit
 
 
@@ -342,14 +348,14 @@ def build_encoder(model: str, options: NativeOptions = DEFAULTS) -> EncodeEngine
             max_model_len are only reported in ``info``.
 
     Raises:
-        ModelError: the model takes no images that can be embedded here, or files are missing.
+        UnsupportedModel: the model takes no images that can be embedded here, or files are missing.
         EngineError: weights or embeddings do not fit into memory, or the device is missing.
     """
     started = time.perf_counter()
     config = configuration(model)
     reason = vision.refusal(config)
     if reason:
-        raise ModelError(f"{reason}; an encode worker needs a vision model")
+        raise UnsupportedModel(f"{reason}; an encode worker needs a vision model")
     where = find_device(options.device)
     set_threads(options.threads, where)
     try:

@@ -10,15 +10,15 @@ from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.config import SchedulerConfig
 from penstock.workers.engines.core.drafts import NgramDrafter
-from penstock.workers.engines.core.engine import Drafter, Speculation
+from penstock.workers.engines.core.engine import Drafter, Speculator
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Executor
-from penstock.workers.engines.native.model.attention import Unsupported
+from penstock.workers.engines.native.model.attention import UnsupportedAttention
 from penstock.workers.engines.native.model.draft import DraftModel
 from penstock.workers.engines.native.model.executor import TorchExecutor
-from penstock.workers.engines.native.model.model import Model, ModelError
+from penstock.workers.engines.native.model.model import Model, UnsupportedModel
 from penstock.workers.engines.native.model.options import NGRAM, NativeOptions
-from penstock.workers.engines.native.model.pools import Pools
+from penstock.workers.engines.native.model.pools import KvPools
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ log = structlog.get_logger("engine")
 WARM_TOKENS = 4  # prompt + output of a warm-up request
 
 
-class Prepared(NamedTuple):
+class PreparedModel(NamedTuple):
     """A model to compute with; ``rotation``: of its CUDA kernels, None if it has none."""
 
     model: Model
     rotation: "Rotation | None" = None
 
 
-def prepared(model: Model, reload: Callable[[], Model] | None, *, invariant: bool = False) -> Prepared:
+def prepared(model: Model, reload: Callable[[], Model] | None, *, invariant: bool = False) -> PreparedModel:
     """Rewrite a model on CUDA for the kernels of ``cuda``, if Triton is there and they suit it.
 
     Args:
@@ -45,28 +45,30 @@ def prepared(model: Model, reload: Callable[[], Model] | None, *, invariant: boo
         invariant: what is computed for a sequence shall not depend on the others.
 
     Raises:
-        ModelError: it has to be invariant and cannot be; or it has to be reloaded, without ``reload``.
+        UnsupportedModel: it has to be invariant and cannot be; or it has to be reloaded, without ``reload``.
     """
     if model.device.type != "cuda":
-        return Prepared(model)
+        return PreparedModel(model)
     try:
         from penstock.workers.engines.native.cuda.rewrite import prepare
     except ImportError as error:
         if invariant:
-            raise ModelError(f"batch_invariant needs triton, which torch's CUDA builds come with ({error})") from error
+            raise UnsupportedModel(
+                f"batch_invariant needs triton, which torch's CUDA builds come with ({error})"
+            ) from error
         log.warning("cuda_without_kernels", reason=f"{error}; install triton, which torch's CUDA builds come with")
-        return Prepared(model)
+        return PreparedModel(model)
     try:
-        return Prepared(model, prepare(model, invariant=invariant))
-    except (ModelError, Unsupported) as error:
+        return PreparedModel(model, prepare(model, invariant=invariant))
+    except (UnsupportedModel, UnsupportedAttention) as error:
         if reload is None or invariant:
             raise
         log.warning("cuda_without_kernels", model=type(model.forward).__name__, reason=str(error))
-        return Prepared(reload())
+        return PreparedModel(reload())
 
 
 def make_executor(
-    target: Prepared, pools: Pools, encoder: TorchVisionEncoder | None, options: NativeOptions, limit: int
+    target: PreparedModel, pools: KvPools, encoder: TorchVisionEncoder | None, options: NativeOptions, limit: int
 ) -> "TorchExecutor | CudaExecutor":
     """The engine's executor, warmed up if requested.
 
@@ -101,7 +103,9 @@ def make_executor(
     return cuda_executor
 
 
-def make_speculation(options: NativeOptions, draft: Prepared | None, pools: Pools, limit: int) -> Speculation | None:
+def make_speculation(
+    options: NativeOptions, draft: PreparedModel | None, pools: KvPools, limit: int
+) -> Speculator | None:
     """
     Args:
         draft: the draft model, if the options name one.
@@ -112,12 +116,12 @@ def make_speculation(options: NativeOptions, draft: Prepared | None, pools: Pool
     """
     if options.speculative_model == NGRAM:
         drafter: Drafter = NgramDrafter(options.prompt_lookup_min, options.prompt_lookup_max)
-        return Speculation(drafter, options.num_speculative_tokens)
+        return Speculator(drafter, options.num_speculative_tokens)
     if draft is None:
         return None
     assert pools.draft is not None
     if draft.rotation is None:
-        return Speculation(DraftModel(draft.model, pools.draft), options.num_speculative_tokens)
+        return Speculator(DraftModel(draft.model, pools.draft), options.num_speculative_tokens)
     from penstock.workers.engines.native.cuda.draft import CudaDraftModel, DraftLoop
     from penstock.workers.engines.native.cuda.executor import CudaExecutor
 
@@ -138,17 +142,17 @@ def make_speculation(options: NativeOptions, draft: Prepared | None, pools: Pool
         if options.num_speculative_tokens > 1:
             loop = DraftLoop(executor, options.max_running, options.num_speculative_tokens - 1)
             loop.capture()
-    return Speculation(CudaDraftModel(executor, loop), options.num_speculative_tokens)
+    return Speculator(CudaDraftModel(executor, loop), options.num_speculative_tokens)
 
 
-def scratch_scheduler(pools: Pools, block_size: int, tokens: int) -> Scheduler:
+def scratch_scheduler(pools: KvPools, block_size: int, tokens: int) -> Scheduler:
     """A scheduler for a sequence of so many tokens, which leaves nothing in metrics and prefix cache."""
     blocks = BlockManager(pools.kv.blocks, prefix_cache=False)
     config = SchedulerConfig(block_size=block_size, max_running=1, max_batched_tokens=tokens, max_model_len=tokens)
     return Scheduler(blocks, config, pools.window_rows(blocks))
 
 
-def _warm_up(executor: Executor, pools: Pools, block_size: int, *, temperatures: tuple[float, ...]) -> None:
+def _warm_up(executor: Executor, pools: KvPools, block_size: int, *, temperatures: tuple[float, ...]) -> None:
     """Compute a short request per temperature."""
     scheduler = scratch_scheduler(pools, block_size, WARM_TOKENS)
     half = WARM_TOKENS // 2

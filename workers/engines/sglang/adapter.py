@@ -15,10 +15,10 @@ from penstock.workers.engines.external.event_streams import EventStreams, KvPayl
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
-from penstock.workers.engines.sglang.api import Api
-from penstock.workers.engines.sglang.follower import Call, Follower
+from penstock.workers.engines.sglang.api import SglangApi
+from penstock.workers.engines.sglang.follower import SglangCall, SglangFollower
 from penstock.workers.engines.sglang.metrics import RankLoads, SglangSeries
-from penstock.workers.engines.sglang.prepare import Options, Prepared, check, meeting, offer, prepare
+from penstock.workers.engines.sglang.prepare import SglangInputs, SglangOptions, check, meeting, offer, prepare
 from penstock.workers.engines.sglang.processes import Processes
 
 
@@ -37,8 +37,8 @@ class SglangAdapter:
     def __init__(
         self,
         info: EngineInfo,
-        runtime: EngineRuntime[Api],
-        options: Options,
+        runtime: EngineRuntime[SglangApi],
+        options: SglangOptions,
         loads: RankLoads,
         processes: Processes,
         metrics: SglangSeries,
@@ -47,13 +47,13 @@ class SglangAdapter:
         self._options = options
         self._loads = loads
         self._metrics = metrics
-        self._follower = Follower(runtime, loads, processes, info.slots, options)
+        self._follower = SglangFollower(runtime, loads, processes, info.slots, options)
         self._consumed = ConsumedStates()
         self._streams = EventStreams(info.dp_size, info.block_size, options.root)
         loop = runtime.loop
         loop.post(lambda: loop.task(self._follower.watch(), "health"))
 
-    def accept(self, request: SequenceRequest) -> ActiveSequence[Call]:
+    def accept(self, request: SequenceRequest) -> ActiveSequence[SglangCall]:
         info, options = self._info, self._options
         check(request, info, options)
         room, missing, offered = None, "", b""
@@ -65,18 +65,18 @@ class SglangAdapter:
             if options.role == "prefill":
                 offered = offer(request, info, options)
 
-        def next_call(said: Seq[int]) -> Prepared:
+        def next_call(said: Seq[int]) -> SglangInputs:
             return prepare(request, info, options, said, room)
 
         if request.constraint is not None:
             next_call(())  # refuses one that cannot be compiled
-        call = Call(next_call, request.sampling.logprobs, request.handoff, offered, missing)
+        call = SglangCall(next_call, request.sampling.logprobs, request.handoff, offered, missing)
         return ActiveSequence(request, call)
 
-    def launch(self, sequence: ActiveSequence[Call]) -> None:
+    def launch(self, sequence: ActiveSequence[SglangCall]) -> None:
         self._follower.launch(sequence)
 
-    def abort(self, sequence: ActiveSequence[Call]) -> None:
+    def abort(self, sequence: ActiveSequence[SglangCall]) -> None:
         self._follower.abort(sequence)
 
     def kv_events(self, event: KvPayloads) -> dict[int, list[KvEvent]]:

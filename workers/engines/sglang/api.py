@@ -52,7 +52,7 @@ _SAMPLING = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class Api:
+class SglangApi:
     """The classes that the adapter uses.
 
     Attributes:
@@ -79,7 +79,7 @@ class Api:
         return importlib.util.find_spec("nixl") is not None
 
 
-def load() -> Api:
+def load() -> SglangApi:
     """Import SGLang and check its interface.
 
     Raises:
@@ -97,7 +97,9 @@ def load() -> Api:
     missing |= _CALL - call
     if missing:
         raise EngineError(f"SGLang {version} lacks {', '.join(sorted(missing))}; {INSTALL}")
-    api = Api(version, llm, frozenset(name for name in _fields(args) if not name.startswith("_")), "cache_salt" in call)
+    api = SglangApi(
+        version, llm, frozenset(name for name in _fields(args) if not name.startswith("_")), "cache_salt" in call
+    )
     log.info("sglang", version=version, arguments=len(api.arguments))
     if not version.startswith(VERSIONS):
         log.warning("sglang_version", note=f"written for 0.5.23; {version} is used as far as its signatures agree")

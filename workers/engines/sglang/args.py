@@ -60,7 +60,7 @@ ALIASES: Mapping[str, str] = {
 }
 
 
-class EngineSettings(NamedTuple):
+class SglangSettings(NamedTuple):
     """The worker's settings that become arguments. Sizes are in tokens; 0: not set.
 
     Attributes:
@@ -98,7 +98,7 @@ class EngineSettings(NamedTuple):
     meeting: str = ""
 
 
-class Resolved(NamedTuple):
+class ResolvedSglangArgs(NamedTuple):
     """
     Attributes:
         tree: keyword arguments, without the model.
@@ -123,7 +123,7 @@ class Resolved(NamedTuple):
         return self.tree.get("grammar_backend") == GRAMMARS and not self.tree["skip_tokenizer_init"]
 
 
-def publisher(wanted: EngineSettings) -> Tree | None:
+def publisher(wanted: SglangSettings) -> Tree | None:
     """``kv_events_config``: over ZMQ, if the worker reads them."""
     if not (wanted.prefix_cache and wanted.publish and wanted.events):
         return None
@@ -136,7 +136,7 @@ def publisher(wanted: EngineSettings) -> Tree | None:
     }
 
 
-def defaults(wanted: EngineSettings) -> Tree:
+def defaults(wanted: SglangSettings) -> Tree:
     """Our default arguments."""
     tree: Tree = {
         "skip_tokenizer_init": not wanted.constraints,  # it sees token ids only; grammars need their texts
@@ -171,7 +171,7 @@ def defaults(wanted: EngineSettings) -> Tree:
     return tree
 
 
-def resolve(wanted: EngineSettings, given: Mapping[str, Any], known: Collection[str]) -> Resolved:
+def resolve(wanted: SglangSettings, given: Mapping[str, Any], known: Collection[str]) -> ResolvedSglangArgs:
     """Merge and check.
 
     Args:
@@ -199,7 +199,7 @@ def resolve(wanted: EngineSettings, given: Mapping[str, Any], known: Collection[
         events = None  # ranks on other machines publish there; the router then reckons what they cache
     if events is not None:
         tree["kv_events_config"] = json.dumps(events)
-    return Resolved(tree, events, ranks_of(tree), bool(tree.get("enable_deterministic_inference")))
+    return ResolvedSglangArgs(tree, events, ranks_of(tree), bool(tree.get("enable_deterministic_inference")))
 
 
 def ranks_of(tree: Mapping[str, Any]) -> int:
@@ -207,7 +207,7 @@ def ranks_of(tree: Mapping[str, Any]) -> int:
     return max(int(tree.get("dp_size") or 1), int(tree.get("attn_dp_size") or 1))
 
 
-def _contradictions(tree: Tree, wanted: EngineSettings) -> list[str]:
+def _contradictions(tree: Tree, wanted: SglangSettings) -> list[str]:
     problems = []
     context = wanted.max_model_len + CONTEXT_MARGIN
     if tree["page_size"] != wanted.block_size:

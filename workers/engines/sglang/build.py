@@ -28,22 +28,22 @@ from penstock.workers.engines.external.nodes import address, environ, free_ports
 from penstock.workers.engines.external.runtime import (
     CLOSE_S,
     EngineRuntime,
-    Guard,
     Inbox,
     LoopThread,
+    ProcessGuard,
     children,
     shut_down,
 )
 from penstock.workers.engines.sglang import api as apis
 from penstock.workers.engines.sglang import metrics, plugin
 from penstock.workers.engines.sglang.adapter import SglangAdapter
-from penstock.workers.engines.sglang.api import Api
-from penstock.workers.engines.sglang.args import EngineSettings, Resolved, layout, ranks_of, resolve
-from penstock.workers.engines.sglang.follower import Call
+from penstock.workers.engines.sglang.api import SglangApi
+from penstock.workers.engines.sglang.args import ResolvedSglangArgs, SglangSettings, layout, ranks_of, resolve
+from penstock.workers.engines.sglang.follower import SglangCall
 from penstock.workers.engines.sglang.metrics import RankLoads
-from penstock.workers.engines.sglang.prepare import FAKE_HOST, Address, Options, Room
+from penstock.workers.engines.sglang.prepare import FAKE_HOST, Address, Room, SglangOptions
 from penstock.workers.engines.sglang.processes import Processes, stop_watchdog
-from penstock.workers.engines.support import Served
+from penstock.workers.engines.support import ServedOptions
 
 log = structlog.get_logger("engine")
 
@@ -57,7 +57,7 @@ VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
 def from_settings(
     settings: WorkerSettings, path: Path, asked: Callable[[], None] = lambda: None
-) -> ExternalEngine[Call]:
+) -> ExternalEngine[SglangCall]:
     """Load the model in ``path`` and warm up its engine.
 
     Args:
@@ -82,7 +82,7 @@ def from_settings(
         if resolved.pair and not api.nixl():
             raise EngineError("SGLang's handoff of KV needs the package nixl: pip install nixl")
         inbox, loads = Inbox(), RankLoads()
-        group = nodes.Group(settings, ("sglang", api.version, model.revision), inbox, asked)
+        group = nodes.NodeGroup(settings, ("sglang", api.version, model.revision), inbox, asked)
         undo.callback(group.close)
         variables = VARIABLES | group.meet(resolved.tree, OWN_ADDRESS)
         loop = LoopThread("sglang")
@@ -96,7 +96,7 @@ def from_settings(
         with environ(variables | ({plugin.ACTIVE: "1"} if grammars is not None else {})):
             llm = group.construct(lambda: construct(api, str(path), resolved.tree, loop), before)
         series = metrics.series(multiprocess)
-        undo.callback(Guard(children() - before).close)
+        undo.callback(ProcessGuard(children() - before).close)
         undo.callback(close, llm, loop)
         undo.callback(group.close)  # before the engine ends here, which would look like a lost rank there
         undo.push(early.pop_all())
@@ -111,7 +111,7 @@ def from_settings(
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
         at = Address(wanted.host, wanted.bootstrap_port)
         wait_s = settings.handoff_lease_s if settings.role == "decode" else 0.0
-        options = Options(blocks.root(model.revision), settings.role, info.handoff_layout, at, wait_s, api.salts)
+        options = SglangOptions(blocks.root(model.revision), settings.role, info.handoff_layout, at, wait_s, api.salts)
         adapter = SglangAdapter(info, runtime, options, loads, processes, series)
     log.info("sglang_ready", blocks=info.total_blocks, slots=info.slots, seeds=resolved.deterministic)
     return ExternalEngine(info, runtime, adapter, grammars)
@@ -120,7 +120,7 @@ def from_settings(
 def info_of(
     llm: Any,
     settings: WorkerSettings,
-    resolved: Resolved,
+    resolved: ResolvedSglangArgs,
     model: modeldir.ModelDir,
     loads: RankLoads,
     *,
@@ -147,18 +147,18 @@ def info_of(
         load_seconds=load_seconds,
         dp_size=ranks,
         max_batched_tokens=settings.max_batched_tokens,
-        ignored_options=Served(seed=resolved.deterministic).ignored,
+        ignored_options=ServedOptions(seed=resolved.deterministic).ignored,
     )
 
 
-def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int) -> EngineSettings:
+def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int) -> SglangSettings:
     """The worker's settings that become arguments of the engine.
 
     Raises:
         BadArguments: ``max_model_len`` is more than the model supports.
     """
     events, replay = channels(folder, ranks)
-    return EngineSettings(
+    return SglangSettings(
         role=settings.role,
         block_size=settings.block_size,
         max_running=settings.max_running,
@@ -182,7 +182,7 @@ def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int
     )
 
 
-def construct(api: Api, model: str, tree: Tree, loop: LoopThread) -> Any:
+def construct(api: SglangApi, model: str, tree: Tree, loop: LoopThread) -> Any:
     """
     Raises:
         BadArguments: the engine refuses an argument.

@@ -19,15 +19,15 @@ from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.base import Scored
 from penstock.workers.engines.external.runtime import EngineFailed, EngineRuntime
 from penstock.workers.engines.external.sequences import MISSING, ActiveSequence, SequenceFailure, SequenceUpdate, Token
-from penstock.workers.engines.sglang.api import Api
+from penstock.workers.engines.sglang.api import SglangApi
 from penstock.workers.engines.sglang.metrics import RankLoads
-from penstock.workers.engines.sglang.prepare import Options, Prepared
+from penstock.workers.engines.sglang.prepare import SglangInputs, SglangOptions
 from penstock.workers.engines.sglang.processes import Processes
 
 _BAD_REQUEST = 400
 
 
-class OutputCursor:
+class SglangOutputCursor:
     """Position in the output of one sequence.
 
     Args:
@@ -152,7 +152,7 @@ LOAD_S = 0.1  # between two readings while there are outputs
 NO_REASON = "the engine ended the output without a reason"
 
 
-class Call(NamedTuple):
+class SglangCall(NamedTuple):
     """The calls of ``async_generate`` for one sequence.
 
     Attributes:
@@ -163,14 +163,14 @@ class Call(NamedTuple):
         missing: why it cannot run on this engine of a pair.
     """
 
-    prepare: Callable[[Seq[int]], Prepared]
+    prepare: Callable[[Seq[int]], SglangInputs]
     logprobs: int | None
     handoff: str = ""
     offered: bytes = b""
     missing: str = ""
 
 
-class Follower:
+class SglangFollower:
     """Follows one ``sglang.Engine`` and queues its events, in the loop thread.
 
     Args:
@@ -179,7 +179,12 @@ class Follower:
     """
 
     def __init__(
-        self, runtime: EngineRuntime[Api], loads: RankLoads, processes: Processes, slots: int, options: Options
+        self,
+        runtime: EngineRuntime[SglangApi],
+        loads: RankLoads,
+        processes: Processes,
+        slots: int,
+        options: SglangOptions,
     ) -> None:
         self._llm = runtime.llm
         self._loop = runtime.loop
@@ -193,7 +198,7 @@ class Follower:
         self._slots = asyncio.Semaphore(slots)
         self._together: dict[str, list[asyncio.Task[None]]] = {}  # prompts in computation, by their handoff
 
-    def launch(self, sequence: ActiveSequence[Call]) -> None:
+    def launch(self, sequence: ActiveSequence[SglangCall]) -> None:
         """Submit a sequence."""
         if sequence.cancelled or self._broken:
             return
@@ -214,7 +219,7 @@ class Follower:
         if not tasks:
             self._together.pop(handoff, None)
 
-    def abort(self, sequence: ActiveSequence[Call]) -> None:
+    def abort(self, sequence: ActiveSequence[SglangCall]) -> None:
         """Abort a sequence: SGLang aborts requests whose stream is no longer iterated, in any phase.
 
         On a prefill worker all choices of a request are handed over and released as one. A prompt that was fetched ends
@@ -229,7 +234,7 @@ class Follower:
         for task in list(self._together.get(handoff, [])):
             task.cancel()
 
-    async def _prefill(self, sequence: ActiveSequence[Call]) -> None:
+    async def _prefill(self, sequence: ActiveSequence[SglangCall]) -> None:
         """Hand a sequence over, and compute its prompt while the decode engine waits for it."""
         async with self._slots:
             offered = sequence.call.offered if sequence.hold else None
@@ -248,7 +253,7 @@ class Follower:
             except Exception as error:  # the decode engine gives the request back
                 log.warning("prompt_not_computed", error=repr(error))
 
-    async def _follow(self, sequence: ActiveSequence[Call]) -> None:
+    async def _follow(self, sequence: ActiveSequence[SglangCall]) -> None:
         said: list[int] = []
         try:
             prepared = sequence.call.prepare(said)
@@ -261,9 +266,9 @@ class Follower:
         """A request id. SGLang aborts every request whose id begins with the given one, so none is another's prefix."""
         return f"penstock-{next(self._numbers):016x}"
 
-    async def _generate(self, sequence: ActiveSequence[Call], prepared: Prepared, said: list[int]) -> bool:
+    async def _generate(self, sequence: ActiveSequence[SglangCall], prepared: SglangInputs, said: list[int]) -> bool:
         """One call, whose tokens are added to ``said``; False: the sequence continues with another one."""
-        cursor = OutputCursor(
+        cursor = SglangOutputCursor(
             top=sequence.call.logprobs,
             stops=prepared.stops,
             least=prepared.least,
@@ -286,7 +291,7 @@ class Follower:
         self._emit(SequenceUpdate(sequence, failure=SequenceFailure(Code.engine_error, NO_REASON)))
         return True
 
-    def _on_chunk(self, sequence: ActiveSequence[Call], cursor: OutputCursor, chunk: Any) -> list[int]:
+    def _on_chunk(self, sequence: ActiveSequence[SglangCall], cursor: SglangOutputCursor, chunk: Any) -> list[int]:
         info = chunk["meta_info"]
         new, failure = cursor.take(chunk)
         if cursor.finished:
@@ -303,7 +308,7 @@ class Follower:
             self._emit(SequenceUpdate(sequence, cached, new, failure, None, scored))
         return [each.token for each in new]
 
-    def _scored(self, sequence: ActiveSequence[Call], info: Any) -> Scored | None:
+    def _scored(self, sequence: ActiveSequence[SglangCall], info: Any) -> Scored | None:
         """The prompt's log-probabilities, once: with the first token."""
         if not sequence.score:
             return None
@@ -323,7 +328,7 @@ class Follower:
     async def _take_loads(self) -> None:
         self._loads.take(await self._llm.tokenizer_manager.get_loads())
 
-    def _failed(self, sequence: ActiveSequence[Call], error: Exception) -> None:
+    def _failed(self, sequence: ActiveSequence[SglangCall], error: Exception) -> None:
         if sequence.cancelled:
             return
         code, message = Code.engine_error, str(error) or type(error).__name__

@@ -17,7 +17,7 @@ POLL_S = 0.5
 NO_WAIT = "SGLANG_BLOCK_NONZERO_RANK_CHILDREN"  # "0": the constructor does not return at the end only
 
 
-class Node:
+class SglangNode:
     """
     Raises:
         EngineError: SGLang is not installed.

@@ -157,7 +157,7 @@ def unpack(opaque: bytes, layout: str, tokens: Seq[int], choice: int) -> Room:
     return room(Address(host, port), name, choice, rank if isinstance(rank, int) else None)
 
 
-class Options(NamedTuple):
+class SglangOptions(NamedTuple):
     """Fixed properties of an engine besides ``EngineInfo``.
 
     Attributes:
@@ -177,7 +177,7 @@ class Options(NamedTuple):
     salts: bool = True
 
 
-class Prepared(NamedTuple):
+class SglangInputs(NamedTuple):
     """One call of the engine.
 
     Attributes:
@@ -192,7 +192,7 @@ class Prepared(NamedTuple):
     goes_on: bool = False
 
 
-def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
+def check(request: SequenceRequest, info: EngineInfo, options: SglangOptions) -> None:
     """
     Raises:
         RequestError: it can never run here; the message names the limit.
@@ -215,7 +215,7 @@ def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
         )
 
 
-def meeting(request: SequenceRequest, info: EngineInfo, options: Options, consumed: ConsumedStates) -> Room:
+def meeting(request: SequenceRequest, info: EngineInfo, options: SglangOptions, consumed: ConsumedStates) -> Room:
     """Where this engine meets the other one of its pair.
 
     Args:
@@ -236,7 +236,7 @@ def meeting(request: SequenceRequest, info: EngineInfo, options: Options, consum
     return found
 
 
-def offer(request: SequenceRequest, info: EngineInfo, options: Options) -> bytes:
+def offer(request: SequenceRequest, info: EngineInfo, options: SglangOptions) -> bytes:
     """What the decode worker's engine needs to meet this one."""
     tokens = [*request.prompt, *request.generated]
     return pack(options.address, request.handoff, options.layout, tokens, _rank(request, info))
@@ -247,8 +247,8 @@ def _rank(request: SequenceRequest, info: EngineInfo) -> int | None:
 
 
 def prepare(
-    request: SequenceRequest, info: EngineInfo, options: Options, said: Seq[int] = (), room: Room | None = None
-) -> Prepared:
+    request: SequenceRequest, info: EngineInfo, options: SglangOptions, said: Seq[int] = (), room: Room | None = None
+) -> SglangInputs:
     """The next call for a sequence that has passed ``check``.
 
     Args:
@@ -300,4 +300,4 @@ def prepare(
         arguments["external_trace_header"] = dict(request.trace)
     if room is not None:
         arguments |= room.arguments
-    return Prepared(arguments, stops, max(0, least) if stops else 0, goes_on)
+    return SglangInputs(arguments, stops, max(0, least) if stops else 0, goes_on)

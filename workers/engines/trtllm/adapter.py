@@ -13,15 +13,15 @@ from penstock.workers.engines.external.engine import BlockCounts
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
-from penstock.workers.engines.support import Served
+from penstock.workers.engines.support import ServedOptions
 from penstock.workers.engines.trtllm import metrics as stats
-from penstock.workers.engines.trtllm.api import Api
-from penstock.workers.engines.trtllm.follower import Call, Follower
+from penstock.workers.engines.trtllm.api import TrtllmApi
+from penstock.workers.engines.trtllm.follower import TrtllmCall, TrtllmFollower
 from penstock.workers.engines.trtllm.image_slots import ImageSlotStore
-from penstock.workers.engines.trtllm.kv_events import Roots, Translator, by_rank
+from penstock.workers.engines.trtllm.kv_events import Roots, TrtllmEventTranslator, by_rank
 from penstock.workers.engines.trtllm.metrics import NativeMetrics
-from penstock.workers.engines.trtllm.prepare import Options, check, prepare
-from penstock.workers.engines.trtllm.watch import KvEvents, Stats, Watch
+from penstock.workers.engines.trtllm.prepare import TrtllmOptions, check, prepare
+from penstock.workers.engines.trtllm.watch import KvEvents, QueueReader, Stats
 
 
 class TrtllmAdapter:
@@ -40,8 +40,8 @@ class TrtllmAdapter:
     def __init__(
         self,
         info: EngineInfo,
-        runtime: EngineRuntime[Api],
-        options: Options,
+        runtime: EngineRuntime[TrtllmApi],
+        options: TrtllmOptions,
         metrics: NativeMetrics,
         image_slots: ImageSlotStore | None = None,
     ) -> None:
@@ -49,12 +49,12 @@ class TrtllmAdapter:
         self._info = info
         self._options = options
         self._metrics = metrics
-        self._follower = Follower(runtime, options, metrics)
+        self._follower = TrtllmFollower(runtime, options, metrics)
         self._roots = Roots(info.block_size, options.root)
-        self._translators = [Translator(info.block_size, self._roots) for _ in range(info.dp_size)]
-        self._blocks = stats.Blocks(info.total_blocks, 0, info.total_blocks)
+        self._translators = [TrtllmEventTranslator(info.block_size, self._roots) for _ in range(info.dp_size)]
+        self._blocks = stats.PoolCounts(info.total_blocks, 0, info.total_blocks)
         self._consumed = ConsumedStates()
-        self._watch = Watch(
+        self._watch = QueueReader(
             runtime.llm,
             self._follower.liveness,
             runtime.inbox.put,
@@ -67,7 +67,7 @@ class TrtllmAdapter:
         self._watch.start()
         runtime.resources.callback(self._watch.close)  # before the engine
 
-    def accept(self, request: SequenceRequest) -> ActiveSequence[Call]:
+    def accept(self, request: SequenceRequest) -> ActiveSequence[TrtllmCall]:
         check(request, self._info, self._options.prompt_limit)
         if request.media:
             if self.vision is None:
@@ -75,14 +75,14 @@ class TrtllmAdapter:
             self.vision.check(request.media, len(request.prompt), adopted=bool(request.opaque))
         prepared = prepare(request, self._info, self._options, self._consumed)
         self._roots.learn(request.prompt, request.root or self._options.root, (m.digest for m in request.media))
-        return ActiveSequence(request, Call(prepared.adopted, prepared))
+        return ActiveSequence(request, TrtllmCall(prepared.adopted, prepared))
 
-    def launch(self, sequence: ActiveSequence[Call]) -> None:
+    def launch(self, sequence: ActiveSequence[TrtllmCall]) -> None:
         """Submit a sequence; called in the loop thread."""
         self._follower.launch(sequence)
         self._watch.read()
 
-    def abort(self, sequence: ActiveSequence[Call]) -> None:
+    def abort(self, sequence: ActiveSequence[TrtllmCall]) -> None:
         self._follower.abort(sequence)
 
     def kv_events(self, event: KvEvents | Stats) -> dict[int, list[KvEvent]]:
@@ -109,7 +109,7 @@ class TrtllmAdapter:
         return self._translators[rank].dump()
 
     @property
-    def served(self) -> Served:
+    def served(self) -> ServedOptions:
         """What the engine does with sampling options."""
         return self._options.served
 

@@ -56,7 +56,7 @@ _CALL = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Api:
+class TrtllmApi:
     """The classes that the adapter uses, and the capabilities of this release.
 
     Attributes:
@@ -137,7 +137,7 @@ def set_log_level(level: str) -> None:
     os.environ.setdefault(_LEVEL_VARIABLE, LEVELS[level].upper())
 
 
-def load() -> Api:
+def load() -> TrtllmApi:
     """Import TensorRT-LLM and check its interface.
 
     Raises:
@@ -164,7 +164,7 @@ def load() -> Api:
     scheduling = find("SchedulingParams", "tensorrt_llm.scheduling_params", "tensorrt_llm.llmapi")
     torch_args = find("TorchLlmArgs", "tensorrt_llm.llmapi", "tensorrt_llm.llmapi.llm_args")
     auto_args = find("LlmArgs", "tensorrt_llm._torch.auto_deploy.llm_args")
-    api = Api(
+    api = TrtllmApi(
         version=_version(package),
         llm=llm,
         encoder=getattr(package, "MultimodalEncoder", None),

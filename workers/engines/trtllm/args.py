@@ -74,7 +74,7 @@ _ENCODER_KEYS = frozenset(
 )  # a MultimodalEncoder has neither KV cache nor scheduler
 
 
-class EngineSettings(NamedTuple):
+class TrtllmSettings(NamedTuple):
     """The worker's settings that become arguments. Sizes are in tokens; 0: not set.
 
     Attributes:
@@ -107,7 +107,7 @@ class EngineSettings(NamedTuple):
     choose_sampler: bool = False
 
 
-class Resolved(NamedTuple):
+class ResolvedTrtllmArgs(NamedTuple):
     """
     Attributes:
         tree: keyword arguments of the constructor, without the model.
@@ -135,7 +135,7 @@ class Installed(NamedTuple):
 AS_1_2 = Installed()
 
 
-def defaults(wanted: EngineSettings) -> Tree:
+def defaults(wanted: TrtllmSettings) -> Tree:
     """Our default arguments."""
     block = wanted.block_size
     longest = _up(wanted.max_model_len, block)
@@ -175,14 +175,14 @@ def defaults(wanted: EngineSettings) -> Tree:
 
 
 def resolve(
-    wanted: EngineSettings,
+    wanted: TrtllmSettings,
     extra_yaml: str = "",
     override_json: str = "",
     *,
     installed: Installed = AS_1_2,
     known: Collection[str] | None = None,
     context: Context | None = None,
-) -> Resolved:
+) -> ResolvedTrtllmArgs:
     """Merge, prune and check.
 
     Args:
@@ -215,7 +215,7 @@ def resolve(
     context = context or Context(role=_role(wanted.role), router_block_size=wanted.block_size)
     _report(check(args, context))
     kv = args.kv_cache_config
-    return Resolved(tree, args, bool(kv.enable_block_reuse and kv.event_buffer_max_size), layout(args))
+    return ResolvedTrtllmArgs(tree, args, bool(kv.enable_block_reuse and kv.event_buffer_max_size), layout(args))
 
 
 def _without_removed(tree: Tree, installed: Installed) -> Tree:
@@ -296,7 +296,7 @@ def layout(args: EngineArgs) -> str:
     return f"trtllm:{kv.tokens_per_block}:{kv.dtype}:{blake3(content.encode()).hexdigest(length=6)}"
 
 
-def _takes_grammars(tree: Tree, wanted: EngineSettings) -> bool:
+def _takes_grammars(tree: Tree, wanted: TrtllmSettings) -> bool:
     """Whether guided decoding is known to work beside the other arguments."""
     policy = (tree.get("scheduler_config") or {}).get("capacity_scheduler_policy")
     if policy == "MAX_UTILIZATION":
@@ -305,7 +305,7 @@ def _takes_grammars(tree: Tree, wanted: EngineSettings) -> bool:
     return wanted.backend == "pytorch" and not tree.get("enable_lora") and not tree.get("speculative_config")
 
 
-def _drop_reserved(tree: Tree, wanted: EngineSettings) -> Tree:
+def _drop_reserved(tree: Tree, wanted: TrtllmSettings) -> Tree:
     kept = dict(tree)
     for key, instead in _RESERVED.items():
         if kept.pop(key, None):

@@ -38,18 +38,25 @@ from penstock.workers.engines.external import arguments as user_arguments
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
 from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread, bounded, shut_down
-from penstock.workers.engines.support import Served
+from penstock.workers.engines.support import ServedOptions
 from penstock.workers.engines.trtllm import api as apis
 from penstock.workers.engines.trtllm import follower, prepare
 from penstock.workers.engines.trtllm import metrics as stats
 from penstock.workers.engines.trtllm.adapter import TrtllmAdapter
-from penstock.workers.engines.trtllm.api import Api
-from penstock.workers.engines.trtllm.args import AS_1_2, GRAMMARS, EngineSettings, Installed, Resolved, resolve
-from penstock.workers.engines.trtllm.follower import Call
+from penstock.workers.engines.trtllm.api import TrtllmApi
+from penstock.workers.engines.trtllm.args import (
+    AS_1_2,
+    GRAMMARS,
+    Installed,
+    ResolvedTrtllmArgs,
+    TrtllmSettings,
+    resolve,
+)
+from penstock.workers.engines.trtllm.follower import TrtllmCall
 from penstock.workers.engines.trtllm.image_slots import ImageSlotStore, dtype_of, inputs
 from penstock.workers.engines.trtllm.log_watch import LogWatch
 from penstock.workers.engines.trtllm.metrics import NativeMetrics
-from penstock.workers.engines.trtllm.prepare import Options, OutputPart, bias
+from penstock.workers.engines.trtllm.prepare import OutputPart, TrtllmOptions, bias
 
 if TYPE_CHECKING:
     from penstock.workers.engines.trtllm.logits_processors import TrtllmProcessors
@@ -105,17 +112,17 @@ _FLAT = 50.0  # temperature at which any token may come
 _FIRST, _SECOND, _PENALTY = 400.0, 200.0, 500.0  # far above the logits, and exact in bfloat16
 
 
-class Answer(NamedTuple):
+class ProbeAnswer(NamedTuple):
     """``logprobs``: of the first token, by token id."""
 
     tokens: Seq[int] = ()
     logprobs: Mapping[int, Any] = {}
 
 
-Ask = Callable[[Mapping[str, Any]], Awaitable[Answer]]
+Ask = Callable[[Mapping[str, Any]], Awaitable[ProbeAnswer]]
 
 
-async def find(ask: Ask, prompt_len: int, eos: Seq[int]) -> Served:
+async def find(ask: Ask, prompt_len: int, eos: Seq[int]) -> ServedOptions:
     """
     Args:
         ask: one request with these arguments of SamplingParams beside ``max_tokens``; an empty answer: it was refused.
@@ -148,7 +155,7 @@ async def find(ask: Ask, prompt_len: int, eos: Seq[int]) -> Served:
             minimum = "output"
         elif await barred(prompt_len + 2) == 2:
             minimum = "all"
-    return Served(penalties, min_p, seed, alternatives, minimum)
+    return ServedOptions(penalties, min_p, seed, alternatives, minimum)
 
 
 log = structlog.get_logger("engine")
@@ -161,7 +168,7 @@ WARM_UP_SALT = "penstock-warm-up"
 
 def from_settings(
     settings: WorkerSettings, path: Path, processors: "TrtllmProcessors | None" = None
-) -> ExternalEngine[Call]:
+) -> ExternalEngine[TrtllmCall]:
     """Load the model in ``path`` and warm up its engine.
 
     Args:
@@ -205,11 +212,11 @@ def from_settings(
 class _Plan(NamedTuple):
     """What is known before the engine starts."""
 
-    api: Api
+    api: TrtllmApi
     path: Path
     model: modeldir.ModelDir
-    wanted: EngineSettings
-    resolved: Resolved
+    wanted: TrtllmSettings
+    resolved: ResolvedTrtllmArgs
     grammars: ConstraintCompiler | None = None
 
     @property
@@ -264,10 +271,10 @@ def _options(
     info: EngineInfo,
     processors: "TrtllmProcessors | None",
     image_slots: ImageSlotStore | None,
-) -> Options:
+) -> TrtllmOptions:
     """How the engine's calls are made."""
     api, args = plan.api, plan.args
-    return Options(
+    return TrtllmOptions(
         prompt_limit=prompt_limit(args, info.max_model_len),
         layout=plan.resolved.layout,
         root=blocks.root(plan.model.revision),
@@ -304,8 +311,8 @@ def prompt_limit(args: EngineArgs, model_len: int) -> int:
 
 
 def info_of(
-    resolved: Resolved,
-    wanted: EngineSettings,
+    resolved: ResolvedTrtllmArgs,
+    wanted: TrtllmSettings,
     model: modeldir.ModelDir,
     *,
     rank_blocks: int,
@@ -333,13 +340,13 @@ def info_of(
     )
 
 
-def wanted_of(settings: WorkerSettings, model_len: int, *, images: bool = False) -> EngineSettings:
+def wanted_of(settings: WorkerSettings, model_len: int, *, images: bool = False) -> TrtllmSettings:
     """The worker's settings that become arguments of the engine.
 
     Raises:
         BadArguments: ``max_model_len`` is more than the model supports.
     """
-    return EngineSettings(
+    return TrtllmSettings(
         role=settings.role,
         backend=settings.trtllm_backend,
         block_size=settings.block_size,
@@ -357,7 +364,7 @@ def wanted_of(settings: WorkerSettings, model_len: int, *, images: bool = False)
     )
 
 
-def arguments(settings: WorkerSettings, wanted: EngineSettings, api: Api, path: Path) -> Resolved:
+def arguments(settings: WorkerSettings, wanted: TrtllmSettings, api: TrtllmApi, path: Path) -> ResolvedTrtllmArgs:
     """The constructor's arguments, checked against the model, the draft model and the installed release.
 
     Raises:
@@ -416,7 +423,7 @@ def _shape(path: Path) -> Shape | None:
         return None
 
 
-def construct(api: Api, model: str, resolved: Resolved) -> Any:
+def construct(api: TrtllmApi, model: str, resolved: ResolvedTrtllmArgs) -> Any:
     """
     Raises:
         BadArguments: the engine refuses an argument.
@@ -430,7 +437,7 @@ def construct(api: Api, model: str, resolved: Resolved) -> Any:
         raise EngineError(f"TensorRT-LLM {api.version} did not start: {error!r}") from error
 
 
-def one_token(api: Api) -> dict[str, Any]:
+def one_token(api: TrtllmApi) -> dict[str, Any]:
     """Arguments of ``generate_async`` for a request of one token.
 
     Its cache salt separates it from clients' requests and from the dummy requests of attention DP.
@@ -441,7 +448,7 @@ def one_token(api: Api) -> dict[str, Any]:
     return {"inputs": [1] * WARM_UP_TOKENS, "sampling_params": api.sampling(**arguments)} | _apart(api)
 
 
-def _apart(api: Api) -> dict[str, Any]:
+def _apart(api: TrtllmApi) -> dict[str, Any]:
     extra: dict[str, Any] = {"cache_salt": WARM_UP_SALT} if "cache_salt" in api.call else {}
     if api.scheduling is not None:  # 1.2 compares this value of requests that wait; None would end the engine
         extra["scheduling_params"] = api.scheduling(attention_dp_relax=True)
@@ -451,7 +458,7 @@ def _apart(api: Api) -> dict[str, Any]:
 class WarmedUp(NamedTuple):
     """``stat``: the engine's latest statistic, None without any."""
 
-    served: Served
+    served: ServedOptions
     stat: dict[str, Any] | None
 
 
@@ -463,7 +470,7 @@ def warm_up(plan: _Plan, llm: Any, loop: LoopThread) -> WarmedUp:
     """
     api, model = plan.api, plan.model
 
-    async def ask(arguments: Mapping[str, Any]) -> Answer:
+    async def ask(arguments: Mapping[str, Any]) -> ProbeAnswer:
         fixed = {"max_tokens": TOKENS, "end_id": -1, "pad_id": 0, "detokenize": False, "add_special_tokens": False}
         given = {**fixed, "include_stop_str_in_output": True, **arguments}
         if "embedding_bias" in given:
@@ -475,16 +482,16 @@ def warm_up(plan: _Plan, llm: Any, loop: LoopThread) -> WarmedUp:
         except Exception as error:
             if not follower.is_request_error(error, api.request_error, at_call=True):
                 raise
-            return Answer()
+            return ProbeAnswer()
         entries = output.logprobs or [{}]
-        return Answer(list(output.token_ids), entries[0] if isinstance(entries[0], Mapping) else {})
+        return ProbeAnswer(list(output.token_ids), entries[0] if isinstance(entries[0], Mapping) else {})
 
-    async def all_requests() -> Served:
+    async def all_requests() -> ServedOptions:
         await llm.generate_async(**one_token(api)).aresult()
         return await find(ask, WARM_UP_TOKENS, model.eos_token_ids)
 
     try:
-        served: Served = loop.run(all_requests(), WARM_UP_S)
+        served: ServedOptions = loop.run(all_requests(), WARM_UP_S)
     except Exception as error:
         raise EngineError(f"TensorRT-LLM started but failed its first request: {error!r}") from error
     log.info("trtllm_sampling", **served._asdict())
@@ -506,7 +513,7 @@ def _latest_stat(llm: Any) -> dict[str, Any] | None:
     return last
 
 
-def capacity(llm: Any, api: Api, args: EngineArgs, stat: dict[str, Any] | None) -> int:
+def capacity(llm: Any, api: TrtllmApi, args: EngineArgs, stat: dict[str, Any] | None) -> int:
     """KV blocks of one rank: from the engine's API, else from its statistics, else estimated from its arguments."""
     if api.capacity:
         answer = llm.get_kv_cache_capacity()

@@ -20,9 +20,9 @@ from penstock.workers.engines.external.runtime import EngineFailed, EngineRuntim
 from penstock.workers.engines.external.sequences import ActiveSequence, SequenceFailure, SequenceUpdate
 from penstock.workers.engines.trtllm import disagg
 from penstock.workers.engines.trtllm import metrics as perf_metrics
-from penstock.workers.engines.trtllm.api import Api
+from penstock.workers.engines.trtllm.api import TrtllmApi
 from penstock.workers.engines.trtllm.metrics import NativeMetrics
-from penstock.workers.engines.trtllm.prepare import Options, Prepared
+from penstock.workers.engines.trtllm.prepare import TrtllmInputs, TrtllmOptions
 from penstock.workers.engines.trtllm.watch import Liveness
 
 _TOO_LONG = re.compile(
@@ -71,7 +71,7 @@ FETCH_MORE_S = 30.0  # how long a fetch of KV may take beyond the engine's own l
 
 
 @dataclass(slots=True)
-class Call:
+class TrtllmCall:
     """The call of ``generate_async`` for one sequence. Belongs to the loop thread.
 
     Attributes:
@@ -81,15 +81,15 @@ class Call:
     """
 
     adopted: bool
-    prepared: Prepared | None
+    prepared: TrtllmInputs | None
     result: Any = None
     aborted: bool = False
 
 
-class Follower:
+class TrtllmFollower:
     """Follows one ``LLM`` and queues its events, in the loop thread."""
 
-    def __init__(self, runtime: EngineRuntime[Api], options: Options, metrics: NativeMetrics) -> None:
+    def __init__(self, runtime: EngineRuntime[TrtllmApi], options: TrtllmOptions, metrics: NativeMetrics) -> None:
         self._llm = runtime.llm
         self._api = runtime.api
         self._loop = runtime.loop
@@ -102,7 +102,7 @@ class Follower:
 
     # --- requests ---
 
-    def launch(self, sequence: ActiveSequence[Call]) -> None:
+    def launch(self, sequence: ActiveSequence[TrtllmCall]) -> None:
         """Submit a sequence."""
         prepared, sequence.call.prepared = sequence.call.prepared, None
         if sequence.cancelled or self._broken or prepared is None:
@@ -117,7 +117,7 @@ class Follower:
         if sequence.call.adopted:
             self._loop.later(self._options.abort_hold_s + FETCH_MORE_S, self._not_fetched, sequence)
 
-    def _not_fetched(self, sequence: ActiveSequence[Call]) -> None:
+    def _not_fetched(self, sequence: ActiveSequence[TrtllmCall]) -> None:
         """Give a sequence up whose KV never came: TensorRT-LLM can lose a block before it was sent, and waits on."""
         if sequence.responded or sequence.cancelled or self._broken:
             return
@@ -126,7 +126,7 @@ class Follower:
         text = "the prompt's KV did not come from the prefill worker's engine"
         self._emit(SequenceUpdate(sequence, failure=SequenceFailure(Code.transfer_failed, text)))
 
-    async def _follow(self, sequence: ActiveSequence[Call], prepared: Prepared) -> None:
+    async def _follow(self, sequence: ActiveSequence[TrtllmCall], prepared: TrtllmInputs) -> None:
         try:
             async for response in sequence.call.result:
                 self._on_output(sequence, prepared, response)
@@ -142,7 +142,7 @@ class Follower:
             )
         self._metrics.finished(getattr(sequence.call.result, "metrics_dict", None))
 
-    def _on_output(self, sequence: ActiveSequence[Call], prepared: Prepared, response: Any) -> None:
+    def _on_output(self, sequence: ActiveSequence[TrtllmCall], prepared: TrtllmInputs, response: Any) -> None:
         first, sequence.responded = not sequence.responded, True
         self.liveness.generated(time.monotonic())
         if sequence.cancelled:
@@ -175,14 +175,14 @@ class Follower:
         if cursor.finished and not response.finished:  # else it would keep generating
             self.abort(sequence)
 
-    def _failed(self, sequence: ActiveSequence[Call], error: Exception, *, at_call: bool) -> None:
+    def _failed(self, sequence: ActiveSequence[TrtllmCall], error: Exception, *, at_call: bool) -> None:
         if not is_request_error(error, self._api.request_error, at_call=at_call):
             self.broken(error)
         elif not sequence.cancelled:
             code = code_of(error, at_call=at_call, adopted=sequence.call.adopted)
             self._emit(SequenceUpdate(sequence, failure=SequenceFailure(code, str(error) or type(error).__name__)))
 
-    def abort(self, sequence: ActiveSequence[Call]) -> None:
+    def abort(self, sequence: ActiveSequence[TrtllmCall]) -> None:
         """Abort a sequence, after a bounded wait if its prompt's KV is being fetched: aborting then is unsafe."""
         if sequence.call.result is None or sequence.call.aborted or sequence.call.result.finished:
             return
@@ -191,7 +191,7 @@ class Follower:
             return
         self._abort_now(sequence)
 
-    def _abort_now(self, sequence: ActiveSequence[Call]) -> None:
+    def _abort_now(self, sequence: ActiveSequence[TrtllmCall]) -> None:
         if sequence.call.aborted or sequence.call.result.finished:
             return
         sequence.call.aborted = True
@@ -202,7 +202,7 @@ class Follower:
             return
         self._loop.later(ABORT_S, self._cancel_following, sequence)
 
-    def _cancel_following(self, sequence: ActiveSequence[Call]) -> None:
+    def _cancel_following(self, sequence: ActiveSequence[TrtllmCall]) -> None:
         if sequence.task is not None and not sequence.task.done():
             log.warning("abort_unanswered", seconds=ABORT_S)
             sequence.task.cancel()

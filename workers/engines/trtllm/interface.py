@@ -19,7 +19,7 @@ from penstock.workers.engines.trtllm.api import find
 ANY = object()  # a default that does not matter, or none
 
 
-class Part(NamedTuple):
+class InterfacePart(NamedTuple):
     """A class or a method.
 
     Attributes:
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     optional: bool = False
 
 
-class Difference(NamedTuple):
+class InterfaceDifference(NamedTuple):
     """``used``: the adapter needs what is missing; else a default is another one than known."""
 
     where: str
@@ -46,8 +46,8 @@ class Difference(NamedTuple):
 _TOP, _LLMAPI, _RESULT = "tensorrt_llm", "tensorrt_llm.llmapi", "tensorrt_llm.executor.result"
 _NONE = (None,)
 
-PARTS: tuple[Part, ...] = (
-    Part(
+PARTS: tuple[InterfacePart, ...] = (
+    InterfacePart(
         "LLM.generate_async",
         (_TOP,),
         {
@@ -60,10 +60,10 @@ PARTS: tuple[Part, ...] = (
             "cache_salt": _NONE,
         },
     ),
-    Part("LLM.get_kv_cache_events", (_TOP,), {"timeout": (ANY,)}),
-    Part("LLM.get_stats", (_TOP,), {"timeout": (ANY,)}),
-    Part("LLM.shutdown", (_TOP,)),
-    Part(
+    InterfacePart("LLM.get_kv_cache_events", (_TOP,), {"timeout": (ANY,)}),
+    InterfacePart("LLM.get_stats", (_TOP,), {"timeout": (ANY,)}),
+    InterfacePart("LLM.shutdown", (_TOP,)),
+    InterfacePart(
         "SamplingParams",
         (_TOP,),
         {
@@ -94,8 +94,8 @@ PARTS: tuple[Part, ...] = (
             "return_perf_metrics": (False,),
         },
     ),
-    Part("GuidedDecodingParams", (_LLMAPI, "tensorrt_llm.sampling_params"), {"grammar": _NONE}),
-    Part(
+    InterfacePart("GuidedDecodingParams", (_LLMAPI, "tensorrt_llm.sampling_params"), {"grammar": _NONE}),
+    InterfacePart(
         "DisaggregatedParams",
         (_LLMAPI, "tensorrt_llm.disaggregated_params"),
         {
@@ -108,13 +108,13 @@ PARTS: tuple[Part, ...] = (
             "multimodal_hashes": _NONE,
         },
     ),
-    Part(
+    InterfacePart(
         "SchedulingParams",
         ("tensorrt_llm.scheduling_params", _LLMAPI),
         {"attention_dp_rank": _NONE, "attention_dp_relax": (None, True)},
     ),
-    Part("RequestError", ("tensorrt_llm.executor.utils", _LLMAPI, "tensorrt_llm.executor")),
-    Part(
+    InterfacePart("RequestError", ("tensorrt_llm.executor.utils", _LLMAPI, "tensorrt_llm.executor")),
+    InterfacePart(
         "CompletionOutput",
         (_RESULT, _LLMAPI),
         {
@@ -127,13 +127,15 @@ PARTS: tuple[Part, ...] = (
             "request_perf_metrics": _NONE,
         },
     ),
-    Part(
+    InterfacePart(
         "RequestOutput", (_LLMAPI, "tensorrt_llm.llmapi.llm"), {"outputs": (ANY,), "finished": (ANY,), "abort": (ANY,)}
     ),
-    Part("Logprob", (_RESULT, "tensorrt_llm.executor"), {"logprob": (ANY,), "rank": _NONE}),
-    Part("MultimodalEncoder.generate", (_TOP,), {"inputs": (ANY,), "use_tqdm": (ANY,)}, optional=True),
-    Part("SharedTensorContainer.from_dict", ("tensorrt_llm._torch.shared_tensor",), optional=True),
-    Part("MetricsCollector", ("tensorrt_llm.metrics", "tensorrt_llm.metrics.collector"), {"labels": (ANY,)}, True),
+    InterfacePart("Logprob", (_RESULT, "tensorrt_llm.executor"), {"logprob": (ANY,), "rank": _NONE}),
+    InterfacePart("MultimodalEncoder.generate", (_TOP,), {"inputs": (ANY,), "use_tqdm": (ANY,)}, optional=True),
+    InterfacePart("SharedTensorContainer.from_dict", ("tensorrt_llm._torch.shared_tensor",), optional=True),
+    InterfacePart(
+        "MetricsCollector", ("tensorrt_llm.metrics", "tensorrt_llm.metrics.collector"), {"labels": (ANY,)}, True
+    ),
 )
 
 # Sections of the arguments: our Struct, and the engine's class.
@@ -156,7 +158,7 @@ _EFFECTIVE = {
 }  # None stands for another
 
 
-def differences() -> list[Difference]:
+def differences() -> list[InterfaceDifference]:
     """Where the installed release differs from the table; what it has beyond it does not matter.
 
     Raises:
@@ -168,39 +170,43 @@ def differences() -> list[Difference]:
     ]
 
 
-def _of_part(part: Part) -> Iterator[Difference]:
+def _of_part(part: InterfacePart) -> Iterator[InterfaceDifference]:
     owner, _, method = part.name.partition(".")
     found = find(owner, *part.modules)
     if found is not None and method:
         found = getattr(found, method, None)
     if found is None:
         if not part.optional:
-            yield Difference(part.name, "is missing", True)
+            yield InterfaceDifference(part.name, "is missing", True)
         return
     members = _members(found)
     for name, known in part.members.items():
         if name not in members and not hasattr(found, name):
-            yield Difference(f"{part.name}.{name}" if not method else f"{part.name}({name})", "is missing", True)
+            yield InterfaceDifference(
+                f"{part.name}.{name}" if not method else f"{part.name}({name})", "is missing", True
+            )
         elif name in members and ANY not in known and not any(_same(members[name], each) for each in known):
             expected = " or ".join(map(repr, known))
-            yield Difference(f"{part.name} {name}", f"has the default {members[name]!r}, known is {expected}", False)
+            yield InterfaceDifference(
+                f"{part.name} {name}", f"has the default {members[name]!r}, known is {expected}", False
+            )
 
 
-def _of_section(key: str, ours: type[msgspec.Struct], name: str) -> Iterator[Difference]:
+def _of_section(key: str, ours: type[msgspec.Struct], name: str) -> Iterator[InterfaceDifference]:
     found = find(name, "tensorrt_llm.llmapi.llm_args", _LLMAPI)
     if found is None:
-        yield Difference(name, "is missing", True)
+        yield InterfaceDifference(name, "is missing", True)
         return
     members = _members(found)
     for field in msgspec.structs.fields(ours):
         where = f"{key}.{field.name}" if key else field.name
         if field.name not in members:
-            yield Difference(where, "is no argument of this release", False)
+            yield InterfaceDifference(where, "is no argument of this release", False)
             continue
         default, theirs = field.default, members[field.name]
         plain = isinstance(default, str | int | float | bool | None)
         if plain and field.name not in _EFFECTIVE and theirs is not ANY and not _same(theirs, default):
-            yield Difference(where, f"has the default {theirs!r}, known is {default!r}", False)
+            yield InterfaceDifference(where, f"has the default {theirs!r}, known is {default!r}", False)
 
 
 def _same(theirs: Any, known: Any) -> bool:

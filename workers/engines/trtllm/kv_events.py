@@ -1,9 +1,9 @@
 """Translates TensorRT-LLM's KV-cache events: its opaque hashes become our block names, from tokens and parents.
 
-Pure: no engine, no clock, no thread. There is one ``Translator`` per attention-DP rank (see ``by_rank``); fed with the
-events of several ranks, it announces a block while any of them holds it. A block that cannot be named for certain (its
-parent was lost, two tenants have a copy of its tokens, or its media are unknown) is left out with all its descendants:
-a router then knows of fewer blocks than there are, never of more.
+Pure: no engine, no clock, no thread. There is one ``TrtllmEventTranslator`` per attention-DP rank (see ``by_rank``);
+fed with the events of several ranks, it announces a block while any of them holds it. A block that cannot be named for
+certain (its parent was lost, two tenants have a copy of its tokens, or its media are unknown) is left out with all its
+descendants: a router then knows of fewer blocks than there are, never of more.
 
 Announced blocks are closed towards the front, as routers expect: a block is visible while it and all its ancestors are
 in device memory. Blocks in host memory have ``tier`` 1.
@@ -28,7 +28,7 @@ log = structlog.get_logger("engine")
 MAX_REMEMBERED = 16_384  # first blocks of prompts, and media; about 8 MB
 
 
-class Counts(msgspec.Struct):
+class TrtllmEventCounts(msgspec.Struct):
     """Totals since the start. They count blocks, except ``gaps``, ``malformed`` and ``lost``."""
 
     stored: int = 0
@@ -97,7 +97,7 @@ class Roots:
         return media in self._media
 
 
-class Translator:
+class TrtllmEventTranslator:
     """Feed it the engine's events in order; it returns ours.
 
     Args:
@@ -109,7 +109,7 @@ class Translator:
     """
 
     def __init__(self, block_size: int, roots: Roots) -> None:
-        self.counts = Counts()
+        self.counts = TrtllmEventCounts()
         self.window: int | None = None
         self._block_size = block_size
         self._roots = roots

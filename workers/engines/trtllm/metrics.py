@@ -52,7 +52,7 @@ COUNTERS: Mapping[str, tuple[str, str, str]] = {
 }
 
 
-class Blocks(NamedTuple):
+class PoolCounts(NamedTuple):
     """Numbers of blocks in the KV pool."""
 
     total: int
@@ -67,7 +67,7 @@ def number(stat: Mapping[str, Any], section: str, key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def blocks(stat: Mapping[str, Any]) -> Blocks | None:
+def blocks(stat: Mapping[str, Any]) -> PoolCounts | None:
     """The pool according to a statistic; None: it does not say."""
     total = number(stat, "kvCacheStats", "maxNumBlocks")
     if total is None:
@@ -76,7 +76,7 @@ def blocks(stat: Mapping[str, Any]) -> Blocks | None:
     free = number(stat, "kvCacheStats", "freeNumBlocks")
     if used is None:
         used = total - free if free is not None else 0.0
-    return Blocks(int(total), int(used), int(total - used if free is None else free))
+    return PoolCounts(int(total), int(used), int(total - used if free is None else free))
 
 
 def gauges(stat: Mapping[str, Any]) -> dict[str, float]:

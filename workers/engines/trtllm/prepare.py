@@ -28,14 +28,14 @@ from penstock.workers.engines.external.constrained import ends, grammar_text
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.sampling import seed_of, shape, stop_ids
 from penstock.workers.engines.external.sequences import MISSING, SequenceFailure, Token, logprob_of
-from penstock.workers.engines.support import Served, problem
+from penstock.workers.engines.support import ServedOptions, problem
 from penstock.workers.engines.trtllm import disagg
 from penstock.workers.engines.trtllm.watch import ANSWER_S, QUIET_S
 
 _ENDED = frozenset({"stop", "length", "timeout", "cancelled"})  # "not_finished": another engine continues
 
 
-class OutputCursor:
+class TrtllmOutputCursor:
     """Position in the output of one sequence.
 
     Args:
@@ -217,7 +217,7 @@ NOT_CONTINUED = (
 )
 
 
-class Options(NamedTuple):
+class TrtllmOptions(NamedTuple):
     """Fixed properties of an engine besides ``EngineInfo``.
 
     Attributes:
@@ -252,14 +252,14 @@ class Options(NamedTuple):
     processors: Callable[[SequenceRequest], Any] | None = None
     continuing: Callable[[SequenceRequest], Any] | None = None
     image_inputs: Callable[[Seq[int], Seq[MediaSpan]], dict[str, Any]] | None = None
-    served: Served = Served()
+    served: ServedOptions = ServedOptions()
     vocab_size: int = 0
     one_token: Callable[[], dict[str, Any]] = dict
     quiet_s: float = QUIET_S
     answer_s: float = ANSWER_S
 
 
-class Prepared(NamedTuple):
+class TrtllmInputs(NamedTuple):
     """One call of the engine.
 
     Attributes:
@@ -270,7 +270,7 @@ class Prepared(NamedTuple):
         adopted: the prompt's KV is fetched from another engine.
     """
 
-    cursor: OutputCursor
+    cursor: TrtllmOutputCursor
     sampling: dict[str, Any]
     arguments: dict[str, Any]
     tokens: list[int]
@@ -292,7 +292,9 @@ def check(request: SequenceRequest, info: EngineInfo, prompt_limit: int) -> None
         )
 
 
-def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consumed: ConsumedStates) -> Prepared:
+def prepare(
+    request: SequenceRequest, info: EngineInfo, options: TrtllmOptions, consumed: ConsumedStates
+) -> TrtllmInputs:
     """
     Args:
         consumed: states of prefill engines that this engine has taken over; each can be taken over once.
@@ -343,7 +345,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
     if options.scheduling is not None:  # relaxed: if that rank is full, another takes it; None would end the engine
         rank = request.rank % info.dp_size
         arguments["scheduling_params"] = options.scheduling(attention_dp_rank=rank, attention_dp_relax=True)
-    cursor = OutputCursor(
+    cursor = TrtllmOutputCursor(
         limit=limit,
         stops=stop_ids(stop, eos),
         min_tokens=max(0, stop.min_tokens - len(request.generated)),
@@ -351,10 +353,10 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
         skip=request.generated[before:],
         top=request.sampling.logprobs,
     )
-    return Prepared(cursor, parameters, arguments, tokens, adopted)
+    return TrtllmInputs(cursor, parameters, arguments, tokens, adopted)
 
 
-def _edits(request: SequenceRequest, options: Options, *, continues: bool) -> dict[str, Any]:
+def _edits(request: SequenceRequest, options: TrtllmOptions, *, continues: bool) -> dict[str, Any]:
     """Arguments of SamplingParams that edit the logits.
 
     Args:
@@ -377,7 +379,7 @@ def _edits(request: SequenceRequest, options: Options, *, continues: bool) -> di
     return found
 
 
-def _take_over(request: SequenceRequest, options: Options, consumed: ConsumedStates) -> tuple[Any, int]:
+def _take_over(request: SequenceRequest, options: TrtllmOptions, consumed: ConsumedStates) -> tuple[Any, int]:
     """Parameters for taking over another engine's KV, and how many of the last tokens that engine drew.
 
     Returns: (None, 0) if it cannot be taken over: then the prompt is computed here. The choices of a request share one

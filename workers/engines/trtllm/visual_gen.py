@@ -40,7 +40,7 @@ _VIDEO = re.compile("Video|^Wan|^LTX|^Mochi|^Cosmos.*World|T2V")
 _PARAMETERS = ("height", "width", "num_inference_steps", "guidance_scale", "seed", "num_frames", "frame_rate")
 
 
-class Api(NamedTuple):
+class VisualGenApi(NamedTuple):
     """The parts of the installed release that are used."""
 
     version: str
@@ -48,7 +48,7 @@ class Api(NamedTuple):
     parameters: Callable[..., Any]
 
 
-def load() -> Api:
+def load() -> VisualGenApi:
     """Import it and check its interface.
 
     Raises:
@@ -66,7 +66,7 @@ def load() -> Api:
     engine, parameters = (getattr(module, name, None) for name in ("VisualGen", "VisualGenParams"))
     if engine is None or parameters is None:
         raise EngineError(f"tensorrt_llm {version} has a {MODULE} without VisualGen or VisualGenParams; {INSTALL}")
-    api = Api(version, engine, parameters)
+    api = VisualGenApi(version, engine, parameters)
     lacking = [name for name in _PARAMETERS if name not in _names(api.parameters)]
     if lacking:
         raise EngineError(f"VisualGenParams of tensorrt_llm {version} has no {', '.join(lacking)}; {INSTALL}")
@@ -85,7 +85,7 @@ class VisualGen:
     name = "trtllm"
     interruptible = False
 
-    def __init__(self, api: Api, engine: Any, diffuser: Diffuser, load_seconds: float) -> None:
+    def __init__(self, api: VisualGenApi, engine: Any, diffuser: Diffuser, load_seconds: float) -> None:
         self._api = api
         self._engine = engine
         self.diffuser = diffuser

@@ -159,7 +159,7 @@ class _Queue:
         return found, False
 
 
-class Watch:
+class QueueReader:
     """Two threads, from ``start`` to ``close``. Queues are read from ``read`` on: an idle engine has no news.
 
     Args:

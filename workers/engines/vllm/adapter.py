@@ -20,9 +20,9 @@ from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.metrics import NativeSeries
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
-from penstock.workers.engines.vllm.api import Api
-from penstock.workers.engines.vllm.follower import Call, Follower
-from penstock.workers.engines.vllm.prepare import Options, check, prepare
+from penstock.workers.engines.vllm.api import VllmApi
+from penstock.workers.engines.vllm.follower import VllmCall, VllmFollower
+from penstock.workers.engines.vllm.prepare import VllmOptions, check, prepare
 
 PREFIX = "vllm:"  # of vLLM's own metrics
 
@@ -81,30 +81,30 @@ class VllmAdapter:
     vision: VisionEngine | None = None
 
     def __init__(
-        self, info: EngineInfo, runtime: EngineRuntime[Api], options: Options, scheduler: SchedulerStats
+        self, info: EngineInfo, runtime: EngineRuntime[VllmApi], options: VllmOptions, scheduler: SchedulerStats
     ) -> None:
         self._info = info
         self._options = options
         self._scheduler = scheduler
-        self._follower = Follower(runtime, options.layout)
+        self._follower = VllmFollower(runtime, options.layout)
         self._streams = EventStreams(info.dp_size, info.block_size, options.root)
         self._consumed = ConsumedStates()
         loop = runtime.loop
         loop.post(lambda: loop.task(self._follower.watch(), "health"))
 
-    def accept(self, request: SequenceRequest) -> ActiveSequence[Call]:
+    def accept(self, request: SequenceRequest) -> ActiveSequence[VllmCall]:
         check(request, self._info, self._options)
 
         def without_handoff() -> Any:
             return prepare(msgspec.structs.replace(request, opaque=b""), self._info, self._options, self._consumed)
 
         prepared = prepare(request, self._info, self._options, self._consumed)
-        return ActiveSequence(request, Call(prepared, without_handoff, request.sampling.logprobs))
+        return ActiveSequence(request, VllmCall(prepared, without_handoff, request.sampling.logprobs))
 
-    def launch(self, sequence: ActiveSequence[Call]) -> None:
+    def launch(self, sequence: ActiveSequence[VllmCall]) -> None:
         self._follower.launch(sequence)
 
-    def abort(self, sequence: ActiveSequence[Call]) -> None:
+    def abort(self, sequence: ActiveSequence[VllmCall]) -> None:
         self._follower.abort(sequence)
 
     def kv_events(self, event: KvPayloads) -> dict[int, list[KvEvent]]:

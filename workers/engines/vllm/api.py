@@ -56,7 +56,7 @@ class Ranks(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Api:
+class VllmApi:
     """The classes that the adapter uses.
 
     Attributes:
@@ -136,7 +136,7 @@ def _kinds(module: Any, *names: str) -> tuple[type[BaseException], ...]:
     return tuple(getattr(module, name) for name in names if hasattr(module, name))
 
 
-def load() -> Api:
+def load() -> VllmApi:
     """Import vLLM and check its interface.
 
     Raises:
@@ -151,7 +151,7 @@ def load() -> Api:
         errors = importlib.import_module("vllm.exceptions")
         dead = importlib.import_module("vllm.v1.engine.exceptions").EngineDeadError
         config = importlib.import_module("vllm.config")
-        api = Api(
+        api = VllmApi(
             version=version,
             llm=llm,
             args=args,

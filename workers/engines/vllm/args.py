@@ -58,7 +58,7 @@ _CPU_SIZES = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 MULTIMODAL = ("language_model_only", "mm_encoder_only", "enable_mm_embeds", "enable_prompt_embeds")
 
 
-class EngineSettings(NamedTuple):
+class VllmSettings(NamedTuple):
     """The worker's settings that become arguments. Sizes are in tokens; 0: not set.
 
     Attributes:
@@ -99,7 +99,7 @@ class EngineSettings(NamedTuple):
     transfer_id: str = ""
 
 
-class Resolved(NamedTuple):
+class ResolvedVllmArgs(NamedTuple):
     """
     Attributes:
         tree: keyword arguments, without the model.
@@ -150,7 +150,7 @@ def _connector(name: str, lease_s: float) -> Tree:
     return tree
 
 
-def events(wanted: EngineSettings) -> Tree | None:
+def events(wanted: VllmSettings) -> Tree | None:
     """``kv_events_config``: over ZMQ, if the worker reads them."""
     if not (wanted.prefix_cache and wanted.publish and wanted.events):
         return None
@@ -164,7 +164,7 @@ def events(wanted: EngineSettings) -> Tree | None:
     }
 
 
-def defaults(wanted: EngineSettings) -> Tree:
+def defaults(wanted: VllmSettings) -> Tree:
     """Our default arguments."""
     tree: Tree = {
         "skip_tokenizer_init": not wanted.constraints,  # it sees token ids only; grammars need their texts
@@ -203,7 +203,7 @@ def defaults(wanted: EngineSettings) -> Tree:
     return tree
 
 
-def resolve(wanted: EngineSettings, given: Mapping[str, Any], known: Collection[str]) -> Resolved:
+def resolve(wanted: VllmSettings, given: Mapping[str, Any], known: Collection[str]) -> ResolvedVllmArgs:
     """Merge and check.
 
     Args:
@@ -236,7 +236,7 @@ def resolve(wanted: EngineSettings, given: Mapping[str, Any], known: Collection[
         # In one process, NIXL's threads and the model's share the GIL, so that transfers and steps stall each other.
         tree["distributed_executor_backend"] = "mp"
     config = tree.get("kv_events_config") or {}
-    return Resolved(
+    return ResolvedVllmArgs(
         tree,
         kv_events=bool(config.get("enable_kv_cache_events")) and config.get("publisher", "zmq") == "zmq",
         moves=moves,
@@ -244,7 +244,7 @@ def resolve(wanted: EngineSettings, given: Mapping[str, Any], known: Collection[
     )
 
 
-def _contradictions(tree: Tree, wanted: EngineSettings) -> list[str]:
+def _contradictions(tree: Tree, wanted: VllmSettings) -> list[str]:
     problems = []
     config = tree.get("kv_transfer_config")
     if wanted.role in ("prefill", "decode") and not _moves(config):

@@ -30,19 +30,19 @@ from penstock.workers.engines.external.nodes import address, environ, free_ports
 from penstock.workers.engines.external.runtime import (
     CLOSE_S,
     EngineRuntime,
-    Guard,
     Inbox,
     LoopThread,
+    ProcessGuard,
     children,
     shut_down,
 )
 from penstock.workers.engines.vllm import api as apis
 from penstock.workers.engines.vllm import plugin
 from penstock.workers.engines.vllm.adapter import SchedulerStats, VllmAdapter
-from penstock.workers.engines.vllm.api import Api
-from penstock.workers.engines.vllm.args import EngineSettings, Resolved, layout, resolve
-from penstock.workers.engines.vllm.follower import Call
-from penstock.workers.engines.vllm.prepare import Options
+from penstock.workers.engines.vllm.api import VllmApi
+from penstock.workers.engines.vllm.args import ResolvedVllmArgs, VllmSettings, layout, resolve
+from penstock.workers.engines.vllm.follower import VllmCall
+from penstock.workers.engines.vllm.prepare import VllmOptions
 
 log = structlog.get_logger("engine")
 
@@ -56,7 +56,7 @@ SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PO
 
 def from_settings(
     settings: WorkerSettings, path: Path, asked: Callable[[], None] = lambda: None
-) -> ExternalEngine[Call]:
+) -> ExternalEngine[VllmCall]:
     """Load the model in ``path`` and warm up its engine.
 
     Args:
@@ -77,7 +77,7 @@ def from_settings(
         grammars = compiler(path) if standard_tokenizer(path) else None
         resolved, variables = arguments(settings, api, model, folder, constraints=grammars is not None)
         inbox = Inbox()
-        group = nodes.Group(settings, ("vllm", api.version, model.revision), inbox, asked)
+        group = nodes.NodeGroup(settings, ("vllm", api.version, model.revision), inbox, asked)
         undo.callback(group.close)
         variables |= group.meet(resolved.tree, OWN_ADDRESS)
         loop = LoopThread("vllm")
@@ -90,7 +90,7 @@ def from_settings(
         before = children()
         with environ(variables):
             llm = group.construct(lambda: construct(api, str(path), resolved.tree, scheduler, loop), before)
-        undo.callback(Guard(children() - before).close)
+        undo.callback(ProcessGuard(children() - before).close)
         undo.callback(close, llm, loop)
         undo.callback(group.close)  # before the engine ends here, which would look like a lost rank there
         undo.push(early.pop_all())
@@ -102,7 +102,7 @@ def from_settings(
             )
         if grammars is not None:
             info = msgspec.structs.replace(info, constraints=OTHERS_CONSTRAINTS)
-        options = Options(blocks.root(model.revision), info.handoff_layout)
+        options = VllmOptions(blocks.root(model.revision), info.handoff_layout)
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
         adapter = VllmAdapter(info, runtime, options, scheduler)
     log.info("vllm_ready", layout=info.handoff_layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
@@ -110,8 +110,8 @@ def from_settings(
 
 
 def arguments(
-    settings: WorkerSettings, api: Api, model: modeldir.ModelDir, folder: Path, *, constraints: bool
-) -> tuple[Resolved, dict[str, str]]:
+    settings: WorkerSettings, api: VllmApi, model: modeldir.ModelDir, folder: Path, *, constraints: bool
+) -> tuple[ResolvedVllmArgs, dict[str, str]]:
     """The engine's arguments, and environment variables for its processes.
 
     Raises:
@@ -135,7 +135,9 @@ def arguments(
     return resolved, variables | (plugin.variables(os.environ) if constraints else {})
 
 
-def info_of(config: Any, resolved: Resolved, model: modeldir.ModelDir, api: Api, *, load_seconds: float) -> EngineInfo:
+def info_of(
+    config: Any, resolved: ResolvedVllmArgs, model: modeldir.ModelDir, api: VllmApi, *, load_seconds: float
+) -> EngineInfo:
     """The engine's sizes and capabilities, from its ``VllmConfig``."""
     ranks = resolved.ranks
     return EngineInfo(
@@ -168,14 +170,14 @@ def close(llm: Any, loop: LoopThread) -> None:
     shut_down(llm)
 
 
-def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int) -> EngineSettings:
+def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int) -> VllmSettings:
     """The worker's settings that become arguments of the engine.
 
     Raises:
         BadArguments: ``max_model_len`` is more than the model supports.
     """
     events, replay = channels(folder, ranks)
-    return EngineSettings(
+    return VllmSettings(
         role=settings.role,
         block_size=settings.block_size,
         max_running=settings.max_running,
@@ -215,14 +217,14 @@ def on_device(settings: WorkerSettings, cpu: bool) -> dict[str, str]:
     return {BIND: "nobind", "OMP_NUM_THREADS": str(settings.threads)}
 
 
-def cpu_bytes(wanted: EngineSettings, given: Tree) -> int:
+def cpu_bytes(wanted: VllmSettings, given: Tree) -> int:
     """Bytes of the KV cache of one engine process. Each takes memory of one NUMA node, by default nearly all of it."""
     tensor = given.get("tensor_parallel_size") or wanted.tensor_parallel_size or 1
     processes = tensor * (given.get("data_parallel_size") or 1)
     return max(1, budgets.share(budgets.free_bytes() // max(budgets.numa_nodes(), processes)))
 
 
-def construct(api: Api, model: str, tree: Tree, scheduler: SchedulerStats, loop: LoopThread) -> Any:
+def construct(api: VllmApi, model: str, tree: Tree, scheduler: SchedulerStats, loop: LoopThread) -> Any:
     """
     Raises:
         BadArguments: the engine refuses an argument.
@@ -240,7 +242,7 @@ def construct(api: Api, model: str, tree: Tree, scheduler: SchedulerStats, loop:
         raise EngineError(f"vLLM {api.version} did not start: {error!r}") from error
 
 
-def warm_up(llm: Any, api: Api, loop: LoopThread) -> None:
+def warm_up(llm: Any, api: VllmApi, loop: LoopThread) -> None:
     """Compute one short request.
 
     Raises:

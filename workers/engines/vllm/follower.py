@@ -26,15 +26,15 @@ from penstock.workers.engines.external.sequences import (
     logprob_of,
 )
 from penstock.workers.engines.vllm import prepare
-from penstock.workers.engines.vllm.api import Api
-from penstock.workers.engines.vllm.prepare import Prepared
+from penstock.workers.engines.vllm.api import VllmApi
+from penstock.workers.engines.vllm.prepare import VllmInputs
 
 
 class Diverged(Exception):
     """The engine drew another token than the one already reported, after which it must continue."""
 
 
-class OutputCursor:
+class VllmOutputCursor:
     """Position in the output of one sequence.
 
     Args:
@@ -108,7 +108,7 @@ HEALTH_S = 1.0
 NO_REASON = "the engine ended the output without a reason"
 
 
-class Call(NamedTuple):
+class VllmCall(NamedTuple):
     """The call of ``generate`` for one sequence.
 
     Attributes:
@@ -116,15 +116,15 @@ class Call(NamedTuple):
         logprobs: how many alternatives each token reports; None: no log-probabilities.
     """
 
-    prepared: Prepared
-    prepare_without_handoff: Callable[[], Prepared]
+    prepared: VllmInputs
+    prepare_without_handoff: Callable[[], VllmInputs]
     logprobs: int | None
 
 
-class Follower:
+class VllmFollower:
     """Follows one ``AsyncLLM`` and queues its events, in the loop thread."""
 
-    def __init__(self, runtime: EngineRuntime[Api], layout: str) -> None:
+    def __init__(self, runtime: EngineRuntime[VllmApi], layout: str) -> None:
         self._llm = runtime.llm
         self._api = runtime.api
         self._loop = runtime.loop
@@ -133,17 +133,17 @@ class Follower:
         self._broken = False
         self._numbers = itertools.count()
 
-    def launch(self, sequence: ActiveSequence[Call]) -> None:
+    def launch(self, sequence: ActiveSequence[VllmCall]) -> None:
         """Submit a sequence."""
         if not sequence.cancelled and not self._broken:
             sequence.task = self._loop.task(self._follow(sequence), f"sequence {sequence.key!r:.60}")
 
-    def abort(self, sequence: ActiveSequence[Call]) -> None:
+    def abort(self, sequence: ActiveSequence[VllmCall]) -> None:
         """Abort a sequence: vLLM aborts requests whose stream is no longer iterated, in any phase."""
         if sequence.task is not None:
             sequence.task.cancel()
 
-    async def _follow(self, sequence: ActiveSequence[Call]) -> None:
+    async def _follow(self, sequence: ActiveSequence[VllmCall]) -> None:
         try:
             try:
                 await self._generate(sequence, sequence.call.prepared)
@@ -153,9 +153,9 @@ class Follower:
         except Exception as error:
             self._failed(sequence, error)
 
-    async def _generate(self, sequence: ActiveSequence[Call], prepared: Prepared) -> None:
+    async def _generate(self, sequence: ActiveSequence[VllmCall], prepared: VllmInputs) -> None:
         params = self._api.sampling_params(prepared.sampling)
-        cursor = OutputCursor(known=prepared.known, top=sequence.call.logprobs, adopted=prepared.adopted)
+        cursor = VllmOutputCursor(known=prepared.known, top=sequence.call.logprobs, adopted=prepared.adopted)
         name = f"penstock-{next(self._numbers)}"
         stream = self._llm.generate(
             prepared.prompt, params, name, trace_headers=sequence.trace, data_parallel_rank=prepared.rank
@@ -173,7 +173,9 @@ class Follower:
                 )
             )
 
-    def _on_output(self, sequence: ActiveSequence[Call], prepared: Prepared, cursor: OutputCursor, output: Any) -> None:
+    def _on_output(
+        self, sequence: ActiveSequence[VllmCall], prepared: VllmInputs, cursor: VllmOutputCursor, output: Any
+    ) -> None:
         if sequence.cancelled:
             return
         piece = output.outputs[0]
@@ -189,7 +191,7 @@ class Follower:
         if new or failure is not None or scored is not None:
             self._emit(SequenceUpdate(sequence, cached, new, failure, opaque, scored))
 
-    def _failed(self, sequence: ActiveSequence[Call], error: Exception) -> None:
+    def _failed(self, sequence: ActiveSequence[VllmCall], error: Exception) -> None:
         if isinstance(error, self._api.dead) or self._llm.errored:
             self.broken(error)
         elif not sequence.cancelled:
@@ -199,7 +201,7 @@ class Follower:
                 )
             )
 
-    def _code(self, sequence: ActiveSequence[Call], error: Exception) -> Code:
+    def _code(self, sequence: ActiveSequence[VllmCall], error: Exception) -> Code:
         if isinstance(error, self._api.transient):
             return Code.transfer_failed if sequence.call.prepared.adopted else Code.engine_error
         if isinstance(error, NotImplementedError):

@@ -15,7 +15,7 @@ from penstock.workers.engines.vllm.build import OWN_ADDRESS, on_device
 ENDED = "a process of vLLM has ended; its own log above says why"
 
 
-class Node:
+class VllmNode:
     """
     Raises:
         EngineError: vLLM is not installed.

@@ -125,7 +125,7 @@ def unpack(opaque: bytes, layout: str, tokens: Seq[int]) -> dict[str, Any]:
 log = structlog.get_logger("engine")
 
 
-class Options(NamedTuple):
+class VllmOptions(NamedTuple):
     """Fixed properties of an engine besides ``EngineInfo``.
 
     Attributes:
@@ -139,7 +139,7 @@ class Options(NamedTuple):
     max_logprobs: int = 20
 
 
-class Prepared(NamedTuple):
+class VllmInputs(NamedTuple):
     """One call of the engine.
 
     Attributes:
@@ -158,7 +158,7 @@ class Prepared(NamedTuple):
     rank: int | None = None
 
 
-def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
+def check(request: SequenceRequest, info: EngineInfo, options: VllmOptions) -> None:
     """
     Raises:
         RequestError: it can never run here; the message names the limit.
@@ -174,7 +174,7 @@ def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
         raise RequestError(Code.unsupported, "this worker does not hand off KV; start it with --role prefill")
 
 
-def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consumed: ConsumedStates) -> Prepared:
+def prepare(request: SequenceRequest, info: EngineInfo, options: VllmOptions, consumed: ConsumedStates) -> VllmInputs:
     """The call for a sequence that has passed ``check``.
 
     Args:
@@ -215,11 +215,11 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
     if request.root and request.root != options.root:
         prompt["cache_salt"] = request.root.hex()
     rank = request.rank % info.dp_size if info.dp_size > 1 else None
-    return Prepared(prompt, parameters, last_tokens, params is not None, computed if request.hold else (), rank)
+    return VllmInputs(prompt, parameters, last_tokens, params is not None, computed if request.hold else (), rank)
 
 
 def _take_over(
-    request: SequenceRequest, tokens: list[int], options: Options, consumed: ConsumedStates
+    request: SequenceRequest, tokens: list[int], options: VllmOptions, consumed: ConsumedStates
 ) -> dict[str, Any] | None:
     """``kv_transfer_params`` for another engine's KV; None: it cannot be taken over, so the prompt is computed here."""
     try:

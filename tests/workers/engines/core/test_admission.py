@@ -7,7 +7,7 @@ queue needs blocks that may be among those.
 import random
 
 from penstock.workers.engine_loop.loop import BlockWait, BlockWaitQueue
-from penstock.workers.engines.base import Output, Reservation
+from penstock.workers.engines.base import BlockReservation, Output
 from penstock.workers.engines.core.engine import scheduler_stats
 from tests.workers.engines.core.support import ROOT, Bench, check_pool, names, request
 
@@ -16,7 +16,7 @@ def prompt(number: int, tokens: int) -> list[int]:
     return [1000 * number + at for at in range(tokens)]
 
 
-def reserved(bench: Bench, asked: list[int], users: int = 1) -> Reservation:
+def reserved(bench: Bench, asked: list[int], users: int = 1) -> BlockReservation:
     """Blocks for a prompt that came from elsewhere."""
     found = bench.scheduler.reservations.reserve(names(asked), users if len(asked) % 4 else 0, users)
     assert found is not None
@@ -24,7 +24,7 @@ def reserved(bench: Bench, asked: list[int], users: int = 1) -> Reservation:
     return found
 
 
-def adopt(bench: Bench, key: object, asked: list[int], found: Reservation, max_tokens: int = 8) -> None:
+def adopt(bench: Bench, key: object, asked: list[int], found: BlockReservation, max_tokens: int = 8) -> None:
     bench.scheduler.submit(request(key, asked, max_tokens, root=ROOT, generated=[7], reservation=found))
 
 
@@ -91,7 +91,7 @@ def test_a_reservation_is_used_also_when_another_copy_had_its_names() -> None:
     check_pool(bench.blocks, [])
 
 
-def reserved_twice(bench: Bench, asked: list[int]) -> tuple[Reservation, Reservation]:
+def reserved_twice(bench: Bench, asked: list[int]) -> tuple[BlockReservation, BlockReservation]:
     """Both before either is filled."""
     first, second = (bench.scheduler.reservations.reserve(names(asked), 0, 1) for _ in range(2))
     assert first is not None
@@ -162,8 +162,8 @@ class World:
         self.asked: dict[int, int] = {}  # when
         self.open: set[int] = set()
         self.sequences: dict[int, int] = {}  # of an open one, how many have not ended
-        self.waits: dict[int, tuple[BlockWait[Reservation], list[int], int]] = {}
-        self.coming: list[tuple[int, int, Reservation, list[int], int]] = []  # when, which, ...
+        self.waits: dict[int, tuple[BlockWait[BlockReservation], list[int], int]] = {}
+        self.coming: list[tuple[int, int, BlockReservation, list[int], int]] = []  # when, which, ...
         self.held: list[tuple[int, object]] = []  # until when
         self.longest = 0
         self.given_way = 0
@@ -190,13 +190,13 @@ class World:
             self.submit(number, asked, users, None)
             return
         tails = users if length % 4 else 0
-        wait: BlockWait[Reservation] = BlockWait(
+        wait: BlockWait[BlockReservation] = BlockWait(
             "kv", lambda _: self.scheduler.reservations.reserve(names(asked), tails, users)
         )
         self.waits[number] = wait, asked, users
         self.room.add(wait, self.scheduler)  # type: ignore[arg-type]
 
-    def submit(self, number: int, asked: list[int], users: int, found: Reservation | None) -> None:
+    def submit(self, number: int, asked: list[int], users: int, found: BlockReservation | None) -> None:
         left = 4 * self.bench.blocks.total_blocks - len(asked)
         most = self.random.randint(2, max(2, min(left, 24)))
         for user in range(users):

@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 from penstock.schemas.blocks import split
 from penstock.schemas.kv import Removed, Stored
 from penstock.workers.engines.base import EngineInfo, RequestError, StepResult
-from penstock.workers.engines.core.blocks import HOST, BlockManager, Copies, HostCache
+from penstock.workers.engines.core.blocks import HOST, BlockCopies, BlockManager, HostCache
 from penstock.workers.engines.core.config import SchedulerConfig
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.core.scheduler import Scheduler
-from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
+from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
 
-WORDS, SIZE = Vocabulary(6, excluded=(2,)), 4
+WORDS, SIZE = MockVocabulary(6, excluded=(2,)), 4
 
 
 class Copier:
@@ -26,7 +26,7 @@ class Copier:
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self.closed = False
 
-    def copy(self, copies: Copies) -> None:
+    def copy(self, copies: BlockCopies) -> None:
         content = self.memory.content
         assert len({slot for _, slot in copies.saves}) == len(copies.saves)
         for block, slot in copies.saves:
@@ -106,7 +106,7 @@ def test_slots_of_blocks_that_are_being_loaded_are_not_reassigned() -> None:
     cache = HostCache(2, kv_events=False)
     cache.save(b"a", None, 1)
     cache.save(b"b", b"a", 2)
-    assert cache.take_copies() == Copies([(1, 1 - 1), (2, 1)], [])
+    assert cache.take_copies() == BlockCopies([(1, 1 - 1), (2, 1)], [])
     cache.pin([b"a", b"b"])
     cache.save(b"c", None, 3)  # there is no room
     assert cache.take_copies() is None
@@ -114,7 +114,7 @@ def test_slots_of_blocks_that_are_being_loaded_are_not_reassigned() -> None:
     cache.unpin([b"a", b"b"])
     cache.save(b"c", None, 3)
     assert cache.match([b"a", b"b", b"c"], 0, 3) == [b"a"]
-    assert cache.take_copies() == Copies([(3, 1)], [(0, 7)])
+    assert cache.take_copies() == BlockCopies([(3, 1)], [(0, 7)])
     assert cache.take_events() == []
 
 

@@ -18,11 +18,11 @@ from penstock.workers.engines.core.engine import ScheduledEngine, scheduler_stat
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence
 from penstock.workers.engines.core.sequence import Sequence as Running
-from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
+from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
 
-WORDS = Vocabulary(6, excluded=(2,))
+WORDS = MockVocabulary(6, excluded=(2,))
 STOP = 4  # a token that ends some answers: learned one step late
 
 

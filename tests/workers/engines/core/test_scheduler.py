@@ -11,7 +11,7 @@ from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.config import SchedulerConfig
 from penstock.workers.engines.core.engine import scheduler_stats
 from penstock.workers.engines.core.scheduler import Scheduler
-from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
+from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import GREEDY, ROOT, Bench, Mirror, PoolMemory, check_pool, names, request
 
@@ -383,7 +383,7 @@ def test_an_evicted_name_is_reported_in_the_step_that_took_its_block() -> None:
 
 # -- any history ---------------------------------------------------------------------------------------------
 
-VOCABULARY = Vocabulary(6, excluded=(2,))
+VOCABULARY = MockVocabulary(6, excluded=(2,))
 
 _requests = st.tuples(
     st.lists(st.sampled_from([0, 1]), min_size=1, max_size=9),  # few tokens: prefixes are shared

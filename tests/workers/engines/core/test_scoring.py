@@ -18,12 +18,12 @@ from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.core.kv_cache import block_digests
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import ScheduledSequence, scored_to
-from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary
+from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary
 from tests.properties import examples
 from tests.workers.engines.core.support import PoolMemory, check_pool, request
 
 ROOT = root("weights")
-WORDS = Vocabulary(50)
+WORDS = MockVocabulary(50)
 ASKED = Sampling(temperature=0.0, prompt_logprobs=2)
 
 

@@ -14,15 +14,15 @@ from penstock.workers.engines.base import EngineInfo, Output, StepResult
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.config import SchedulerConfig
 from penstock.workers.engines.core.drafts import NgramDrafter, accepted
-from penstock.workers.engines.core.engine import Drafter, ScheduledEngine, Speculation
+from penstock.workers.engines.core.engine import Drafter, ScheduledEngine, Speculator
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence
 from penstock.workers.engines.core.windows import WindowRows
-from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
+from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
 
-WORDS = Vocabulary(6, excluded=(2,))
+WORDS = MockVocabulary(6, excluded=(2,))
 SIZE, STOP = 4, 4
 
 
@@ -93,7 +93,7 @@ class Rig:
         self.scheduler = Scheduler(self.manager, config, self.windows)
         info = EngineInfo("mock", SIZE, blocks, 4, 200, 6, (), True)
         self.memory, self.mirror = Verifier(), Mirror()
-        speculation = Speculation(drafter, tokens) if drafter is not None else None
+        speculation = Speculator(drafter, tokens) if drafter is not None else None
         self.engine = ScheduledEngine(info, self.scheduler, self.memory, speculation=speculation)
 
     def step(self) -> StepResult:
@@ -157,7 +157,7 @@ def test_a_closed_engine_closes_its_drafter() -> None:
 
 def test_a_number_of_tokens_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="num_speculative_tokens"):
-        Speculation(Guess(1, 0.0), 0)
+        Speculator(Guess(1, 0.0), 0)
 
 
 @examples(60)

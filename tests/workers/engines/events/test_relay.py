@@ -28,7 +28,14 @@ from penstock.workers.engines import mock
 from penstock.workers.engines.base import Engine, EngineError, SequenceRequest
 from penstock.workers.engines.events import wire
 from penstock.workers.engines.events.consolidator import Consolidator
-from penstock.workers.engines.events.relay import Publisher, Relay, Source, ports, source_of, start_relay
+from penstock.workers.engines.events.relay import (
+    EventPublisher,
+    PublisherAddresses,
+    Relay,
+    ports,
+    source_of,
+    start_relay,
+)
 from penstock.workers.engines.mock.executor import GREEDY
 from tests import standins
 from tests.pipeline.support import free_port
@@ -92,11 +99,11 @@ def make() -> Iterator[Callable[..., Any]]:
         each.close()
 
 
-def publisher(endpoint: str = LOOPBACK, replay: str = LOOPBACK, **options: Any) -> Publisher:
-    return Publisher(endpoint, replay, **{"block_size": BLOCK} | options)
+def publisher(endpoint: str = LOOPBACK, replay: str = LOOPBACK, **options: Any) -> EventPublisher:
+    return EventPublisher(endpoint, replay, **{"block_size": BLOCK} | options)
 
 
-def address(made: Publisher, replay: bool = True) -> str:
+def address(made: EventPublisher, replay: bool = True) -> str:
     return made.endpoint + (f"/{made.replay.rpartition(':')[2]}" if replay else "")
 
 
@@ -227,7 +234,7 @@ def test_a_restarted_publisher_is_read_anew(make: Callable[..., Any], replay: bo
 
 
 def _publish_until_read(
-    publisher: Publisher, reader: Reader, about: list[KvEvent], events: list[KvEvent] | None = None
+    publisher: EventPublisher, reader: Reader, about: list[KvEvent], events: list[KvEvent] | None = None
 ) -> None:
     """Publish until it is read: without replay, a subscriber misses what was sent before it joined."""
     wanted = {(name, 0) for event in about for name in blocks.split(getattr(event, "digests", b""))}
@@ -243,8 +250,8 @@ def _publish_until_read(
 DIES = """
 import sys, time
 from penstock.schemas.kv import Stored
-from penstock.workers.engines.events.relay import Publisher
-made = Publisher(sys.argv[1], sys.argv[2], block_size=4)
+from penstock.workers.engines.events.relay import EventPublisher
+made = EventPublisher(sys.argv[1], sys.argv[2], block_size=4)
 made.publish([Stored(bytes(15) + b"a" + bytes(15) + b"b")])
 print("there", flush=True)
 time.sleep(60)
@@ -335,11 +342,11 @@ def test_ports_are_consecutive_and_do_not_overflow() -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("tcp://cache:5557", Source("tcp://cache:5557")),
-        ("tcp://[::1]:5557/5558", Source("tcp://[::1]:5557", "tcp://[::1]:5558")),
+        ("tcp://cache:5557", PublisherAddresses("tcp://cache:5557")),
+        ("tcp://[::1]:5557/5558", PublisherAddresses("tcp://[::1]:5557", "tcp://[::1]:5558")),
     ],
 )
-def test_addresses_of_publishers_are_parsed(text: str, found: Source) -> None:
+def test_addresses_of_publishers_are_parsed(text: str, found: PublisherAddresses) -> None:
     assert source_of(text) == found
 
 

@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.engines.events.subscriber import Ready, ReorderBuffer
+from penstock.workers.engines.events.subscriber import EventReorderBuffer, Ready
 
 
 def test_messages_in_order_are_ready_at_once() -> None:
-    buffer: ReorderBuffer[str] = ReorderBuffer()
+    buffer: EventReorderBuffer[str] = EventReorderBuffer()
     assert [buffer.push_live(number, str(number)) for number in range(3)] == [Ready([str(n)]) for n in range(3)]
     assert (buffer.missing, buffer.expected) == (None, 3)
 
 
 def test_a_gap_waits_for_its_replay() -> None:
-    buffer: ReorderBuffer[str] = ReorderBuffer()
+    buffer: EventReorderBuffer[str] = EventReorderBuffer()
     assert buffer.push_live(2, "c") == Ready([])
     assert buffer.missing == 0
     assert buffer.push_replayed(0, "a") == Ready(["a"])
@@ -25,7 +25,7 @@ def test_a_gap_waits_for_its_replay() -> None:
 
 
 def test_messages_that_cannot_be_replayed_are_lost_and_later_ones_are_used() -> None:
-    buffer: ReorderBuffer[str] = ReorderBuffer()
+    buffer: EventReorderBuffer[str] = EventReorderBuffer()
     assert buffer.push_live(0, "a") == Ready(["a"])
     buffer.push_live(5, "f")
     buffer.push_replayed(4, "e")
@@ -35,14 +35,14 @@ def test_messages_that_cannot_be_replayed_are_lost_and_later_ones_are_used() -> 
 
 
 def test_of_several_gaps_only_messages_after_the_last_are_used() -> None:
-    buffer: ReorderBuffer[str] = ReorderBuffer()
+    buffer: EventReorderBuffer[str] = EventReorderBuffer()
     buffer.push_live(1, "b")
     buffer.push_live(3, "d")
     assert buffer.give_up() == Ready(["d"], lost=True)
 
 
 def test_a_restarted_publisher_voids_its_earlier_messages() -> None:
-    buffer: ReorderBuffer[str] = ReorderBuffer()
+    buffer: EventReorderBuffer[str] = EventReorderBuffer()
     for number in range(4):
         buffer.push_live(number, "old")
     assert buffer.push_live(0, "new") == Ready(["new"], lost=True)
@@ -53,7 +53,7 @@ def test_a_restarted_publisher_voids_its_earlier_messages() -> None:
 
 
 def test_a_replay_that_overtakes_live_messages_is_no_restart() -> None:
-    buffer: ReorderBuffer[str] = ReorderBuffer()
+    buffer: EventReorderBuffer[str] = EventReorderBuffer()
     buffer.push_live(1, "b")
     assert [buffer.push_replayed(n, "abcd"[n]) for n in range(4)][-1] == Ready(["d"])
     live = [buffer.push_live(number, item) for number, item in enumerate("cde", 2)]
@@ -61,7 +61,7 @@ def test_a_replay_that_overtakes_live_messages_is_no_restart() -> None:
 
 
 def test_waiting_messages_are_bounded() -> None:
-    buffer: ReorderBuffer[int] = ReorderBuffer(max_waiting=10)
+    buffer: EventReorderBuffer[int] = EventReorderBuffer(max_waiting=10)
     ready = [buffer.push_live(number, number) for number in range(1, 12)]
     assert ready[:-1] == [Ready([])] * 10
     assert ready[-1] == Ready(list(range(1, 12)), lost=True)
@@ -71,7 +71,7 @@ def test_waiting_messages_are_bounded() -> None:
 def test_each_message_is_ready_once_in_order_or_reported_as_lost(data: st.DataObject) -> None:
     """A publisher keeps the last few; live messages are dropped; replays come when they are requested."""
     kept = data.draw(st.integers(1, 12))
-    buffer: ReorderBuffer[int] = ReorderBuffer()
+    buffer: EventReorderBuffer[int] = EventReorderBuffer()
     received: list[int] = []
 
     def use(ready: Ready[int]) -> None:
@@ -102,7 +102,7 @@ def test_each_message_is_ready_once_in_order_or_reported_as_lost(data: st.DataOb
 
 @pytest.mark.parametrize("number", [0, 3])
 def test_repeats_are_dropped(number: int) -> None:
-    buffer: ReorderBuffer[int] = ReorderBuffer()
+    buffer: EventReorderBuffer[int] = EventReorderBuffer()
     for each in range(5):
         buffer.push_live(each, each)
     assert buffer.push_replayed(number, number) == Ready([])

@@ -15,7 +15,7 @@ from penstock.schemas.kv import KvEvent, Stored
 from penstock.workers.engines.events import relay as publishing
 from penstock.workers.engines.events import wire
 from penstock.workers.engines.events.consolidator import Consolidator
-from penstock.workers.engines.events.relay import Publisher
+from penstock.workers.engines.events.relay import EventPublisher
 from penstock.workers.engines.events.subscriber import Subscriber
 from tests.workers.engines.events.support import digest, fold
 
@@ -32,8 +32,8 @@ class Reader:
     def take(self, payloads: list[bytes], lost: bool) -> None:
         self.received.put((payloads, lost))
 
-    def batches(self, count: int) -> list[wire.Batch]:
-        found: list[wire.Batch] = []
+    def batches(self, count: int) -> list[wire.NamedBatch]:
+        found: list[wire.NamedBatch] = []
         while len(found) < count:
             payloads, lost = self.received.get(timeout=BOUND_S)
             self.lost += lost
@@ -41,15 +41,15 @@ class Reader:
         return found
 
 
-def named(payload: bytes) -> wire.Batch:
+def named(payload: bytes) -> wire.NamedBatch:
     batch = wire.decode(payload)
-    assert isinstance(batch, wire.Batch)
+    assert isinstance(batch, wire.NamedBatch)
     return batch
 
 
 @pytest.fixture
-def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    made = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", clock=lambda: 1.5)
+def publisher(tmp_path: Path) -> Iterator[EventPublisher]:
+    made = EventPublisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", clock=lambda: 1.5)
     yield made
     assert made.close()
 
@@ -58,7 +58,7 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
 def subscribe() -> Iterator[Callable[..., Subscriber]]:
     made: list[Subscriber] = []
 
-    def make(publisher: Publisher, reader: Reader, replay: bool = True) -> Subscriber:
+    def make(publisher: EventPublisher, reader: Reader, replay: bool = True) -> Subscriber:
         endpoint = publisher.replay if replay else ""
         made.append(Subscriber(publisher.endpoint, endpoint, reader.take, check_s=0.05))
         return made[-1]
@@ -72,7 +72,9 @@ def chain(start: int, end: int) -> list[KvEvent]:
     return [Stored(digest(n), digest(n - 1) if n else None) for n in range(start, end)]
 
 
-def test_a_late_subscriber_receives_all_messages(publisher: Publisher, subscribe: Callable[..., Subscriber]) -> None:
+def test_a_late_subscriber_receives_all_messages(
+    publisher: EventPublisher, subscribe: Callable[..., Subscriber]
+) -> None:
     reader = Reader()
     for number in range(5):
         publisher.publish(chain(number, number + 1))
@@ -84,7 +86,7 @@ def test_a_late_subscriber_receives_all_messages(publisher: Publisher, subscribe
 
 
 def test_messages_that_are_no_longer_kept_are_reported_as_lost(tmp_path: Path) -> None:
-    publisher = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", replay_messages=2)
+    publisher = EventPublisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", replay_messages=2)
     for number in range(6):
         publisher.publish(chain(number, number + 1))
     reader = Reader()
@@ -107,7 +109,7 @@ def test_messages_that_are_no_longer_kept_are_reported_as_lost(tmp_path: Path) -
 
 def test_messages_are_kept_for_replay_up_to_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishing, "REPLAY_BYTES", 20_000)
-    publisher = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    publisher = EventPublisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
     for number in range(50):
         publisher.publish(chain(0, 20 + number))
     assert publisher.close()
@@ -119,8 +121,8 @@ def test_two_publishers_of_a_worker_become_one_stream_over_three_hops(
     tmp_path: Path, subscribe: Callable[..., Subscriber]
 ) -> None:
     """Engines' publishers -> consolidator -> its own publisher -> a reader; numbers have no gaps on any hop."""
-    engines = [Publisher(f"ipc://{tmp_path}/e{n}", f"ipc://{tmp_path}/r{n}", rank=n) for n in range(2)]
-    last = Publisher(f"ipc://{tmp_path}/out", f"ipc://{tmp_path}/again")
+    engines = [EventPublisher(f"ipc://{tmp_path}/e{n}", f"ipc://{tmp_path}/r{n}", rank=n) for n in range(2)]
+    last = EventPublisher(f"ipc://{tmp_path}/out", f"ipc://{tmp_path}/again")
     received: queue.SimpleQueue[tuple[int, list[bytes], bool]] = queue.SimpleQueue()
     subscribers = [
         Subscriber(
@@ -158,7 +160,7 @@ def test_closing_leaves_neither_threads_nor_sockets(tmp_path: Path) -> None:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     def once() -> None:
-        publisher = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+        publisher = EventPublisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
         subscriber = Subscriber(publisher.endpoint, publisher.replay, lambda found, lost: None)
         publisher.publish(chain(0, 1))
         assert subscriber.close()
@@ -177,7 +179,7 @@ def test_an_idle_publisher_sleeps(tmp_path: Path) -> None:
         status = Path(f"/proc/self/task/{publisher._thread.native_id}/status").read_text()
         return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
-    publisher = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    publisher = EventPublisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
     try:
         time.sleep(0.05)  # its thread starts
         before = switches()
@@ -188,9 +190,9 @@ def test_an_idle_publisher_sleeps(tmp_path: Path) -> None:
 
 
 def test_an_unusable_address_is_an_error_and_nothing_stays_open(tmp_path: Path) -> None:
-    first = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    first = EventPublisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
     with pytest.raises(zmq.ZMQError):
-        Publisher("tcp://192.0.2.1:9", f"ipc://{tmp_path}/other")
+        EventPublisher("tcp://192.0.2.1:9", f"ipc://{tmp_path}/other")
     assert first.close()
 
 

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.engines.external.runtime import Guard, children
+from penstock.workers.engines.external.runtime import ProcessGuard, children
 from tests.pipeline.support import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is needed")
 
 WORKER = """
 import subprocess, sys, time
-from penstock.workers.engines.external.runtime import Guard, children
+from penstock.workers.engines.external.runtime import ProcessGuard, children
 before = children()
 engine = subprocess.Popen(["sleep", "600"])
 assert children() - before == {engine.pid}
-guard = Guard(children() - before)
+guard = ProcessGuard(children() - before)
 if sys.argv[1] == "closed":
     guard.close()
 print(engine.pid, flush=True)
@@ -56,7 +56,7 @@ def test_after_a_kill_of_the_worker_its_engine_ends_unless_it_was_left_to_itself
 
 def test_without_processes_there_is_nothing_to_guard() -> None:
     before = children()
-    guard = Guard(())
+    guard = ProcessGuard(())
     assert children() == before
     guard.close()
     guard.close()

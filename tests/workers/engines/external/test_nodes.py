@@ -12,10 +12,10 @@ import pytest
 from penstock.workers.engines.base import EngineError, NodeLost
 from penstock.workers.engines.external import nodes as module
 from penstock.workers.engines.external.nodes import (
-    Follower,
+    JoinRequest,
     Leader,
-    Member,
-    Place,
+    NodeFollower,
+    Rendezvous,
     Start,
     interface,
     meeting,
@@ -26,21 +26,21 @@ from penstock.workers.engines.external.nodes import (
 from penstock.workers.node import in_thread
 from tests.pipeline.support import free_port
 
-OWN = Member(0, 3, "vllm", "0.33.0", "abc")
+OWN = JoinRequest(0, 3, "vllm", "0.33.0", "abc")
 
 
 class Group:
     """A leader on loopback, and followers on demand."""
 
     def __init__(self) -> None:
-        self.place = Place(3, "127.0.0.1", free_port(), 20.0)
+        self.place = Rendezvous(3, "127.0.0.1", free_port(), 20.0)
         self.lost: Future[EngineError] = Future()
         self.asked: Future[bool] = Future()
-        self.followers: list[Follower] = []
+        self.followers: list[NodeFollower] = []
         self.leader = Leader(OWN, self.place, self.lost.set_result, lambda: self.asked.set_result(True))
 
-    def follower(self, node: int, **other: Any) -> Follower:
-        made = Follower(msgspec.structs.replace(OWN, node=node, **other), self.place)
+    def follower(self, node: int, **other: Any) -> NodeFollower:
+        made = NodeFollower(msgspec.structs.replace(OWN, node=node, **other), self.place)
         self.followers.append(made)
         return made
 
@@ -54,7 +54,7 @@ def group() -> Iterator[Group]:
         follower.close()
 
 
-def connected(place: Place) -> socket.socket:
+def connected(place: Rendezvous) -> socket.socket:
     """A connection to a leader that is about to listen."""
     until = time.monotonic() + 20
     while True:
@@ -65,7 +65,7 @@ def connected(place: Place) -> socket.socket:
             time.sleep(0.02)
 
 
-async def start(group: Group) -> list[Follower]:
+async def start(group: Group) -> list[NodeFollower]:
     both = [group.follower(1), group.follower(2)]
     joined = [in_thread(each.join) for each in both]
     assert await in_thread(group.leader.gather) == "127.0.0.1"
@@ -120,8 +120,8 @@ async def test_a_follower_that_is_silent_is_lost(group: Group, monkeypatch: pyte
 async def test_a_leader_that_is_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SILENT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        follower = Follower(
-            msgspec.structs.replace(OWN, node=1), Place(2, "127.0.0.1", int(server.getsockname()[1]), 20.0)
+        follower = NodeFollower(
+            msgspec.structs.replace(OWN, node=1), Rendezvous(2, "127.0.0.1", int(server.getsockname()[1]), 20.0)
         )
         joined = in_thread(follower.join)
         link, _ = await in_thread(server.accept)
@@ -146,14 +146,14 @@ async def test_the_leader_waits_on_while_others_are_refused_or_talk_nonsense(gro
     await gathered
     group.leader.start({})
     assert [(await each).arguments for each in joined] == [{}, {}]
-    late = Follower(msgspec.structs.replace(OWN, node=1), group.place._replace(wait_s=1.5))
+    late = NodeFollower(msgspec.structs.replace(OWN, node=1), group.place._replace(wait_s=1.5))
     group.followers.append(late)
     with pytest.raises(NodeLost, match="node 0 has a node 1 already"):
         await in_thread(late.join)
 
 
 async def test_an_address_of_another_machine_is_an_error_that_says_so() -> None:
-    leader = Leader(OWN, Place(3, "192.0.2.1", free_port(), 5.0), lambda error: None, lambda: None)
+    leader = Leader(OWN, Rendezvous(3, "192.0.2.1", free_port(), 5.0), lambda error: None, lambda: None)
     with pytest.raises(EngineError, match="--leader-address is an address of node 0"):
         await in_thread(leader.gather)
     leader.close()
@@ -181,4 +181,4 @@ def test_ranks_are_told_by_which_interface_others_reach_them() -> None:
     assert interface("192.0.2.1") == ""
     assert towards("127.0.0.1") == "127.0.0.1"
     assert reached_at("127.0.0.1", "OWN") == {"OWN": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    assert meeting(Place(2, "::1", 29500, 1.0)) == "[::1]:29501"
+    assert meeting(Rendezvous(2, "::1", 29500, 1.0)) == "[::1]:29501"

@@ -20,19 +20,19 @@ from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.transfer import Memory
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.base import (
+    BlockReservation,
     EngineError,
     HeldPrompt,
     MediaReservation,
     MediaSpan,
     RequestError,
-    Reservation,
     SequenceRequest,
     StepResult,
 )
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.mock import MockOptions, build, build_encoder, encoder_from_settings, from_settings
-from penstock.workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+from penstock.workers.engines.mock.executor import GREEDY, MockVocabulary, expected_tokens
 from penstock.workers.engines.mock.memory import BLOCK_BYTES, SLOT_BYTES, embedding
 
 SIZE, IMAGE_TOKENS = 8, 5
@@ -40,7 +40,7 @@ ROOT = root("revision")
 PROMPT = list(range(40, 93))  # 53 tokens: six full blocks, and five in the last
 RAW = (b"first picture", b"second picture")
 VISION = modeldir.MODELS / "demo-vision"
-VOCABULARY = Vocabulary(300)
+VOCABULARY = MockVocabulary(300)
 
 
 def engine(**options: Any) -> ScheduledEngine:
@@ -103,7 +103,7 @@ def copy(source: Memory, target: Memory, blocks: Sequence[int], into: Sequence[i
 
 def handed_off(
     source: ScheduledEngine, target: ScheduledEngine, item: SequenceRequest, tails: int = 1
-) -> tuple[Reservation, int]:
+) -> tuple[BlockReservation, int]:
     """Prefill in one, copy what it holds into the other: (adopted, first token)."""
     item.hold = True
     results = steps(source, item)
@@ -114,7 +114,7 @@ def handed_off(
 
 def adopted(
     source: ScheduledEngine, target: ScheduledEngine, held: HeldPrompt, item: SequenceRequest, tails: int = 1
-) -> Reservation:
+) -> BlockReservation:
     digests = split(chain(pack_tokens(array("I", item.prompt)), SIZE, ROOT, item.extra))
     reservation = target.kv_transfer.reserve(digests, tails, max(1, tails))
     assert reservation is not None

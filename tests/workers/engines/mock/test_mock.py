@@ -14,7 +14,7 @@ from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.base import Engine, EngineInfo, Output, RequestError, SequenceRequest
 from penstock.workers.engines.core.config import MAX_SCORED_TOKENS
 from penstock.workers.engines.mock import DEFAULT_BLOCKS, SCORED_TOKENS, MockOptions, build, from_settings
-from penstock.workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+from penstock.workers.engines.mock.executor import GREEDY, MockVocabulary, expected_tokens
 
 PROMPT = list(range(40, 90))
 DRAWN = Sampling(temperature=0.7, seed=11)
@@ -59,18 +59,18 @@ def test_another_worker_continues_as_the_first_would_have(sampling: Sampling, cu
     other = build(MockOptions(vocab_size=300, block_size=4, max_batched_tokens=5, prefix_cache=False, speedup=0))
     rest = answer(other, request(sampling=sampling, choice=1, generated=array("I", tokens(whole)[:cut])))
     assert tokens(rest) == tokens(whole)[cut:]
-    assert tokens(whole) == expected_tokens(PROMPT, 20, Vocabulary(300), sampling=sampling, choice=1)
+    assert tokens(whole) == expected_tokens(PROMPT, 20, MockVocabulary(300), sampling=sampling, choice=1)
 
 
 def test_where_the_prompt_ends_does_not_matter() -> None:
-    vocabulary = Vocabulary(1000)
+    vocabulary = MockVocabulary(1000)
     whole = expected_tokens(PROMPT, 20, vocabulary)
     assert expected_tokens([*PROMPT, *whole[:7]], 13, vocabulary) == whole[7:]
     assert expected_tokens(PROMPT[1:], 20, vocabulary) != whole
 
 
 def test_choices_and_seeds_differ_only_when_drawn() -> None:
-    vocabulary = Vocabulary(1000)
+    vocabulary = MockVocabulary(1000)
 
     def generated_by(temperature: float, seed: int, choice: int) -> tuple[int, ...]:
         sampling = Sampling(temperature=temperature, seed=seed)
@@ -105,7 +105,7 @@ def test_eos_and_stop_ids_are_not_drawn_before_min_tokens() -> None:
         assert len(late) > minimum
         assert late[-1].finish == "stop"
         assert tokens(late)[:minimum] == expected_tokens(
-            [1], minimum, Vocabulary(6), barred={2, 4, 5}, barred_tokens=minimum
+            [1], minimum, MockVocabulary(6), barred={2, 4, 5}, barred_tokens=minimum
         )
 
 
@@ -120,7 +120,7 @@ def test_min_tokens_counts_what_earlier_attempts_generated() -> None:
 
 
 def test_if_all_ids_are_barred_one_is_drawn_all_the_same() -> None:
-    assert Vocabulary(4, excluded=(0,)).token(1, barred=range(4)) == 2
+    assert MockVocabulary(4, excluded=(0,)).token(1, barred=range(4)) == 2
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 5, 50])

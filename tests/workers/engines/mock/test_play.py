@@ -17,11 +17,11 @@ from penstock.schemas.wire import encode, pack_tokens
 from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.mock import MockOptions, build
-from penstock.workers.engines.mock.play import Answer, Played, Player, read_recording
+from penstock.workers.engines.mock.play import Played, Player, RecordedChoice, read_recording
 from tests.penstock.log.traces import samples
 
 PROMPT = list(range(40))
-ANSWER = Answer([7, 8, 9, 10], [1.0, 1.5, 1.5, 4.0], tuple(Logprob(-float(at)) for at in range(4)))
+ANSWER = RecordedChoice([7, 8, 9, 10], [1.0, 1.5, 1.5, 4.0], tuple(Logprob(-float(at)) for at in range(4)))
 RECORDED = Played("recorded", pack_tokens(PROMPT), 3, (ANSWER,))
 
 
@@ -66,7 +66,7 @@ def test_recorded_tokens_come_at_their_times_and_others_are_the_mocks_own() -> N
 
 def test_sequences_do_not_wait_for_each_others_tokens() -> None:
     clock = Clock()
-    other = Played("other", pack_tokens([5, 6]), 0, (Answer([1, 2], [0.1, 2.0]),))
+    other = Played("other", pack_tokens([5, 6]), 0, (RecordedChoice([1, 2], [0.1, 2.0]),))
     engine = engine_of(RECORDED, other, clock=clock)
     engine.submit(asked())
     engine.submit(asked("b", [5, 6], 2))
@@ -95,7 +95,7 @@ def test_a_recording_can_be_played_faster(speedup: float, last: float) -> None:
 
 
 def test_equal_prompts_play_the_answer_with_their_seed_else_take_turns() -> None:
-    second = Played("second", pack_tokens(PROMPT), 4, (Answer([20], [0.0]),))
+    second = Played("second", pack_tokens(PROMPT), 4, (RecordedChoice([20], [0.0]),))
     clock = Clock()
     engine = engine_of(RECORDED, second, clock=clock)
 

@@ -16,11 +16,11 @@ from penstock.workers.engines.base import EngineError
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model import attention as attention_module
 from penstock.workers.engines.native.model import pool as pool_module
-from penstock.workers.engines.native.model.attention import Unsupported, attention
+from penstock.workers.engines.native.model.attention import UnsupportedAttention, attention
 from penstock.workers.engines.native.model.executor import TorchExecutor
-from penstock.workers.engines.native.model.model import ModelError
+from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
-from penstock.workers.engines.native.model.pool import KvShape, Pool
+from penstock.workers.engines.native.model.pool import KvPool, KvShape
 from tests.workers.engines.native.models import COMMON, EOS, VOCAB, prompt, reference, request, run, tokens
 
 
@@ -95,7 +95,7 @@ def test_kv_is_kept_in_the_dtype_that_was_asked_for(llama: Path, name: str, dtyp
 
 
 def test_numbers_that_eight_bits_do_not_hold_become_the_largest() -> None:
-    pool = Pool(KvShape(1, 1, 2), 2, 4, torch.float8_e4m3fn, torch.device("cpu"), torch.float32)
+    pool = KvPool(KvShape(1, 1, 2), 2, 4, torch.float8_e4m3fn, torch.device("cpu"), torch.float32)
     place = torch.tensor([1]), torch.tensor([2])
     pool.write(0, *place, torch.tensor([[[1e9, 0.3]]]), torch.tensor([[[-1e9, 2.0]]]))
     keys, values = pool.read(0, torch.tensor([[1]]))
@@ -128,13 +128,13 @@ def test_a_workers_first_request_finds_an_engine_that_has_answered_before(
 
 
 def test_one_block_is_one_contiguous_range() -> None:
-    pool = Pool(KvShape(layers=3, kv_heads=2, head_dim=4), 5, 8, torch.float32, torch.device("cpu"))
+    pool = KvPool(KvShape(layers=3, kv_heads=2, head_dim=4), 5, 8, torch.float32, torch.device("cpu"))
     assert pool.data[2].is_contiguous()
     assert pool.data[3].data_ptr() - pool.data[2].data_ptr() == pool.block_bytes == 3 * 2 * 8 * 2 * 4 * 4
 
 
 def test_a_length_beyond_the_model_is_refused(llama: Path) -> None:
-    with pytest.raises(ModelError, match=r"513.*takes 512"):
+    with pytest.raises(UnsupportedModel, match=r"513.*takes 512"):
         build(str(llama), NativeOptions(device="cpu", max_model_len=513))
     assert build(str(llama), NativeOptions(device="cpu", kv_blocks=4, max_model_len=100)).info.max_model_len == 100
 
@@ -153,18 +153,18 @@ def test_as_far_as_rope_scaling_goes_a_longer_length_may_be_asked_for(tmp_path: 
         return build(str(tmp_path), NativeOptions(device="cpu", kv_blocks=4, max_model_len=wanted)).info.max_model_len
 
     assert (length(0), length(100), length(2048)) == (512, 100, 2048)
-    with pytest.raises(ModelError, match=r"2049.*takes 2048"):
+    with pytest.raises(UnsupportedModel, match=r"2049.*takes 2048"):
         length(2049)
 
 
 def test_an_empty_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json"):
+    with pytest.raises(UnsupportedModel, match=r"config\.json"):
         build(str(tmp_path), NativeOptions(device="cpu"))
 
 
 def test_missing_weights_are_named(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((llama / "config.json").read_text())
-    with pytest.raises(ModelError, match="safetensors"):
+    with pytest.raises(UnsupportedModel, match="safetensors"):
         build(str(tmp_path), NativeOptions(device="cpu"))
 
 
@@ -182,7 +182,7 @@ def test_other_architectures_are_refused_before_weights_are_read(
     kind: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(kind))
-    with pytest.raises(ModelError, match=complaint):
+    with pytest.raises(UnsupportedModel, match=complaint):
         build(str(tmp_path), NativeOptions(device="cpu"))
 
 
@@ -190,7 +190,7 @@ def test_models_that_do_more_than_the_interface_has_are_refused(
     model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     DiffLlamaForCausalLM(DiffLlamaConfig(**COMMON)).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="attends twice"):
+    with pytest.raises(UnsupportedModel, match="attends twice"):
         build(str(tmp_path), NativeOptions(device="cpu", kv_blocks=4))
 
     def unscaled(*args: Any, **kwargs: Any) -> Any:
@@ -198,7 +198,7 @@ def test_models_that_do_more_than_the_interface_has_are_refused(
 
     with monkeypatch.context() as patch:
         patch.setattr(attention_module, "attention", unscaled)
-        with pytest.raises(ModelError, match="cannot be paged"):
+        with pytest.raises(UnsupportedModel, match="cannot be paged"):
             build(str(model_dir("qwen3")), NativeOptions(device="cpu", kv_blocks=4))
     build(str(model_dir("qwen3")), NativeOptions(device="cpu", kv_blocks=4))
 
@@ -207,11 +207,11 @@ def test_attention_beyond_causal_is_refused() -> None:
     q = torch.zeros(1, 2, 3, 4)
     module: Any = torch.nn.Module()
     paged: Any = object()
-    with pytest.raises(Unsupported, match="position_bias"):
+    with pytest.raises(UnsupportedAttention, match="position_bias"):
         attention(module, q, q, q, None, paged=paged, position_bias=torch.zeros(2))
-    with pytest.raises(Unsupported, match="causal"):
+    with pytest.raises(UnsupportedAttention, match="causal"):
         attention(module, q, q, q, torch.zeros(3, 3), paged=paged)
-    with pytest.raises(Unsupported, match="shape"):
+    with pytest.raises(UnsupportedAttention, match="shape"):
         attention(module, q, q, q[..., :2], None, paged=paged)
 
 

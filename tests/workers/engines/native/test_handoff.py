@@ -18,7 +18,7 @@ from penstock.workers.engines.base import HeldPrompt, Output, RequestError, Sequ
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.native.build import build, build_encoder
-from penstock.workers.engines.native.model.model import ModelError
+from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.native.models import drain, request, run, tokens
 from tests.workers.engines.native.pictures import DIRECTORY, asking, encoded, expected, media, prompt
@@ -181,7 +181,7 @@ def test_an_encode_worker_holds_no_language_model_and_generates_nothing(encoder:
 
 
 def test_a_text_model_has_nothing_to_encode() -> None:
-    with pytest.raises(ModelError, match="images of llama models are not supported, only those of llava"):
+    with pytest.raises(UnsupportedModel, match="images of llama models are not supported, only those of llava"):
         build_encoder(str(DEMO), NativeOptions(device="cpu"))
 
 

@@ -7,7 +7,7 @@ import pytest
 from penstock.workers.engines.base import EngineInfo
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.config import SchedulerConfig
-from penstock.workers.engines.core.engine import Speculation
+from penstock.workers.engines.core.engine import Speculator
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import PendingStep, Sampled, ScheduledSequence
 from penstock.workers.engines.native import build
@@ -70,5 +70,5 @@ def test_speculation_pays_if_a_step_with_proposals_is_shorter_than_those_it_save
 ) -> None:
     clocked = Clocked(1.0, drafting_s)
     monkeypatch.setattr(build.time, "perf_counter", lambda: clocked.now)
-    assert can_pay(clocked, Speculation(clocked, 4), 4, INFO, scheduler) is pays
+    assert can_pay(clocked, Speculator(clocked, 4), 4, INFO, scheduler) is pays
     assert not clocked.closed, "the executor is still needed"

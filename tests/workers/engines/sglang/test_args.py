@@ -8,8 +8,8 @@ import pytest
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.workers.engines.sglang.args import (
     CONTEXT_MARGIN,
-    EngineSettings,
-    Resolved,
+    ResolvedSglangArgs,
+    SglangSettings,
     follower_tree,
     layout,
     ranks_of,
@@ -18,10 +18,10 @@ from penstock.workers.engines.sglang.args import (
 from tests.standins.sglang_signatures import recorded
 
 KNOWN = frozenset(recorded()["ServerArgs"])
-WANTED = EngineSettings("aggregated", 32, 8, 64, 512, events="ipc:///tmp/e", replay="ipc:///tmp/r")
+WANTED = SglangSettings("aggregated", 32, 8, 64, 512, events="ipc:///tmp/e", replay="ipc:///tmp/r")
 
 
-def resolved(wanted: EngineSettings = WANTED, **given: Any) -> Resolved:
+def resolved(wanted: SglangSettings = WANTED, **given: Any) -> ResolvedSglangArgs:
     return resolve(wanted, given, KNOWN)
 
 

@@ -191,7 +191,7 @@ def test_a_prefill_engine_runs_nothing_alone_and_scores_nothing(make: Make) -> N
 
 
 def test_without_nixl_a_handoff_is_refused_at_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.workers.engines.sglang.api.Api.nixl", lambda self: False)
+    monkeypatch.setattr("penstock.workers.engines.sglang.api.SglangApi.nixl", lambda self: False)
     with pytest.raises(EngineError, match="pip install nixl"):
         make(role="decode")
 

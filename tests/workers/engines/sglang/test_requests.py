@@ -11,13 +11,13 @@ from penstock.schemas.requests import Sampling
 from penstock.workers.engines.base import EngineInfo, MediaSpan, RequestError
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.sequences import MISSING, ActiveSequence, SequenceFailure, SequenceUpdate, Token
-from penstock.workers.engines.sglang.follower import Call, Follower, OutputCursor, prompt_scores
+from penstock.workers.engines.sglang.follower import SglangCall, SglangFollower, SglangOutputCursor, prompt_scores
 from penstock.workers.engines.sglang.metrics import RankLoads
-from penstock.workers.engines.sglang.prepare import BARRED, Options, Prepared, check, meeting, prepare
+from penstock.workers.engines.sglang.prepare import BARRED, SglangInputs, SglangOptions, check, meeting, prepare
 from tests.workers.engines.contract import ask
 
 INFO = EngineInfo("sglang", 32, 96, 4, 512, 1280, (2,), True)
-OPTIONS = Options(b"r" * 16)
+OPTIONS = SglangOptions(b"r" * 16)
 PROMPT = [5, 6, 7, 8]
 
 
@@ -116,19 +116,19 @@ def chunk(*tokens: int, reason: dict[str, Any] | None = None, **info: Any) -> di
 
 
 def test_chunks_become_tokens_with_one_end() -> None:
-    cursor = OutputCursor()
+    cursor = SglangOutputCursor()
     assert cursor.take(chunk(1, 2)) == ([Token(1), Token(2)], None)
     assert cursor.take(chunk(3, reason={"type": "stop", "matched": 3})) == ([Token(3, "stop", None, 3)], None)
     assert cursor.finished
     assert cursor.take(chunk(4)) == ([], None)
-    limited = OutputCursor(goes_on=True)
+    limited = SglangOutputCursor(goes_on=True)
     assert limited.take(chunk(1, reason={"type": "length", "length": 1})) == ([Token(1)], None)
     assert not limited.finished
-    assert OutputCursor().take(chunk(1, reason={"type": "length", "length": 1}))[0][-1].finish == "length"
+    assert SglangOutputCursor().take(chunk(1, reason={"type": "length", "length": 1}))[0][-1].finish == "length"
 
 
 def test_watched_stops_end_an_output_in_the_midst_of_a_chunk() -> None:
-    cursor = OutputCursor(stops=(7,), least=2)
+    cursor = SglangOutputCursor(stops=(7,), least=2)
     new, failure = cursor.take(chunk(7, 1, 7, 9))
     assert ([each.token for each in new], new[-1].finish, new[-1].stop_token, failure) == ([7, 1, 7], "stop", 7, None)
 
@@ -141,7 +141,7 @@ def test_watched_stops_end_an_output_in_the_midst_of_a_chunk() -> None:
 def test_an_abort_says_whose_fault_it_is_and_its_repeated_token_is_dropped(
     status: int | None, adopted: bool, code: Code
 ) -> None:
-    cursor = OutputCursor(adopted=adopted)
+    cursor = SglangOutputCursor(adopted=adopted)
     cursor.take(chunk(1))
     reason = {"type": "abort", "message": "m", "status_code": status}
     assert cursor.take(chunk(1, reason=reason)) == ([], SequenceFailure(code, "m"))
@@ -151,7 +151,7 @@ def test_logits_that_are_no_numbers_are_a_failure() -> None:
     """What 0.5.23 says of them; the last token is one of the request's stop ids."""
     nan = {"type": "stop", "matched": "NaN happened"}
     failure = SequenceFailure(Code.engine_error, "the engine ended the output: NaN happened")
-    assert OutputCursor(stops=(2,)).take(chunk(2, reason=nan)) == ([], failure)
+    assert SglangOutputCursor(stops=(2,)).take(chunk(2, reason=nan)) == ([], failure)
 
 
 @pytest.mark.parametrize(("responded", "code"), [(False, Code.invalid_request), (True, Code.engine_error)])
@@ -160,26 +160,26 @@ def test_what_the_engine_refuses_is_the_clients_error_and_what_fails_later_is_no
         raise ValueError("m")
 
     async def follow() -> None:
-        follower = Follower(runtime, RankLoads(), None, 1, OPTIONS)  # type: ignore[arg-type]
+        follower = SglangFollower(runtime, RankLoads(), None, 1, OPTIONS)  # type: ignore[arg-type]
         await follower._follow(sequence)
 
     sent: list[SequenceUpdate] = []
     llm, inbox = SimpleNamespace(async_generate=refuse), SimpleNamespace(put=sent.append)
     runtime: Any = SimpleNamespace(llm=llm, loop=None, inbox=inbox)
-    sequence = ActiveSequence(ask(0, PROMPT), Call(lambda _: Prepared({}), None))
+    sequence = ActiveSequence(ask(0, PROMPT), SglangCall(lambda _: SglangInputs({}), None))
     sequence.responded = responded  # behind the tokens of the first of several calls
     asyncio.run(follow())
     assert [update.failure for update in sent] == [SequenceFailure(code, "m")]
 
 
 def test_an_end_without_a_token_is_a_failure() -> None:
-    _, failure = OutputCursor().take(chunk(reason={"type": "stop", "matched": 2}))
+    _, failure = SglangOutputCursor().take(chunk(reason={"type": "stop", "matched": 2}))
     assert failure is not None
     assert failure.code == Code.engine_error
 
 
 def test_logprobs_are_of_their_own_tokens() -> None:
-    cursor = OutputCursor(top=1)
+    cursor = SglangOutputCursor(top=1)
     info = {
         "output_token_logprobs": [(-0.5, 1, None), (None, 2, None)],
         "output_top_logprobs": [[(-0.5, 1, None), (-2.0, 9, None)], None],

@@ -12,8 +12,8 @@ from penstock.infra.engine_args.schema import EngineArgs, KvCacheConfig
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.workers.engines.trtllm.args import (
     SAMPLER,
-    EngineSettings,
     Installed,
+    TrtllmSettings,
     defaults,
     encoder,
     layout,
@@ -21,10 +21,10 @@ from penstock.workers.engines.trtllm.args import (
     resolve,
 )
 
-PLAIN = EngineSettings("aggregated", "pytorch", 32, 64, 8000, 4096)
+PLAIN = TrtllmSettings("aggregated", "pytorch", 32, 64, 8000, 4096)
 
 
-def wanted(**changes: Any) -> EngineSettings:
+def wanted(**changes: Any) -> TrtllmSettings:
     return PLAIN._replace(**changes)
 
 

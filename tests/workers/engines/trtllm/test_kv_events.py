@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.schemas import blocks
 from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
-from penstock.workers.engines.trtllm.kv_events import Roots, Translator, unsigned
+from penstock.workers.engines.trtllm.kv_events import Roots, TrtllmEventTranslator, unsigned
 from tests.properties import examples
 
 SIZE = 4
@@ -74,8 +74,8 @@ def names(tokens: Sequence[int], root: bytes = ROOT) -> list[bytes]:
     return blocks.split(blocks.chain(array("I", tokens).tobytes(), SIZE, root))
 
 
-def translator(root: bytes = ROOT) -> Translator:
-    return Translator(SIZE, Roots(SIZE, root))
+def translator(root: bytes = ROOT) -> TrtllmEventTranslator:
+    return TrtllmEventTranslator(SIZE, Roots(SIZE, root))
 
 
 class Index:
@@ -236,7 +236,7 @@ def test_malformed_events_are_counted_and_nothing_else_is_lost(data: Any) -> Non
 
 def test_tenants_get_names_of_their_own_and_equal_beginnings_none() -> None:
     roots = Roots(SIZE, ROOT)
-    ours, source = Translator(SIZE, roots), Source()
+    ours, source = TrtllmEventTranslator(SIZE, roots), Source()
     other = list(range(500, 500 + SIZE))
     roots.learn(TOKENS, ROOT)
     roots.learn(other, TENANT)
@@ -268,7 +268,7 @@ def test_media_are_part_of_a_name_if_they_are_ours() -> None:
     digest = bytes(range(32))
     roots = Roots(SIZE, ROOT)
     roots.learn(TOKENS, ROOT, [digest])
-    source, ours = Source(), Translator(SIZE, roots)
+    source, ours = Source(), TrtllmEventTranslator(SIZE, roots)
 
     def seen(value: int, digest: bytes) -> list[KvEvent]:
         event = source.stored([value], TOKENS[:SIZE])

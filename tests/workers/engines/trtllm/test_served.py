@@ -7,7 +7,7 @@ import pytest
 
 from penstock.schemas.requests import Sampling
 from penstock.workers.engines.base import RequestError
-from penstock.workers.engines.support import ALL, TORCH_SAMPLER_1_2, TRTLLM_SAMPLER, Served, problem
+from penstock.workers.engines.support import ALL, TORCH_SAMPLER_1_2, TRTLLM_SAMPLER, ServedOptions, problem
 from tests import standins
 from tests.workers.engines.trtllm.conftest import ask, run
 
@@ -17,8 +17,8 @@ TORCH = '{"sampler_type": "TorchSampler"}'
 GREEDY = Sampling(temperature=0.0)
 
 
-def served(engine: Any) -> Served:
-    found: Served = engine._adapter._options.served
+def served(engine: Any) -> ServedOptions:
+    found: ServedOptions = engine._adapter._options.served
     return found
 
 
@@ -100,7 +100,7 @@ def test_without_an_end_token_min_tokens_bars_nothing(make: Make) -> None:
 
 
 def test_what_is_served_is_no_problem_and_what_was_not_asked_for_neither() -> None:
-    nothing = Served(penalties=False, min_p=False, seed=False, alternatives=False, min_tokens="")
+    nothing = ServedOptions(penalties=False, min_p=False, seed=False, alternatives=False, min_tokens="")
     assert problem(Sampling(seed=3, logprobs=0, prompt_logprobs=5), 0, nothing) == ""
     assert "min_tokens" in problem(GREEDY, 1, nothing)
-    assert problem(Sampling(min_p=0.3, logprobs=3, presence_penalty=1.0), 9, Served()) == ""
+    assert problem(Sampling(min_p=0.3, logprobs=3, presence_penalty=1.0), 9, ServedOptions()) == ""

@@ -43,8 +43,8 @@ STAT: dict[str, Any] = {
 
 
 def test_the_pool_is_read_where_the_statistics_show_it() -> None:
-    assert stats.blocks(STAT) == stats.Blocks(100, 30, 70)
-    assert stats.blocks({"kvCacheStats": {"maxNumBlocks": 100, "freeNumBlocks": 60}}) == stats.Blocks(100, 40, 60)
+    assert stats.blocks(STAT) == stats.PoolCounts(100, 30, 70)
+    assert stats.blocks({"kvCacheStats": {"maxNumBlocks": 100, "freeNumBlocks": 60}}) == stats.PoolCounts(100, 40, 60)
     assert stats.blocks({"kvCacheStats": None}) is None
     assert stats.blocks({}) is None
 

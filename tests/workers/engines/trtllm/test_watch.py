@@ -10,7 +10,7 @@ import pytest
 
 from penstock.workers.engines.base import EngineError
 from penstock.workers.engines.trtllm import follower, watch
-from penstock.workers.engines.trtllm.watch import KvEvents, Watch
+from penstock.workers.engines.trtllm.watch import KvEvents, QueueReader
 from tests.workers.engines.trtllm.conftest import Results, ask, run, until
 
 Make = Callable[..., Any]
@@ -186,7 +186,7 @@ def test_events_that_can_never_be_read_are_given_up(monkeypatch: pytest.MonkeyPa
             if len(emitted) == 3 and not found._events.wanted:
                 given_up.set()
 
-    found = Watch(
+    found = QueueReader(
         Llm(), Signs(time.monotonic()), emitted.append, pytest.fail,
         ask=lambda: None, beat=lambda: None, events=True, stats=True,
     )  # fmt: skip

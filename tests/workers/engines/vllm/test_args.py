@@ -19,8 +19,8 @@ from penstock.workers.engines.external.event_streams import channels
 from penstock.workers.engines.external.nodes import address, environ
 from penstock.workers.engines.vllm.args import (
     MULTIMODAL,
-    EngineSettings,
-    Resolved,
+    ResolvedVllmArgs,
+    VllmSettings,
     follower_tree,
     layout,
     resolve,
@@ -43,12 +43,12 @@ KVBM = {
 }
 
 
-def wanted(**changes: Any) -> EngineSettings:
-    base = EngineSettings("aggregated", 16, 8, 2048, 4096, events="ipc:///e", replay="ipc:///r")
+def wanted(**changes: Any) -> VllmSettings:
+    base = VllmSettings("aggregated", 16, 8, 2048, 4096, events="ipc:///e", replay="ipc:///r")
     return base._replace(**changes)
 
 
-def resolved(given: dict[str, Any] | None = None, **changes: Any) -> Resolved:
+def resolved(given: dict[str, Any] | None = None, **changes: Any) -> ResolvedVllmArgs:
     return resolve(wanted(**changes), given or {}, FIELDS)
 
 

@@ -16,11 +16,11 @@ from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.sampling import seed_of
 from penstock.workers.engines.external.sequences import MISSING, SequenceFailure, Token
 from penstock.workers.engines.vllm import prepare as handoff
-from penstock.workers.engines.vllm.follower import Diverged, OutputCursor
-from penstock.workers.engines.vllm.prepare import Options, check, prepare, sampling_arguments
+from penstock.workers.engines.vllm.follower import Diverged, VllmOutputCursor
+from penstock.workers.engines.vllm.prepare import VllmOptions, check, prepare, sampling_arguments
 
 INFO = EngineInfo("vllm", 16, 20, 4, 512, 100, (2, 3), True, handoff_layout="l")
-OPTIONS = Options(b"r" * 16, "l")
+OPTIONS = VllmOptions(b"r" * 16, "l")
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_request_id": "1", "remote_block_ids": [[1, 2]]}
 
 
@@ -95,7 +95,7 @@ def test_seeds_fit_and_differ_by_choice_and_position(seed: int) -> None:
 def test_however_pieces_are_cut_tokens_come_once(tokens: list[int], data: st.DataObject) -> None:
     known = data.draw(st.integers(0, len(tokens) - 1))
     finish = data.draw(st.sampled_from(["length", "stop"]))
-    answer, results, at = OutputCursor(known=tokens[:known]), list[Token](), 0
+    answer, results, at = VllmOutputCursor(known=tokens[:known]), list[Token](), 0
     while at < len(tokens):
         end = data.draw(st.integers(at + 1, len(tokens)))
         last = end == len(tokens)
@@ -114,7 +114,7 @@ def test_however_pieces_are_cut_tokens_come_once(tokens: list[int], data: st.Dat
 @pytest.mark.parametrize("piece", [([6],), ([5, 6],), ([5], None, "length")])
 def test_another_token_than_the_streamed_one_cannot_be_continued(piece: Any) -> None:
     with pytest.raises(Diverged):
-        OutputCursor(known=[5, 7]).take(*piece)
+        VllmOutputCursor(known=[5, 7]).take(*piece)
 
 
 @pytest.mark.parametrize(
@@ -127,25 +127,25 @@ def test_another_token_than_the_streamed_one_cannot_be_continued(piece: Any) -> 
     ],
 )
 def test_ends_without_a_token_are_failures(finish: str, adopted: bool, code: Code) -> None:
-    new, failure = OutputCursor(adopted=adopted).take([], None, finish)
+    new, failure = VllmOutputCursor(adopted=adopted).take([], None, finish)
     assert new == []
     assert isinstance(failure, SequenceFailure)
     assert failure.code == code
 
 
 def test_tokens_before_a_failure_are_returned() -> None:
-    new, failure = OutputCursor().take([4], None, "error")
+    new, failure = VllmOutputCursor().take([4], None, "error")
     assert (new, failure is not None) == ([Token(4)], True)
 
 
 def test_logprobs_are_of_the_drawn_token_and_the_best() -> None:
     entry = {9: SimpleNamespace(logprob=-3.0), 4: SimpleNamespace(logprob=-0.5), 5: SimpleNamespace(logprob=-1.0)}
-    (token,), _ = OutputCursor(top=2).take([9], [entry])
+    (token,), _ = VllmOutputCursor(top=2).take([9], [entry])
     assert token.logprob == Logprob(-3.0, ((4, -0.5), (5, -1.0)))
-    assert OutputCursor(top=0).take([9], [entry])[0][0].logprob == Logprob(-3.0)
-    assert OutputCursor(top=1).take([9], None)[0][0].logprob == Logprob(MISSING)
-    assert OutputCursor().take([9], [entry])[0][0].logprob is None
-    (token,), _ = OutputCursor(known=[8], top=0).take([8, 9], [{8: SimpleNamespace(logprob=-9.0)}, entry])
+    assert VllmOutputCursor(top=0).take([9], [entry])[0][0].logprob == Logprob(-3.0)
+    assert VllmOutputCursor(top=1).take([9], None)[0][0].logprob == Logprob(MISSING)
+    assert VllmOutputCursor().take([9], [entry])[0][0].logprob is None
+    (token,), _ = VllmOutputCursor(known=[8], top=0).take([8, 9], [{8: SimpleNamespace(logprob=-9.0)}, entry])
     assert token.logprob == Logprob(-3.0)
 
 
@@ -193,7 +193,7 @@ def test_a_decode_worker_fetches_what_the_other_computed_once() -> None:
     assert again.prompt["prompt_token_ids"] == [5] * 20 + [6]
     for useless in (ask(generated=[6], opaque=b"junk"), ask(opaque=state)):
         assert not prepare(useless, INFO, OPTIONS, ConsumedStates()).adopted
-    assert not prepare(request, INFO, Options(b"r" * 16), ConsumedStates()).adopted
+    assert not prepare(request, INFO, VllmOptions(b"r" * 16), ConsumedStates()).adopted
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_what_it_cannot_do_is_refused(changes: dict[str, Any], code: Code) -> No
         check(ask(**changes), INFO, OPTIONS)
     assert caught.value.code == code
     with pytest.raises(RequestError, match="--role prefill"):
-        check(ask(hold=True), INFO, Options(b"r" * 16))
+        check(ask(hold=True), INFO, VllmOptions(b"r" * 16))
 
 
 @pytest.mark.parametrize(("ranks", "rank", "given"), [(1, 0, None), (4, 0, 0), (4, 3, 3)])

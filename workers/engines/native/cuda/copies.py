@@ -92,7 +92,7 @@ class Pending:
             return self._finish()
 
 
-class Late:
+class LateStep:
     """A step whose tokens are drawn later; implements ``penstock.workers.engines.core.sequence.PendingStep``.
 
     What a constraint allows depends on the tokens of the step before, which are not known when this one is launched.

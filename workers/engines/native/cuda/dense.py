@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from penstock.workers.engines.native.cuda import attend
-from penstock.workers.engines.native.cuda.packing import STEP, Chunk, Group, adjoin
+from penstock.workers.engines.native.cuda.packing import STEP, Group, PromptChunk, adjoin
 from penstock.workers.engines.native.model.attention import AttentionParams
-from penstock.workers.engines.native.model.pool import Pool
+from penstock.workers.engines.native.model.pool import KvPool
 
 log = structlog.get_logger("engine")
 
@@ -52,7 +52,7 @@ class DenseAttention:
             self.enabled = False
             log.warning("prompts_without_cudnn", reason=str(error).strip().splitlines()[0])
 
-    def suits(self, chunk: Chunk, query: Tensor, params: AttentionParams, page: int) -> bool:
+    def suits(self, chunk: PromptChunk, query: Tensor, params: AttentionParams, page: int) -> bool:
         """Whether ``attend`` computes what a layer asks for."""
         plain = params.softcap == 0 and params.sinks is None
         seen = params.window is None or chunk.start + chunk.tokens <= params.window
@@ -63,7 +63,7 @@ class DenseAttention:
         return (query.element_size() == 2 or not query.is_cuda) and dim <= MOST_DIM and dim % 8 == 0
 
     def attend(
-        self, group: Group, layer: int, query: Tensor, pool: Pool, tables: Tensor, scale: float, out: Tensor
+        self, group: Group, layer: int, query: Tensor, pool: KvPool, tables: Tensor, scale: float, out: Tensor
     ) -> None:
         """
         Args:
@@ -78,7 +78,9 @@ class DenseAttention:
         for number, chunk in enumerate(group):
             out[chunk.row : chunk.row + chunk.tokens] = answers[number, : chunk.tokens]
 
-    def attend_whole(self, group: Group, layer: int, query: Tensor, pool: Pool, tables: Tensor, scale: float) -> Tensor:
+    def attend_whole(
+        self, group: Group, layer: int, query: Tensor, pool: KvPool, tables: Tensor, scale: float
+    ) -> Tensor:
         """Attend to whole prompts; arguments as for ``attend``.
 
         Returns: (prompts, padded rows, heads, head_dim), contiguous.
@@ -96,7 +98,7 @@ class DenseAttention:
         return _attention(given, keys, values, scale, causal=True)[0]
 
     def _attend_behind(
-        self, chunk: Chunk, layer: int, query: Tensor, pool: Pool, tables: Tensor, scale: float, out: Tensor
+        self, chunk: PromptChunk, layer: int, query: Tensor, pool: KvPool, tables: Tensor, scale: float, out: Tensor
     ) -> None:
         """Attend to a chunk behind other tokens."""
         own = slice(chunk.row, chunk.row + chunk.tokens)
@@ -122,12 +124,12 @@ class DenseAttention:
         )  # fmt: skip
 
 
-def _empty(pool: Pool, count: int, keys: int, query: Tensor) -> Tensor:
+def _empty(pool: KvPool, count: int, keys: int, query: Tensor) -> Tensor:
     """(2, count, keys, kv_heads, head_dim): keys and values."""
     return torch.empty((2, count, keys, *pool.data.shape[4:]), dtype=query.dtype, device=query.device)
 
 
-def _gather(pool: Pool, table: Tensor, layer: int, first: int, known: int, out: Tensor) -> None:
+def _gather(pool: KvPool, table: Tensor, layer: int, first: int, known: int, out: Tensor) -> None:
     """Keys and values of positions from ``first`` on; zeros from ``known`` on.
 
     Args:

@@ -24,7 +24,7 @@ ALIGN = 16
 PADDING = -1  # position of a row that computes nothing
 
 
-class Row(NamedTuple):
+class DraftRow(NamedTuple):
     """A sequence that is drafted.
 
     Attributes:
@@ -90,13 +90,13 @@ class DraftLoop:
     def _part(self, number: int) -> Tensor:
         return self._upload.device[number * self._width : (number + 1) * self._width]
 
-    def suits(self, rows: list[Row]) -> bool:
+    def suits(self, rows: list[DraftRow]) -> bool:
         """Whether a graph computes these rows: their sampling needs nothing but a temperature."""
         return len(rows) <= max(self._graphs, default=0) and all(
             row.table_row.plain and row.start + 1 >= row.sequence.stoppable for row in rows
         )
 
-    def launch(self, rows: list[Row]) -> "LaunchedLoop":
+    def launch(self, rows: list[DraftRow]) -> "LaunchedLoop":
         """Start the steps."""
         size = next(size for size in self._sizes if size >= len(rows))
         width, count = self._width, len(rows)
@@ -187,10 +187,10 @@ class CudaDraftModel:
             launched.append((left, self._executor.launch(plans)))
         return launched
 
-    def _rows(self, plan: list[ScheduledSequence], limits: Seq[int]) -> dict[int, Row]:
+    def _rows(self, plan: list[ScheduledSequence], limits: Seq[int]) -> dict[int, DraftRow]:
         """The sequences for which more than one token is proposed, by their numbers in the plan."""
         return {
-            number: Row(
+            number: DraftRow(
                 scheduled.sequence,
                 self._executor.table_row(scheduled.sequence),
                 scheduled.start + scheduled.count,

@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence
 from penstock.workers.engines.native.cuda import rows
-from penstock.workers.engines.native.cuda.copies import HostCopies, Late, Pending, Upload, device_errors
+from penstock.workers.engines.native.cuda.copies import HostCopies, LateStep, Pending, Upload, device_errors
 from penstock.workers.engines.native.cuda.dense import DenseAttention
 from penstock.workers.engines.native.cuda.device_sampler import DeviceSampler
 from penstock.workers.engines.native.cuda.modules import Linear, Rotation
@@ -33,14 +33,14 @@ from penstock.workers.engines.native.cuda.packing import (
     TableRows,
     shapes,
 )
-from penstock.workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
-from penstock.workers.engines.native.cuda.prompt_graphs import DECODES, SPLITS, Inputs, PromptGraphs
+from penstock.workers.engines.native.cuda.paged import PagedAttention, PagedBatch, Scratch, tile_rows
+from penstock.workers.engines.native.cuda.prompt_graphs import DECODES, SPLITS, GraphInputs, PromptGraphs
 from penstock.workers.engines.native.model import sampler
 from penstock.workers.engines.native.model.attention import Paged
 from penstock.workers.engines.native.model.executor import set_scores
 from penstock.workers.engines.native.model.masks import TokenMasks
 from penstock.workers.engines.native.model.model import Embeddings, Model
-from penstock.workers.engines.native.model.pool import Pool
+from penstock.workers.engines.native.model.pool import KvPool
 from penstock.workers.engines.native.model.pools import HybridAttention, SlidingPool
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 
@@ -53,8 +53,8 @@ def batch_sizes(max_rows: int) -> list[int]:
     return [*(size for size in steps if size < max_rows), max_rows]
 
 
-class Tiles(NamedTuple):
-    """The prompts of a batch; see ``paged.Batch``."""
+class PromptTiles(NamedTuple):
+    """The prompts of a batch; see ``paged.PagedBatch``."""
 
     tiles: Tensor | None = None
     long: tuple[Group, ...] = ()
@@ -63,7 +63,7 @@ class Tiles(NamedTuple):
     splits: int = 0
 
 
-NO_TILES = Tiles()
+NO_TILES = PromptTiles()
 
 
 class CudaExecutor:
@@ -85,7 +85,7 @@ class CudaExecutor:
     def __init__(
         self,
         model: Model,
-        pool: Pool,
+        pool: KvPool,
         rotation: Rotation,
         *,
         width: int,
@@ -100,7 +100,7 @@ class CudaExecutor:
     ) -> None:
         device = model.device
         self._model: Model | None = model
-        self._pool: Pool | None = pool
+        self._pool: KvPool | None = pool
         self._sliding = sliding
         self._rotation, self._encoder, self._device = rotation, encoder, device
         self._rows = max_rows = max_running * tokens_per_sequence
@@ -129,7 +129,7 @@ class CudaExecutor:
             self._upload, 4 * aligned, tile_rows(model.dtype), 0 if invariant else max_batched_tokens, max_rows
         )
         self._masks = TokenMasks(model.vocab_size)
-        self._late: Late | None = None
+        self._late: LateStep | None = None
         self._sampler = DeviceSampler(model.vocab_size, max_rows, self._upload, self._latest)
         self._host_copies = HostCopies(max_rows, in_flight, device)
         self._most_tokens = max_batched_tokens
@@ -184,8 +184,8 @@ class CudaExecutor:
         self._dense.warm(planned, self._model.heads, shape.kv_heads, shape.head_dim, self._model.dtype)
 
     def _capture_prompts(self, pool: Any) -> None:
-        def forward(inputs: Inputs) -> Tensor:
-            tiles = Tiles(inputs.tiles, decode_positions=inputs.decode_positions, splits=SPLITS)
+        def forward(inputs: GraphInputs) -> Tensor:
+            tiles = PromptTiles(inputs.tiles, decode_positions=inputs.decode_positions, splits=SPLITS)
             decodes, wanted = len(inputs.decode_positions), inputs.wanted.to(torch.int64)
             return self._forward(inputs.tokens, inputs.table_rows, inputs.positions, decodes, tiles, wanted)
 
@@ -212,7 +212,7 @@ class CudaExecutor:
         table_rows: Tensor,
         positions: Tensor,
         decodes: int,
-        tiles: Tiles = NO_TILES,
+        tiles: PromptTiles = NO_TILES,
         wanted: Tensor | None = None,
         embeddings: Embeddings | None = None,
     ) -> Tensor:
@@ -230,11 +230,11 @@ class CudaExecutor:
         paged = self._paged(table_rows, positions, decodes, tiles)
         return self._model.logits(tokens, token_positions, wanted, paged, embeddings)
 
-    def _paged(self, table_rows: Tensor, positions: Tensor, decodes: int, tiles: Tiles) -> Paged:
+    def _paged(self, table_rows: Tensor, positions: Tensor, decodes: int, tiles: PromptTiles) -> Paged:
         assert self._pool is not None
 
-        def over(pool: Pool, table: Tensor) -> PagedAttention:
-            batch = Batch(table, table_rows, positions, decodes, *tiles)
+        def over(pool: KvPool, table: Tensor) -> PagedAttention:
+            batch = PagedBatch(table, table_rows, positions, decodes, *tiles)
             return PagedAttention(pool, self._scratch, self._rotation, batch, self._dense)
 
         full = over(self._pool, self._tables[0])
@@ -247,7 +247,7 @@ class CudaExecutor:
     def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
         return self.launch(plan, scoring).result()
 
-    def launch(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> Pending | Late:
+    def launch(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> Pending | LateStep:
         """Launch a step; the previous one may still be running. See ``OverlapExecutor``."""
         with device_errors(), torch.inference_mode():
             if self._late is not None:
@@ -276,7 +276,7 @@ class CudaExecutor:
         packed.decodes = len(plan)
         return packed
 
-    def _decode(self, packed: Packed) -> Pending | Late:
+    def _decode(self, packed: Packed) -> Pending | LateStep:
         """Compute a step without chunks of prompts."""
         count, draws = packed.decodes, packed.draws
         size = next((size for size in self._graph_sizes if size >= count), 0)
@@ -301,7 +301,7 @@ class CudaExecutor:
             logits = logits.index_select(0, sampled_rows)
         return self._drawn(logits, packed, targets, parameters)
 
-    def _replay_prompts(self, packed: Packed, size: int) -> Pending | Late:
+    def _replay_prompts(self, packed: Packed, size: int) -> Pending | LateStep:
         """Compute a step with short prompts by the graph of so many rows."""
         upload, draws = self._upload, packed.draws
         upload.begin()
@@ -311,7 +311,7 @@ class CudaExecutor:
         self._send()
         return self._drawn(self._prompt_graphs.replay(size), packed, targets, parameters)
 
-    def _mixed(self, packed: Packed, scoring: Seq[ScheduledSequence]) -> Pending | Late:
+    def _mixed(self, packed: Packed, scoring: Seq[ScheduledSequence]) -> Pending | LateStep:
         upload, draws = self._upload, packed.draws
         upload.begin()
         tokens, table_rows, positions = (
@@ -319,7 +319,7 @@ class CudaExecutor:
         )
         targets = upload.put([draw.target for draw in draws])
         wanted = upload.put(packed.drawn + packed.scored or [0])
-        tiles = Tiles(
+        tiles = PromptTiles(
             self._put_tiles(packed.tiles), tuple(packed.long), self._put_tiles(packed.rest if packed.long else [])
         )
         parameters = self._sampler.parameters(draws)
@@ -336,7 +336,7 @@ class CudaExecutor:
         targets: Tensor,
         parameters: tuple[Tensor, Tensor] | None,
         after: Callable[[], None] | None = None,
-    ) -> Pending | Late:
+    ) -> Pending | LateStep:
         """Draw a step's tokens, at once or later, and copy them to the host.
 
         Args:
@@ -354,7 +354,7 @@ class CudaExecutor:
 
         if all(draw.sequence.constraint is None for draw in draws):
             return draw()
-        self._late = Late(draw)
+        self._late = LateStep(draw)
         return self._late
 
     def _put_tiles(self, tiles: list[tuple[int, int, int, int]]) -> Tensor | None:

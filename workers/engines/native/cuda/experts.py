@@ -28,7 +28,7 @@ MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 COLLECTED = 4096  # pairs that a program looks through at a time
 
 
-class Shape(NamedTuple):
+class ExpertsShape(NamedTuple):
     """How a product of experts is computed.
 
     Attributes:
@@ -45,47 +45,47 @@ class Shape(NamedTuple):
     bulk: bool = False
 
 
-FLOAT32 = Shape(64, 16, 32, 4, 2)
+FLOAT32 = ExpertsShape(64, 16, 32, 4, 2)
 UP = {  # of gate and up, by rows per tile; 1: there is one row. Measured by ``tests.gpu.experts``
-    1: Shape(128, 16, 64, 8, 6),
-    16: Shape(64, 16, 64, 4, 5),
-    32: Shape(64, 32, 64, 4, 4),
-    64: Shape(128, 64, 64, 8, 4),
-    128: Shape(128, 128, 64, 8, 4, True),
+    1: ExpertsShape(128, 16, 64, 8, 6),
+    16: ExpertsShape(64, 16, 64, 4, 5),
+    32: ExpertsShape(64, 32, 64, 4, 4),
+    64: ExpertsShape(128, 64, 64, 8, 4),
+    128: ExpertsShape(128, 128, 64, 8, 4, True),
 }
 DOWN = {
-    1: Shape(128, 16, 64, 8, 6),
-    16: Shape(128, 16, 64, 4, 4),
-    32: Shape(128, 32, 64, 8, 4),
-    64: Shape(128, 64, 64, 8, 4),
-    128: Shape(256, 128, 64, 8, 3, True),
+    1: ExpertsShape(128, 16, 64, 8, 6),
+    16: ExpertsShape(128, 16, 64, 4, 4),
+    32: ExpertsShape(128, 32, 64, 8, 4),
+    64: ExpertsShape(128, 64, 64, 8, 4),
+    128: ExpertsShape(256, 128, 64, 8, 3, True),
 }
 
 
 PACKED_UP = {  # with weights of 4 bits
-    1: Shape(64, 16, 64, 4, 4),
-    16: Shape(64, 16, 64, 4, 3),
-    32: Shape(64, 32, 64, 4, 4),
-    64: Shape(128, 64, 64, 4, 3),
-    128: Shape(64, 128, 64, 4, 4),
+    1: ExpertsShape(64, 16, 64, 4, 4),
+    16: ExpertsShape(64, 16, 64, 4, 3),
+    32: ExpertsShape(64, 32, 64, 4, 4),
+    64: ExpertsShape(128, 64, 64, 4, 3),
+    128: ExpertsShape(64, 128, 64, 4, 4),
 }
 PACKED_DOWN = {
-    1: Shape(64, 16, 64, 4, 6),
-    16: Shape(128, 16, 64, 4, 4),
-    32: Shape(128, 32, 64, 4, 4),
-    64: Shape(128, 64, 64, 4, 3),
-    128: Shape(128, 128, 64, 8, 4),
+    1: ExpertsShape(64, 16, 64, 4, 6),
+    16: ExpertsShape(128, 16, 64, 4, 4),
+    32: ExpertsShape(128, 32, 64, 4, 4),
+    64: ExpertsShape(128, 64, 64, 4, 3),
+    128: ExpertsShape(128, 128, 64, 8, 4),
 }
 NARROW = {  # of both, with weights of 8 bits
-    1: Shape(64, 16, 128, 4, 4),
-    16: Shape(64, 16, 128, 4, 4),
-    32: Shape(64, 32, 128, 4, 4),
-    64: Shape(128, 64, 64, 8, 4),
-    128: Shape(128, 128, 64, 8, 3),
+    1: ExpertsShape(64, 16, 128, 4, 4),
+    16: ExpertsShape(64, 16, 128, 4, 4),
+    32: ExpertsShape(64, 32, 128, 4, 4),
+    64: ExpertsShape(128, 64, 64, 8, 4),
+    128: ExpertsShape(128, 128, 64, 8, 3),
 }
 
 
-def shapes(kind: int, most: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
+def shapes(kind: int, most: int, dtype: torch.dtype) -> tuple[ExpertsShape, ExpertsShape]:
     """How the products of gate and up, and of down, are computed, with so many rows per tile."""
     if dtype == torch.float32:
         return FLOAT32, FLOAT32
@@ -121,7 +121,7 @@ class Routing:
     jitter: float = 0.0
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """Chooses ``top`` experts for each row, by one kernel.
 
     Args:
@@ -170,7 +170,7 @@ class Router(nn.Module):
         return None, factors, ids
 
 
-class Stored(NamedTuple):
+class ExpertWeights(NamedTuple):
     """The weights of a layer of experts.
 
     Attributes:
@@ -195,7 +195,7 @@ class Stored(NamedTuple):
         return self.values.shape[2] * (2 if self.kind == kernels.MXFP4 else 1)
 
 
-class Experts(nn.Module):
+class GatedExperts(nn.Module):
     """Experts that are gated MLPs, with their weights beside each other.
 
     Args:
@@ -206,7 +206,9 @@ class Experts(nn.Module):
         residual: add the output to it, in place. Set before a call and cleared by it.
     """
 
-    def __init__(self, gate_up: Stored, down: Stored, act: int, alpha: float = 0.0, limit: float = 0.0) -> None:
+    def __init__(
+        self, gate_up: ExpertWeights, down: ExpertWeights, act: int, alpha: float = 0.0, limit: float = 0.0
+    ) -> None:
         super().__init__()
         self.gate_up, self.down = gate_up, down
         self.num_experts, self.inputs = len(gate_up.values), gate_up.columns
@@ -267,7 +269,7 @@ def collected(ids: Tensor, experts: int) -> Pairs:
 
 
 def launch(
-    shape: Shape, x: Tensor, layer: Stored, pairs: Pairs, out: Tensor, *,
+    shape: ExpertsShape, x: Tensor, layer: ExpertWeights, pairs: Pairs, out: Tensor, *,
     factors: Tensor | None = None, gate: tuple[int, float, float] | None = None,
 ) -> None:  # fmt: skip
     """Compute ``expert_kernels.product`` with a given shape.
@@ -309,7 +311,7 @@ def combined(parts: Tensor, count: int, top: int, residual: Tensor | None) -> Te
 # -- which modules these replace ---------------------------------------------------------------------------------
 
 
-def experts_for(module: Any, dtype: torch.dtype, generator: torch.Generator) -> Experts | None:
+def experts_for(module: Any, dtype: torch.dtype, generator: torch.Generator) -> GatedExperts | None:
     """What replaces a module of experts for rows of ``dtype``; None: nothing computes the same."""
     layers = _stored(module, dtype)
     if layers is None or dtype not in TOLERANCE or len(layers[0].values) > MOST_EXPERTS:
@@ -327,14 +329,14 @@ def experts_for(module: Any, dtype: torch.dtype, generator: torch.Generator) -> 
         for act in (rows.SILU, rows.GELU_TANH, kernels.CLAMPED):
             if act == kernels.CLAMPED and (alpha is None or limit is None):
                 continue
-            new = Experts(*layers, act, float(alpha or 0.0), float(limit or 0.0))
+            new = GatedExperts(*layers, act, float(alpha or 0.0), float(limit or 0.0))
             if all(_close(new(x[:n], ids[:n], factors[:n]), expected[:n]) for n in (1, count)):
                 return new
     return None
 
 
-def _stored(module: Any, dtype: torch.dtype) -> tuple[Stored, Stored] | None:
-    """The weights of a module of experts, in the order of ``Experts``; None: they have another form."""
+def _stored(module: Any, dtype: torch.dtype) -> tuple[ExpertWeights, ExpertWeights] | None:
+    """The weights of a module of experts, in the order of ``GatedExperts``; None: they have another form."""
     biases = [getattr(module, f"{name}_proj_bias", None) for name in ("gate_up", "down")]
     gate_up_bias, down_bias = (None if each is None else each.data for each in biases)
     if isinstance(module, quantize.Mxfp4Experts):
@@ -348,9 +350,9 @@ def _stored(module: Any, dtype: torch.dtype) -> tuple[Stored, Stored] | None:
             blocks.shape[2] % 2 for blocks, _ in stored
         ):
             wide = [quantize.widened(*each, dtype) for each in stored]
-            return Stored(wide[0], bias), Stored(wide[1], down_bias)
+            return ExpertWeights(wide[0], bias), ExpertWeights(wide[1], down_bias)
         (values, scales), (more, other) = (quantize.packed(*each) for each in stored)
-        return Stored(values, bias, scales), Stored(more, down_bias, other)
+        return ExpertWeights(values, bias, scales), ExpertWeights(more, down_bias, other)
     if isinstance(module, Fp8Experts):
         scales = module.gate_up_scale.squeeze(-1)
         values = module.gate_up.view(torch.uint8)  # not every torch can concatenate 8-bit floats
@@ -358,8 +360,8 @@ def _stored(module: Any, dtype: torch.dtype) -> tuple[Stored, Stored] | None:
             values, scales = _separated(values), _separated(scales)
             gate_up_bias = None if gate_up_bias is None else _separated(gate_up_bias)
         return (
-            Stored(values.view(FP8), gate_up_bias, scales),
-            Stored(module.down, down_bias, module.down_scale.squeeze(-1)),
+            ExpertWeights(values.view(FP8), gate_up_bias, scales),
+            ExpertWeights(module.down, down_bias, module.down_scale.squeeze(-1)),
         )
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not all(isinstance(each, Tensor) and each.dim() == 3 and each.dtype == dtype for each in (gate_up, down)):
@@ -375,7 +377,7 @@ def _stored(module: Any, dtype: torch.dtype) -> tuple[Stored, Stored] | None:
         gate_up, gate_up_bias = _separated(gate_up), None if gate_up_bias is None else _separated(gate_up_bias)
     if gate_up.shape[1] != 2 * down.shape[2]:
         return None
-    return Stored(gate_up.contiguous(), gate_up_bias), Stored(down.contiguous(), down_bias)
+    return ExpertWeights(gate_up.contiguous(), gate_up_bias), ExpertWeights(down.contiguous(), down_bias)
 
 
 def _separated(part: Tensor) -> Tensor:
@@ -390,7 +392,9 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     return bool((found.float() - expected.float()).norm() <= bound)
 
 
-def router_for(module: Any, experts: int, inner: int, dtype: torch.dtype, generator: torch.Generator) -> Router | None:
+def router_for(
+    module: Any, experts: int, inner: int, dtype: torch.dtype, generator: torch.Generator
+) -> ExpertRouter | None:
     """What replaces the router of so many experts with inputs (rows, inner); None: nothing chooses the same."""
     weights = [each for each in module.parameters() if each.shape == (experts, inner)]
     top = getattr(module, "top_k", 0)
@@ -417,7 +421,9 @@ def router_for(module: Any, experts: int, inner: int, dtype: torch.dtype, genera
             rounded = bool((logits == logits.to(dtype)).all()) and dtype != torch.float32
             for routing in _candidates(module, experts, correction is not None, rounded):
                 given = None if correction is None else correction.detach().reshape(-1).clone()
-                new = Router(weights[0].data, None if bias is None else bias.data, given, top, routing, factors.dtype)
+                new = ExpertRouter(
+                    weights[0].data, None if bias is None else bias.data, given, top, routing, factors.dtype
+                )
                 if _same_choice(new(x), factors, ids):
                     new.correction = None if kept is None else kept.reshape(-1)
                     return new
@@ -463,7 +469,7 @@ def _same_choice(found: tuple[None, Tensor, Tensor], factors: Tensor, ids: Tenso
     return _close(our_factors.gather(1, order)[alike], factors.gather(1, other)[alike])
 
 
-def same_with_residual(block: Any, experts: Experts, x: Tensor) -> bool:
+def same_with_residual(block: Any, experts: GatedExperts, x: Tensor) -> bool:
     """Whether a block of experts adds its output to its experts' ``residual``."""
     residual = torch.randn_like(x)
     with torch.inference_mode():

@@ -11,7 +11,7 @@ DEPTHS = (256, 128, 64)  # of the inner dimension that a program takes at a time
 LOADED = 150_000, 100_000  # bytes that a program loads ahead: of split products, of others
 
 
-class Shape(NamedTuple):
+class FewRowsShape(NamedTuple):
     """How a product of few rows is computed.
 
     Attributes:
@@ -29,7 +29,7 @@ class Shape(NamedTuple):
     stages: int
 
 
-def shape_for(rows: int, columns: int, inner: int) -> Shape | None:
+def shape_for(rows: int, columns: int, inner: int) -> FewRowsShape | None:
     """How to compute a product of so many rows; None: by torch. Measured by ``tests.gpu.times``.
 
     Args:
@@ -44,4 +44,4 @@ def shape_for(rows: int, columns: int, inner: int) -> Shape | None:
     while 2 * splits * tiles <= PROGRAMS and inner % (2 * splits * depth) == 0:
         splits *= 2
     stages = LOADED[splits == 1] // (depth * (COLUMNS + padded))
-    return Shape(padded, COLUMNS, depth, splits, 4, max(2, min(6, stages)))
+    return FewRowsShape(padded, COLUMNS, depth, splits, 4, max(2, min(6, stages)))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.workers.engines.native.cuda import fp8_kernels
-from penstock.workers.engines.native.cuda.few_rows import COLUMNS, Shape, shape_for
+from penstock.workers.engines.native.cuda.few_rows import COLUMNS, FewRowsShape, shape_for
 from penstock.workers.engines.native.cuda.fusions import dependent
 from penstock.workers.engines.native.model.quantize import FP8, LARGEST
 
@@ -103,7 +103,7 @@ def product(
 
 
 def launch(
-    shape: Shape, x: Narrow, weight: Tensor, scales: Tensor, bias: Tensor | None, residual: Tensor | None,
+    shape: FewRowsShape, x: Narrow, weight: Tensor, scales: Tensor, bias: Tensor | None, residual: Tensor | None,
     out: Tensor, counts: Tensor,
 ) -> None:  # fmt: skip
     """Compute a product of few rows with a given shape."""

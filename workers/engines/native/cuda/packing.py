@@ -23,7 +23,7 @@ LONG_BEHIND = 1024  # likewise for a chunk behind other tokens,
 BEHIND_WORK = 16 << 20  # if it has so many pairs of a query and a key: two calls and a merge cost more than one
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """Neighbouring prompt tokens of one sequence in a batch.
 
     Attributes:
@@ -60,10 +60,10 @@ class Chunk(NamedTuple):
         return -(-(self.front + self.tokens) // STEP) * STEP
 
 
-Group = tuple[Chunk, ...]  # attended to in one call
+Group = tuple[PromptChunk, ...]  # attended to in one call
 
 
-def groups(chunks: Iterable[Chunk], least: int = LONG) -> list[Group]:
+def groups(chunks: Iterable[PromptChunk], least: int = LONG) -> list[Group]:
     """The chunks of a batch that are attended to outside of the pages.
 
     Several are attended to in one call if they are whole prompts of the same padded length. Their number is a power of
@@ -73,7 +73,7 @@ def groups(chunks: Iterable[Chunk], least: int = LONG) -> list[Group]:
         least: padded tokens of the shortest prompts that are attended to together.
     """
     found: list[Group] = []
-    whole: defaultdict[int, list[Chunk]] = defaultdict(list)
+    whole: defaultdict[int, list[PromptChunk]] = defaultdict(list)
     for chunk in chunks:
         if chunk.start == 0 and chunk.rows >= least and chunk.tokens >= FILLED * chunk.rows:
             whole[chunk.rows].append(chunk)
@@ -102,7 +102,7 @@ def shapes(longest: int, batched: int, least: int = LONG) -> Iterator[tuple[int,
             size *= 2
 
 
-def adjoin(group: Seq[Chunk]) -> bool:
+def adjoin(group: Seq[PromptChunk]) -> bool:
     """Whether the chunks lie behind each other in the batch and need no padding."""
     first = group[0]
     return all(
@@ -306,7 +306,7 @@ class Packing:
             row = len(packed.tokens)
             self._add_media_and_scores(packed, scheduled, row, scoring)
             table_row = self._add_rows(packed, scheduled, scheduled.start, scheduled.start + count)
-            chunks.append(Chunk(row, scheduled.start, count, table_row.index))
+            chunks.append(PromptChunk(row, scheduled.start, count, table_row.index))
             for offset in range(0, count, self._tile_rows):
                 packed.tiles.append(
                     (row + offset, scheduled.start + offset, min(self._tile_rows, count - offset), table_row.index)

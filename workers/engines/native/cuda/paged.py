@@ -12,7 +12,7 @@ from penstock.workers.engines.native.cuda.fusions import dependent
 from penstock.workers.engines.native.cuda.modules import Rotation, launch_options
 from penstock.workers.engines.native.cuda.packing import Group, adjoin
 from penstock.workers.engines.native.model.attention import AttentionParams
-from penstock.workers.engines.native.model.pool import Pool
+from penstock.workers.engines.native.model.pool import KvPool
 from penstock.workers.engines.native.model.quantize import FP8
 
 PROGRAMS = 256  # programs that a decode step's attention is split into: about two per multiprocessor
@@ -79,7 +79,7 @@ class Scratch:
 
 
 @dataclass(slots=True)
-class Batch:
+class PagedBatch:
     """The rows of a batch.
 
     Args:
@@ -121,7 +121,7 @@ class PagedAttention:
     """
 
     def __init__(
-        self, pool: Pool, scratch: Scratch, rotation: Rotation, batch: Batch, dense: DenseAttention | None = None
+        self, pool: KvPool, scratch: Scratch, rotation: Rotation, batch: PagedBatch, dense: DenseAttention | None = None
     ) -> None:
         self._pool, self._scratch, self._rotation, self._batch = pool, scratch, rotation, batch
         self._dense = dense

@@ -19,7 +19,7 @@ SPLITS = 4  # of the keys of a decoded row
 PROMPTS = 8  # tiles in addition to those that the rows fill
 
 
-class Inputs(NamedTuple):
+class GraphInputs(NamedTuple):
     """What a graph reads: parts of the upload buffer.
 
     Attributes:
@@ -63,7 +63,7 @@ class PromptGraphs:
     def _tiles(self, rows: int) -> int:
         return -(-rows // self._tile_rows) + PROMPTS
 
-    def capture(self, forward: Callable[[Inputs], Tensor], pool: Any) -> None:
+    def capture(self, forward: Callable[[GraphInputs], Tensor], pool: Any) -> None:
         """Capture the graphs.
 
         Args:
@@ -85,12 +85,12 @@ class PromptGraphs:
     def clear(self) -> None:
         self._graphs.clear()
 
-    def _inputs(self, size: int) -> Inputs:
+    def _inputs(self, size: int) -> GraphInputs:
         lengths = (size, size, size, min(self._decodes, size), self._wanted, 4 * self._tiles(size))
         tokens, table_rows, positions, decode_positions, wanted, tiles = (
             self._upload.device[start : start + length] for start, length in zip(self._starts, lengths, strict=True)
         )
-        return Inputs(tokens, table_rows, positions, decode_positions, wanted, tiles.view(-1, 4))
+        return GraphInputs(tokens, table_rows, positions, decode_positions, wanted, tiles.view(-1, 4))
 
     def fit(self, packed: Packed) -> int:
         """The rows of the smallest graph that computes a step; 0: none does."""

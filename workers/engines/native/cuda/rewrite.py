@@ -28,10 +28,10 @@ from penstock.workers.engines.native.cuda.modules import (
     RmsNorm,
     Rotation,
 )
-from penstock.workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
+from penstock.workers.engines.native.cuda.paged import PagedAttention, PagedBatch, Scratch, tile_rows
 from penstock.workers.engines.native.model.attention import Paged
-from penstock.workers.engines.native.model.model import Model, ModelError
-from penstock.workers.engines.native.model.pool import Pool
+from penstock.workers.engines.native.model.model import Model, UnsupportedModel
+from penstock.workers.engines.native.model.pool import KvPool
 from penstock.workers.engines.native.model.quantize import Fp8Linear
 from penstock.workers.engines.native.model.verify import ROUNDING, ROUNDING_FP8, reference, verify
 
@@ -77,7 +77,7 @@ def make_invariant(model: Any) -> str:
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.scale is None:
             module.invariant = True
-        elif isinstance(module, (experts.Experts, experts.Router)):
+        elif isinstance(module, (experts.GatedExperts, experts.ExpertRouter)):
             continue  # they always are
         elif not isinstance(module, nn.Embedding) and any(each.dim() > 1 for each in module.parameters(recurse=False)):
             return str(name)
@@ -209,7 +209,7 @@ def _fuse_residuals(layer: Any, dtype: torch.dtype, generator: torch.Generator) 
     if set(children) != LAYER or not isinstance(getattr(layer.self_attn, "o_proj", None), Linear):
         return 0
     mixture = getattr(layer.mlp, "experts", None)
-    if isinstance(mixture, experts.Experts):
+    if isinstance(mixture, experts.GatedExperts):
         x = torch.randn((1, 3, mixture.inputs), generator=generator, device=generator.device).to(dtype)
         if not experts.same_with_residual(layer.mlp, mixture, x):
             return 0
@@ -325,31 +325,31 @@ def prepare(model: Model, *, invariant: bool = False) -> Rotation:
         invariant: make a row's results independent of the number of rows.
 
     Raises:
-        ModelError: the rewritten model computes something else. It must be loaded again.
+        UnsupportedModel: the rewritten model computes something else. It must be loaded again.
     """
     narrow = any(isinstance(module, Fp8Linear) for module in model.forward.modules())
     rounding = ROUNDING_FP8 if narrow else ROUNDING
     expected = reference(model)
     rotation, counts = rewrite(model.forward)
     if invariant and (name := make_invariant(model.forward)):
-        raise ModelError(f"batch_invariant: {name} has no kernel whose results do not depend on the batch")
+        raise UnsupportedModel(f"batch_invariant: {name} has no kernel whose results do not depend on the batch")
     scratch = Scratch(1, model.shape.kv_heads, model.heads, model.shape.head_dim, model.device, invariant)
 
-    def paged(pool: Pool, start: int, stop: int) -> Paged:
+    def paged(pool: KvPool, start: int, stop: int) -> Paged:
         tables, device = torch.tensor([[1, 0]], dtype=torch.int32, device=model.device), model.device
         places = torch.arange(start, stop, dtype=torch.int32, device=device)
         tiles = None
         if stop - start > 1:
             assert stop - start <= tile_rows(model.dtype)
             tiles = torch.tensor([[0, start, stop - start, 0]], dtype=torch.int32, device=device)
-        batch = Batch(tables, torch.zeros_like(places), places, 0 if tiles is not None else 1, tiles)
+        batch = PagedBatch(tables, torch.zeros_like(places), places, 0 if tiles is not None else 1, tiles)
         return PagedAttention(pool, scratch, rotation, batch)
 
     try:
         verify(model, expected, paged, rounding)
         if not _same_single(model, paged, max(rounding, 2 * expected.noise)):
-            raise ModelError("norms within products change the result of a single row")
-    except ModelError:
+            raise UnsupportedModel("norms within products change the result of a single row")
+    except UnsupportedModel:
         undo_layers(model.forward)
         counts["residuals within products"] = 0
         verify(model, expected, paged, rounding)
@@ -361,13 +361,13 @@ def prepare(model: Model, *, invariant: bool = False) -> Rotation:
     return rotation
 
 
-def _same_single(model: Model, paged: Callable[[Pool, int, int], Paged], rounding: float) -> bool:
+def _same_single(model: Model, paged: Callable[[KvPool, int, int], Paged], rounding: float) -> bool:
     """Whether a decode step of one row is the same with and without norms within its products."""
     token_ids = torch.arange(12, device=model.device) % model.vocab_size
     outputs, products = [], FUSIONS.products
     try:
         for FUSIONS.products in (False, True):
-            pool = Pool(model.shape, 2, 8, model.dtype, model.device)
+            pool = KvPool(model.shape, 2, 8, model.dtype, model.device)
             with torch.inference_mode():
                 for start, stop in ((0, 11), (11, 12)):
                     logits = model.logits(token_ids[start:stop], token_ids[start:stop], None, paged(pool, start, stop))

@@ -238,7 +238,7 @@ def sample(
             tl.store(latest + table_row, token)
 
 
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """Rows, columns and depth of a tile; warps; stages of the pipeline that loads it."""
 
     rows: int
@@ -248,13 +248,13 @@ class Shape(NamedTuple):
     stages: int
 
 
-FEW = Shape(64, 32, 128, 4, 5)
-SOME = Shape(128, 64, 64, 4, 4)
-MANY = Shape(128, 256, 64, 8, 3)
+FEW = TileShape(64, 32, 128, 4, 5)
+SOME = TileShape(128, 64, 64, 4, 4)
+MANY = TileShape(128, 256, 64, 8, 3)
 GROUP = 8  # row tiles that share a column tile of the weight while it is in the cache
 
 
-def shape_for(rows: int) -> Shape:
+def shape_for(rows: int) -> TileShape:
     """The tile of a product: it changes the speed, not the result (checked by ``tests.gpu.invariant``)."""
     if rows <= FEW.rows:
         return FEW

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from penstock.workers.engines.native.model.pool import Pool
+from penstock.workers.engines.native.model.pool import KvPool
 
 NAME = "penstock"  # attn_implementation
 SHORT_TOKENS = 16  # spans of up to this many tokens are attended together: decodes, and proposed tokens to verify
 TILE_SCORES = 1 << 24  # query x key positions whose mask exists at once in a long prefill
 
 
-class Unsupported(Exception):
+class UnsupportedAttention(Exception):
     """This model's attention needs something that is not implemented here."""
 
 
@@ -73,18 +73,18 @@ def attention(
     """The attention function that transformers calls; query, key, value are (1, heads, tokens, head_dim).
 
     Raises:
-        Unsupported: the layer asks for more than causal attention (biases, a mask of its own), or the model
+        UnsupportedAttention: the layer asks for more than causal attention (biases, a mask of its own), or the model
             does not pass its arguments on.
     """
     if paged is None:
-        raise Unsupported("a forward() that does not pass its keyword arguments on to attention")
+        raise UnsupportedAttention("a forward() that does not pass its keyword arguments on to attention")
     for name in ("position_bias", "relative_position_bias"):
         if kwargs.get(name) is not None:
-            raise Unsupported(f"attention with {name}")
+            raise UnsupportedAttention(f"attention with {name}")
     if attention_mask is not None or not getattr(module, "is_causal", True):
-        raise Unsupported("attention that is not causal")
+        raise UnsupportedAttention("attention that is not causal")
     if value.shape != key.shape:
-        raise Unsupported(f"values of another shape than keys ({tuple(value.shape)}, {tuple(key.shape)})")
+        raise UnsupportedAttention(f"values of another shape than keys ({tuple(value.shape)}, {tuple(key.shape)})")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     out = paged.attend(
         int(getattr(module, "layer_idx")),  # noqa: B009  nn.Module types its attributes as Tensor | Module
@@ -102,7 +102,7 @@ def register() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """``count`` tokens of one sequence, from position ``start``; they are rows ``row`` .. of the packed batch."""
 
     row: int
@@ -126,11 +126,11 @@ class _Group(NamedTuple):
 class ReferenceAttention:
     """``Paged`` in plain torch operations, for any device. One object per step."""
 
-    def __init__(self, pool: Pool, spans: Iterable[Span]) -> None:
+    def __init__(self, pool: KvPool, spans: Iterable[TokenSpan]) -> None:
         self._pool = pool
         self._device = pool.data.device
-        self._short: list[Span] = []
-        self._long: list[Span] = []
+        self._short: list[TokenSpan] = []
+        self._long: list[TokenSpan] = []
         blocks: list[int] = []
         offsets: list[int] = []
         opened: list[int] = []
@@ -175,7 +175,7 @@ class ReferenceAttention:
         out = _attend(query, keys, values, mask, params)
         return out.view(n, kv_heads, shared, tokens, dim).permute(0, 3, 1, 2, 4).reshape(n * tokens, heads, dim)
 
-    def _prefill(self, layer: int, query: Tensor, span: Span, params: AttentionParams) -> Tensor:
+    def _prefill(self, layer: int, query: Tensor, span: TokenSpan, params: AttentionParams) -> Tensor:
         """A chunk of one sequence, in tiles of queries so that a long context needs no square of memory."""
         size, window = self._pool.block_size, params.window
         first = _first_seen(span.start, window) // size
@@ -209,7 +209,7 @@ class ReferenceAttention:
         """Group spans into tables of equal width. Lengths of one group have the same power of two, so padding at most
         doubles the work."""
         size = self._pool.block_size
-        by_shape: dict[tuple[int, int], list[tuple[Span, int, list[int]]]] = defaultdict(list)
+        by_shape: dict[tuple[int, int], list[tuple[TokenSpan, int, list[int]]]] = defaultdict(list)
         for span in self._short:
             first = _first_seen(span.start, window) // size
             blocks = span.blocks[first : -(-span.end // size)]

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import torch
 
 from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
-from penstock.workers.engines.native.model.attention import ReferenceAttention, Span
+from penstock.workers.engines.native.model.attention import ReferenceAttention, TokenSpan
 from penstock.workers.engines.native.model.executor import device_errors
 from penstock.workers.engines.native.model.loading import load
-from penstock.workers.engines.native.model.model import Model, ModelError
+from penstock.workers.engines.native.model.model import Model, UnsupportedModel
 from penstock.workers.engines.native.model.options import NGRAM, NativeOptions
-from penstock.workers.engines.native.model.pool import Pool
+from penstock.workers.engines.native.model.pool import KvPool
 from penstock.workers.engines.native.model.sampler import choose
 
 
 @dataclass(slots=True)
-class Progress:
+class DraftProgress:
     """Of one sequence since its last admission; kept in ``Sequence.drafter_state``."""
 
     blocks: list[int]  # those of the admission
@@ -49,9 +49,9 @@ class _Run:
 class DraftModel:
     """Implements ``penstock.workers.engines.core.engine.Drafter``. Owns model and pool."""
 
-    def __init__(self, model: Model, pool: Pool) -> None:
+    def __init__(self, model: Model, pool: KvPool) -> None:
         self._model: Model | None = model
-        self._pool: Pool | None = pool
+        self._pool: KvPool | None = pool
 
     def propose(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:
         assert self._model is not None, "closed"
@@ -90,7 +90,7 @@ class DraftModel:
         positions: list[int] = []
         spans, ends = [], []
         for run in runs:
-            spans.append(Span(len(tokens), run.start, len(run.tokens), run.sequence.blocks))
+            spans.append(TokenSpan(len(tokens), run.start, len(run.tokens), run.sequence.blocks))
             tokens += run.tokens
             positions += range(run.start, run.start + len(run.tokens))
             ends.append(len(tokens) - 1)
@@ -110,12 +110,12 @@ class DraftModel:
         self._model = self._pool = None
 
 
-def progress_of(scheduled: ScheduledSequence) -> Progress:
+def progress_of(scheduled: ScheduledSequence) -> DraftProgress:
     """Of a scheduled sequence, before its tokens are computed."""
     sequence = scheduled.sequence
     progress = sequence.drafter_state
-    if not isinstance(progress, Progress) or progress.blocks is not sequence.blocks:
-        progress = sequence.drafter_state = Progress(sequence.blocks, scheduled.start, [])
+    if not isinstance(progress, DraftProgress) or progress.blocks is not sequence.blocks:
+        progress = sequence.drafter_state = DraftProgress(sequence.blocks, scheduled.start, [])
     progress.settle(sequence.tokens)
     progress.computed = min(
         progress.computed, scheduled.start + scheduled.count - 1
@@ -127,14 +127,14 @@ def load_draft(options: NativeOptions, target: Model) -> Model | None:
     """The draft model of the options, if they name one.
 
     Raises:
-        ModelError: it is not one for this target, or cannot be loaded.
+        UnsupportedModel: it is not one for this target, or cannot be loaded.
     """
     name = options.speculative_model
     if name in ("", NGRAM):
         return None
     draft = load(name, device=target.device, dtype=options.dtype)
     if draft.vocab_size != target.vocab_size:
-        raise ModelError(
+        raise UnsupportedModel(
             f"the draft model {name!r} has {draft.vocab_size} tokens, the model has {target.vocab_size}; a draft model "
             "needs the same tokenizer"
         )

@@ -10,10 +10,10 @@ from torch import Tensor
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.base import EngineError
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence, scored_to
-from penstock.workers.engines.native.model.attention import Paged, ReferenceAttention, Span
+from penstock.workers.engines.native.model.attention import Paged, ReferenceAttention, TokenSpan
 from penstock.workers.engines.native.model.masks import TokenMasks
 from penstock.workers.engines.native.model.model import Embeddings, Model
-from penstock.workers.engines.native.model.pool import Pool, out_of_memory
+from penstock.workers.engines.native.model.pool import KvPool, out_of_memory
 from penstock.workers.engines.native.model.pools import HybridAttention, SlidingPool
 from penstock.workers.engines.native.model.sampler import choose, score
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
@@ -43,12 +43,12 @@ class TorchExecutor:
     def __init__(
         self,
         model: Model,
-        pool: Pool,
+        pool: KvPool,
         encoder: TorchVisionEncoder | None = None,
         sliding: SlidingPool | None = None,
     ) -> None:
         self._model: Model | None = model
-        self._pool: Pool | None = pool
+        self._pool: KvPool | None = pool
         self._encoder = encoder
         self._sliding = sliding
         self._masks = TokenMasks(model.vocab_size)
@@ -144,8 +144,8 @@ def set_scores(logits: Tensor, scoring: Seq[ScheduledSequence]) -> None:
         at += len(tokens)
 
 
-def _spans(plan: list[ScheduledSequence], tables: list[list[int]]) -> Iterator[Span]:
+def _spans(plan: list[ScheduledSequence], tables: list[list[int]]) -> Iterator[TokenSpan]:
     row = 0
     for scheduled, table in zip(plan, tables, strict=True):
-        yield Span(row, scheduled.start, scheduled.count, table)
+        yield TokenSpan(row, scheduled.start, scheduled.count, table)
         row += scheduled.count

@@ -29,7 +29,7 @@ from penstock.infra.model import weight_files
 from penstock.infra.model.defaults import Length, ids, length, rope_type, ropes
 from penstock.infra.model.weight_files import INDEX, key_mapping
 from penstock.workers.engines.native.model import attention, quantize, vision
-from penstock.workers.engines.native.model.model import Model, ModelError
+from penstock.workers.engines.native.model.model import Model, UnsupportedModel
 from penstock.workers.engines.native.model.pool import KvShape
 from penstock.workers.engines.native.model.verify import reference, reference_attention, verify
 
@@ -49,7 +49,7 @@ def check_files(folder: Path) -> None:
     """Compare a directory's index with what its files have. Whatever is malformed is left to the loader.
 
     Raises:
-        ModelError: a tensor is not in the file that the index names, or is in another one, too.
+        UnsupportedModel: a tensor is not in the file that the index names, or is in another one, too.
     """
     try:
         index = msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index).weight_map
@@ -83,7 +83,7 @@ def consolidated(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
         config: of ``mistral_format.configuration``, of a folder without ``problem``.
     Returns: most of them are read from their files only when they are used.
     Raises:
-        ModelError: a tensor is missing, unknown, of another size, or there twice.
+        UnsupportedModel: a tensor is missing, unknown, of another size, or there twice.
     """
     wanted, found = weight_files.tensors(config), dict[str, Tensor]()
     unknown = []
@@ -118,7 +118,7 @@ def check_sizes(model: str, mismatched: Iterable[tuple[str, Sequence[int], Seque
     Args:
         mismatched: tensors whose size (second) is not the one that config.json gives them (third).
     Raises:
-        ModelError: there are such.
+        UnsupportedModel: there are such.
     """
     found = sorted(mismatched)
     if found:
@@ -134,7 +134,7 @@ def check_names(model: str, loaded: Any, missing: Iterable[str], unexpected: Ite
         missing: of the model; the checkpoint does not have them.
         unexpected: of the checkpoint, and not of the model. Most are harmless, as those of an unused head.
     Raises:
-        ModelError: a tensor is missing, or the checkpoint has more layers than the model.
+        UnsupportedModel: a tensor is missing, or the checkpoint has more layers than the model.
     """
     lacking, extra = sorted(missing), sorted(unexpected)
     kind = type(loaded).__name__
@@ -163,7 +163,7 @@ def _is_layer(name: str, layers: int, known: Collection[str]) -> bool:
 def check_values(model: str, loaded: Any) -> None:
     """
     Raises:
-        ModelError: weights are not finite, or a matrix has nothing but zeros.
+        UnsupportedModel: weights are not finite, or a matrix has nothing but zeros.
     """
     broken, empty = [], []
     for name, tensor in loaded.named_parameters():
@@ -203,7 +203,7 @@ def _named(names: Collection[str]) -> str:
 
 
 def _refuse(model: object, reason: str) -> NoReturn:
-    raise ModelError(f"the checkpoint {str(model)!r} is not whole: {reason}")
+    raise UnsupportedModel(f"the checkpoint {str(model)!r} is not whole: {reason}")
 
 
 PAGED_LAYERS = {"full_attention", "sliding_attention"}
@@ -221,7 +221,7 @@ class _Probe:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: attention.AttentionParams
     ) -> Tensor:
         if layer in self.layers:
-            raise attention.Unsupported("a layer that attends twice")
+            raise attention.UnsupportedAttention("a layer that attends twice")
         self.layers[layer] = (key.shape[1], key.shape[2])
         self.windows[layer] = params.window
         return torch.zeros_like(query)
@@ -233,7 +233,7 @@ def load(model: str, *, device: torch.device, dtype: str = "auto") -> Model:
     Args:
         dtype: "auto": float32 on a CPU, else what the checkpoint was saved in.
     Raises:
-        ModelError: files are missing, or the architecture is not a decoder with paged attention.
+        UnsupportedModel: files are missing, or the architecture is not a decoder with paged attention.
     """
     attention.register()
     config = _config(model)
@@ -250,7 +250,7 @@ def describe(loaded: Any, multimodal: bool = False, files: Mapping[str, Any] = M
     Args:
         files: of ``written``.
     Raises:
-        ModelError: its attention cannot be paged.
+        UnsupportedModel: its attention cannot be paged.
     """
     attention.register()
     shape, windows, vocab_size = _inspect(loaded, loaded.device)
@@ -288,7 +288,7 @@ def weights(
     Args:
         unused: tensors whose names begin with one of these may be missing.
     Raises:
-        ModelError: files or tensors are missing, do not match, or have no usable values.
+        UnsupportedModel: files or tensors are missing, do not match, or have no usable values.
     """
     kind = "float32" if dtype == "auto" and device.type == "cpu" else dtype
     check_files(Path(model))
@@ -312,7 +312,7 @@ def weights(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of transformers' and its helpers, of any kind
-        raise ModelError(f"cannot load {model!r}: {first_line(error)}") from error
+        raise UnsupportedModel(f"cannot load {model!r}: {first_line(error)}") from error
     check_sizes(model, names["mismatched_keys"])
     missing = (name for name in names["missing_keys"] if not name.startswith(unused))
     check_names(model, loaded, missing, names["unexpected_keys"])
@@ -327,32 +327,32 @@ def vision_encoder(model: str, loaded: Any, slots: int) -> vision.TorchVisionEnc
     Args:
         slots: of the embedding pool; 0: the default.
     Raises:
-        ModelError: its image processor or tower cannot be used.
+        UnsupportedModel: its image processor or tower cannot be used.
         EngineError: there is no memory for the pool.
     """
     try:
         return vision.TorchVisionEncoder(loaded, vision.processor(model), slots)
     except vision.VisionUnsupported as error:
-        raise ModelError(f"the vision encoder of {model!r} cannot be used: {first_line(error)}") from error
+        raise UnsupportedModel(f"the vision encoder of {model!r} cannot be used: {first_line(error)}") from error
 
 
 def configuration(model: str) -> Any:
     """The content of config.json, or what params.json stands for in Mistral's own format.
 
     Raises:
-        ModelError: it is missing or malformed.
+        UnsupportedModel: it is missing or malformed.
     """
     own = weight_files.is_own(Path(model))
     if own and (reason := weight_files.problem(Path(model))):
-        raise ModelError(reason)
+        raise UnsupportedModel(reason)
     try:
         if own:
             return AutoConfig.for_model(**written(model))
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # of any kind, also of values that do not fit each other
         if (Path(model) / "config.json").is_file():
-            raise ModelError(f"{Path(model) / 'config.json'} cannot be used: {first_line(error)}") from error
-        raise ModelError(
+            raise UnsupportedModel(f"{Path(model) / 'config.json'} cannot be used: {first_line(error)}") from error
+        raise UnsupportedModel(
             f"no usable config.json for {model!r}: name a directory with config.json and *.safetensors, or a "
             f"Hugging Face id that is in the local cache or can be downloaded ({first_line(error)})"
         ) from error
@@ -363,23 +363,27 @@ def _config(model: str) -> Any:
     config = configuration(model)
     kind = config.model_type
     if config.is_encoder_decoder:
-        raise ModelError(f"{kind} is an encoder-decoder; the native engine serves decoder-only models")
+        raise UnsupportedModel(f"{kind} is an encoder-decoder; the native engine serves decoder-only models")
     multimodal = kind in vision.KINDS
     loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     architecture = loader._model_mapping.get(type(config), None)
     reason = vision.refusal(config)
     if reason and (multimodal or (architecture is None and type(config) in AutoModelForImageTextToText._model_mapping)):
-        raise ModelError(f"{reason}; choose another model or engine")
+        raise UnsupportedModel(f"{reason}; choose another model or engine")
     if architecture is None:
-        raise ModelError(f"transformers has no causal language model for {kind}; choose a decoder-only checkpoint")
+        raise UnsupportedModel(
+            f"transformers has no causal language model for {kind}; choose a decoder-only checkpoint"
+        )
     if not architecture.is_backend_compatible():
-        raise ModelError(
+        raise UnsupportedModel(
             f"{architecture.__name__} does not use transformers' attention interface; choose another model, "
             "or an engine that brings its own model code (--engine)"
         )
     unsupported = set(getattr(config.get_text_config(), "layer_types", None) or ()) - PAGED_LAYERS
     if unsupported:
-        raise ModelError(f"{kind} has {', '.join(sorted(unsupported))} layers; the native engine pages attention only")
+        raise UnsupportedModel(
+            f"{kind} has {', '.join(sorted(unsupported))} layers; the native engine pages attention only"
+        )
     return config
 
 
@@ -389,23 +393,25 @@ def _inspect(model: Any, device: torch.device) -> tuple[KvShape, tuple[int | Non
     probe = _Probe()
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise ModelError(f"{name}.forward has no logits_to_keep; choose another model")
+        raise UnsupportedModel(f"{name}.forward has no logits_to_keep; choose another model")
     try:
         with torch.inference_mode():
             output = model(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1, paged=probe)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise ModelError(f"{name} cannot be paged: {first_line(error)}; choose another model or engine") from error
+        raise UnsupportedModel(
+            f"{name} cannot be paged: {first_line(error)}; choose another model or engine"
+        ) from error
     layers = model.config.get_text_config().num_hidden_layers
     if sorted(probe.layers) != list(range(layers)):
-        raise ModelError(
+        raise UnsupportedModel(
             f"{name} computes only {len(probe.layers)} of {layers} layers through the attention interface "
             "(state-space or linear attention elsewhere); choose another model or engine"
         )
     shapes = set(probe.layers.values())
     if len(shapes) != 1:
-        raise ModelError(
+        raise UnsupportedModel(
             f"{name} has layers of different (KV heads, head size), or none: {sorted(shapes)}; choose another"
         )
     kv_heads, head_dim = shapes.pop()

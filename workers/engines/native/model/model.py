@@ -11,7 +11,7 @@ from penstock.workers.engines.native.model import attention
 from penstock.workers.engines.native.model.pool import KvShape
 
 
-class ModelError(EngineError):
+class UnsupportedModel(EngineError):
     """This model cannot be served here; the text says what to change."""
 
 

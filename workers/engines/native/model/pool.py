@@ -35,7 +35,7 @@ class KvShape:
         return self.layers * 2 * block_size * self.kv_heads * self.head_dim * dtype.itemsize
 
 
-class Pool:
+class KvPool:
     """The KV cache.
 
     Args:

@@ -14,7 +14,7 @@ from penstock.workers.engines.core.windows import WindowRows
 from penstock.workers.engines.native.model.attention import AttentionParams, Paged
 from penstock.workers.engines.native.model.model import Model
 from penstock.workers.engines.native.model.options import NativeOptions
-from penstock.workers.engines.native.model.pool import DTYPES, KvShape, Pool, blocks_that_fit
+from penstock.workers.engines.native.model.pool import DTYPES, KvPool, KvShape, blocks_that_fit
 
 MIN_SHARE = 0.25  # rows of sliding layers per block of full-attention layers
 MAX_EMPTY_BLOCKS = 1 << 18  # blocks of a model without full-attention layers: they take no memory
@@ -59,7 +59,7 @@ def sliding_layers(windows: Seq[int | None], limit: int) -> SlidingLayers | None
 class SlidingPool:
     """The pool of the sliding layers."""
 
-    pool: Pool
+    pool: KvPool
     layers: SlidingLayers
 
 
@@ -99,12 +99,12 @@ class HybridAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class Pools:
+class KvPools:
     """The pool of all layers, or one of the full-attention layers and one of the sliding layers."""
 
-    kv: Pool
+    kv: KvPool
     sliding: SlidingPool | None = None
-    draft: Pool | None = None  # of a draft model, under the block numbers of ``kv``
+    draft: KvPool | None = None  # of a draft model, under the block numbers of ``kv``
 
     @property
     def total_blocks(self) -> int:
@@ -122,7 +122,7 @@ class Pools:
 
 def make_pools(
     model: Model, options: NativeOptions, model_len: int, *, hybrid: bool, draft: Model | None = None
-) -> Pools:
+) -> KvPools:
     """
     Args:
         model_len: tokens of the longest sequence.
@@ -147,14 +147,14 @@ def make_pools(
         )
     layers = sliding_layers(model.windows, model_len) if hybrid else None
 
-    def pool(count: int, number: int) -> Pool:
+    def pool(count: int, number: int) -> KvPool:
         shape = KvShape(count, model.shape.kv_heads, model.shape.head_dim)
-        return Pool(shape, number, size, dtype, model.device, model.dtype)
+        return KvPool(shape, number, size, dtype, model.device, model.dtype)
 
     try:
         if layers is None or blocks <= _least(layers, size):
-            beside = None if draft is None else Pool(draft.shape, blocks, size, draft.dtype, draft.device)
-            return Pools(pool(model.shape.layers, blocks), draft=beside)
+            beside = None if draft is None else KvPool(draft.shape, blocks, size, draft.dtype, draft.device)
+            return KvPools(pool(model.shape.layers, blocks), draft=beside)
         sizes = pool_sizes(
             layers,
             blocks,
@@ -162,7 +162,7 @@ def make_pools(
             max_running=options.max_running,
             model_len=model_len,
         )
-        return Pools(pool(layers.full, sizes.blocks), SlidingPool(pool(layers.sliding, sizes.rows), layers))
+        return KvPools(pool(layers.full, sizes.blocks), SlidingPool(pool(layers.sliding, sizes.rows), layers))
     except OSError as error:  # mmap
         raise EngineError(f"{blocks} KV blocks of {block_bytes} bytes do not fit; lower kv_blocks") from error
 

@@ -63,7 +63,7 @@ _SCORED_ROWS = 64  # whose logits exist as float32 at once
 
 
 @dataclass(slots=True)
-class Counts:
+class TokenCounts:
     """How often each token occurs in a sequence, over its first ``seen`` tokens. Kept in ``Sequence.state``."""
 
     prompt: Tensor  # (vocab,) int32
@@ -242,12 +242,12 @@ def penalise(logits: Tensor, sequence: Sequence) -> Tensor:
     return logits - sampling.frequency_penalty * counts.output - sampling.presence_penalty * used
 
 
-def count(sequence: Sequence, like: Tensor) -> Counts:
+def count(sequence: Sequence, like: Tensor) -> TokenCounts:
     """The sequence's counts, brought up to date with its tokens."""
     counts = sequence.state
-    if not isinstance(counts, Counts):
+    if not isinstance(counts, TokenCounts):
         zeros = torch.zeros(like.shape[-1], dtype=torch.int32, device=like.device)
-        counts = sequence.state = Counts(zeros, zeros.clone())
+        counts = sequence.state = TokenCounts(zeros, zeros.clone())
     border = max(counts.seen, sequence.prompt_len)
     for target, new in (
         (counts.prompt, sequence.tokens[counts.seen : border]),

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.workers.engines.native.model import attention
-from penstock.workers.engines.native.model.model import Model, ModelError
-from penstock.workers.engines.native.model.pool import Pool
+from penstock.workers.engines.native.model.model import Model, UnsupportedModel
+from penstock.workers.engines.native.model.pool import KvPool
 
 ROUNDING = 0.1  # relative; bfloat16 through many layers stays well below
 ROUNDING_FP8 = 0.3  # with weights of 8 bits, where kernels differ in whether activations are of 8 bits, too
@@ -25,8 +25,8 @@ class Expected(NamedTuple):
     noise: float = 0.0
 
 
-def reference_attention(pool: Pool, start: int, stop: int) -> attention.Paged:
-    return attention.ReferenceAttention(pool, [attention.Span(0, start, stop - start, [1, 0])])
+def reference_attention(pool: KvPool, start: int, stop: int) -> attention.Paged:
+    return attention.ReferenceAttention(pool, [attention.TokenSpan(0, start, stop - start, [1, 0])])
 
 
 def _trial(model: Model, tokens: int = 12) -> Tensor:
@@ -78,7 +78,7 @@ def _apart(found: Tensor, expected: Tensor) -> float:
 def verify(
     model: Model,
     expected: Expected,
-    paged: Callable[[Pool, int, int], attention.Paged],
+    paged: Callable[[KvPool, int, int], attention.Paged],
     rounding: float = ROUNDING,
 ) -> None:
     """Compare logits of a prefill and a decode step with ``reference``'s.
@@ -87,12 +87,12 @@ def verify(
         paged: of a pool, and tokens ``start`` to ``stop`` of a sequence in its blocks 1 and 0, of 8 tokens each.
         rounding: relative error that is allowed.
     Raises:
-        ModelError: they differ by more than any dtype's rounding.
+        UnsupportedModel: they differ by more than any dtype's rounding.
     """
     token_ids = _trial(model)
     tokens = len(token_ids)
     places = torch.arange(tokens, device=model.device)
-    pool = Pool(model.shape, 2, 8, model.dtype, model.device)
+    pool = KvPool(model.shape, 2, 8, model.dtype, model.device)
     with torch.inference_mode():
         ours = []
         for start, stop in ((0, tokens - 1), (tokens - 1, tokens)):
@@ -100,4 +100,6 @@ def verify(
             ours.append(model.logits(token_ids[start:stop], places[start:stop], rows, paged(pool, start, stop)))
     if not _apart(torch.cat(ours).float(), expected.logits) < max(rounding, 2 * expected.noise):
         name = type(model.forward).__name__
-        raise ModelError(f"{name} computes attention in a way that cannot be paged; choose another model or engine")
+        raise UnsupportedModel(
+            f"{name} computes attention in a way that cannot be paged; choose another model or engine"
+        )

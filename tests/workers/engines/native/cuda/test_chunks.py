@@ -8,7 +8,7 @@ from penstock.workers.engines.native.cuda.packing import (
     LONG_BEHIND,
     STEP,
     TOGETHER,
-    Chunk,
+    PromptChunk,
     adjoin,
     groups,
     shapes,
@@ -17,7 +17,7 @@ from penstock.workers.engines.native.cuda.packing import (
 
 @given(start=st.integers(0, 5 * STEP), tokens=st.integers(1, 5 * STEP))
 def test_a_row_sees_the_keys_up_to_its_own(start: int, tokens: int) -> None:
-    chunk = Chunk(7, start, tokens, 0)
+    chunk = PromptChunk(7, start, tokens, 0)
     for token in {0, tokens // 2, tokens - 1}:
         masked = chunk.front + token + 1  # keys that a row of the mask's triangle sees
         assert chunk.unmasked + masked == start + token + 1
@@ -26,20 +26,20 @@ def test_a_row_sees_the_keys_up_to_its_own(start: int, tokens: int) -> None:
 
 @given(start=st.integers(0, 5 * STEP), tokens=st.integers(1, 5 * STEP))
 def test_shapes_are_few(start: int, tokens: int) -> None:
-    chunk = Chunk(7, start, tokens, 0)
+    chunk = PromptChunk(7, start, tokens, 0)
     assert (chunk.rows % STEP, chunk.unmasked % STEP) == (0, 0)
     assert chunk.rows < tokens + 2 * STEP
 
 
 def test_a_chunk_behind_others_is_long_if_it_has_many_pairs_of_query_and_key() -> None:
-    assert [Chunk(0, 0, tokens, 0).is_long for tokens in (LONG - 1, LONG)] == [False, True]
-    assert [Chunk(0, 30_000, tokens, 0).is_long for tokens in (LONG_BEHIND - 1, LONG_BEHIND)] == [False, True]
-    assert [Chunk(0, start, LONG, 0).is_long for start in (1024, 8192)] == [False, True]
+    assert [PromptChunk(0, 0, tokens, 0).is_long for tokens in (LONG - 1, LONG)] == [False, True]
+    assert [PromptChunk(0, 30_000, tokens, 0).is_long for tokens in (LONG_BEHIND - 1, LONG_BEHIND)] == [False, True]
+    assert [PromptChunk(0, start, LONG, 0).is_long for start in (1024, 8192)] == [False, True]
 
 
-def whole(*lengths: int) -> list[Chunk]:
+def whole(*lengths: int) -> list[PromptChunk]:
     """Whole prompts, one behind the other."""
-    return [Chunk(sum(lengths[:n]), 0, tokens, n) for n, tokens in enumerate(lengths)]
+    return [PromptChunk(sum(lengths[:n]), 0, tokens, n) for n, tokens in enumerate(lengths)]
 
 
 @given(lengths=st.lists(st.integers(1, 3 * LONG), max_size=40), least=st.sampled_from((STEP, LONG)))

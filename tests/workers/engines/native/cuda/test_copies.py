@@ -1,6 +1,6 @@
 """Steps whose tokens are drawn after they are launched."""
 
-from penstock.workers.engines.native.cuda.copies import Late, Pending
+from penstock.workers.engines.native.cuda.copies import LateStep, Pending
 
 
 def test_tokens_are_drawn_once_at_the_latest_for_the_result() -> None:
@@ -10,7 +10,7 @@ def test_tokens_are_drawn_once_at_the_latest_for_the_result() -> None:
         drawn.append(1)
         return Pending(lambda: [(7, None)])
 
-    late = Late(draw)
+    late = LateStep(draw)
     assert not drawn
     late.draw()
     assert [late.result(), late.result()] == [[(7, None)], [(7, None)]]
@@ -18,4 +18,4 @@ def test_tokens_are_drawn_once_at_the_latest_for_the_result() -> None:
 
 
 def test_the_result_alone_draws_them_too() -> None:
-    assert Late(lambda: Pending(lambda: [(3, None)])).result() == [(3, None)]
+    assert LateStep(lambda: Pending(lambda: [(3, None)])).result() == [(3, None)]

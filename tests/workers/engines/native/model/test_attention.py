@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.workers.engines.native.model.attention import AttentionParams, ReferenceAttention, Span
-from penstock.workers.engines.native.model.pool import KvShape, Pool
+from penstock.workers.engines.native.model.attention import AttentionParams, ReferenceAttention, TokenSpan
+from penstock.workers.engines.native.model.pool import KvPool, KvShape
 from tests.properties import examples
 
 HEADS, KV_HEADS, DIM, SIZE, BLOCKS = 6, 2, 4, 4, 64
@@ -17,8 +17,8 @@ NAN = float("nan")
 PLAIN = AttentionParams(1.0)
 
 
-def pool() -> Pool:
-    made = Pool(KvShape(2, KV_HEADS, DIM), BLOCKS, SIZE, torch.float32, torch.device("cpu"))
+def pool() -> KvPool:
+    made = KvPool(KvShape(2, KV_HEADS, DIM), BLOCKS, SIZE, torch.float32, torch.device("cpu"))
     made.data.fill_(NAN)  # what others left; none of it may count
     return made
 
@@ -60,11 +60,11 @@ def test_any_mix_of_chunks_is_attended_as_if_alone(
         new.append((torch.randn(count, HEADS, DIM), *(torch.randn(count, KV_HEADS, DIM) for _ in range(2))))
     for (keys, values), table in zip(past, tables, strict=True):  # computed in an earlier step
         if len(keys):
-            span = Span(0, 0, len(keys), table)
+            span = TokenSpan(0, 0, len(keys), table)
             ReferenceAttention(kv, [span]).attend(1, torch.zeros(len(keys), HEADS, DIM), keys, values, PLAIN)
     row, spans = 0, []
     for (start, count), table in zip(lengths, tables, strict=True):
-        spans.append(Span(row, start, count, table))
+        spans.append(TokenSpan(row, start, count, table))
         row += count
     q, k, v = (torch.cat(part) for part in zip(*new, strict=True))
     out = ReferenceAttention(kv, spans).attend(1, q, k, v, AttentionParams(0.5, window, softcap))
@@ -77,7 +77,7 @@ def test_any_mix_of_chunks_is_attended_as_if_alone(
 
 def test_layers_do_not_share_their_cache() -> None:
     kv = pool()
-    paged = ReferenceAttention(kv, [Span(0, 0, 3, [5])])
+    paged = ReferenceAttention(kv, [TokenSpan(0, 0, 3, [5])])
     ones = torch.ones(3, KV_HEADS, DIM)
     paged.attend(0, torch.zeros(3, HEADS, DIM), ones, ones, PLAIN)
     paged.attend(1, torch.zeros(3, HEADS, DIM), ones * 2, ones * 2, PLAIN)
@@ -90,7 +90,7 @@ def test_layers_do_not_share_their_cache() -> None:
 @pytest.mark.parametrize("poisoned", [0, 1, 2])
 def test_a_sequence_with_broken_numbers_spoils_no_neighbour(poisoned: int) -> None:
     kv = pool()
-    spans = [Span(0, 4, 1, [10, 11]), Span(1, 12, 1, [20, 21, 22, 23]), Span(2, 17, 1, [0, 1, 2, 3, 4])]
+    spans = [TokenSpan(0, 4, 1, [10, 11]), TokenSpan(1, 12, 1, [20, 21, 22, 23]), TokenSpan(2, 17, 1, [0, 1, 2, 3, 4])]
     kv.data[[block for span in spans for block in span.blocks]] = 1.0
     kv.data[spans[poisoned].blocks] = NAN
     keys = torch.ones(3, KV_HEADS, DIM)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from penstock.infra.model.modeldir import MODELS
 from penstock.infra.model.weight_files import INDEX
 from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.model.model import ModelError
+from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.native.models import COMMON, save
 
@@ -27,7 +27,7 @@ def load(model: Path) -> None:
 
 
 def refusal(model: Path) -> str:
-    with pytest.raises(ModelError) as refused:
+    with pytest.raises(UnsupportedModel) as refused:
         load(model)
     return str(refused.value)
 

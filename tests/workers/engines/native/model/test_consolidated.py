@@ -16,7 +16,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.loading import load, positions, written
-from penstock.workers.engines.native.model.model import ModelError
+from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.runners.token_backend import model_path
 from tests.infra.model.test_text_files import tekken
@@ -216,7 +216,7 @@ def test_what_does_not_fit_is_named_as_it_is_stored(fault: str, tmp_path: Path) 
     path, _ = made(tmp_path / "m")
     change, words = FAULTS[fault]
     change(path)
-    with pytest.raises(ModelError) as refused:
+    with pytest.raises(UnsupportedModel) as refused:
         load(str(path), device=torch.device("cpu"))
     assert words in str(refused.value)
     assert str(path) in str(refused.value)

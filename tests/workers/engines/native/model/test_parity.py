@@ -9,10 +9,10 @@ import torch
 
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.model.attention import ReferenceAttention, Span
+from penstock.workers.engines.native.model.attention import ReferenceAttention, TokenSpan
 from penstock.workers.engines.native.model.loading import load
 from penstock.workers.engines.native.model.options import NativeOptions
-from penstock.workers.engines.native.model.pool import Pool
+from penstock.workers.engines.native.model.pool import KvPool
 from tests.workers.engines.native.models import CONFIGS, drain, expected, prompt, reference, request, run, tokens
 
 LENGTHS = (1, 9, 13, 16, 33, 47)  # around block borders and windows (8 and 12), and far beyond
@@ -105,10 +105,10 @@ def test_long_prefill_in_tiles_of_queries(directory: Path, monkeypatch: pytest.M
 
 def test_rows_of_a_step_differ_from_a_plain_forward_by_rounding_only(directory: Path) -> None:
     model = load(str(directory), device=torch.device("cpu"))
-    pool = Pool(model.shape, 16, 8, model.dtype, model.device)
+    pool = KvPool(model.shape, 16, 8, model.dtype, model.device)
     words = torch.tensor(prompt(41))
     with torch.inference_mode():
-        paged = ReferenceAttention(pool, [Span(0, 0, 41, [9, 3, 11, 0, 7, 15])])
+        paged = ReferenceAttention(pool, [TokenSpan(0, 0, 41, [9, 3, 11, 0, 7, 15])])
         ours = model.logits(words, torch.arange(41), torch.arange(41), paged)
         theirs = reference(directory)(words[None]).logits[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

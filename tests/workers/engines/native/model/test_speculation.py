@@ -12,7 +12,7 @@ from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.base import Output, SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.model.model import ModelError
+from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.native.models import drain, expected, prompt, request, run, tokens
 
@@ -130,5 +130,5 @@ def test_drafts_that_cannot_be_used_are_refused(model_dir: Callable[[str], Path]
         (model_dir("llama"), {"speculative_model": "ngram", "prompt_lookup_min": 5}, "prompt_lookup_min"),
         (model_dir("llama"), {"speculative_model": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens"),
     ):
-        with pytest.raises((ModelError, ValueError), match=message):
+        with pytest.raises((UnsupportedModel, ValueError), match=message):
             build(str(model), NativeOptions(device="cpu", kv_blocks=10, **options))  # type: ignore[arg-type]

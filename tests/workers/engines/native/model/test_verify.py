@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.workers.engines.native.model import attention
 from penstock.workers.engines.native.model.loading import describe
-from penstock.workers.engines.native.model.model import Model, ModelError
+from penstock.workers.engines.native.model.model import Model, UnsupportedModel
 from penstock.workers.engines.native.model.verify import Expected, reference, reference_attention, verify
 from tests.workers.engines.native.models import CONFIGS
 
@@ -27,8 +27,8 @@ def test_only_mixtures_of_experts_in_low_precision_have_noise() -> None:
 def test_logits_may_be_as_far_as_twice_the_noise() -> None:
     model = described("llama", torch.float32)
     away = reference(model).logits * 1.15
-    with pytest.raises(ModelError, match="cannot be paged"):
+    with pytest.raises(UnsupportedModel, match="cannot be paged"):
         verify(model, Expected(away), reference_attention)
-    with pytest.raises(ModelError, match="cannot be paged"):
+    with pytest.raises(UnsupportedModel, match="cannot be paged"):
         verify(model, Expected(away, noise=0.06), reference_attention)
     verify(model, Expected(away, noise=0.07), reference_attention)

@@ -16,7 +16,7 @@ from penstock.workers.engines.base import Engine, EngineError, MediaSpan, Reques
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.native.build import build, build_encoder
 from penstock.workers.engines.native.model import vision as vision_module
-from penstock.workers.engines.native.model.model import ModelError
+from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.demo_model import vision
 from tests.workers.engines.native.models import drain, run, tokens
@@ -264,7 +264,7 @@ def changed(path: Path, name: str, **values: Any) -> str:
 def test_unsupported_vision_models_are_refused(
     tmp_path: Path, make: Any, file: str, values: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UnsupportedModel, match=message):
         make(changed(tmp_path, file, **values), NativeOptions(device="cpu"))
 
 
