@@ -399,7 +399,9 @@ def test_links_of_the_architecture_lead_to_the_same_pages_from_the_site() -> Non
 
 # Not the summary, whose rows link to the figures, and not the list of others' reports.
 RESULTS = sorted(path.name for path in (DOCS / "results").glob("*.md") if path.name not in ("index.md", "reports.md"))
-COMMAND = re.compile(r"penstock (?:bench|up|plan|replay|requests)|python -m (?:tests\.|pytest)|make (?:conformance|test-hosts)")
+COMMAND = re.compile(
+    r"penstock (?:bench|up|plan|replay|requests)|python -m (?:tests\.|pytest)|make (?:conformance|test-hosts)"
+)
 
 
 @pytest.mark.parametrize("page", RESULTS)
