@@ -85,6 +85,10 @@ class BadFlags(ValueError):
     """A command line that cannot be used; the text names the flags."""
 
 
+class BadSettings(ValueError):
+    """Flags that are missing, or that fit neither each other nor the deployment; a command raises it."""
+
+
 def flags_of(kind: type[msgspec.Struct]) -> list[Flag]:
     """The flags of a settings Struct, in the order of its fields."""
     hints = get_type_hints(kind, include_extras=True)

@@ -94,7 +94,7 @@ def rules_of(settings: RuleSettings, roles: tuple[Role, ...], predictor: Predict
     )
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock plan``."""
 
     FOLDER_NAMES_BROKER: ClassVar[bool] = True  # a --data-dir on the command line goes before PENSTOCK_NATS_URL

@@ -61,7 +61,7 @@ class _Chunk(msgspec.Struct):
 _read_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
-class Call(msgspec.Struct):
+class StreamedToolCall(msgspec.Struct):
     """A tool call. ``arguments``: JSON, as far as it has come."""
 
     id: str = ""
@@ -69,14 +69,14 @@ class Call(msgspec.Struct):
     arguments: str = ""
 
 
-class Part(NamedTuple):
+class AnswerDelta(NamedTuple):
     """What one event adds; "": nothing of this kind."""
 
     text: str = ""
     thought: str = ""
 
 
-class Answer:
+class StreamedAnswer:
     """
     Attributes:
         finish: why it ended; "": it has not.
@@ -86,7 +86,7 @@ class Answer:
 
     def __init__(self) -> None:
         self.text = self.thoughts = ""
-        self.calls: list[Call] = []
+        self.calls: list[StreamedToolCall] = []
         self.finish = ""
         self.request_id = ""
         self.last_event = ""
@@ -95,7 +95,7 @@ class Answer:
         self._left = b""
         self._chars = 0
 
-    def feed(self, data: bytes) -> Iterator[Part]:
+    def feed(self, data: bytes) -> Iterator[AnswerDelta]:
         """Bytes of the stream, in pieces of any length; yields what they add, also before an error in them.
 
         Raises:
@@ -111,7 +111,7 @@ class Answer:
         """The stream begins again behind ``last_event``."""
         self._left = b""
 
-    def _event(self, event: bytes) -> list[Part]:
+    def _event(self, event: bytes) -> list[AnswerDelta]:
         id, payload = "", b""
         for line in event.split(b"\n"):
             name, _, value = line.partition(b":")
@@ -136,7 +136,7 @@ class Answer:
             self.prompt_tokens, self.tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
         return [part for choice in chunk.choices if (part := self._choice(choice)) is not None]
 
-    def _choice(self, choice: _Choice) -> Part | None:
+    def _choice(self, choice: _Choice) -> AnswerDelta | None:
         self.finish = choice.finish_reason or self.finish
         delta = choice.delta
         if delta is None:
@@ -147,7 +147,7 @@ class Answer:
         self._count(text, thought)
         self.text += text
         self.thoughts += thought
-        return Part(text, thought) if text or thought else None
+        return AnswerDelta(text, thought) if text or thought else None
 
     def _count(self, *texts: str) -> None:
         """
@@ -161,7 +161,7 @@ class Answer:
     def _call(self, delta: _ToolCall) -> None:
         index = max(0, min(delta.index, 127))
         while len(self.calls) <= index:
-            self.calls.append(Call())
+            self.calls.append(StreamedToolCall())
         call = self.calls[index]
         call.id = delta.id or call.id
         if delta.function is not None:
@@ -207,7 +207,7 @@ class Conversation(msgspec.Struct):
             content = [*pictures, {"type": "text", "text": text}]
         self.messages.append({"role": "user", "content": content})
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: StreamedAnswer) -> None:
         """Add what the model has said."""
         message: Message = {"role": "assistant", "content": answer.text}
         if answer.calls:

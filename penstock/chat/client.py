@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import httpcore2
 import msgspec
 
-from penstock.chat.answer import Answer, Part
+from penstock.chat.answer import AnswerDelta, StreamedAnswer
 
 CONNECT_S = 10.0
 SILENCE_S = 600.0  # between two pieces of an answer: a long prompt may wait for a worker
@@ -19,7 +19,7 @@ ERROR_BYTES = 65_536
 BROKEN = (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException, OSError)
 
 
-class Refused(ValueError):
+class ServerRefused(ValueError):
     """The server answered with an error."""
 
 
@@ -47,7 +47,7 @@ class ChatClient:
         """Names of the models that are served.
 
         Raises:
-            Refused: the server refuses to say.
+            ServerRefused: the server refuses to say.
             ValueError: it cannot be reached, or is none.
         """
         try:
@@ -56,19 +56,19 @@ class ChatClient:
         except (*BROKEN, TimeoutError) as error:
             raise ValueError(f"no answer from {self._base}: {error or 'timeout'}") from error
         if response.status != 200:
-            raise Refused(_message(response.status, response.content))
+            raise ServerRefused(_message(response.status, response.content))
         try:
             return [str(each["id"]) for each in msgspec.json.decode(response.content)["data"]]
         except (msgspec.MsgspecError, KeyError, TypeError) as error:
             raise ValueError(f"{self._base} is no OpenAI-compatible server: /v1/models is not a list") from error
 
-    async def ask(self, body: dict[str, Any], answer: Answer) -> AsyncGenerator[Part]:
+    async def ask(self, body: dict[str, Any], answer: StreamedAnswer) -> AsyncGenerator[AnswerDelta]:
         """Ask for a chat completion; ``answer`` grows with what is yielded.
 
         A stream that breaks goes on where it was, if the server numbers its events and keeps answers, as Penstock does.
 
         Raises:
-            Refused: the server refuses the request.
+            ServerRefused: the server refuses the request.
             ValueError: the server reports an error, or cannot be reached.
         """
         content = msgspec.json.encode({**body, "stream": True, "stream_options": {"include_usage": True}})
@@ -98,8 +98,8 @@ class ChatClient:
             request = "GET", f"{self._base}/v1/requests/{answer.request_id}/stream", headers, b""
 
     async def _stream(
-        self, method: str, url: str, headers: list[tuple[bytes, bytes]], content: bytes, answer: Answer
-    ) -> AsyncGenerator[Part]:
+        self, method: str, url: str, headers: list[tuple[bytes, bytes]], content: bytes, answer: StreamedAnswer
+    ) -> AsyncGenerator[AnswerDelta]:
         limits = {"timeout": {"connect": CONNECT_S, "read": SILENCE_S, "write": CONNECT_S, "pool": CONNECT_S}}
         async with self._pool.stream(method, url, headers=headers, content=content, extensions=limits) as response:
             if response.status != 200:
@@ -108,7 +108,7 @@ class ChatClient:
                     data += piece
                     if len(data) > ERROR_BYTES:
                         break
-                raise Refused(_message(response.status, data[:ERROR_BYTES]))
+                raise ServerRefused(_message(response.status, data[:ERROR_BYTES]))
             async for piece in response.aiter_stream():
                 for part in answer.feed(piece):
                     yield part

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from penstock.chat.answer import Conversation, image_url, load
 from penstock.chat.client import ChatClient
-from penstock.chat.session import COMMANDS, Options, Session
+from penstock.chat.session import COMMANDS, ChatOptions, Session
 from penstock.cli.terminal import visible
 from penstock.configs.flags import Parser
 from penstock.configs.settings import NatsSettings
@@ -94,7 +94,7 @@ def talk(args: argparse.Namespace, url: str) -> int:
     if args.system:
         conversation.set_system(args.system)
     images = [image_url(each) for each in args.image]
-    options = Options(_extra(args), args.thoughts, kept)
+    options = ChatOptions(_extra(args), args.thoughts, kept)
     client = ChatClient(url, args.key)
     with asyncio.Runner() as runner:
         try:

@@ -15,7 +15,7 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
-from penstock.chat.answer import Answer, Call, Conversation, Part, image_url, load, save
+from penstock.chat.answer import AnswerDelta, Conversation, StreamedAnswer, StreamedToolCall, image_url, load, save
 from penstock.chat.client import ChatClient
 from penstock.cli.terminal import visible
 
@@ -36,7 +36,7 @@ class AnswerPrinter:
         self._kind = ""  # of what was printed last
         self._open = False  # the line is not ended
 
-    def part(self, part: Part) -> None:
+    def part(self, part: AnswerDelta) -> None:
         if part.thought:
             if self._kind != "thought":
                 self._begin("thought")
@@ -52,7 +52,7 @@ class AnswerPrinter:
             self._begin("text")
             self._write(text, "")
 
-    def end(self, answer: Answer) -> None:
+    def end(self, answer: StreamedAnswer) -> None:
         """The answer is complete, or broke off."""
         if self._kind == "thought":
             self._fold()
@@ -86,7 +86,7 @@ class AnswerPrinter:
         self._open = not shown.endswith("\n")
 
 
-def call_line(call: Call) -> str:
+def call_line(call: StreamedToolCall) -> str:
     """A tool call as a line: its arguments in order, or as they came if they are no JSON object."""
     try:
         arguments = msgspec.json.decode(call.arguments or "{}", type=dict)
@@ -110,7 +110,7 @@ A line that ends in \\ goes on in the next one. Ctrl-C ends an answer."""
 COMMANDS = tuple(line.split()[0] for line in HELP.splitlines() if line.startswith("/"))
 
 
-class Options(NamedTuple):
+class ChatOptions(NamedTuple):
     """
     Attributes:
         extra: further fields of each request, such as ``temperature`` and ``tools``.
@@ -136,7 +136,7 @@ class Session:
         client: ChatClient,
         conversation: Conversation,
         console: Console,
-        options: Options,
+        options: ChatOptions,
         read: Callable[[str], str] = input,
     ) -> None:
         self._runner = runner
@@ -170,7 +170,7 @@ class Session:
             except (ValueError, OSError) as error:
                 say(visible(str(error)), style="red", markup=False, highlight=False, soft_wrap=True)
 
-    def question(self, text: str, images: list[str]) -> Answer:
+    def question(self, text: str, images: list[str]) -> StreamedAnswer:
         """Ask and print the answer.
 
         Raises:
@@ -197,10 +197,10 @@ class Session:
                     self._conversation.tool_result(call.id, self._read(f"result of {visible(call.name)}> "))
                 answer = self._runner.run(self._answer())
 
-    async def _answer(self) -> Answer:
+    async def _answer(self) -> StreamedAnswer:
         """The answer to the messages so far; without any, the question is taken back."""
         conversation = self._conversation
-        answer, printer = Answer(), AnswerPrinter(self._console, thoughts=self._options.thoughts)
+        answer, printer = StreamedAnswer(), AnswerPrinter(self._console, thoughts=self._options.thoughts)
         body = {"model": conversation.model, "messages": conversation.messages, **self._options.extra}
         try:
             async with aclosing(self._client.ask(body, answer)) as parts:

@@ -137,7 +137,7 @@ COMMANDS = {
     "bench sweep": Command(
         "measure OpenAI-compatible servers at several levels of load",
         "penstock.measure.sweep.command:run",
-        "penstock.measure.sweep.command:Settings",
+        "penstock.measure.sweep.command:SweepSettings",
     ),
     "bench plot": Command("plot what bench sweep has measured", "penstock.measure.sweep.plot:run"),
     "bench pareto": Command(
@@ -154,7 +154,7 @@ COMMANDS = {
     "bench handoff": Command(
         "measure the transport of KV blocks against bare NIXL",
         "penstock.measure.bench.handoff:run",
-        "penstock.measure.bench.handoff:Settings",
+        "penstock.measure.bench.handoff:HandoffBenchSettings",
     ),
     "bench split": Command(
         "measure what a handoff between workers costs",
@@ -164,12 +164,12 @@ COMMANDS = {
     "bench router": Command(
         "compare routing policies in simulated time",
         "penstock.measure.bench.router:run",
-        "penstock.measure.bench.router:Settings",
+        "penstock.measure.bench.router:RouterBenchSettings",
     ),
     "bench replay": Command(
         "replay a trace, or prompts with common prefixes, on running deployments",
         "penstock.measure.bench.replay:run",
-        "penstock.measure.bench.replay:Settings",
+        "penstock.measure.bench.replay:ReplayBenchSettings",
     ),
     "slurm": Command(
         "measure deployments on a Slurm cluster: submit, status, collect, cancel",
@@ -182,12 +182,12 @@ COMMANDS = {
     "profile endpoint": Command(
         "measure prefill and decode of a live engine, each alone",
         "penstock.measure.profile.command:run",
-        "penstock.measure.profile.command:Settings",
+        "penstock.measure.profile.command:EndpointProfileSettings",
     ),
     "profile sla": Command(
         "choose the configuration that serves most per GPU within given latencies",
         "penstock.measure.search.command:run",
-        "penstock.measure.search.command:Settings",
+        "penstock.measure.search.command:SlaProfileSettings",
     ),
     "profile kernels": Command(
         "shares of attention and dense layers in a trace of torch's profiler",
@@ -196,12 +196,12 @@ COMMANDS = {
     "plan": Command(
         "watch load and latencies, and start and drain workers",
         "penstock.measure.planner.command:run",
-        "penstock.measure.planner.command:Settings",
+        "penstock.measure.planner.command:PlannerSettings",
     ),
     "plan simulate": Command(
         "try the planner on a load in simulated time, beside fleets of a fixed size",
         "penstock.measure.planner.simulation.command:run",
-        "penstock.measure.planner.simulation.command:Settings",
+        "penstock.measure.planner.simulation.command:PlanSimulationSettings",
     ),
     "bench index": Command("measure the routing index", "tests.perf.index:main", NOTHING),
     "eval demo": Command(

@@ -13,7 +13,7 @@ from nats.errors import Error as NatsError
 from .answers import Answer, Chunk, Kind, Position, read_answer, read_chunk, read_error
 from .connection import Connection, connect
 from .errors import NotFound, PenstockError, error
-from .reader import AGAIN_S, HEADER_ERROR, AnswerReader, Message, Submission
+from .reader import AGAIN_S, HEADER_ERROR, AnswerReader, ReplyMessage, Submission
 
 TIMEOUT_S = 600.0  # the gateway's default deadline of a request
 CANCEL_S = 10.0
@@ -174,7 +174,7 @@ class _Request:
     def _reader(self) -> AnswerReader:
         return self._client._reader(self.position, self._submission, self._seconds)
 
-    def _note(self, message: Message) -> None:
+    def _note(self, message: ReplyMessage) -> None:
         """
         Raises:
             PenstockError: it is the error that the answer ends with.

@@ -26,7 +26,7 @@ HEADER_RECORD = "Penstock-Record"
 HEADER_REQUEST = "Penstock-Request-Id"
 
 
-class Message(NamedTuple):
+class ReplyMessage(NamedTuple):
     """One message of an answer. ``record``: the whole answer, which replaces what came before."""
 
     seq: int
@@ -37,12 +37,12 @@ class Message(NamedTuple):
     request: str = ""
 
 
-def message_of(headers: Mapping[str, str], body: bytes) -> Message | None:
+def message_of(headers: Mapping[str, str], body: bytes) -> ReplyMessage | None:
     """None: it has no number, so it is not part of an answer."""
     seq = headers.get(HEADER_SEQ, "")
     if not (seq.isascii() and seq.isdigit()):
         return None
-    return Message(
+    return ReplyMessage(
         int(seq),
         body,
         HEADER_FINAL in headers,
@@ -58,9 +58,9 @@ class ReorderBuffer:
     def __init__(self, first: int = 0) -> None:
         self.next = first
         self.ended = False
-        self._ahead: dict[int, Message] = {}
+        self._ahead: dict[int, ReplyMessage] = {}
 
-    def take(self, message: Message) -> list[Message]:
+    def take(self, message: ReplyMessage) -> list[ReplyMessage]:
         """Add a message; returns those that are next in order."""
         if self.ended:
             return []
@@ -71,7 +71,7 @@ class ReorderBuffer:
                 self._ahead[message.seq] = message
             return []
         ready = []
-        following: Message | None = message
+        following: ReplyMessage | None = message
         while following is not None:
             ready.append(following)
             self.next += 1
@@ -89,7 +89,7 @@ class ReorderBuffer:
         """No message follows those that were returned."""
         self._end([])
 
-    def _end(self, ready: list[Message]) -> list[Message]:
+    def _end(self, ready: list[ReplyMessage]) -> list[ReplyMessage]:
         self.ended = True
         self._ahead.clear()
         return ready
@@ -132,7 +132,7 @@ class AnswerReader:
         self._submission = submission
         self._until = until
         self._buffer = ReorderBuffer(first)
-        self._ready: deque[Message] = deque()
+        self._ready: deque[ReplyMessage] = deque()
         self._name = connection.nc.new_inbox().rpartition(".")[2]  # its next read of the answer replaces the one before
         self._events: asyncio.Queue[Any] = asyncio.Queue(BUFFER)
         self._live: Any = None
@@ -162,7 +162,7 @@ class AnswerReader:
         for subscription in (self._live, self._again):
             await self._connection.unsubscribe(subscription)
 
-    async def next(self) -> Message | None:
+    async def next(self) -> ReplyMessage | None:
         """The next message in order; None: the answer has ended.
 
         Raises:

@@ -31,7 +31,7 @@ USERS = ("gateway", "router", "worker", "operator", "sys")  # as which pods of a
 LWS = "https://lws.sigs.k8s.io/docs/installation/"
 
 
-class Wanted(NamedTuple):
+class KubernetesSpec(NamedTuple):
     """What is deployed.
 
     Attributes:
@@ -58,7 +58,7 @@ class Wanted(NamedTuple):
     ca_secret: str = ""
 
 
-def values_of(wanted: Wanted, members: Mapping[str, RecipeEntry] = {}, texts: Mapping[str, str] = {}) -> Tree:
+def values_of(wanted: KubernetesSpec, members: Mapping[str, RecipeEntry] = {}, texts: Mapping[str, str] = {}) -> Tree:
     """The values that differ from the chart's.
 
     Args:
@@ -103,7 +103,7 @@ def values_of(wanted: Wanted, members: Mapping[str, RecipeEntry] = {}, texts: Ma
     return values
 
 
-def _broker(wanted: Wanted) -> Tree:
+def _broker(wanted: KubernetesSpec) -> Tree:
     """Of a NATS of one's own; empty: that of the chart."""
     if wanted.urls_secret and (wanted.nats_url or wanted.creds_secret):
         raise BadArguments(["--urls-secret has URLs with credentials; leave --nats-url and --creds-secret out"])
@@ -167,14 +167,14 @@ def _pool(engine: str, member: RecipeEntry | None, text: str) -> Tree:
     return pool | {"engineArgs": text}
 
 
-def to_yaml(wanted: Wanted, values: Tree) -> str:
+def to_yaml(wanted: KubernetesSpec, values: Tree) -> str:
     """The values as a file, below the commands that use it."""
     body = yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=1000)
     comments = "".join(f"#   {line}\n" for line in commands(wanted, values))
     return f"# Values for the Helm chart of Penstock. Save them as values.yaml, and then:\n{comments}{body}"
 
 
-def commands(wanted: Wanted, values: Tree, file: str = "values.yaml") -> list[str]:
+def commands(wanted: KubernetesSpec, values: Tree, file: str = "values.yaml") -> list[str]:
     """The command lines from the values to a deployment.
 
     Args:
@@ -242,7 +242,7 @@ def run_render(argv: Sequence[str]) -> int:
     _add_arguments(parser)
     args = parser.parse_args(argv)
     counts = {role: getattr(args, role) for role in get_args(Role) if getattr(args, role, None)}
-    wanted = Wanted(
+    wanted = KubernetesSpec(
         release=args.release,
         counts=counts,
         engine=msgspec.convert(args.engine, Engine) if args.engine else None,
@@ -301,7 +301,7 @@ def copy_chart(folder: Path, *, nats: bool) -> None:
     (folder / "values.yaml").write_text(f"{ours}nats: {{enabled: false}}\n", encoding="utf-8")
 
 
-def rendered(recipe: str, wanted: Wanted) -> str:
+def rendered(recipe: str, wanted: KubernetesSpec) -> str:
     """The text of the values, with the recipe's files read.
 
     Raises:

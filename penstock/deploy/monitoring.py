@@ -16,7 +16,7 @@ from penstock.cli.terminal import reason
 from penstock.configs.flags import Parser
 from penstock.deploy.values import Thresholds
 from penstock.gateway.base.metrics import TTFT_BUCKETS
-from penstock.launch.state import State, read_state
+from penstock.launch.state import DeploymentState, read_state
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 
 FOLDER = Path(__file__).parents[1] / "infra" / "deploy" / "monitoring"
@@ -96,7 +96,7 @@ def wrong_url(url: str) -> str:
     return "" if usable else "give a URL such as http://127.0.0.1:9090"
 
 
-def targets_of(state: State) -> list[dict[str, Any]]:
+def targets_of(state: DeploymentState) -> list[dict[str, Any]]:
     """Scrape targets, in the format of Prometheus' file discovery. Restarts of processes do not change them."""
     urls = {process.name: process.metrics_url for process in state.processes if process.metrics_url}
     roles = {process.name: process.role for process in state.processes}

@@ -56,11 +56,11 @@ def about(text: str) -> Meta:
     return Meta(description=text)
 
 
-class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
+class ValuesSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
     """A mapping among the values."""
 
 
-class Autoscaling(Section, frozen=True, kw_only=True):
+class Autoscaling(ValuesSection, frozen=True, kw_only=True):
     enabled: bool = False
     kind: Annotated[
         Literal["hpa", "keda"],
@@ -83,12 +83,12 @@ class Autoscaling(Section, frozen=True, kw_only=True):
     scale_down_seconds: Annotated[Seconds, about("how long the metric must be low before pods are removed")] = 300
 
 
-class Disruption(Section, frozen=True, kw_only=True):
+class Disruption(ValuesSection, frozen=True, kw_only=True):
     enabled: bool = True
     max_unavailable: Annotated[int | str, about("pods that may be evicted at a time")] = 1
 
 
-class Placed(Section, frozen=True, kw_only=True):
+class PodValues(ValuesSection, frozen=True, kw_only=True):
     """What all pods have."""
 
     image: Annotated[str, about("default: `image`; of a pool: as its engine needs")] = ""
@@ -105,14 +105,14 @@ class Placed(Section, frozen=True, kw_only=True):
     pod_disruption_budget: Disruption = Disruption()
 
 
-class Router(Placed, frozen=True, kw_only=True):
+class RouterValues(PodValues, frozen=True, kw_only=True):
     replicas: Count = 2
     cpu: Quantity = "2"
     memory: Annotated[Quantity, about("requested, and the limit")] = "4Gi"
     settings: Annotated[Tree, about("flags of `penstock router` without their dashes, as in `mode: kv`")] = {}
 
 
-class Planner(Placed, frozen=True, kw_only=True):
+class PlannerValues(PodValues, frozen=True, kw_only=True):
     """Scales the pools of the language model `model` by load and latency limits: `penstock plan`."""
 
     enabled: bool = False
@@ -129,7 +129,7 @@ class Planner(Placed, frozen=True, kw_only=True):
     settings: Annotated[Tree, about("flags of `penstock plan` without their dashes, as in `ttft: 800`")] = {}
 
 
-class Trace(Placed, frozen=True, kw_only=True):
+class TraceValues(PodValues, frozen=True, kw_only=True):
     """Sends a trace of each request to an OpenTelemetry collector: `penstock trace`. For its headers see `env`."""
 
     enabled: bool = False
@@ -149,13 +149,13 @@ class Trace(Placed, frozen=True, kw_only=True):
     settings: Annotated[Tree, about("flags of `penstock trace` without their dashes, as in `sample: 0.1`")] = {}
 
 
-class Service(Section, frozen=True, kw_only=True):
+class Service(ValuesSection, frozen=True, kw_only=True):
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
     port: Annotated[int, Meta(ge=1, le=65535)] = 80
     annotations: Mapping[str, str] = {}
 
 
-class Ingress(Section, frozen=True, kw_only=True):
+class Ingress(ValuesSection, frozen=True, kw_only=True):
     enabled: bool = False
     class_name: str = ""
     annotations: Annotated[
@@ -169,7 +169,7 @@ class Ingress(Section, frozen=True, kw_only=True):
     tls: Annotated[tuple[Tree, ...], about("as an Ingress has it: secretName, hosts")] = ()
 
 
-class Gateway(Placed, frozen=True, kw_only=True):
+class GatewayValues(PodValues, frozen=True, kw_only=True):
     replicas: Count = 2
     cpu: Quantity = "2"
     memory: Annotated[Quantity, about("requested, and the limit")] = "4Gi"
@@ -184,7 +184,7 @@ class Gateway(Placed, frozen=True, kw_only=True):
     autoscaling: Autoscaling = Autoscaling(metric="penstock_gateway_open_requests", target=200)
 
 
-class WorkerDefaults(Placed, frozen=True, kw_only=True):
+class WorkerDefaults(PodValues, frozen=True, kw_only=True):
     """What a pool of ``workers`` leaves out."""
 
     role: Annotated[Role | Literal[""], about('default: the name of the pool, or "aggregated"')] = ""
@@ -219,12 +219,12 @@ class WorkerDefaults(Placed, frozen=True, kw_only=True):
     autoscaling: Autoscaling = Autoscaling(metric="penstock_gateway_queued_requests", target=4)
 
 
-class Streams(Section, frozen=True, kw_only=True):
+class Streams(ValuesSection, frozen=True, kw_only=True):
     replicas: Annotated[int, Meta(ge=1, le=5, description="copies of each stream; at most one per NATS server")] = 3
     record: Annotated[bool, about("keep tokens, jobs and KV events for 7 days, as records are, for replay")] = False
 
 
-class Broker(Section, frozen=True, kw_only=True):
+class Broker(ValuesSection, frozen=True, kw_only=True):
     make_passwords: Annotated[
         bool, about("make the Secret RELEASE-broker, with a password per user, and keep it; false: it exists")
     ] = True
@@ -270,7 +270,7 @@ class Broker(Section, frozen=True, kw_only=True):
     ] = ()
 
 
-class Models(Section, frozen=True, kw_only=True):
+class Models(ValuesSection, frozen=True, kw_only=True):
     """The volume of weights, which workers and gateways mount at /models."""
 
     enabled: Annotated[bool, about("false: an empty folder in each pod, for the demo model")] = True
@@ -280,12 +280,12 @@ class Models(Section, frozen=True, kw_only=True):
     access_mode: Literal["ReadWriteMany", "ReadWriteOnce", "ReadOnlyMany"] = "ReadWriteMany"
 
 
-class Hub(Section, frozen=True, kw_only=True):
+class Hub(ValuesSection, frozen=True, kw_only=True):
     existing_secret: Annotated[str, about("Secret whose key `token` fetches models from the Hugging Face hub")] = ""
     token: Annotated[str, about("or the token itself, for a Secret that is made of it")] = ""
 
 
-class NetworkPolicy(Section, frozen=True, kw_only=True):
+class NetworkPolicy(ValuesSection, frozen=True, kw_only=True):
     enabled: bool = True
     clients: Annotated[tuple[Tree, ...], about("who reaches gateways, as a NetworkPolicy's `from`; default: all")] = ()
     nats_clients: Annotated[
@@ -300,18 +300,18 @@ class NetworkPolicy(Section, frozen=True, kw_only=True):
     egress: Annotated[tuple[Tree, ...], about("further rules for all pods")] = ()
 
 
-class PodMonitor(Section, frozen=True, kw_only=True):
+class PodMonitor(ValuesSection, frozen=True, kw_only=True):
     enabled: Annotated[bool, about("needs the Prometheus operator")] = False
     labels: Annotated[Mapping[str, str], about("that your Prometheus selects")] = {}
     interval: Annotated[str, Meta(pattern="^[0-9]+(ms|s|m)$")] = "15s"
 
 
-class Switch(Section, frozen=True, kw_only=True):
+class Switch(ValuesSection, frozen=True, kw_only=True):
     enabled: bool = False
     labels: Mapping[str, str] = {}
 
 
-class Thresholds(Section, frozen=True, kw_only=True):
+class Thresholds(ValuesSection, frozen=True, kw_only=True):
     """From which values on alerts fire; ``penstock monitoring`` has the same as flags.
 
     A budget is the share of requests that may be bad in a month. Alerts on its burn rate compare two windows, so that
@@ -346,13 +346,13 @@ class Thresholds(Section, frozen=True, kw_only=True):
     slow_worker: Annotated[float, Meta(gt=1, description="times slower than its peers that a worker may be")] = 4.0
 
 
-class Rules(Switch, frozen=True, kw_only=True):
+class AlertValues(Switch, frozen=True, kw_only=True):
     thresholds: Thresholds = Thresholds()
 
 
-class Monitoring(Section, frozen=True, kw_only=True):
+class Monitoring(ValuesSection, frozen=True, kw_only=True):
     pod_monitor: PodMonitor = PodMonitor()
-    rules: Annotated[Rules, about("PrometheusRule with the alerts of docs/monitoring.md")] = Rules()
+    rules: Annotated[AlertValues, about("PrometheusRule with the alerts of docs/monitoring.md")] = AlertValues()
     dashboards: Annotated[Switch, about("ConfigMap with the Grafana dashboards, for Grafana's sidecar")] = Switch(
         labels={"grafana_dashboard": "1"}
     )
@@ -363,7 +363,7 @@ class Monitoring(Section, frozen=True, kw_only=True):
     prometheus: Annotated[str, about("URL that KEDA asks")] = "http://prometheus-operated.monitoring:9090"
 
 
-class Values(Section, frozen=True, kw_only=True):
+class Values(ValuesSection, frozen=True, kw_only=True):
     """All of ours. Helm adds ``global`` and, for the dependency, ``nats``."""
 
     image: Annotated[str, about("of gateways, routers and mock workers; see docs/containers.md")] = (
@@ -380,10 +380,10 @@ class Values(Section, frozen=True, kw_only=True):
     model: Annotated[str, about("directory on the models volume or Hugging Face id; default: demo model")] = ""
     served_model_name: Annotated[str, about("name that clients use; default: the model's")] = ""
     block_size: Annotated[Count, about("tokens per KV block, the same for all workers of the language model")] = 32
-    gateway: Gateway = Gateway()
-    router: Router = Router()
-    planner: Planner = Planner()
-    trace: Trace = Trace()
+    gateway: GatewayValues = GatewayValues()
+    router: RouterValues = RouterValues()
+    planner: PlannerValues = PlannerValues()
+    trace: TraceValues = TraceValues()
     workers: Annotated[
         Mapping[PoolName, Mapping[str, Any]],
         about("pools by name, with the keys of `workerDefaults`; default: one pool, aggregated"),

@@ -38,11 +38,11 @@ from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.launch.groups import PlanError, assign, fleet_of, with_name
 from penstock.launch.machine import Listeners, cores, free_port, free_run, gpus
 from penstock.launch.nats import apply_at, connect_operator
-from penstock.launch.plan import Planned, further, plan, worker_state
+from penstock.launch.plan import PlannedProcess, further, plan, worker_state
 from penstock.launch.readiness import Readiness, registered_models, served_models
 from penstock.launch.recipes import catalogue
 from penstock.launch.show import Board, readable, welcome
-from penstock.launch.state import Running, State, login_of, read_resume, start_of, stored_token, write_state
+from penstock.launch.state import DeploymentState, Running, login_of, read_resume, start_of, stored_token, write_state
 from penstock.schemas.subjects import Subjects
 from penstock.workers.session.crash_journal import (
     End,
@@ -207,7 +207,7 @@ def _makes_vectors(model: str) -> bool:
     return path.is_dir() and makes_vectors(path)
 
 
-def command(planned: Planned) -> list[str]:
+def command(planned: PlannedProcess) -> list[str]:
     """The command line of one process."""
     return [sys.executable, "-m", "penstock", *planned.argv]
 
@@ -219,7 +219,7 @@ class Deployment:
         PlanError, BadArguments: flags, recipe, engine arguments and this machine do not go together.
     """
 
-    def __init__(self, settings: UpSettings, *, command: Callable[[Planned], Sequence[str]] = command) -> None:
+    def __init__(self, settings: UpSettings, *, command: Callable[[PlannedProcess], Sequence[str]] = command) -> None:
         self.settings = settings = with_name(settings)
         self.data_dir = Path(settings.data_dir).resolve()
         self.subjects = Subjects(settings.namespace)
@@ -228,7 +228,7 @@ class Deployment:
         self._gpus = gpus(settings.gpus, os.environ)
         assign(self._fleet.groups, self._gpus)  # raises before anything starts
         self._ready_s = settings.ready_s or (3600.0 if self._fleet.slow or settings.diffusion else 120.0)
-        self._planned: list[Planned] = []
+        self._planned: list[PlannedProcess] = []
         self._command = command
         self._lock = Lock(self.data_dir / "up.lock")
         self._broker: EmbeddedNats | None = None
@@ -335,7 +335,7 @@ class Deployment:
         count = sum(group.number for group in self._fleet.groups) + self.settings.routers
         return [] if self.settings.metrics_port < 0 else free_run(self.settings.metrics_port, count)
 
-    def _process(self, planned: Planned) -> Process:
+    def _process(self, planned: PlannedProcess) -> Process:
         def environ() -> dict[str, str]:
             broker = self._broker
             now = planned if broker is None else planned.logged_in(broker.url)  # its password may be another by now
@@ -459,7 +459,7 @@ class Deployment:
             )
         return True
 
-    def _state(self) -> State:
+    def _state(self) -> DeploymentState:
         nats_url = self.settings.nats_url
         broker = self._broker
         client_url = broker.url("client") if broker else nats_url
@@ -468,7 +468,7 @@ class Deployment:
             for planned in self._planned
             if planned.metrics_port
         }
-        return State(
+        return DeploymentState(
             http_url=self._listeners.url,
             nats_url=broker.url("operator") if broker else nats_url,
             client_nats_url=client_url,

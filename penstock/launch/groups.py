@@ -38,7 +38,7 @@ class PlanError(ValueError):
     """The flags contradict each other or the machine; the text names the flag and the fix."""
 
 
-class Group(NamedTuple):
+class WorkerGroup(NamedTuple):
     """Workers with the same settings.
 
     Attributes:
@@ -67,7 +67,7 @@ class Group(NamedTuple):
         return [f"{self.prefix}{stem}-{index}" for index in range(self.number)]
 
 
-class Fleet(NamedTuple):
+class WorkerFleet(NamedTuple):
     """All workers, and what gateways have in common with those of the language model.
 
     Attributes:
@@ -75,7 +75,7 @@ class Fleet(NamedTuple):
         models: all of them as FOLDER or NAME=FOLDER, where there are several.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[WorkerGroup, ...]
     engine: str
     model: str
     block_size: int
@@ -92,7 +92,7 @@ def fleet_of(
     members: Sequence[RecipeEntry] = (),
     read: Callable[[str], Tree] = lambda path: {},
     makes_vectors: Callable[[str], bool] = lambda model: False,
-) -> Fleet:
+) -> WorkerFleet:
     """
     Args:
         members: the files of the recipe that was asked for.
@@ -141,7 +141,7 @@ def fleet_of(
     alone = not sum(roles.values()) and (
         bool(up.embed and not up.embed_model) or (not up.model and bool(up.diffusion or up.embed_model))
     )
-    return Fleet(tuple(groups), engine, "" if alone else model, block_size)
+    return WorkerFleet(tuple(groups), engine, "" if alone else model, block_size)
 
 
 def with_name(up: UpSettings) -> UpSettings:
@@ -167,7 +167,7 @@ def _several(
     members: Sequence[RecipeEntry],
     read: Callable[[str], Tree],
     makes_vectors: Callable[[str], bool],
-) -> Fleet:
+) -> WorkerFleet:
     """Workers for several models, each as if it were alone.
 
     Raises:
@@ -189,7 +189,7 @@ def _several(
                 f"--model {first} and --model {up.model[twice]} would both be called {each[twice]!r}: name them with "
                 "--model NAME=FOLDER"
             )
-    groups: list[Group] = []
+    groups: list[WorkerGroup] = []
     engine, block_size, texts = "", up.block_size, []
     for stem, (name, folder), given in zip(stems, named, up.model, strict=True):
         # Workers for images and vectors that have a model of their own are no part of any of these.
@@ -204,7 +204,9 @@ def _several(
         groups.append(_diffusion(up))
     if up.embed:
         groups.append(_embedding(up, engine, up.embed_model))
-    return Fleet(tuple(groups), engine, modeldir.split_name(texts[0])[1] if texts else "", block_size, tuple(texts))
+    return WorkerFleet(
+        tuple(groups), engine, modeldir.split_name(texts[0])[1] if texts else "", block_size, tuple(texts)
+    )
 
 
 def roles_of(up: UpSettings, recipe: Mapping[str, RecipeEntry] = {}) -> dict[str, int]:
@@ -222,7 +224,7 @@ def roles_of(up: UpSettings, recipe: Mapping[str, RecipeEntry] = {}) -> dict[str
     return {"aggregated": whole, **counts}
 
 
-def assign(groups: Sequence[Group], gpus: Sequence[str] | None) -> dict[str, tuple[str, ...]]:
+def assign(groups: Sequence[WorkerGroup], gpus: Sequence[str] | None) -> dict[str, tuple[str, ...]]:
     """Which GPUs each worker sees, by its name: in the order of the groups. Workers without a GPU are left out.
 
     Args:
@@ -269,7 +271,7 @@ def _group(
     block_size: int,
     member: RecipeEntry | None,
     read: Callable[[str], Tree],
-) -> Group:
+) -> WorkerGroup:
     settings: dict[str, Any] = {"role": role, "engine": engine, "model": model, "block_size": block_size}
     path = (getattr(up, _FILES[role]) if role in _FILES else "") or up.extra_engine_args
     if not path and member is not None:
@@ -288,7 +290,7 @@ def _group(
                 f"--tensor-parallel-size {up.tensor_parallel_size}: only {_EXTERNAL_NAMES} share layers, not "
                 f"{engine}: name --engine, or start more workers instead"
             )
-        return Group(role, count, settings, gpus=0 if engine == "mock" else 1)
+        return WorkerGroup(role, count, settings, gpus=0 if engine == "mock" else 1)
     tree = read(path) if path else {}
     if up.override_engine_args:
         try:
@@ -296,10 +298,10 @@ def _group(
         except BadArguments as error:
             raise PlanError(f"--override-engine-args: {error}") from error
     gpus = gpus_of(engine, tree, up.tensor_parallel_size)
-    return Group(role, count, settings, gpus=gpus, alone=True, arguments=tree)
+    return WorkerGroup(role, count, settings, gpus=gpus, alone=True, arguments=tree)
 
 
-def _agree(groups: Sequence[Group], block_size: int) -> None:
+def _agree(groups: Sequence[WorkerGroup], block_size: int) -> None:
     """Engines that hand off KV to each other must use the same blocks and layout; routers pair no others.
 
     Raises:
@@ -345,7 +347,7 @@ _NO_ENGINE_ARGUMENTS = {
 }
 
 
-def _diffusion(up: UpSettings) -> Group:
+def _diffusion(up: UpSettings) -> WorkerGroup:
     if not up.diffusion_model:
         raise PlanError("--diffusion needs --diffusion-model, a diffusers directory or Hugging Face id")
     settings = {
@@ -355,7 +357,7 @@ def _diffusion(up: UpSettings) -> Group:
         "served_model_name": up.diffusion_served_name,
         **_NO_ENGINE_ARGUMENTS,
     }
-    return Group("diffusion", up.diffusion, settings, gpus=1)
+    return WorkerGroup("diffusion", up.diffusion, settings, gpus=1)
 
 
 def _as_embedding(up: UpSettings) -> UpSettings:
@@ -381,7 +383,7 @@ def _as_embedding(up: UpSettings) -> UpSettings:
     )
 
 
-def _embedding(up: UpSettings, engine: str, model: str) -> Group:
+def _embedding(up: UpSettings, engine: str, model: str) -> WorkerGroup:
     own = "mock" if engine == "mock" else "native"
     settings = {
         "role": "embed",
@@ -393,4 +395,4 @@ def _embedding(up: UpSettings, engine: str, model: str) -> Group:
         "speculative_model": "",
         **_NO_ENGINE_ARGUMENTS,
     }
-    return Group("embed", up.embed, settings, gpus=0 if own == "mock" else 1)
+    return WorkerGroup("embed", up.embed, settings, gpus=0 if own == "mock" else 1)

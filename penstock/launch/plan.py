@@ -14,7 +14,7 @@ import msgspec
 from penstock.configs.flags import PREFIX, flags_of, to_argv, to_environ
 from penstock.configs.settings import Common, GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
 from penstock.configs.up_settings import UpSettings
-from penstock.launch.groups import EXTERNAL, Fleet, Group, PlanError, assign
+from penstock.launch.groups import EXTERNAL, PlanError, WorkerFleet, WorkerGroup, assign
 
 SECRET = (
     "nats_url",
@@ -27,7 +27,7 @@ _NOT_PASSED = {"model", "served_model_name", "engine", "http_port", "metrics_por
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedProcess:
     """One child process.
 
     Attributes:
@@ -54,7 +54,7 @@ class Planned:
         settings = self.settings
         return isinstance(settings, WorkerSettings) and (bool(self.gpus) or settings.engine in EXTERNAL)
 
-    def logged_in(self, url: Callable[[str], str]) -> "Planned":
+    def logged_in(self, url: Callable[[str], str]) -> "PlannedProcess":
         """The same with the broker's URLs as they are now.
 
         Args:
@@ -78,7 +78,7 @@ class Planned:
 
 def plan(
     up: UpSettings,
-    fleet: Fleet,
+    fleet: WorkerFleet,
     *,
     ports: Sequence[int],
     listen_fd: int = -1,
@@ -87,7 +87,7 @@ def plan(
     cores: int,
     metrics_ports: Sequence[int] = (),
     gpus: Sequence[str] | None = None,
-) -> list[Planned]:
+) -> list[PlannedProcess]:
     """The children, in the order in which they start.
 
     Args:
@@ -101,13 +101,13 @@ def plan(
     Raises:
         PlanError: there are too few GPUs.
     """
-    children: list[Planned] = []
+    children: list[PlannedProcess] = []
     free = iter(metrics_ports)
     assigned = assign(fleet.groups, gpus)
 
     def add(process: str, name: str, kind: type[Common], /, **settings: Any) -> None:
         values = passed(up, kind) | {"name": name, "nats_url": url(USERS.get(process, process))} | settings
-        children.append(Planned(name, process, kind(**values), assigned.get(name)))
+        children.append(PlannedProcess(name, process, kind(**values), assigned.get(name)))
 
     for name, settings in workers(up, fleet, cores):  # first: they take longest to start
         add("worker", name, WorkerSettings, **settings, metrics_port=next(free, 0), state_dir=worker_state(up))
@@ -135,11 +135,11 @@ def worker_state(up: UpSettings) -> str:
     return str(Path(up.data_dir).resolve() / "workers")
 
 
-def _model(up: UpSettings, fleet: Fleet) -> dict[str, Any]:
+def _model(up: UpSettings, fleet: WorkerFleet) -> dict[str, Any]:
     return {"model": fleet.model, "served_model_name": up.served_model_name}
 
 
-def workers(up: UpSettings, fleet: Fleet, cores: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def workers(up: UpSettings, fleet: WorkerFleet, cores: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and settings of each worker. Native engines share the cores, encoders aside."""
     native = sum(group.number for group in fleet.groups if group.engine == "native" and group.role != "encode")
     threads = up.threads or max(1, cores // max(1, native))
@@ -160,15 +160,15 @@ _NAME = re.compile(r"([a-z0-9][a-z0-9-]*)-(\d{1,4})")
 
 def further(
     up: UpSettings,
-    fleet: Fleet,
+    fleet: WorkerFleet,
     names: Sequence[str],
-    children: Sequence[Planned],
+    children: Sequence[PlannedProcess],
     *,
     url: Callable[[str], str],
     cores: int,
     metrics_ports: Sequence[int] = (),
     gpus: Sequence[str] | None = None,
-) -> list[Planned]:
+) -> list[PlannedProcess]:
     """
     Args:
         names: of workers that the deployment does not have yet, such as decode-2. Their role must have workers.
@@ -194,12 +194,12 @@ def further(
         own, free = _gpus(name, groups[name], gpus, free)
         values = passed(up, WorkerSettings) | {"name": name, "nats_url": url("worker")} | settings[name]
         settled = WorkerSettings(**values, metrics_port=next(ports, 0), state_dir=worker_state(up))
-        added.append(Planned(name, "worker", settled, own))
+        added.append(PlannedProcess(name, "worker", settled, own))
     return added
 
 
 def _gpus(
-    name: str, group: Group, gpus: Sequence[str] | None, free: list[str]
+    name: str, group: WorkerGroup, gpus: Sequence[str] | None, free: list[str]
 ) -> tuple[tuple[str, ...] | None, list[str]]:
     """A worker's GPUs, and those that are left."""
     if not gpus or not group.gpus:
@@ -213,7 +213,7 @@ def _gpus(
     return (gpus[int(match[2]) % len(gpus)],), free
 
 
-def _stem(group: Group) -> str:
+def _stem(group: WorkerGroup) -> str:
     return group._replace(number=1).names[0].rpartition("-")[0]
 
 

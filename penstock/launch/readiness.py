@@ -141,7 +141,7 @@ class Readiness:
         self._ready(name)
 
 
-class ServedModel(msgspec.Struct):
+class ListedModel(msgspec.Struct):
     """A model of ``GET /v1/models``; ``root``: its canonical name."""
 
     id: str
@@ -155,10 +155,10 @@ class ServedModel(msgspec.Struct):
 
 
 class _Models(msgspec.Struct):
-    data: list[ServedModel]
+    data: list[ListedModel]
 
 
-async def served_models(url: str) -> list[ServedModel] | None:
+async def served_models(url: str) -> list[ListedModel] | None:
     """The models that a gateway lists; None: it wants a key."""
     status, body = await get_url(url, "/v1/models")
     if status == 200:
@@ -167,13 +167,13 @@ async def served_models(url: str) -> list[ServedModel] | None:
     return None if status == 401 else []
 
 
-async def registered_models(nc: Client, subjects: Subjects) -> list[ServedModel]:
+async def registered_models(nc: Client, subjects: Subjects) -> list[ListedModel]:
     """The models that workers serve; for where no gateway lists them without a key."""
-    found: dict[str, ServedModel] = {}
+    found: dict[str, ListedModel] = {}
     for each in await registrations(nc, subjects):
         if each.diffusion is not None:
             makes = each.diffusion.kind
         else:
             makes = "embedding" if each.role == fleet.EMBED else "text"
-        found.setdefault(each.model, ServedModel(each.model, each.model, (makes,)))
+        found.setdefault(each.model, ListedModel(each.model, each.model, (makes,)))
     return list(found.values())

@@ -10,7 +10,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from penstock.launch.state import State
+from penstock.launch.state import DeploymentState
 
 _EVERYWHERE = {"timestamp", "level", "process", "logger"}  # in each line of a log
 
@@ -98,7 +98,7 @@ def curl_line(http_url: str, model: str, makes: str = "text", *, key: bool = Fal
     return f"curl {options}{http_url}/v1/{path} {headers} -d '{quoted}'"
 
 
-def welcome(state: State, data_dir: Path, seconds: float, *, closed: bool = False) -> str:
+def welcome(state: DeploymentState, data_dir: Path, seconds: float, *, closed: bool = False) -> str:
     """What the user needs next. The only secret in it is the dashboard's token, which is read-only.
 
     Args:

@@ -37,7 +37,7 @@ class Running(msgspec.Struct, frozen=True, omit_defaults=True):
     began: int = 0  # when the process was started, as ``start_of``; 0: not known
 
 
-class Login(msgspec.Struct, frozen=True):
+class NatsLogin(msgspec.Struct, frozen=True):
     """What a URL says, apart: many NATS clients ignore the user and the password in a URL."""
 
     server: str = ""
@@ -45,14 +45,14 @@ class Login(msgspec.Struct, frozen=True):
     password: str = ""
 
 
-def login_of(url: str) -> Login:
+def login_of(url: str) -> NatsLogin:
     """The parts of a broker's URL; of several, those of the first."""
     parts = urlsplit(url.partition(",")[0])
     place = parts.netloc.rpartition("@")[2]
-    return Login(f"{parts.scheme}://{place}", unquote(parts.username or ""), unquote(parts.password or ""))
+    return NatsLogin(f"{parts.scheme}://{place}", unquote(parts.username or ""), unquote(parts.password or ""))
 
 
-class State(msgspec.Struct, frozen=True):
+class DeploymentState(msgspec.Struct, frozen=True):
     """URLs hold passwords: the file is readable by its owner only. ``sys_nats_url`` is empty on another's broker."""
 
     http_url: str
@@ -65,7 +65,7 @@ class State(msgspec.Struct, frozen=True):
     http_urls: tuple[str, ...] = ()  # of every gateway; the first is http_url
     makes: str = "text"  # the model: or "image", "video"
     dashboard_url: str = ""  # with its token
-    client_nats: Login = Login()  # the same as client_nats_url
+    client_nats: NatsLogin = NatsLogin()  # the same as client_nats_url
     models: tuple[str, ...] = ()  # canonical names of all
 
 
@@ -79,18 +79,18 @@ def start_of(pid: int | None) -> int:
         return 0
 
 
-def write_state(path: Path, state: State) -> None:
+def write_state(path: Path, state: DeploymentState) -> None:
     write_private(path, msgspec.json.format(msgspec.json.encode(state), indent=2).decode() + "\n")
 
 
-def read_state(path: Path) -> State:
+def read_state(path: Path) -> DeploymentState:
     """Read a deployment's state.
 
     Raises:
         OSError: there is none.
         msgspec.DecodeError: it is damaged.
     """
-    return msgspec.json.decode(path.read_bytes(), type=State)
+    return msgspec.json.decode(path.read_bytes(), type=DeploymentState)
 
 
 def write_resume(data_dir: Path, names: Iterable[str]) -> None:

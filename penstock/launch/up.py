@@ -15,12 +15,12 @@ from penstock.infra.process.sockets import CannotListen
 from penstock.infra.process.supervisor import USAGE
 from penstock.launch.deployment import Deployment, UpFailed, command
 from penstock.launch.groups import PlanError
-from penstock.launch.plan import Planned
+from penstock.launch.plan import PlannedProcess
 
 FAILED = 1
 
 
-def run(settings: UpSettings, *, command: Callable[[Planned], Sequence[str]] = command) -> int:
+def run(settings: UpSettings, *, command: Callable[[PlannedProcess], Sequence[str]] = command) -> int:
     """Run a deployment until Ctrl-C or SIGTERM; the exit status.
 
     Args:

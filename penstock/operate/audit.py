@@ -14,7 +14,7 @@ from penstock.cli.terminal import escape, print_hanging, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.broker.roles import role_of
 from penstock.infra.bus.direct_get import read
-from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
+from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.schemas.audit import AuditEntry, decode
 from penstock.schemas.keys import PREFIX
 
@@ -23,7 +23,7 @@ log = structlog.get_logger("audit")
 TOGETHER_NS = 30_000_000_000  # how far apart an entry and what the broker says of it may be
 
 
-class Line(NamedTuple):
+class AuditLine(NamedTuple):
     """An entry, and who it is of. ``user`` "*": whoever may write to that bucket."""
 
     at_ns: int
@@ -56,8 +56,8 @@ def run(argv: Sequence[str]) -> int:
 
 async def _run(args: argparse.Namespace, console: Console) -> None:
     since_ns = moment_ns(args.since, time.time_ns())
-    lines: list[Line] = []
-    async with open_log(Source.of(args), name="audit", role="viewer", streams=("AUDIT",), files=True) as opened:
+    lines: list[AuditLine] = []
+    async with open_log(LogSource.of(args), name="audit", role="viewer", streams=("AUDIT",), files=True) as opened:
         subjects = opened.reader.subjects
         async for each in read(opened.reader, subjects.stream("AUDIT"), subjects.all("audit"), since_ns=since_ns):
             try:
@@ -66,7 +66,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
                 log.warning("audit_entry_unreadable", seq=each.seq, error=str(error))
                 continue
             writer = each.subject.rpartition(".")[2]
-            lines.append(Line(each.time_ns, entry.user or writer, entry, writer if entry.user else ""))
+            lines.append(AuditLine(each.time_ns, entry.user or writer, entry, writer if entry.user else ""))
     shown = lines if args.all else unexplained(lines)
     for line in shown:
         if args.user and args.user not in (line.user, role_of(line.user), line.entry.key):
@@ -77,7 +77,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
             _print(line, console)
 
 
-def unexplained(lines: Sequence[Line]) -> list[Line]:
+def unexplained(lines: Sequence[AuditLine]) -> list[AuditLine]:
     """Without what the broker says of something that its user has noted as well."""
     noted = [line for line in lines if not line.seen_by]
     return [line for line in lines if not line.seen_by or not any(_explains(one, line) for one in noted)]
@@ -93,7 +93,7 @@ _MAKES = {
 }
 
 
-def _explains(noted: Line, seen: Line) -> bool:
+def _explains(noted: AuditLine, seen: AuditLine) -> bool:
     if abs(noted.at_ns - seen.at_ns) > TOGETHER_NS:
         return False
     if seen.entry.action == "stored":
@@ -102,13 +102,13 @@ def _explains(noted: Line, seen: Line) -> bool:
     return noted.user == seen.user and seen.entry.detail in _MAKES.get(noted.entry.action, ())
 
 
-def _fields(line: Line) -> dict[str, object]:
+def _fields(line: AuditLine) -> dict[str, object]:
     return {"at_ns": line.at_ns, "user": line.user, "seen_by": line.seen_by} | {
         name: value for name, value in msgspec.structs.asdict(line.entry).items() if name != "user"
     }
 
 
-def _print(line: Line, console: Console) -> None:
+def _print(line: AuditLine, console: Console) -> None:
     entry = line.entry
     who = f"{line.user}{'*' if line.seen_by and line.user != '*' else ''}" + (f" {entry.key}" if entry.key else "")
     action, what, detail = told(entry)

@@ -54,7 +54,7 @@ _SAMPLES: tuple[tuple[str, list[dict[str, Any]], bool], ...] = (
 T = TypeVar("T")
 
 
-class Line(NamedTuple):
+class CheckLine(NamedTuple):
     """``status``: "ok", "note" or "problem"."""
 
     status: str
@@ -62,11 +62,11 @@ class Line(NamedTuple):
     text: str
 
 
-class Report(NamedTuple):
+class ModelReport(NamedTuple):
     """``sample``: what it shows, and the prompt; None: no template could be applied."""
 
     title: str
-    lines: list[Line]
+    lines: list[CheckLine]
     sample: tuple[str, str] | None = None
 
 
@@ -98,19 +98,19 @@ def run(argv: Sequence[str]) -> int:
     return PROBLEM if any(line.status == "problem" for line in report.lines) else OK
 
 
-def check(path: Path, chat_template: str = "") -> Report:
+def check(path: Path, chat_template: str = "") -> ModelReport:
     """Everything that can be said of a folder. What cannot be read is a line of its own, and the rest is still said."""
     if (path / "model_index.json").is_file():
         return _pipeline(path)
     return _Check(path, chat_template).report()
 
 
-def _pipeline(path: Path) -> Report:
+def _pipeline(path: Path) -> ModelReport:
     index, problem = _read(path / "model_index.json")
     kind = str(index.get("_class_name", "unknown"))
-    lines = [Line("problem", "model_index", problem)] if problem else [Line("ok", "pipeline", kind)]
-    lines.append(Line("ok", "serve with", f"penstock worker --role diffusion --model {path}"))
-    return Report(f"{path}: a pipeline of diffusers, for images or videos", lines)
+    lines = [CheckLine("problem", "model_index", problem)] if problem else [CheckLine("ok", "pipeline", kind)]
+    lines.append(CheckLine("ok", "serve with", f"penstock worker --role diffusion --model {path}"))
+    return ModelReport(f"{path}: a pipeline of diffusers, for images or videos", lines)
 
 
 class _Check:
@@ -119,17 +119,17 @@ class _Check:
     def __init__(self, path: Path, chat_template: str) -> None:
         self._path = path
         self._override = chat_template
-        self._lines: list[Line] = []
+        self._lines: list[CheckLine] = []
         self._engine = ""
         self._config = self._json("config.json", needed=True)
         self._generation = self._json("generation_config.json")
         self._special = self._json("tokenizer_config.json")
 
-    def report(self) -> Report:
+    def report(self) -> ModelReport:
         path = self._path
         if not self._config:
             self._weights()
-            return Report(f"{path}: no model folder, or not a whole one", self._lines)
+            return ModelReport(f"{path}: no model folder, or not a whole one", self._lines)
         kind = ", ".join(map(str, self._config.get("architectures") or ())) or "none named in config.json"
         self._add("ok", "architecture", f"{kind} ({self._config.get('model_type')})")
         self._weights()
@@ -140,7 +140,7 @@ class _Check:
         self._add("ok", "length", f"{length.tokens:,} tokens: {length.source}")
         if makes_vectors(path):
             self._vectors()
-            return Report(f"{path}: a model for vectors of texts", self._lines)
+            return ModelReport(f"{path}: a model for vectors of texts", self._lines)
         self._ends(tokenizer)
         self._defaults()
         template = self._template()
@@ -150,10 +150,10 @@ class _Check:
         if all(line.status != "problem" for line in self._lines):
             self._whole()
         what = "a language model" if template is not None else "a language model for texts, without chats"
-        return Report(f"{path}: {what}", self._lines, sample)
+        return ModelReport(f"{path}: {what}", self._lines, sample)
 
     def _add(self, status: str, name: str, text: str) -> None:
-        self._lines.append(Line(status, name, text))
+        self._lines.append(CheckLine(status, name, text))
 
     def _json(self, name: str, *, needed: bool = False) -> dict[str, Any]:
         found, problem = _read(self._path / name, needed=needed)

@@ -19,7 +19,7 @@ from penstock.infra.bus.direct_get import get_last
 from penstock.log.replay import replay
 from penstock.log.requests import inspect
 from penstock.log.requests.find_requests import ended, of_entry
-from penstock.log.sources.open_log import REQUEST_STREAMS, Log, Source, add_flags, open_log, run_command
+from penstock.log.sources.open_log import REQUEST_STREAMS, Log, LogSource, add_flags, open_log, run_command
 from penstock.log.timeline.read import read_timeline
 from penstock.log.timeline.request_timeline import RequestTimeline
 from penstock.schemas.errors import Code
@@ -83,7 +83,7 @@ def _selection(parser: argparse.ArgumentParser) -> None:
 
 
 async def _print_list(args: argparse.Namespace, console: Console) -> None:
-    async with open_log(Source.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as log:
+    async with open_log(LogSource.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as log:
         requests = await dead_requests(log, args.since, args.model, args.limit)
     if args.json:
         for each in requests:
@@ -156,7 +156,7 @@ def _retry(argv: Sequence[str]) -> int:
     ids: list[str] = [request_of_answer(each) for each in args.ids]
 
     async def find() -> None:
-        async with open_log(Source.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as log:
+        async with open_log(LogSource.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as log:
             ids.extend(each.summary.id for each in await dead_requests(log, args.since, args.model, 0))
 
     if args.all and (status := run_command("dead retry", find)):
@@ -184,7 +184,7 @@ async def _check(args: argparse.Namespace, ids: Sequence[str]) -> None:
     Raises:
         ValueError: an id is not that of a request which lost its workers; nothing is run.
     """
-    async with open_log(Source.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as log:
+    async with open_log(LogSource.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as log:
         for request_id in ids:
             time_of(request_id)
             subjects = log.reader.subjects

@@ -13,7 +13,7 @@ from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.connection import Bus
-from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
+from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.operate.workers import alone, chosen, registrations
 from penstock.schemas import control, wire
 from penstock.schemas.fleet import Registration, State
@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
 
 async def _run(args: argparse.Namespace, console: Console) -> None:
     timeout_s = duration_ns(args.timeout) / 1e9
-    async with open_log(Source.of(args), name="drain", role="planner", streams=()) as log:
+    async with open_log(LogSource.of(args), name="drain", role="planner", streams=()) as log:
         if log.stopped:
             raise ValueError("the deployment is stopped: no worker runs")
         registered = await registrations(log.bus)

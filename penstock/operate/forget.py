@@ -19,7 +19,7 @@ from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.forget import Ended, Eraser, check_stores, find_ended, forget_messages
-from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
+from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.schemas.errors import ServingError
 from penstock.schemas.ids import request_of_answer, time_of
 from penstock.schemas.subjects import HEADER_NO_STORE
@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _run(args: argparse.Namespace, console: Console) -> None:
-    async with open_log(Source.of(args), name="forget", role="operator", streams=()) as log:
+    async with open_log(LogSource.of(args), name="forget", role="operator", streams=()) as log:
         if log.stopped:
             raise ValueError("the deployment is stopped: start it, then forget its requests")
         ended = await _of_tenant(log.bus, args.tenant) if args.tenant else await _named(log.bus, args.ids)

@@ -17,7 +17,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Readable, read
 from penstock.launch.readiness import metrics
 from penstock.launch.state import read_state
-from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
+from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.operate.workers import registrations
 from penstock.router.state.prefix_index import PrefixIndex
 from penstock.schemas import kv
@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> None:
-    async with open_log(Source.of(args), name="index", role="reader", streams=("KV",), files=True) as log:
+    async with open_log(LogSource.of(args), name="index", role="reader", streams=("KV",), files=True) as log:
         if args.check and log.stopped:
             raise ValueError("the deployment is stopped: there is no router to compare with")
         entries = [each async for each in _entries(log.reader)]

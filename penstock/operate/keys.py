@@ -16,7 +16,7 @@ from penstock.cli.terminal import escape, stdout
 from penstock.configs.flags import Parser, add_broker_flags
 from penstock.infra.bus.audit import person
 from penstock.infra.bus.connection import Bus
-from penstock.log.sources.open_log import Source, open_log, run_command
+from penstock.log.sources.open_log import LogSource, open_log, run_command
 from penstock.operate import key_store
 from penstock.operate.key_store import copy_into, line_of, read_keys
 from penstock.operate.workers import registrations, unserved
@@ -186,8 +186,8 @@ def expires_ns(text: str, now_ns: int) -> int:
     return at_ns
 
 
-def _source(args: argparse.Namespace) -> Source:
-    return Source.of(argparse.Namespace(**vars(args), file="", skip_bad=False))
+def _source(args: argparse.Namespace) -> LogSource:
+    return LogSource.of(argparse.Namespace(**vars(args), file="", skip_bad=False))
 
 
 async def _create(args: argparse.Namespace, console: Console) -> None:

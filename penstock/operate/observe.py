@@ -30,7 +30,7 @@ from penstock.schemas.streams import topology
 from penstock.schemas.summary import FAILED, RequestSummary, of_headers
 
 
-class Ended:
+class EndsFollower:
     """Follows the ends from ``open`` on.
 
     Args:
@@ -137,7 +137,7 @@ class Rates(msgspec.Struct, frozen=True):
     duration_p95_ms: float | None
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class DeploymentSnapshot(msgspec.Struct, frozen=True):
     """What ``look`` saw. ``at_ns``: Unix time."""
 
     at_ns: int
@@ -165,11 +165,11 @@ class Observer:
         self._topology = topology(bus.subjects)
         self._counts: list[Count] = []
         self._recent: list[RequestSummary] = []
-        self._ended = Ended(bus, SAMPLED_PER_LOOK)
+        self._ended = EndsFollower(bus, SAMPLED_PER_LOOK)
         self._streams: tuple[StreamUse, ...] = ()
         self._looks = 0  # since all streams were asked
 
-    async def look(self) -> Snapshot:
+    async def look(self) -> DeploymentSnapshot:
         """The deployment now.
 
         Raises:
@@ -184,7 +184,7 @@ class Observer:
                 Code.broker_unavailable, f"the broker does not answer within {LOOK_S:g} s; check that it runs"
             ) from None
 
-    async def _look(self) -> Snapshot:
+    async def _look(self) -> DeploymentSnapshot:
         await self._ended.open()
         streams = await self._uses()
         self._count(streams)
@@ -193,7 +193,7 @@ class Observer:
         self._recent = [each for each in recent if each.ended_ns >= since_ns][-SAMPLED:]
         now = rates(self._counts, self._recent)
         members = await routers(self._bus)
-        return Snapshot(
+        return DeploymentSnapshot(
             time.time_ns(),
             self._bus.subjects.namespace,
             tuple(workers(await registrations(self._bus), self._recent, now.output_tokens_per_s, lost_leases(members))),

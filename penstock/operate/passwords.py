@@ -49,7 +49,7 @@ ASK_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PasswordsPlace:
     """Whose passwords. ``servers``: where the broker answers, without credentials; "": not known.
 
     ``running``: it is the data folder's own.
@@ -121,21 +121,23 @@ def _roles(named: Sequence[str]) -> tuple[str, ...]:
     return tuple(named) or tuple(role for role in EVERY if role not in NAMED)
 
 
-def _place(data_dir: Path, args: argparse.Namespace) -> Place:
+def _place(data_dir: Path, args: argparse.Namespace) -> PasswordsPlace:
     try:
         running_pid(data_dir)
     except BrokerProblem:  # none runs there, or the passwords are for servers elsewhere
-        return Place(data_dir, args.nats_url, Subjects(args.namespace or "ps"), running=False)
+        return PasswordsPlace(data_dir, args.nats_url, Subjects(args.namespace or "ps"), running=False)
     if args.nats_url:
         raise ValueError(f"--nats-url: a broker runs on {data_dir}, and its passwords are those; leave the flag out")
     found = re.search(r'server_name: "penstock-([^"]+)"', (data_dir / "nats.conf").read_text())
     assert found is not None
     port = int((data_dir / "nats.port").read_text())
-    return Place(data_dir, f"nats://127.0.0.1:{port}", Subjects(found[1]), running=True)
+    return PasswordsPlace(data_dir, f"nats://127.0.0.1:{port}", Subjects(found[1]), running=True)
 
 
 @contextlib.asynccontextmanager
-async def _noted(place: Place, secrets: Mapping[str, str], verb: str, what: Sequence[str]) -> AsyncIterator[None]:
+async def _noted(
+    place: PasswordsPlace, secrets: Mapping[str, str], verb: str, what: Sequence[str]
+) -> AsyncIterator[None]:
     """Have the audit log say what is done within, where the broker is known.
 
     Raises:
@@ -153,7 +155,7 @@ async def _noted(place: Place, secrets: Mapping[str, str], verb: str, what: Sequ
         yield
 
 
-async def _rotate(place: Place, roles: Sequence[str]) -> None:
+async def _rotate(place: PasswordsPlace, roles: Sequence[str]) -> None:
     before = load_secrets(place.data_dir / "secrets.json", USERS)
     secrets = _with_route(before)
     if ROUTE in roles:
@@ -188,7 +190,7 @@ async def _rotate(place: Place, roles: Sequence[str]) -> None:
     print("2. `penstock passwords retire`")
 
 
-async def _retire(place: Place, roles: Sequence[str], *, force: bool) -> None:
+async def _retire(place: PasswordsPlace, roles: Sequence[str], *, force: bool) -> None:
     """
     Raises:
         ValueError: a connection still uses a password that would end, or none can be asked for.
@@ -236,7 +238,7 @@ def _with_route(secrets: dict[str, str]) -> dict[str, str]:
     return secrets | {ROUTE: route_passwords(secrets)[0]}
 
 
-async def _list(place: Place) -> None:
+async def _list(place: PasswordsPlace) -> None:
     secrets = load_secrets(place.data_dir / "secrets.json", USERS)
     counts: dict[str, int] = {}
     for each in await connections(place.servers, secrets) if place.servers else ():
@@ -248,7 +250,7 @@ async def _list(place: Place) -> None:
         print(f"{role:<10}{user:<14}{next(numbers):>11}{next(numbers):>14}")
 
 
-def _apply(place: Place, secrets: Mapping[str, str]) -> None:
+def _apply(place: PasswordsPlace, secrets: Mapping[str, str]) -> None:
     """
     Raises:
         BrokerProblem: the broker does not take it.

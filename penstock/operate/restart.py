@@ -19,8 +19,8 @@ from penstock.infra.broker.datadir import holder
 from penstock.infra.bus.connection import Bus
 from penstock.infra.process.signals import RESUME
 from penstock.launch.readiness import get_url
-from penstock.launch.state import Running, State, read_state, start_of, write_resume
-from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
+from penstock.launch.state import DeploymentState, Running, read_state, start_of, write_resume
+from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.operate.workers import registrations
 from penstock.schemas.fleet import State as WorkerState
 
@@ -59,14 +59,14 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
         raise ValueError(f"no `penstock up` runs on {data_dir}; the one that wrote its state.json was killed")
     processes = _ordered(state, args.names)
     timeout_s = duration_ns(args.timeout) / 1e9
-    async with open_log(Source.of(args), name="restart", role="viewer", streams=()) as log:
+    async with open_log(LogSource.of(args), name="restart", role="viewer", streams=()) as log:
         for process in processes:
             began = time.monotonic()
             await _restart(log.bus, data_dir, process, timeout_s)
             console.print(f"{process.name}: ready again after {time.monotonic() - began:.1f} s", highlight=False)
 
 
-def _state(data_dir: Path) -> State:
+def _state(data_dir: Path) -> DeploymentState:
     try:
         return read_state(data_dir / "state.json")
     except (OSError, msgspec.DecodeError):
@@ -76,7 +76,7 @@ def _state(data_dir: Path) -> State:
         ) from None
 
 
-def _ordered(state: State, names: Sequence[str]) -> list[Running]:
+def _ordered(state: DeploymentState, names: Sequence[str]) -> list[Running]:
     """The processes to restart, in their order.
 
     Raises:

@@ -17,7 +17,7 @@ from penstock.infra.broker.jetstream_api import BrokerProblem
 from penstock.infra.broker.retention import Loss, StreamUse
 from penstock.infra.bus.audit import recorded
 from penstock.log.sources.log_copy import recorded_max_age_s
-from penstock.log.sources.open_log import Log, Source, add_flags, open_log, run_command
+from penstock.log.sources.open_log import Log, LogSource, add_flags, open_log, run_command
 from penstock.schemas.streams import topology
 
 NONE = "none"
@@ -30,7 +30,7 @@ def run_list(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     add_flags(parser)
     args = parser.parse_args(argv)
-    return run_command("streams list", lambda: _list(Source.of(args), stdout(), as_json=args.json))
+    return run_command("streams list", lambda: _list(LogSource.of(args), stdout(), as_json=args.json))
 
 
 def run_set(argv: Sequence[str]) -> int:
@@ -49,7 +49,7 @@ def run_set(argv: Sequence[str]) -> int:
     return run_command("streams set", lambda: _set(args, stdout()))
 
 
-async def _list(source: Source, console: Console, *, as_json: bool) -> None:
+async def _list(source: LogSource, console: Console, *, as_json: bool) -> None:
     async with open_log(source, name="streams", role="viewer", streams=retention.SETTABLE) as log:
         uses = await _uses(log)
     if log.stopped and not source.file:  # the copy that is read keeps its messages for good
@@ -110,7 +110,7 @@ async def _set(args: argparse.Namespace, console: Console) -> None:
     max_bytes = parse_size(args.max_bytes) if args.max_bytes else None
     stream = args.stream.rpartition("_")[2]  # `streams list` shows names with the namespace
     retention.check(stream, max_age_s, max_bytes)
-    async with open_log(Source.of(args), name="streams", role="operator", streams=()) as log:
+    async with open_log(LogSource.of(args), name="streams", role="operator", streams=()) as log:
         if log.stopped:
             raise ValueError("the deployment is stopped: start it, then set the limits of its streams")
         name = log.bus.subjects.stream(stream)

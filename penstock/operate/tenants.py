@@ -44,7 +44,7 @@ _JWTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TenantsPlace:
     """Which deployment. ``own``: the broker is not that of the data folder."""
 
     data_dir: Path
@@ -154,7 +154,7 @@ def _weight(text: str) -> float:
     return weight
 
 
-def _place(args: argparse.Namespace) -> Place:
+def _place(args: argparse.Namespace) -> TenantsPlace:
     """
     Raises:
         BrokerProblem: no broker runs on the data folder, and no other is named.
@@ -166,20 +166,22 @@ def _place(args: argparse.Namespace) -> Place:
         namespace = namespace or read_state(data_dir / "state.json").namespace
     subjects = Subjects(namespace or "ps")
     if args.nats_url:
-        return Place(data_dir, args.nats_url, subjects, own=True)
+        return TenantsPlace(data_dir, args.nats_url, subjects, own=True)
     try:
         running_pid(data_dir)
     except BrokerProblem:
         if url := os.environ.get(f"{PREFIX}NATS_URL"):  # the folder is the operator's, for credentials
-            return Place(data_dir, url, Subjects(namespace or os.environ.get(f"{PREFIX}NAMESPACE") or "ps"), own=True)
+            return TenantsPlace(
+                data_dir, url, Subjects(namespace or os.environ.get(f"{PREFIX}NAMESPACE") or "ps"), own=True
+            )
         raise
     secrets = load_secrets(data_dir / "secrets.json", USERS)
     user = user_in_use(secrets, "operator")
     port = int((data_dir / "nats.port").read_text())
-    return Place(data_dir, f"nats://{user}:{secrets[user]}@127.0.0.1:{port}", subjects, own=False)
+    return TenantsPlace(data_dir, f"nats://{user}:{secrets[user]}@127.0.0.1:{port}", subjects, own=False)
 
 
-async def _do(place: Place, name: str, args: argparse.Namespace) -> None:
+async def _do(place: TenantsPlace, name: str, args: argparse.Namespace) -> None:
     """
     Raises:
         BrokerProblem: the broker refuses it.
@@ -192,7 +194,7 @@ async def _do(place: Place, name: str, args: argparse.Namespace) -> None:
             raise BrokerProblem(f"the broker does not take it: {error}") from error
 
 
-async def _asked(nc: Client, place: Place, name: str, args: argparse.Namespace) -> None:
+async def _asked(nc: Client, place: TenantsPlace, name: str, args: argparse.Namespace) -> None:
     """
     Raises:
         NatsError, TimeoutError: the broker refuses it.
@@ -240,13 +242,13 @@ async def _asked(nc: Client, place: Place, name: str, args: argparse.Namespace) 
                 await _change(nc, place, accounts, existing, name, args)
 
 
-def _secrets_of(place: Place) -> dict[str, str]:
+def _secrets_of(place: TenantsPlace) -> dict[str, str]:
     """The passwords in the folder; none are made: those of a broker of one's own are made with its configuration."""
     path = place.data_dir / "secrets.json"
     return load_secrets(path, ()) if path.exists() else {}
 
 
-def _warn_of_secrets(place: Place) -> None:
+def _warn_of_secrets(place: TenantsPlace) -> None:
     """Say so if the folder's passwords are not those of this broker, which has let the operator in."""
     parts = urlsplit(place.operator_url.partition(",")[0])
     user, password = unquote(parts.username or ""), unquote(parts.password or "")
@@ -260,7 +262,7 @@ def _warn_of_secrets(place: Place) -> None:
 
 
 async def _restore(
-    nc: Client, place: Place, accounts: Accounts | None, known: Copies, args: argparse.Namespace
+    nc: Client, place: TenantsPlace, accounts: Accounts | None, known: Copies, args: argparse.Namespace
 ) -> None:
     """Bring back what the data folder knows and the broker does not.
 
@@ -323,7 +325,7 @@ def _shown(value: object) -> str:
 
 
 async def _change(
-    nc: Client, place: Place, accounts: Accounts | None, existing: Tenants, name: str, args: argparse.Namespace
+    nc: Client, place: TenantsPlace, accounts: Accounts | None, existing: Tenants, name: str, args: argparse.Namespace
 ) -> None:
     """
     Raises:
@@ -359,7 +361,7 @@ async def _change(
     print(f"{did} {name}; credentials: {path}")
 
 
-def _write_login(place: Place, name: str, tenant: Tenant) -> Path:
+def _write_login(place: TenantsPlace, name: str, tenant: Tenant) -> Path:
     password, second = tenant.login
     user = second_tenant_user(name) if second else tenant_user(name)
     url = tenants.with_user(place.operator_url, user, password)
@@ -393,7 +395,7 @@ def _named_limits(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in limits.items() if value is not None}
 
 
-def _write_accounts(place: Place, accounts: Accounts | None, existing: Tenants) -> None:
+def _write_accounts(place: TenantsPlace, accounts: Accounts | None, existing: Tenants) -> None:
     if accounts is None:
         tenants.save(place.data_dir, existing)
         secrets = load_secrets(place.data_dir / "secrets.json", USERS)

@@ -14,8 +14,8 @@ from penstock.cli.figures import clock, duration_ns, show_duration, show_size, s
 from penstock.cli.terminal import Column, escape, fitting_table, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
-from penstock.operate.observe import Observer, QueueView, Rates, Snapshot, WorkerView, tenant_rows, unsteady
+from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.operate.observe import DeploymentSnapshot, Observer, QueueView, Rates, WorkerView, tenant_rows, unsteady
 
 BAR = 10  # characters
 FULL = 0.8  # shown in yellow from here on
@@ -35,10 +35,10 @@ def run(argv: Sequence[str]) -> int:
     add_flags(parser)
     args = parser.parse_args(argv)
     interval_s = max(0.2, duration_ns(args.interval) / 1e9)
-    return run_command("top", lambda: _run(Source.of(args), stdout(), interval_s, once=args.once, as_json=args.json))
+    return run_command("top", lambda: _run(LogSource.of(args), stdout(), interval_s, once=args.once, as_json=args.json))
 
 
-async def _run(source: Source, console: Console, interval_s: float, *, once: bool, as_json: bool) -> None:
+async def _run(source: LogSource, console: Console, interval_s: float, *, once: bool, as_json: bool) -> None:
     async with open_log(source, name="top", role="viewer", streams=()) as log:
         if log.stopped:
             raise ValueError("the deployment is stopped: `penstock requests` shows what it did")
@@ -74,7 +74,7 @@ async def _live(observer: Observer, console: Console, interval_s: float) -> None
             await asyncio.sleep(max(0.0, interval_s - (time.monotonic() - began)))
 
 
-def picture(snapshot: Snapshot, width: int) -> Group:
+def picture(snapshot: DeploymentSnapshot, width: int) -> Group:
     """A snapshot as it is printed on so many columns."""
     ready = sum(worker.state == "ready" for worker in snapshot.workers)
     head = Text.assemble(
@@ -179,7 +179,7 @@ def _queues(queues: Sequence[QueueView], width: int) -> Table:
     return fitting_table(columns, rows, width)
 
 
-def _streams(snapshot: Snapshot, width: int) -> Table:
+def _streams(snapshot: DeploymentSnapshot, width: int) -> Table:
     rows = [
         (
             use.name,
@@ -194,7 +194,7 @@ def _streams(snapshot: Snapshot, width: int) -> Table:
     return fitting_table(_STREAMS, rows, width)
 
 
-def _ended(snapshot: Snapshot, width: int) -> Table:
+def _ended(snapshot: DeploymentSnapshot, width: int) -> Table:
     rows = [
         (
             each.id,

@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.launch.machine import free_run
 from penstock.launch.readiness import get_url
-from penstock.launch.state import State
+from penstock.launch.state import DeploymentState
 from tests.chaos.audit import Footprint
 from tests.chaos.brokers import Brokers, live_heap
 from tests.chaos.builds import VARIABLE, OtherBuild, begin, snapshot
@@ -165,7 +165,7 @@ class System:
         found = [process.name for process in state.processes] if state is not None else []
         return found if self._brokers is None else [*found, *self._brokers.names]
 
-    def _state(self) -> State | None:
+    def _state(self) -> DeploymentState | None:
         """None while nothing runs."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             return self.deployment.state

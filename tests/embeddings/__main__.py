@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
-from penstock.launch.state import State, read_state
+from penstock.launch.state import DeploymentState, read_state
 
 CLIENTS = 64
 TOGETHER = 32  # texts of a batch of the recipe
@@ -49,7 +49,7 @@ class Recipe:
 class Served:
     """Vectors by a deployment."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: DeploymentState) -> None:
         self._url = state.http_url + "/v1/embeddings"
         self._model = state.model
         self._pids = [process.pid for process in state.processes]

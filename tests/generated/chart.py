@@ -12,7 +12,7 @@ import msgspec
 import yaml
 
 from penstock.configs.flags import flags_of
-from penstock.configs.planner_settings import Settings as PlannerSettings
+from penstock.configs.planner_settings import PlannerSettings
 from penstock.configs.settings import TraceSettings
 from penstock.deploy.kubernetes import CHART
 from penstock.deploy.monitoring import datasource, provider, scrape_config
@@ -21,8 +21,8 @@ from penstock.deploy.values import (
     SETTLED,
     SETTLED_OF_PLANNER,
     SETTLED_OF_TRACE,
-    Section,
     Values,
+    ValuesSection,
     WorkerDefaults,
     defaults,
 )
@@ -115,7 +115,7 @@ def values_yaml() -> str:
     return f"# Made by `python -m tests.generated` from penstock/deploy/values.py.\n{ours}{nats}"
 
 
-def _documented(kind: type[Section], tree: Mapping[str, Any], depth: int) -> Iterator[str]:
+def _documented(kind: type[ValuesSection], tree: Mapping[str, Any], depth: int) -> Iterator[str]:
     hints = get_type_hints(kind, include_extras=True)
     indent = "  " * depth
     for field in msgspec.structs.fields(kind):
@@ -123,7 +123,7 @@ def _documented(kind: type[Section], tree: Mapping[str, Any], depth: int) -> Ite
         if name not in tree:
             continue
         bare, metas = (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
-        section = bare if isinstance(bare, type) and issubclass(bare, Section) else None
+        section = bare if isinstance(bare, type) and issubclass(bare, ValuesSection) else None
         for text in (meta.description for meta in metas if isinstance(meta, msgspec.Meta) and meta.description):
             yield f"{indent}# {text}\n"
         if section is None:
@@ -143,11 +143,11 @@ def schema() -> dict[str, Any]:
     (top, worker), parts = msgspec.json.schema_components([Values, WorkerDefaults], ref_template="#/definitions/{name}")
     for part in parts.values():
         part.pop("required", None)  # what is left out is the chart's default
-    for part, kind in (("Gateway", "gateway"), ("Router", "router"), ("WorkerDefaults", "worker")):
+    for part, kind in (("GatewayValues", "gateway"), ("RouterValues", "router"), ("WorkerDefaults", "worker")):
         parts[part]["properties"]["settings"] |= _settings(KINDS[kind], SETTLED)
     taken = (SETTLED | SETTLED_OF_PLANNER) - {"model"}
-    parts["Planner"]["properties"]["settings"] |= _settings(PlannerSettings, taken)
-    parts["Trace"]["properties"]["settings"] |= _settings(TraceSettings, SETTLED | SETTLED_OF_TRACE)
+    parts["PlannerValues"]["properties"]["settings"] |= _settings(PlannerSettings, taken)
+    parts["TraceValues"]["properties"]["settings"] |= _settings(TraceSettings, SETTLED | SETTLED_OF_TRACE)
     whole = parts.pop("Values")
     whole["properties"]["workers"]["additionalProperties"] = {"anyOf": [worker, {"type": "null"}]}
     whole["properties"]["global"] = {"type": "object"}

@@ -26,7 +26,7 @@ from typing import Any
 
 from penstock.infra.bus.connection import connect
 from penstock.infra.bus.direct_get import read
-from penstock.launch.state import State, read_state
+from penstock.launch.state import DeploymentState, read_state
 from penstock.schemas import transfer
 from tests.gpu.arrivals import arrive
 from tests.gpu.pipeline import LONGEST, START_S, VLLM, ints, penstock, prompt_tokens, words_for
@@ -43,7 +43,7 @@ WARM_S = 3.0
 SWEPT = (1024, 256)  # tokens of a prompt, of an answer
 
 
-def up(asked: argparse.Namespace, layout: str, data: Path) -> tuple[subprocess.Popen[bytes], State]:
+def up(asked: argparse.Namespace, layout: str, data: Path) -> tuple[subprocess.Popen[bytes], DeploymentState]:
     """Start a deployment; it is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -84,7 +84,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-async def reads(state: State, since_ns: int) -> list[transfer.Handoff]:
+async def reads(state: DeploymentState, since_ns: int) -> list[transfer.Handoff]:
     """The ledger's lines of transfers that ended, well or not."""
     bus = await connect(state.nats_url, role="client", name="bench")
     try:
@@ -99,7 +99,7 @@ async def reads(state: State, since_ns: int) -> list[transfer.Handoff]:
         await bus.close()
 
 
-def moved(state: State, since_ns: int) -> dict[str, float]:
+def moved(state: DeploymentState, since_ns: int) -> dict[str, float]:
     """Medians of the transfers since then."""
     lines = asyncio.run(reads(state, since_ns))
     good = [line for line in lines if line.state == "read" and line.bytes]  # vLLM does not tell the bytes
@@ -114,7 +114,7 @@ def moved(state: State, since_ns: int) -> dict[str, float]:
     }
 
 
-def single(asked: argparse.Namespace, state: State, data: Path) -> dict[str, float]:
+def single(asked: argparse.Namespace, state: DeploymentState, data: Path) -> dict[str, float]:
     """Medians of prompts one at a time, and of their reads."""
     since_ns, out = time.time_ns(), data / "split.json"
     url = state.http_url
@@ -127,7 +127,7 @@ def single(asked: argparse.Namespace, state: State, data: Path) -> dict[str, flo
     return {"ttft_ms": found["split"]["ttft_ms"], "second_ms": found["split"]["second_ms"]} | moved(state, since_ns)
 
 
-def load(state: State, data: Path, streams: int, words: int, answer: int, seconds: float, seed: int) -> Any:
+def load(state: DeploymentState, data: Path, streams: int, words: int, answer: int, seconds: float, seed: int) -> Any:
     """``bench http`` in a process of its own, and the file of its figures."""
     out = data / f"{streams}.json"
     process = subprocess.Popen(
@@ -139,7 +139,7 @@ def load(state: State, data: Path, streams: int, words: int, answer: int, second
     return process, out
 
 
-def mixed(asked: argparse.Namespace, state: State, data: Path, streams: int, rate: float) -> dict[str, Any]:
+def mixed(asked: argparse.Namespace, state: DeploymentState, data: Path, streams: int, rate: float) -> dict[str, Any]:
     """Figures of the running answers, and of the long prompts beside them."""
     seed = round(1000 * streams + 10 * rate)  # no prompt twice
     words, found = words_for(asked.folder, asked.short), {}
@@ -158,7 +158,7 @@ def steady(stage: dict[str, Any], streams: int, answer: int) -> None:
     stage["steady_tokens_per_s"] = streams * answer / max(stage["latency_p50_ms"], 1e-3) * 1e3
 
 
-def swept(asked: argparse.Namespace, state: State, data: Path, streams: int) -> dict[str, Any]:
+def swept(asked: argparse.Namespace, state: DeploymentState, data: Path, streams: int) -> dict[str, Any]:
     """One point of the sweep, with tokens per second of a GPU and of an answer."""
     words = words_for(asked.folder, SWEPT[0])
     process, out = load(state, data, streams, words, SWEPT[1], asked.sweep_seconds, 77_000 + streams)

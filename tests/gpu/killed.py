@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from penstock.infra.bus.connection import Bus, connect
-from penstock.launch.state import State, read_state
+from penstock.launch.state import DeploymentState, read_state
 from penstock.schemas.transfer import Handoff
 from tests.chaos.log import held, open_leases, registered, residue, until_none
 from tests.gpu.disaggregated import reads, ready, stop
@@ -66,7 +66,7 @@ class Deployed(NamedTuple):
     watch: Watch
 
     @property
-    def state(self) -> State:
+    def state(self) -> DeploymentState:
         return read_state(self.path)
 
 

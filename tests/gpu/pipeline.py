@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.model import modeldir
-from penstock.launch.state import State, read_state
+from penstock.launch.state import DeploymentState, read_state
 from penstock.measure.generator.pool import WORDS
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -166,7 +166,7 @@ def words_for(folder: Path, tokens: int) -> int:
     return max(1, round((tokens - 8) / count))
 
 
-def up(asked: argparse.Namespace, folder: Path, data: Path) -> tuple[subprocess.Popen[bytes], State]:
+def up(asked: argparse.Namespace, folder: Path, data: Path) -> tuple[subprocess.Popen[bytes], DeploymentState]:
     """Start a deployment; it is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -291,7 +291,7 @@ def row_of(data: Path, generations: int) -> dict[str, Any]:
     return dict(row)
 
 
-def profile(asked: argparse.Namespace, state: State, data: Path, words: int) -> None:
+def profile(asked: argparse.Namespace, state: DeploymentState, data: Path, words: int) -> None:
     """Where worker and gateway spend their time under the heaviest load: functions, with those they called."""
     where = ("--state", data / "penstock" / "state.json")
     load = bench(asked, data, words, max(asked.streams), 3 + asked.generations[-1], *where)

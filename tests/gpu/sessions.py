@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.infra.bus.connection import connect
-from penstock.launch.state import State
+from penstock.launch.state import DeploymentState
 from penstock.schemas import tokens
 from tests.gpu.disaggregated import logs, stop, up
 from tests.gpu.pipeline import ints, of
@@ -69,7 +69,7 @@ class Answers:
         return [found[place] for place in range(count)]
 
 
-async def ask(state: State, prompt: list[int], answer: int, turn: int) -> Turn:
+async def ask(state: DeploymentState, prompt: list[int], answer: int, turn: int) -> Turn:
     """Stream one completion of ``answer`` tokens."""
     body = {"model": state.model, "prompt": prompt, "max_tokens": answer, "stream": True, "ignore_eos": True,
             "temperature": 0, "stream_options": {"include_usage": True}}  # fmt: skip
@@ -100,7 +100,7 @@ def _read(line: bytes, made: Turn) -> None:
 
 
 async def converse(
-    asked: argparse.Namespace, state: State, answers: Answers, draw: random.Random, until: float
+    asked: argparse.Namespace, state: DeploymentState, answers: Answers, draw: random.Random, until: float
 ) -> list[Turn]:
     """One user: conversations one after the other, the first one shortened so that users are not in step."""
     done: list[Turn] = []
@@ -124,7 +124,7 @@ async def converse(
         turns = asked.turns
 
 
-async def load(asked: argparse.Namespace, state: State, sessions: int, seed: int) -> dict[str, Any]:
+async def load(asked: argparse.Namespace, state: DeploymentState, sessions: int, seed: int) -> dict[str, Any]:
     answers = Answers()
     bus = await connect(state.nats_url, role="client", name="sessions")
     try:

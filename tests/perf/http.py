@@ -27,8 +27,8 @@ from penstock.cli.figures import quantile
 from penstock.cli.terminal import stdout
 from penstock.launch.state import read_state
 from penstock.measure.generator.lag import loop_factory, own_seconds
-from penstock.measure.generator.pool import WORDS, ClosedLoop, Exchange, Pool
-from penstock.measure.generator.target import BadTarget, Target, ask, parse_target
+from penstock.measure.generator.pool import WORDS, ClosedLoop, ConnectionPool, Exchange
+from penstock.measure.generator.target import BadTarget, HttpTarget, ask, parse_target
 from tests.perf.cpu import cpu_of
 
 _MOST_REASONS = 20
@@ -231,7 +231,7 @@ def run(settings: Settings) -> int:
     return 1 if any(stage.failed for stage in stages) else 0
 
 
-def _target(settings: Settings) -> tuple[Target, dict[str, int]]:
+def _target(settings: Settings) -> tuple[HttpTarget, dict[str, int]]:
     """The server to load, and the processes to measure (name -> pid)."""
     url, processes = settings.url, {f"pid {pid}": pid for pid in settings.pids}
     if settings.state:
@@ -256,7 +256,7 @@ def _target(settings: Settings) -> tuple[Target, dict[str, int]]:
 class Requests:
     """Makes the bytes of requests; equal seeds make equal requests."""
 
-    def __init__(self, settings: Settings, target: Target, model: str) -> None:
+    def __init__(self, settings: Settings, target: HttpTarget, model: str) -> None:
         self._random = random.Random(settings.seed)
         shared = round(settings.prompt_words * settings.shared_prefix)
         self._shared = " ".join(self._random.choices(WORDS, k=shared))
@@ -304,7 +304,7 @@ class Load:
         self.tally.clear()
 
 
-async def _measure(settings: Settings, target: Target, processes: Mapping[str, int]) -> list[Stage]:
+async def _measure(settings: Settings, target: HttpTarget, processes: Mapping[str, int]) -> list[Stage]:
     model = settings.model or await _first_model(target)
     requests = Requests(settings, target, model)
     stages = []
@@ -325,7 +325,7 @@ async def _measure(settings: Settings, target: Target, processes: Mapping[str, i
 
 async def _stage(
     requests: Requests,
-    target: Target,
+    target: HttpTarget,
     settings: Settings,
     concurrency: int,
     processes: Mapping[str, int],
@@ -334,7 +334,7 @@ async def _stage(
     line = bar.add_task(f"{concurrency} connections", total=1.0, state="warming up")
     bar.refresh()
     load = Load(requests, settings)
-    async with Pool(target, timeout_s=_STUCK_S) as pool:
+    async with ConnectionPool(target, timeout_s=_STUCK_S) as pool:
         loop = ClosedLoop(pool, concurrency, load.following)
         await asyncio.sleep(settings.warm_up_s)
         load.count()
@@ -370,7 +370,7 @@ async def _watch(load: Load, loop: ClosedLoop, began: float, show: Callable[[flo
             return
 
 
-async def _first_model(target: Target) -> str:
+async def _first_model(target: HttpTarget) -> str:
     status, body = await ask(target, "/v1/models")
     try:
         return str(json.loads(body)["data"][0]["id"])

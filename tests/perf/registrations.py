@@ -34,7 +34,7 @@ from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.loop_lag import EVERY_S, WINDOW_S
 from penstock.infra.bus.wire_protocol import Frame
 from penstock.infra.model.modeldir import TINY
-from penstock.launch.state import State, read_state
+from penstock.launch.state import DeploymentState, read_state
 from penstock.schemas import kv, wire
 from penstock.schemas.fleet import Registration
 from penstock.workers.session.lease import Lease
@@ -163,7 +163,7 @@ async def _register(bus: Bus, number: int) -> Lease:
 
 
 @contextmanager
-def _streams(base: Path, state: State, count: int, arrival_s: float) -> Iterator[None]:
+def _streams(base: Path, state: DeploymentState, count: int, arrival_s: float) -> Iterator[None]:
     """Answers that are being written; their generators end with it."""
     each = -(-count // GENERATORS)
     arrivals = f"--rate={each / arrival_s:g}" if arrival_s else f"--concurrency={each}"
@@ -193,7 +193,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-async def _until_open(state: State, count: int, within_s: float) -> None:
+async def _until_open(state: DeploymentState, count: int, within_s: float) -> None:
     """
     Raises:
         TimeoutError: fewer streams were open after ``within_s``.
@@ -207,7 +207,7 @@ async def _until_open(state: State, count: int, within_s: float) -> None:
     raise TimeoutError(f"{open_streams:.0f} of {count} streams were open after {within_s:g} s")
 
 
-async def _row(name: str, state: State, seconds: float) -> None:
+async def _row(name: str, state: DeploymentState, seconds: float) -> None:
     """Measure for some seconds."""
     late = await _late(state)
     before = {process.name: cpu_seconds(process.pid or 0) for process in state.processes}
@@ -223,7 +223,7 @@ async def _row(name: str, state: State, seconds: float) -> None:
 
 
 @asynccontextmanager
-async def _moment(name: str, state: State) -> AsyncIterator[None]:
+async def _moment(name: str, state: DeploymentState) -> AsyncIterator[None]:
     """Show the worst lag up to the end of what happens inside, and how often one was late meanwhile."""
     late = await _late(state)
     began = time.monotonic()
@@ -233,7 +233,7 @@ async def _moment(name: str, state: State) -> AsyncIterator[None]:
     await _print_row(name, f"{f'in {seconds:.1f} s':>36}", state, late)
 
 
-async def _print_row(name: str, shares: str, state: State, late_before: dict[str, float]) -> None:
+async def _print_row(name: str, shares: str, state: DeploymentState, late_before: dict[str, float]) -> None:
     late, lags = await _late(state), ""
     for role in LOOPS:
         worst, worst_cpu = [
@@ -244,22 +244,22 @@ async def _print_row(name: str, shares: str, state: State, late_before: dict[str
     print(f"{name:34}{shares}{lags}", flush=True)
 
 
-async def _late(state: State) -> dict[str, float]:
+async def _late(state: DeploymentState) -> dict[str, float]:
     """How often event loops were late so far, by role."""
     return {role: await asyncio.to_thread(_sum, state, role, f"penstock_{role}_loop_late_total") for role in LOOPS}
 
 
-def _decisions(state: State) -> tuple[float, float]:
+def _decisions(state: DeploymentState) -> tuple[float, float]:
     """How many there were, and the time that they took, s."""
     name = "penstock_router_decision_seconds"
     return _sum(state, "router", f"{name}_count"), _sum(state, "router", f"{name}_sum")
 
 
-def _sum(state: State, role: str, name: str) -> float:
+def _sum(state: DeploymentState, role: str, name: str) -> float:
     return sum(_values(state, role, name))
 
 
-def _values(state: State, role: str, name: str) -> list[float]:
+def _values(state: DeploymentState, role: str, name: str) -> list[float]:
     """Of a series, from every process of a role."""
     if role == "gateway":
         urls = [f"{url}/metrics" for url in state.http_urls[1:] or state.http_urls]

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.terminal import stdout
-from penstock.launch.state import State, read_state
+from penstock.launch.state import DeploymentState, read_state
 from tests.perf import broker
 from tests.perf.broker import MESSAGES, BrokerFigures
 from tests.perf.registrations import READY_S, end_of, penstock, running
@@ -254,7 +254,7 @@ def measure(point: Point, series: Series, args: argparse.Namespace, until: float
         RuntimeError: it did not start, or a generator failed; the text has the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="scale-") as folder, contextlib.ExitStack() as cells:
-        base, states = Path(folder), list[State]()
+        base, states = Path(folder), list[DeploymentState]()
         arguments = (
             "--engine=mock", f"--mock-speedup={args.mock_speedup:g}", f"--gateways={point.gateways}",
             f"--routers={point.routers}", f"--workers={point.workers}", f"--max-running={args.max_running}",
@@ -271,7 +271,9 @@ def measure(point: Point, series: Series, args: argparse.Namespace, until: float
         return found
 
 
-def _load(point: Point, series: Series, args: argparse.Namespace, base: Path, states: Sequence[State]) -> Figures:
+def _load(
+    point: Point, series: Series, args: argparse.Namespace, base: Path, states: Sequence[DeploymentState]
+) -> Figures:
     urls = [url for state in states for url in state.http_urls[: point.gateways]] * args.generators
     connections = -(-args.connections // args.generators)
     roles = {each.pid: each.role for state in states for each in state.processes if each.pid is not None}

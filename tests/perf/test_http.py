@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import uvloop
 
-from penstock.launch.state import Running, State, write_state
+from penstock.launch.state import DeploymentState, Running, write_state
 from penstock.measure.generator.pool import Exchange
-from penstock.measure.generator.target import Target
+from penstock.measure.generator.target import HttpTarget
 from tests.penstock.measure.generator.support import TOKENS, serving
 from tests.perf.cpu import cpu_seconds
 from tests.perf.http import BenchFailed, Requests, Settings, Stage, Tally, _measure, _target, figures
@@ -58,7 +58,7 @@ async def test_a_server_that_never_answers_is_a_failure() -> None:
         writer.close()
 
     listening = await asyncio.start_server(silent, "127.0.0.1", 0)
-    target = Target("127.0.0.1", listening.sockets[0].getsockname()[1], "")
+    target = HttpTarget("127.0.0.1", listening.sockets[0].getsockname()[1], "")
     (stage,) = await _measure(bench(model="m", duration_s=0.05), target, {})
     listening.close()
     assert stage.errors == {"no request was answered in time": 1}
@@ -75,11 +75,11 @@ async def test_connections_that_the_server_closes_are_opened_again() -> None:
 
 async def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(BenchFailed, match="no server answers at"):
-        await _measure(bench(), Target("127.0.0.1", 1), {})
+        await _measure(bench(), HttpTarget("127.0.0.1", 1), {})
 
 
 def test_prompts_share_a_prefix_and_repeat_with_the_seed() -> None:
-    target = Target("h", 80, "/x")
+    target = HttpTarget("h", 80, "/x")
 
     def prompts(**more: Any) -> list[list[str]]:
         made = Requests(bench(prompt_words=20, **more), target, "m")
@@ -99,9 +99,11 @@ def test_prompts_share_a_prefix_and_repeat_with_the_seed() -> None:
 
 def test_a_state_file_names_the_server_and_its_processes(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
-    write_state(path, State("http://h:8001", "n", "c", "s", "ps", "m", (Running("gateway-0", "gateway", 12),)))
-    assert _target(bench(state=str(path), pids=(5,))) == (Target("h", 8001, ""), {"gateway-0": 12, "pid 5": 5})
-    assert _target(bench(url="h:9/base/v1/"))[0] == Target("h", 9, "/base")
+    write_state(
+        path, DeploymentState("http://h:8001", "n", "c", "s", "ps", "m", (Running("gateway-0", "gateway", 12),))
+    )
+    assert _target(bench(state=str(path), pids=(5,))) == (HttpTarget("h", 8001, ""), {"gateway-0": 12, "pid 5": 5})
+    assert _target(bench(url="h:9/base/v1/"))[0] == HttpTarget("h", 9, "/base")
     with pytest.raises(BenchFailed, match="name the server"):
         _target(bench())
     with pytest.raises(BenchFailed, match="only http and https"):

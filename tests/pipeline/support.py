@@ -22,7 +22,7 @@ from penstock.infra.bus.direct_get import read
 from penstock.infra.model import modeldir
 from penstock.infra.process.child import die_with_parent
 from penstock.infra.process.sockets import bind
-from penstock.launch.state import State, read_state
+from penstock.launch.state import DeploymentState, read_state
 from penstock.log.timeline.read import read_timeline
 from penstock.log.timeline.request_timeline import RequestTimeline
 from penstock.schemas import fleet, requests
@@ -157,7 +157,7 @@ class Deployment:
         return self._up.pid
 
     @property
-    def state(self) -> State:
+    def state(self) -> DeploymentState:
         return read_state(self.data_dir / "state.json")
 
     @property

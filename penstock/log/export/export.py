@@ -27,14 +27,14 @@ from penstock.log.sources.log_line import (
     VERSION,
     FileHeader,
     LogLine,
-    ModelInfo,
+    RecordedModel,
     Selection,
     StreamLimits,
     append_line,
     encode_line,
     header_line,
 )
-from penstock.log.sources.open_log import Log, Source, add_flags, add_verify_flag, open_log, run_command
+from penstock.log.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_log, run_command
 from penstock.schemas import fleet
 from penstock.schemas.errors import ServingError
 from penstock.schemas.ids import request_of_answer, time_of
@@ -124,14 +124,14 @@ async def selection(args: argparse.Namespace, bus: Readable, *, everything: bool
 
 async def _run(args: argparse.Namespace) -> None:
     media_bytes = parse_size(args.media_bytes) if not args.redact else 0
-    async with open_log(Source.of(args), name="export", streams=STREAMS, role="reader", files=True) as log:
+    async with open_log(LogSource.of(args), name="export", streams=STREAMS, role="reader", files=True) as log:
         chosen = await selection(args, log.reader, everything=args.all)
         chosen = chosen._replace(kv=not chosen.ids if args.kv is None else args.kv)
         redactor = Redactor(args.vocabulary) if args.redact else None
         header = await _header(log.reader, args, redacted=args.redact)
         with writing(args.output) as file:
             exported = await _export_messages(log, chosen, header, file, redactor)
-            written = await _with_media(exported, log, Source.of(args), file, media_bytes)
+            written = await _with_media(exported, log, LogSource.of(args), file, media_bytes)
             if not written.requests and not chosen.everything:  # no file is written
                 raise ValueError(
                     "the log has none of these requests" if chosen.ids else "no request was accepted in this time"
@@ -255,7 +255,7 @@ async def _export_messages(
     return _Exported(Counted(len(writer.requests), writer.messages, seconds, writer.left_out), writer.media)
 
 
-async def _with_media(exported: _Exported, log: Log, source: Source, file: BinaryIO, limit: int) -> Counted:
+async def _with_media(exported: _Exported, log: Log, source: LogSource, file: BinaryIO, limit: int) -> Counted:
     """Write the requests' images behind their messages."""
     counted, digests = exported
     if not digests:
@@ -317,9 +317,9 @@ async def limits_of(bus: Readable, stream: str) -> StreamLimits | None:
     return None
 
 
-async def models(bus: Readable) -> list[ModelInfo]:
+async def models(bus: Readable) -> list[RecordedModel]:
     """The models of the last requests, with what their workers have registered."""
-    by_name: dict[str, ModelInfo] = {}
+    by_name: dict[str, RecordedModel] = {}
     count = 0
     async for entry in read_backwards(bus, bus.subjects.stream("DONE"), bus.subjects.all("done")):
         ended = of_entry(entry)
@@ -329,7 +329,7 @@ async def models(bus: Readable) -> list[ModelInfo]:
         if count >= SAMPLED:
             break
     for worker in await workers(bus):
-        known = by_name.get(worker.model, ModelInfo(worker.model))
+        known = by_name.get(worker.model, RecordedModel(worker.model))
         by_name[worker.model] = msgspec.structs.replace(
             known,
             revision=known.revision or worker.revision,
@@ -341,8 +341,8 @@ async def models(bus: Readable) -> list[ModelInfo]:
     return list(by_name.values())
 
 
-def _model(request: GenerateRequest) -> ModelInfo:
-    return ModelInfo(request.model, request.revision, request.tokenizer, request.block_size)
+def _model(request: GenerateRequest) -> RecordedModel:
+    return RecordedModel(request.model, request.revision, request.tokenizer, request.block_size)
 
 
 async def workers(bus: Readable) -> list[fleet.Registration]:

@@ -29,7 +29,7 @@ from penstock.schemas.subjects import KEPT
 MS = 1e6
 
 
-class Run(msgspec.Struct):
+class RecordedRun(msgspec.Struct):
     """One request, which may still be running.
 
     Attributes:
@@ -77,7 +77,7 @@ class Recording:
     """Runs by request id, in the order of their first message. Streams may be added in any order."""
 
     def __init__(self) -> None:
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, RecordedRun] = {}
 
     def add(self, record: LogLine) -> None:
         """Add one message. A message that cannot be decoded, or is about no request, changes nothing."""
@@ -94,10 +94,10 @@ class Recording:
         except msgspec.MsgspecError:
             return
 
-    def _run(self, request: str) -> Run:
+    def _run(self, request: str) -> RecordedRun:
         run = self.runs.get(request)
         if run is None:
-            run = self.runs[request] = Run(request, stored={})
+            run = self.runs[request] = RecordedRun(request, stored={})
         return run
 
     def _add_work(self, record: LogLine) -> None:
@@ -183,7 +183,7 @@ async def export_media(bus: Bus, digests: Iterable[bytes], limit: int, write: Ca
     return Exported(objects, size, gone, too_large)
 
 
-async def move_media(source: Bus, target: Bus, runs: Collection[Run], keep_s: float) -> set[str]:
+async def move_media(source: Bus, target: Bus, runs: Collection[RecordedRun], keep_s: float) -> set[str]:
     """Copy the media of requests to the target, unless it has them.
 
     Args:

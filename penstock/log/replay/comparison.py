@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.log.export.recording import Run
+from penstock.log.export.recording import RecordedRun
 from penstock.schemas import blocks
 from penstock.schemas.done import Done, Outcome
 from penstock.schemas.requests import GenerateRequest, Sampling, Stop
@@ -23,7 +23,7 @@ SAME, TOKENS, FINISH, ERROR, UNANSWERED, RECOVERED = "same", "tokens", "finish",
 OUTCOMES = (SAME, TOKENS, FINISH, ERROR, UNANSWERED, RECOVERED)
 
 
-class Difference(msgspec.Struct, frozen=True, omit_defaults=True):
+class TokenDifference(msgspec.Struct, frozen=True, omit_defaults=True):
     """The first difference of a choice, in token ids. ``position`` counts the choice's tokens from 0.
 
     Attributes:
@@ -44,7 +44,7 @@ class Difference(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TextDifference(msgspec.Struct, frozen=True, omit_defaults=True):
-    """As ``Difference``, of texts: ``position`` counts characters."""
+    """As ``TokenDifference``, of texts: ``position`` counts characters."""
 
     choice: int
     position: int
@@ -77,7 +77,7 @@ class Comparison(msgspec.Struct, frozen=True, omit_defaults=True):
     replay_id: str
     outcome: str
     compared: int = 0
-    difference: Difference | None = None
+    difference: TokenDifference | None = None
     logprob_gap: float | None = None
     recorded_code: str = ""
     replayed_code: str = ""
@@ -93,7 +93,7 @@ class Comparison(msgspec.Struct, frozen=True, omit_defaults=True):
     text_difference: TextDifference | None = None
 
 
-def compare(recorded: Run, replayed: Run) -> Comparison:
+def compare(recorded: RecordedRun, replayed: RecordedRun) -> Comparison:
     """``recorded`` has ended."""
     old, new = recorded.done, replayed.done
     assert old is not None
@@ -127,7 +127,7 @@ def compare(recorded: Run, replayed: Run) -> Comparison:
     )
 
 
-def compare_texts(recorded: Run, replayed: Run, old: Sequence[str], new: Sequence[str]) -> Comparison:
+def compare_texts(recorded: RecordedRun, replayed: RecordedRun, old: Sequence[str], new: Sequence[str]) -> Comparison:
     """As ``compare``, where the replay has no token ids but each choice's text.
 
     Args:
@@ -150,7 +150,7 @@ def compare_texts(recorded: Run, replayed: Run, old: Sequence[str], new: Sequenc
     return comparison
 
 
-def timing(run: Run) -> Timing:
+def timing(run: RecordedRun) -> Timing:
     itl = run.itl_ms()
     return Timing(run.ttft_ms, sum(itl) / len(itl) if itl else None, run.e2e_ms)
 
@@ -166,7 +166,7 @@ def _finishes(event: Done) -> tuple[str, ...]:
     return tuple(choice.reason for choice in event.choices)
 
 
-def _outcome(old: Done, new: Done, difference: Difference | None) -> str:
+def _outcome(old: Done, new: Done, difference: TokenDifference | None) -> str:
     before, after = _code(old), _code(new)
     real = difference is not None and difference.recorded and difference.replayed
     if before == after and before:
@@ -186,8 +186,8 @@ def _ending(choice: Outcome) -> tuple[str, str | int | None]:
     return choice.reason, choice.stop
 
 
-def _choices(old: Done, new: Done, prompt: tuple[int, ...]) -> tuple[Difference | None, int, float | None]:
-    first: Difference | None = None
+def _choices(old: Done, new: Done, prompt: tuple[int, ...]) -> tuple[TokenDifference | None, int, float | None]:
+    first: TokenDifference | None = None
     compared, gaps = 0, []
     for index in range(max(len(old.choices), len(new.choices))):
         one = old.choices[index] if index < len(old.choices) else Outcome()
@@ -215,13 +215,13 @@ def _first_difference(one: bytes, other: bytes) -> int | None:
     return low
 
 
-def _difference(choice: int, position: int, one: Outcome, other: Outcome, prompt: tuple[int, ...]) -> Difference:
+def _difference(choice: int, position: int, one: Outcome, other: Outcome, prompt: tuple[int, ...]) -> TokenDifference:
     old, new = unpack_tokens(one.tokens), unpack_tokens(other.tokens)
     margin, whose = None, ""
     for name, logprobs in (("recorded", one.logprobs), ("replayed", other.logprobs)):
         if margin is None and position < len(logprobs):
             margin, whose = _margin(logprobs[position]), name
-    return Difference(
+    return TokenDifference(
         choice,
         position,
         (*prompt, *old[:position])[-CONTEXT:],
@@ -257,7 +257,7 @@ class Changes(NamedTuple):
     logprobs: int = 0
 
 
-class Target(NamedTuple):
+class NamingInputs(NamedTuple):
     """The inputs of block names at a deployment."""
 
     model: str
@@ -307,7 +307,7 @@ def _typed(kind: type[msgspec.Struct], values: Mapping[str, Any]) -> dict[str, A
 
 
 def as_new(
-    request: GenerateRequest, name: str, gateway: str, now_ns: int, target: Target, changes: Changes
+    request: GenerateRequest, name: str, gateway: str, now_ns: int, target: NamingInputs, changes: Changes
 ) -> GenerateRequest:
     """The request to publish.
 

@@ -1,6 +1,6 @@
 """Replays requests on an OpenAI-compatible server. Tokens are compared if it sends them, otherwise texts.
 
-A request as a body for ``/v1/completions``, and the streamed answer as a ``Run``. Pure.
+A request as a body for ``/v1/completions``, and the streamed answer as a ``RecordedRun``. Pure.
 
 Sends recorded requests to an OpenAI-compatible server, as token ids.
 """
@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import httpcore2
 import msgspec
 
-from penstock.log.export.recording import Run
-from penstock.log.replay.comparison import Changes, Target, as_new, compare, compare_texts
-from penstock.log.replay.nats import MAX_OPEN, Planned
+from penstock.log.export.recording import RecordedRun
+from penstock.log.replay.comparison import Changes, NamingInputs, as_new, compare, compare_texts
+from penstock.log.replay.nats import MAX_OPEN, PlannedReplay
 from penstock.log.replay.report import Replayed
 from penstock.log.requests.describe import Texts
 from penstock.schemas.blocks import DEFAULT_BLOCK_SIZE
@@ -186,15 +186,15 @@ class HttpAnswer:
         if not self._code and not all(reason for reason, _ in self._finish):
             self._code, self._message = "incomplete", "the stream ended before the answer"
 
-    def run(self, name: str) -> Run:
-        """The answer as a ``Run``, as if it had been read from a log. Tokens are empty unless ``exact``."""
+    def run(self, name: str) -> RecordedRun:
+        """The answer as a ``RecordedRun``, as if it had been read from a log. Tokens are empty unless ``exact``."""
         choices = tuple(
             Outcome(pack_tokens(tokens), reason, stop)
             for tokens, (reason, stop) in zip(self._tokens, self._finish, strict=True)
         )
         times = Timings(self._created_ns, 0, 0, self._first_ns, self._ended_ns)
         done = Done(name, self._request.model, 1, "", choices, self._usage, times, self._code, self._message)
-        return Run(name, self._request, done, 1, (), self._stored)
+        return RecordedRun(name, self._request, done, 1, (), self._stored)
 
 
 _FAILURES = (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException, OSError, ValueError)
@@ -230,7 +230,7 @@ class HttpSender:
         self._concurrency = concurrency
         self._timeout_s = timeout_s
 
-    async def send(self, planned: Sequence[Planned]) -> HttpReplay:
+    async def send(self, planned: Sequence[PlannedReplay]) -> HttpReplay:
         """Send all requests and wait for their answers."""
         answers: dict[str, HttpAnswer] = {}
         began = time.perf_counter()
@@ -271,7 +271,9 @@ class HttpSender:
             self._room.release()
 
 
-async def replay_over_http(args: argparse.Namespace, runs: Sequence[Run], changes: Changes, speed: float) -> Replayed:
+async def replay_over_http(
+    args: argparse.Namespace, runs: Sequence[RecordedRun], changes: Changes, speed: float
+) -> Replayed:
     """Run recorded requests on the server at ``args.target``.
 
     Raises:
@@ -283,15 +285,15 @@ async def replay_over_http(args: argparse.Namespace, runs: Sequence[Run], change
     assert first is not None
     began_ns = first.created_ns
 
-    def planned(run: Run) -> Planned:
+    def planned(run: RecordedRun) -> PlannedReplay:
         request = run.request
         assert request is not None
-        target = Target(changes.model or request.model, "", DEFAULT_BLOCK_SIZE, "")
+        target = NamingInputs(changes.model or request.model, "", DEFAULT_BLOCK_SIZE, "")
 
         def make(name: str, now_ns: int) -> GenerateRequest:
             return as_new(request, name, "", now_ns, target, changes)
 
-        return Planned(run.id, (request.created_ns - began_ns) / 1e9 / speed if speed else 0.0, make)
+        return PlannedReplay(run.id, (request.created_ns - began_ns) / 1e9 / speed if speed else 0.0, make)
 
     sent = await sender.send([planned(run) for run in runs])
     texts = Texts(args.model_path)
@@ -308,7 +310,7 @@ async def replay_over_http(args: argparse.Namespace, runs: Sequence[Run], change
     return Replayed(args.target, pairs, comparisons, sent.seconds)
 
 
-def _shown(run: Run, texts: Texts) -> list[str]:
+def _shown(run: RecordedRun, texts: Texts) -> list[str]:
     """The texts as clients got them: without the stop string that ended them, unless the request included it."""
     assert run.done is not None
     assert run.request is not None

@@ -21,11 +21,11 @@ from penstock.infra.bus.jetstream import Message
 from penstock.infra.bus.publisher import Publisher
 from penstock.log.export.export import limits_of, workers
 from penstock.log.export.read_lines import copy_messages
-from penstock.log.export.recording import Recording, Run, move_media
-from penstock.log.replay.comparison import Changes, Comparison, Target, as_new, compare
+from penstock.log.export.recording import RecordedRun, Recording, move_media
+from penstock.log.replay.comparison import Changes, Comparison, NamingInputs, as_new, compare
 from penstock.log.replay.report import Replayed
 from penstock.log.sources.log_line import LogLine, Selection
-from penstock.log.sources.open_log import Log, Source, open_log, running
+from penstock.log.sources.open_log import Log, LogSource, open_log, running
 from penstock.schemas import control, wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.fleet import Registration
@@ -38,7 +38,7 @@ CHECKED = 200
 MAX_OPEN = 20_000  # at the recorded pace
 
 
-class Planned(NamedTuple):
+class PlannedReplay(NamedTuple):
     """A request to send, ``at_s`` seconds after the first one. All 0: each as soon as there is room."""
 
     recorded: str
@@ -46,7 +46,7 @@ class Planned(NamedTuple):
     make: Callable[[str, int], GenerateRequest]  # of its id and the time, Unix ns
 
 
-class Sent(NamedTuple):
+class SentReplays(NamedTuple):
     """What was sent.
 
     Attributes:
@@ -75,7 +75,7 @@ class NatsSender:
         self._open: dict[str, tuple[str, float]] = {}  # by new id: the subject of its end, when it was sent
         self._idle = asyncio.Event()
 
-    async def send(self, planned: Sequence[Planned]) -> Sent:
+    async def send(self, planned: Sequence[PlannedReplay]) -> SentReplays:
         """Send all requests and wait for their ends. If this is cancelled, the open requests are cancelled, too.
 
         Raises:
@@ -97,7 +97,7 @@ class NatsSender:
             while self._open:
                 self._idle.clear()
                 await self._idle.wait()
-            return Sent(ids, refused, time.perf_counter() - began)
+            return SentReplays(ids, refused, time.perf_counter() - began)
         finally:
             check.cancel()
             await asyncio.wait([check])
@@ -107,7 +107,7 @@ class NatsSender:
             if not self._bus.nc.is_closed:
                 await live.unsubscribe()
 
-    async def _publish(self, each: Planned, ids: dict[str, str], refused: dict[str, str]) -> None:
+    async def _publish(self, each: PlannedReplay, ids: dict[str, str], refused: dict[str, str]) -> None:
         now_ns = time.time_ns()
         request = each.make(new_request_id(now_ns), now_ns)
         subjects = self._bus.subjects
@@ -177,7 +177,7 @@ async def collect(log: Log, chosen: Selection) -> Recording:
 async def replay_over_nats(
     args: argparse.Namespace,
     log: Log,
-    runs: Sequence[Run],
+    runs: Sequence[RecordedRun],
     skipped: Counter[str],
     changes: Changes,
     speed: float,
@@ -207,7 +207,7 @@ async def replay_over_nats(
     return Replayed(where, pairs, comparisons, sent.seconds)
 
 
-def _keep_s(runs: Sequence[Run], speed: float, timeout_s: float) -> float:
+def _keep_s(runs: Sequence[RecordedRun], speed: float, timeout_s: float) -> float:
     """Seconds for which the images are needed."""
     times = [run.request.created_ns for run in runs if run.request is not None]
     return timeout_s + ((max(times) - min(times)) / 1e9 / speed if speed and times else 0.0)
@@ -216,7 +216,7 @@ def _keep_s(runs: Sequence[Run], speed: float, timeout_s: float) -> float:
 @contextlib.asynccontextmanager
 async def _target(args: argparse.Namespace, log: Log) -> AsyncIterator[Log]:
     """The deployment that runs the requests."""
-    source = Source.of(args)
+    source = LogSource.of(args)
     where, namespace = args.target, args.target_namespace
     if not where and not log.stopped and namespace in ("", log.bus.subjects.namespace):
         yield log
@@ -230,28 +230,28 @@ async def _target(args: argparse.Namespace, log: Log) -> AsyncIterator[Log]:
     else:
         folder = Path(where) if where else source.data_dir
         try:
-            url, options = running(Source(folder), folder.resolve())
+            url, options = running(LogSource(folder), folder.resolve())
         except ValueError:
             raise ValueError(f"no deployment runs in {folder}: name one with --target") from None
         namespace = namespace or options
-    async with open_log(Source(source.data_dir, url, namespace), name="replay", role="operator") as there:
+    async with open_log(LogSource(source.data_dir, url, namespace), name="replay", role="operator") as there:
         yield there
 
 
 async def _send(
     bus: Bus,
-    runs: Sequence[Run],
+    runs: Sequence[RecordedRun],
     fleet: Sequence[Registration],
     changes: Changes,
     speed: float,
     args: argparse.Namespace,
-) -> Sent:
+) -> SentReplays:
     gateway = f"replay-{secrets.token_hex(4)}"
     targets = {name: _model(name, fleet, changes) for name in {run.request.model for run in runs if run.request}}
     first = runs[0].request
     assert first is not None
 
-    def planned(run: Run) -> Planned:
+    def planned(run: RecordedRun) -> PlannedReplay:
         request = run.request
         assert request is not None
 
@@ -259,7 +259,7 @@ async def _send(
             return as_new(request, name, gateway, now_ns, targets[request.model], changes)
 
         at_s = (request.created_ns - first.created_ns) / 1e9 / speed if speed else 0.0
-        return Planned(run.id, at_s, make)
+        return PlannedReplay(run.id, at_s, make)
 
     concurrency = MAX_OPEN if speed else max(1, args.concurrency)
     async with Publisher(bus) as publisher:
@@ -267,7 +267,7 @@ async def _send(
         return await sender.send([planned(run) for run in runs])
 
 
-def _model(recorded: str, fleet: Sequence[Registration], changes: Changes) -> Target:
+def _model(recorded: str, fleet: Sequence[Registration], changes: Changes) -> NamingInputs:
     """
     Raises:
         ValueError: no worker of the target serves the model.
@@ -275,14 +275,14 @@ def _model(recorded: str, fleet: Sequence[Registration], changes: Changes) -> Ta
     model = changes.model or recorded
     for worker in fleet:
         if model in (worker.model, *worker.aliases) and worker.role != "encode":
-            return Target(worker.model, worker.revision, worker.block_size, worker.tokenizer)
+            return NamingInputs(worker.model, worker.revision, worker.block_size, worker.tokenizer)
     served = ", ".join(sorted({worker.model for worker in fleet})) or "no model"
     raise ValueError(f"no worker of the target serves {model}; it has {served}: choose one with --model")
 
 
-def _pair(run: Run, sent: Sent, again: Recording) -> tuple[Run, Run]:
+def _pair(run: RecordedRun, sent: SentReplays, again: Recording) -> tuple[RecordedRun, RecordedRun]:
     name = sent.ids.get(run.id, "")
-    return run, again.runs.get(name, Run(name, run.request, stored={}))
+    return run, again.runs.get(name, RecordedRun(name, run.request, stored={}))
 
 
 def _refused(comparison: Comparison, why: str) -> Comparison:

@@ -12,15 +12,15 @@ from penstock.cli.figures import counted, show_duration
 from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.log.export.export import add_selection_flags, selection
-from penstock.log.export.recording import Recording, Run
+from penstock.log.export.recording import RecordedRun, Recording
 from penstock.log.replay.comparison import parse_changes
 from penstock.log.replay.http import replay_over_http, unsupported
 from penstock.log.replay.nats import collect, replay_over_nats
-from penstock.log.replay.report import Report, make_report, show, with_texts
+from penstock.log.replay.report import ReplayReport, make_report, show, with_texts
 from penstock.log.sources.export_file import write_json
 from penstock.log.sources.log_copy import MEDIA
 from penstock.log.sources.log_line import STREAMS
-from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
+from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
 
 FAIL_ON = ("tokens", "errors", "never")
 MAX_SPEED = "max"
@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     _add_flags(parser)
     args = parser.parse_args(argv)
     console = stdout()
-    reports: list[Report] = []
+    reports: list[ReplayReport] = []
 
     async def work() -> None:
         reports.append(await _replay(args))
@@ -103,14 +103,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class _Plan(NamedTuple):
-    runs: list[Run]
+    runs: list[RecordedRun]
     skipped: Counter[str]
 
 
-async def _replay(args: argparse.Namespace) -> Report:
+async def _replay(args: argparse.Namespace) -> ReplayReport:
     speed = _speed(args.speed)
     changes = parse_changes(args.set, model=args.model, seed=args.seed, logprobs=args.logprobs)
-    source = Source.of(args)
+    source = LogSource.of(args)
     async with open_log(source, name="replay", streams=(*STREAMS, MEDIA), role="operator") as log:
         anything = args.ids or args.since or args.until or args.from_seq
         chosen = await selection(args, log.bus, everything=args.all or (bool(source.file) and not anything))
@@ -142,7 +142,7 @@ def _speed(text: str) -> float:
     raise ValueError(f"--speed {text}: write 1 for the recorded pace, 10 for ten times as fast, or max")
 
 
-def _pauses(runs: Sequence[Run], speed: float) -> str:
+def _pauses(runs: Sequence[RecordedRun], speed: float) -> str:
     """How long sending takes at the recorded pace, if that is long."""
     made = [run.request.created_ns for run in runs if run.request is not None]
     seconds = (max(made) - min(made)) / 1e9 / speed if speed else 0.0
@@ -174,7 +174,7 @@ def _plan(recorded: Recording, limit: int, *, over_http: bool) -> _Plan:
     return _Plan(runs[: limit or None], skipped)
 
 
-def _not_replayable(run: Run, over_http: bool) -> str:
+def _not_replayable(run: RecordedRun, over_http: bool) -> str:
     if run.request is None:
         return "of which the log has parts only (forgotten, or older than it keeps requests)"
     if run.done is None:
@@ -190,7 +190,7 @@ def _not_replayable(run: Run, over_http: bool) -> str:
     return unsupported(run.request) if over_http else ""
 
 
-def _first_model(runs: Sequence[Run]) -> str:
+def _first_model(runs: Sequence[RecordedRun]) -> str:
     return runs[0].request.model if runs[0].request is not None else ""
 
 

@@ -18,14 +18,14 @@ from rich.table import Table
 from penstock.cli.figures import counted
 from penstock.cli.terminal import escape
 from penstock.infra.model.modeldir import ModelError, load_tokenizer, resolve
-from penstock.log.export.recording import Run
+from penstock.log.export.recording import RecordedRun
 from penstock.log.replay.comparison import ERROR, OUTCOMES, RECOVERED, SAME, UNANSWERED, Comparison
 
 SHOWN = 500  # comparisons in a report, those that differ first
 QUANTILES = (0.5, 0.9, 0.99)
 
 
-class Series(msgspec.Struct, frozen=True):
+class ReplaySeries(msgspec.Struct, frozen=True):
     """A distribution, milliseconds."""
 
     count: int
@@ -36,12 +36,12 @@ class Series(msgspec.Struct, frozen=True):
     max: float
 
 
-class Measured(msgspec.Struct, frozen=True):
+class MeasuredPair(msgspec.Struct, frozen=True):
     """A figure of the recorded and of the replayed requests. None: not recorded."""
 
-    ttft: Series | None
-    itl: Series | None
-    e2e: Series | None
+    ttft: ReplaySeries | None
+    itl: ReplaySeries | None
+    e2e: ReplaySeries | None
     cached_tokens: int
     prompt_tokens: int
 
@@ -56,12 +56,12 @@ class Replayed(NamedTuple):
     """
 
     target: str
-    runs: Sequence[tuple[Run, Run]]
+    runs: Sequence[tuple[RecordedRun, RecordedRun]]
     comparisons: Sequence[Comparison]
     seconds: float
 
 
-class Report(msgspec.Struct, frozen=True):
+class ReplayReport(msgspec.Struct, frozen=True):
     """The report of one replay.
 
     Attributes:
@@ -84,8 +84,8 @@ class Report(msgspec.Struct, frozen=True):
     compared_tokens: int
     seconds: float
     rate: float
-    recorded: Measured
-    replayed: Measured
+    recorded: MeasuredPair
+    replayed: MeasuredPair
     moved: int
     routes: tuple[tuple[str, str, int], ...]
     logprob_gap: float | None
@@ -105,7 +105,7 @@ class Report(msgspec.Struct, frozen=True):
 
 def make_report(
     replayed: Replayed, *, source: str, settings: Mapping[str, str], skipped: Mapping[str, int], tolerance: float
-) -> Report:
+) -> ReplayReport:
     """
     Args:
         tolerance: of log-probabilities; what differs by more is counted.
@@ -122,7 +122,7 @@ def make_report(
     moved = sum(count for (old, new), count in routes.items() if names.get(old) != new)
     differing = [each for each in comparisons if each.outcome not in (SAME, RECOVERED)]
     rest = [each for each in comparisons if each.outcome in (SAME, RECOVERED)]
-    return Report(
+    return ReplayReport(
         source,
         replayed.target,
         dict(settings),
@@ -156,11 +156,11 @@ def same_routes(routes: Mapping[tuple[str, str], int]) -> dict[str, str]:
     return same
 
 
-def measured(runs: Sequence[Run]) -> Measured:
+def measured(runs: Sequence[RecordedRun]) -> MeasuredPair:
     itl: array[float] = array("d")
     for run in runs:
         itl.extend(run.itl_ms())
-    return Measured(
+    return MeasuredPair(
         series([value for run in runs if (value := run.ttft_ms) is not None]),
         series(itl),
         series([value for run in runs if (value := run.e2e_ms) is not None]),
@@ -169,13 +169,13 @@ def measured(runs: Sequence[Run]) -> Measured:
     )
 
 
-def series(values: Sequence[float]) -> Series | None:
+def series(values: Sequence[float]) -> ReplaySeries | None:
     if not values:
         return None
     ordered = sorted(values)
     count = len(ordered)
     p50, p90, p99 = (ordered[min(count - 1, int(share * count))] for share in QUANTILES)
-    return Series(count, sum(ordered) / count, p50, p90, p99, ordered[-1])
+    return ReplaySeries(count, sum(ordered) / count, p50, p90, p99, ordered[-1])
 
 
 DIFFERENCES = 10
@@ -190,7 +190,7 @@ _STYLES = {
 }
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: ReplayReport, console: Console) -> None:
     """Print outcomes, times, routes and the first differences."""
     parts = [f"[{_STYLES[name]}]{count} {name}[/]" for name, count in report.outcomes.items() if count or name == SAME]
     console.print(
@@ -215,14 +215,14 @@ def show(report: Report, console: Console) -> None:
         console.print(f"… and {report.differences - DIFFERENCES} more; --json shows them", highlight=False)
 
 
-def _times(report: Report) -> Table:
+def _times(report: ReplayReport) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("ms")
     for name in ("p50", "p90", "p99", "max", "mean", "count"):
         table.add_column(name, justify="right")
     for name in ("ttft", "itl", "e2e"):
         for label, measured in (("recorded", report.recorded), ("replayed", report.replayed)):
-            series: Series | None = getattr(measured, name)
+            series: ReplaySeries | None = getattr(measured, name)
             if series is None:
                 table.add_row(f"{name.upper()} {label}", *(["–"] * 6))
                 continue
@@ -231,7 +231,7 @@ def _times(report: Report) -> Table:
     return table
 
 
-def _routes(report: Report, console: Console) -> None:
+def _routes(report: ReplayReport, console: Console) -> None:
     hits = [
         f"{label} {_hit_rate(measured):.1%}"
         for label, measured in (("recorded", report.recorded), ("replayed", report.replayed))
@@ -246,11 +246,11 @@ def _routes(report: Report, console: Console) -> None:
         console.print(f"  {count:>6}  {escape(old)}  ⇒  {escape(new)}", highlight=False)
 
 
-def _hit_rate(measured: Measured) -> float:
+def _hit_rate(measured: MeasuredPair) -> float:
     return measured.cached_tokens / measured.prompt_tokens if measured.prompt_tokens else 0.0
 
 
-def _difference(report: Report, each: Comparison, console: Console) -> None:
+def _difference(report: ReplayReport, each: Comparison, console: Console) -> None:
     console.print(f"\n[red]{each.outcome}[/] {each.id} ⇒ {each.replay_id}", highlight=False)
     if each.replayed_code or each.outcome == "unanswered":
         console.print(f"  {each.replayed_code or 'no answer'}: {escape(each.message)}", highlight=False)
@@ -274,7 +274,7 @@ def _difference(report: Report, each: Comparison, console: Console) -> None:
         console.print(f"  {label}: {escape(shown)}", highlight=False, soft_wrap=True)
 
 
-def with_texts(report: Report, model: str = "") -> Report:
+def with_texts(report: ReplayReport, model: str = "") -> ReplayReport:
     """Add the texts around first differences to a report; without the tokenizer it stays unchanged."""
     differing = [each for each in report.comparisons if each.difference is not None]
     if not differing or not model:

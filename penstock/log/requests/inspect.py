@@ -19,7 +19,7 @@ from penstock.cli.terminal import Column, bar, escape, fitting_table, print_hang
 from penstock.configs.flags import Parser
 from penstock.log.requests.describe import Texts
 from penstock.log.requests.inspection import Content, InspectedEvent, Inspection, Phase, inspect, line_of
-from penstock.log.sources.open_log import REQUEST_STREAMS, Source, add_flags, add_verify_flag, open_log, run_command
+from penstock.log.sources.open_log import REQUEST_STREAMS, LogSource, add_flags, add_verify_flag, open_log, run_command
 from penstock.log.timeline.read import read_timeline
 from penstock.log.timeline.request_timeline import RequestTimeline
 from penstock.schemas.ids import request_of_answer
@@ -172,7 +172,7 @@ def _show_content(inspection: Inspection, console: Console) -> None:
         console.print(" ".join(map(str, tokens)), markup=False, highlight=False, soft_wrap=True)
 
 
-class Options(NamedTuple):
+class InspectOptions(NamedTuple):
     """What to read and how to show it. ``html``: a file to write; "": none."""
 
     batches: bool
@@ -203,13 +203,13 @@ def run(argv: Sequence[str], name: str = "inspect") -> int:
     add_flags(parser)
     add_verify_flag(parser)
     args = parser.parse_args(argv)
-    options = Options(not args.no_batches, args.text, args.tokens, args.json, args.html, args.model_path)
+    options = InspectOptions(not args.no_batches, args.text, args.tokens, args.json, args.html, args.model_path)
     request_id = request_of_answer(args.request_id)
     console = stdout()
-    return run_command(name, lambda: _run(request_id, Source.of(args), options, console))
+    return run_command(name, lambda: _run(request_id, LogSource.of(args), options, console))
 
 
-async def _run(request_id: str, source: Source, options: Options, console: Console) -> None:
+async def _run(request_id: str, source: LogSource, options: InspectOptions, console: Console) -> None:
     streams = (*REQUEST_STREAMS, *(["TOKENS"] if options.batches else []))
     async with open_log(source, name="inspect", streams=streams, files=True) as log:
         timeline = await read_timeline(log.reader, request_id, with_tokens=options.batches)
@@ -232,7 +232,7 @@ def as_json(inspection: Inspection) -> str:
     return msgspec.json.encode(plain).decode()
 
 
-def _content(timeline: RequestTimeline, options: Options) -> tuple[Content, list[str]]:
+def _content(timeline: RequestTimeline, options: InspectOptions) -> tuple[Content, list[str]]:
     """The requested parts of prompt and answer, and the reasons for those that are unavailable."""
     request, done, texts = timeline.request, timeline.done, Texts(options.model_path)
     content, missing = Content(), list[str]()

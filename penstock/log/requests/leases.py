@@ -9,7 +9,7 @@ from penstock.cli.figures import counted
 from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import Readable, format_time, get_last, read
-from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
+from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.log.timeline.request_timeline import RequestTimeline, TicketLease
 from penstock.schemas import transfer
 
@@ -65,10 +65,10 @@ def run(argv: Sequence[str]) -> int:
     add_flags(parser)
     args = parser.parse_args(argv)
     console = stdout()
-    return run_command("leases", lambda: _run(Source.of(args), console, args.all))
+    return run_command("leases", lambda: _run(LogSource.of(args), console, args.all))
 
 
-async def _run(source: Source, console: Console, everything: bool) -> None:
+async def _run(source: LogSource, console: Console, everything: bool) -> None:
     async with open_log(source, name="leases", streams=["HANDOFF"], files=True) as log:
         now_ns = await stopped_ns(log.reader) if log.stopped else time.time_ns()
         if log.stopped:

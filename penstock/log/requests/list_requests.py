@@ -21,7 +21,7 @@ from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import Readable, get_last, read
 from penstock.log.requests.describe import Texts
 from penstock.log.requests.find_requests import LoggedRequest, ended, of_entry, summaries, unfinished
-from penstock.log.sources.open_log import Log, Source, add_flags, add_verify_flag, open_log, run_command
+from penstock.log.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_log, run_command
 from penstock.schemas.summary import QUEUED, RUNNING, STATES, Criteria, RequestSummary, as_dict
 
 _COLOURS = {"done": "32", "failed": "31", "cancelled": "33", "running": "36", "queued": "35"}  # ANSI
@@ -148,7 +148,7 @@ SNIPPET = 60  # characters of what --grep found
 BEFORE = 10  # of them in front of it, so that a narrow terminal shows the match
 
 
-class Options(NamedTuple):
+class ListOptions(NamedTuple):
     """What to list and how. ``limit``: at most so many; 0: all."""
 
     criteria: Criteria
@@ -168,7 +168,7 @@ def run(argv: Sequence[str]) -> int:
     _add_flags(parser)
     args = parser.parse_args(argv)
     console = stdout()
-    return run_command("requests", lambda: _run(Source.of(args), _options(args), console))
+    return run_command("requests", lambda: _run(LogSource.of(args), _options(args), console))
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -194,7 +194,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_verify_flag(parser)
 
 
-def _options(args: argparse.Namespace) -> Options:
+def _options(args: argparse.Namespace) -> ListOptions:
     now_ns = time.time_ns()
     criteria = Criteria(
         moment_ns(args.since, now_ns) if args.since else 0,
@@ -214,10 +214,10 @@ def _options(args: argparse.Namespace) -> Options:
         grep = re.compile(args.grep, re.IGNORECASE if args.ignore_case else 0) if args.grep else None
     except re.error as error:
         raise ValueError(f"--grep {args.grep!r} is not a regular expression: {error}") from error
-    return Options(criteria, args.limit, args.follow, args.json, grep, Texts(args.model_path))
+    return ListOptions(criteria, args.limit, args.follow, args.json, grep, Texts(args.model_path))
 
 
-async def _run(source: Source, options: Options, console: Console) -> None:
+async def _run(source: LogSource, options: ListOptions, console: Console) -> None:
     async with open_log(source, name="requests", streams=("REQUESTS", "WORK", "DONE"), files=True) as log:
         if options.follow and log.stopped:
             raise ValueError("the deployment is stopped: there is nothing to follow")
@@ -230,7 +230,7 @@ async def _run(source: Source, options: Options, console: Console) -> None:
             await _follow(log.reader, last.seq if last is not None else 0, options, console)
 
 
-async def _list(log: Log, options: Options) -> AsyncGenerator[RequestLine, None]:
+async def _list(log: Log, options: ListOptions) -> AsyncGenerator[RequestLine, None]:
     count = 0
     criteria = options.criteria
     states = criteria.states
@@ -252,7 +252,7 @@ async def _list(log: Log, options: Options) -> AsyncGenerator[RequestLine, None]
             return
 
 
-async def _ended(bus: Readable, options: Options) -> AsyncGenerator[RequestLine, None]:
+async def _ended(bus: Readable, options: ListOptions) -> AsyncGenerator[RequestLine, None]:
     if options.grep is None:
         async for summary in summaries(bus, options.criteria):
             yield RequestLine(summary)
@@ -268,7 +268,7 @@ def _may_be_unfinished(criteria: Criteria) -> bool:
     return not criteria.states or bool(criteria.states & {QUEUED, RUNNING})
 
 
-async def _follow(bus: Readable, after: int, options: Options, console: Console) -> None:
+async def _follow(bus: Readable, after: int, options: ListOptions, console: Console) -> None:
     stream, subject = bus.subjects.stream("DONE"), bus.subjects.all("done")
     while True:
         new = []
@@ -282,7 +282,7 @@ async def _follow(bus: Readable, after: int, options: Options, console: Console)
         await asyncio.sleep(POLL_S)
 
 
-def _line(request: LoggedRequest, options: Options) -> RequestLine | None:
+def _line(request: LoggedRequest, options: ListOptions) -> RequestLine | None:
     if options.grep is None:
         return RequestLine(request.summary)
     texts = [options.texts.prompt(request.request)] if request.request is not None else []
@@ -295,7 +295,7 @@ def _line(request: LoggedRequest, options: Options) -> RequestLine | None:
     return None
 
 
-def _print(request_lines: Sequence[RequestLine], options: Options, console: Console, *, header: bool) -> None:
+def _print(request_lines: Sequence[RequestLine], options: ListOptions, console: Console, *, header: bool) -> None:
     written: Iterable[str]
     if options.as_json:
         written = (_encode(_as_dict(line)).decode() for line in request_lines)

@@ -15,7 +15,7 @@ from penstock.cli.terminal import escape, print_hanging, stdout
 from penstock.configs.flags import Parser, closest
 from penstock.infra.bus.direct_get import Entry, Readable, format_time, get_last, read, read_backwards
 from penstock.log.requests.describe import Described, describe, plain
-from penstock.log.sources.open_log import Source, add_flags, open_log, run_command
+from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.schemas.ids import request_of_answer, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS
 
@@ -41,7 +41,7 @@ _STYLES = {
 }
 
 
-class Options(NamedTuple):
+class TailOptions(NamedTuple):
     """Which messages. ``subjects``: (stream without the namespace, subject) pairs."""
 
     subjects: tuple[tuple[str, str], ...]
@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
     _add_flags(parser)
     args = parser.parse_args(argv)
     console = stdout()
-    return run_command("tail", lambda: _run(Source.of(args), args, console))
+    return run_command("tail", lambda: _run(LogSource.of(args), args, console))
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser)
 
 
-async def _run(source: Source, args: argparse.Namespace, console: Console) -> None:
+async def _run(source: LogSource, args: argparse.Namespace, console: Console) -> None:
     names = sorted({stream for stream, _ in STREAMS.values()})
     async with open_log(source, name="tail", streams=names, files=True) as log:
         options = _options(args, log.reader)
@@ -104,7 +104,7 @@ async def _run(source: Source, args: argparse.Namespace, console: Console) -> No
             await _follow(log.reader, ends, options, console)
 
 
-def _options(args: argparse.Namespace, bus: Readable) -> Options:
+def _options(args: argparse.Namespace, bus: Readable) -> TailOptions:
     now_ns = time.time_ns()
     subjects = tuple(_subject(what, bus) for what in args.what) or tuple(
         (stream, bus.subjects.all(kind)) for stream, kind in STREAMS.values()
@@ -118,7 +118,7 @@ def _options(args: argparse.Namespace, bus: Readable) -> Options:
     request = request_of_answer(args.request)
     if request:
         time_of(request)  # raises before anything is read
-    return Options(
+    return TailOptions(
         subjects,
         args.lines,
         args.from_seq,
@@ -154,7 +154,7 @@ async def _end(bus: Readable, pair: tuple[str, str]) -> int:
     return last.seq if last is not None else 0
 
 
-async def _stored(bus: Readable, pair: tuple[str, str], end: int, options: Options) -> list[Entry]:
+async def _stored(bus: Readable, pair: tuple[str, str], end: int, options: TailOptions) -> list[Entry]:
     if not end:
         return []
     stream, subject = bus.subjects.stream(pair[0]), pair[1]
@@ -175,7 +175,7 @@ async def _stored(bus: Readable, pair: tuple[str, str], end: int, options: Optio
     return entries
 
 
-async def _follow(bus: Readable, ends: dict[tuple[str, str], int], options: Options, console: Console) -> None:
+async def _follow(bus: Readable, ends: dict[tuple[str, str], int], options: TailOptions, console: Console) -> None:
     while True:
         new: list[Entry] = []
         for pair, end in ends.items():
@@ -187,7 +187,7 @@ async def _follow(bus: Readable, ends: dict[tuple[str, str], int], options: Opti
         await asyncio.sleep(POLL_S)
 
 
-def _wanted(entry: Entry, options: Options) -> tuple[Entry, Described] | None:
+def _wanted(entry: Entry, options: TailOptions) -> tuple[Entry, Described] | None:
     described = describe(entry.subject, entry.headers, entry.data)
     if options.request and options.request not in described.requests:
         return None
@@ -196,7 +196,7 @@ def _wanted(entry: Entry, options: Options) -> tuple[Entry, Described] | None:
     return entry, described
 
 
-def _print(described: Iterable[tuple[Entry, Described]], options: Options, console: Console) -> None:
+def _print(described: Iterable[tuple[Entry, Described]], options: TailOptions, console: Console) -> None:
     now_ns = time.time_ns()
     for entry, about in described:
         if options.as_json:

@@ -40,7 +40,7 @@ LARGEST_GAP = 1 << 24  # sequences before the last message of a block; behind a 
 Place = tuple[int, int, int]  # sequence, Unix time in ns, offset in the block
 
 
-class Records(NamedTuple):
+class BlockRecords(NamedTuple):
     """Where the records of a block begin.
 
     Attributes:
@@ -57,7 +57,7 @@ class Records(NamedTuple):
     damaged: int
 
 
-class Message(NamedTuple):
+class BlockMessage(NamedTuple):
     """A stored message."""
 
     subject: str
@@ -65,7 +65,7 @@ class Message(NamedTuple):
     data: bytes
 
 
-def records(block: bytes) -> Records:
+def records(block: bytes) -> BlockRecords:
     """Find the records of a block."""
     places: list[Place] = []
     deleted: list[int] = []
@@ -90,7 +90,7 @@ def records(block: bytes) -> Records:
         damaged += sum(_length(block, place) for place in set(places).difference(kept))
         places = kept
         first = kept[0][0]
-    return Records(places, deleted, first, damaged)
+    return BlockRecords(places, deleted, first, damaged)
 
 
 def _ascending(places: list[Place]) -> list[Place]:
@@ -132,7 +132,7 @@ def message_id(block: bytes, at: int) -> bytes:
     return block[name + len(_MESSAGE_ID) : block.find(b"\r\n", name + 2, end)].strip() if name >= 0 else b""
 
 
-def message(block: bytes, at: int) -> Message:
+def message(block: bytes, at: int) -> BlockMessage:
     """The message at an offset.
 
     Raises:
@@ -149,7 +149,7 @@ def message(block: bytes, at: int) -> Message:
         if body > end:
             raise ValueError(f"a record at offset {at} has headers of {header_bytes} bytes")
         headers = block[body - header_bytes : body]
-    return Message(block[start : start + subject_bytes].decode(), headers, block[body:end])
+    return BlockMessage(block[start : start + subject_bytes].decode(), headers, block[body:end])
 
 
 def parse_headers(headers: bytes) -> dict[str, str]:

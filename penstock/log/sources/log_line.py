@@ -49,7 +49,7 @@ class StreamLimits(msgspec.Struct, frozen=True, omit_defaults=True):
     max_bytes: int = -1
 
 
-class ModelInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+class RecordedModel(msgspec.Struct, frozen=True, omit_defaults=True):
     """A model of the recorded requests, as its workers had registered it, if they still run."""
 
     name: str
@@ -71,7 +71,7 @@ class FileHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     namespace: str
     selection: str = ""
     redacted: bool = False
-    models: tuple[ModelInfo, ...] = ()
+    models: tuple[RecordedModel, ...] = ()
     streams: dict[str, StreamLimits] = {}
 
 
@@ -89,7 +89,7 @@ class LogLine(NamedTuple):
 _ABSENT = msgspec.Raw()
 
 
-class Line(msgspec.Struct):
+class ParsedLine(msgspec.Struct):
     """A line as it is read."""
 
     stream: str
@@ -104,7 +104,7 @@ class Line(msgspec.Struct):
 
 _json = msgspec.json.Encoder().encode
 _json_into = msgspec.json.Encoder().encode_into
-_read_line = msgspec.json.Decoder(Line).decode
+_read_line = msgspec.json.Decoder(ParsedLine).decode
 _read_header = msgspec.json.Decoder(FileHeader).decode
 _read_request = msgspec.json.Decoder(GenerateRequest).decode
 

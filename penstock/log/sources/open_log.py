@@ -19,11 +19,11 @@ from penstock.configs.flags import add_broker_flags
 from penstock.infra.broker.datadir import DataDirBusy, DataDirUnusable, Lock, holder
 from penstock.infra.broker.server import NoServerBinary, ServerFailed
 from penstock.infra.bus.direct_get import LogFiles, Readable
-from penstock.launch.state import State, read_state
+from penstock.launch.state import DeploymentState, read_state
 from penstock.log.sources.blocks import can_verify_much
 from penstock.log.sources.data_folder import StoredLog
 from penstock.log.sources.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces, stream_name
-from penstock.log.sources.stream import Unsupported
+from penstock.log.sources.stream import UnreadableFiles
 from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects
 
@@ -74,7 +74,7 @@ def _logs_on_stderr() -> Iterator[None]:
         structlog.reset_defaults()
 
 
-class Source(NamedTuple):
+class LogSource(NamedTuple):
     """Which log to read. Empty: find it in the data folder.
 
     ``file``: an export (``penstock export``), read instead of all others; ``skip_bad``: without its damaged lines;
@@ -89,7 +89,7 @@ class Source(NamedTuple):
     verify: bool = False
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> "Source":
+    def of(cls, args: argparse.Namespace) -> "LogSource":
         """The source that the flags of ``add_flags`` name."""
         return cls(
             Path(args.data_dir), args.nats_url, args.namespace, args.file, args.skip_bad, getattr(args, "verify", False)
@@ -146,7 +146,7 @@ class Log(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def open_log(
-    source: Source,
+    source: LogSource,
     *,
     name: str,
     role: str = "reader",
@@ -216,7 +216,7 @@ async def _asked(url: str, name: str, role: str, namespace: str, timeout_s: floa
             yield Log(bus, stopped=False, url=url)
 
 
-def _check_verify(source: Source) -> None:
+def _check_verify(source: LogSource) -> None:
     if not source.verify:
         return
     if source.file or source.nats_url:
@@ -227,7 +227,7 @@ def _check_verify(source: Source) -> None:
 
 @contextlib.asynccontextmanager
 async def _exported(
-    source: Source, name: str, role: str, streams: Sequence[str], timeout_s: float, files: bool
+    source: LogSource, name: str, role: str, streams: Sequence[str], timeout_s: float, files: bool
 ) -> AsyncIterator[Log]:
     # Modules that no other command which reads the log waits for, such as numpy.
     from penstock.log.sources.export_file import open_export
@@ -264,7 +264,7 @@ def _stored(
     """The streams of a folder as files; None: only a broker can read them."""
     try:
         return StoredLog(data_dir / STREAMS_DIR, Subjects(namespace), names, check, verify=verify)
-    except Unsupported:
+    except UnreadableFiles:
         return None
     except msgspec.MsgspecError as error:
         raise CopyFailed(f"the metadata of a stream in {data_dir} is damaged: {error}") from error
@@ -330,7 +330,7 @@ def _acquired(lock: Lock) -> bool:
     return True
 
 
-def _namespace(source: Source, data_dir: Path) -> str:
+def _namespace(source: LogSource, data_dir: Path) -> str:
     names = namespaces(data_dir)
     if source.namespace:
         if source.namespace not in names:
@@ -346,11 +346,11 @@ def _beside(data_dir: Path) -> str | None:
     return str(data_dir) if "TMPDIR" not in os.environ and os.access(data_dir, os.W_OK) else None
 
 
-def running(source: Source, data_dir: Path, role: str = "operator") -> tuple[str, str]:
+def running(source: LogSource, data_dir: Path, role: str = "operator") -> tuple[str, str]:
     """URL and namespace of the broker that ``source`` names, or of that on a data folder, with a role's credentials."""
     if source.nats_url:
         return source.nats_url, source.namespace or "ps"
-    state: State | None = None
+    state: DeploymentState | None = None
     with contextlib.suppress(OSError, msgspec.DecodeError):
         state = read_state(data_dir / "state.json")
     namespace = source.namespace or (state.namespace if state is not None else "ps")

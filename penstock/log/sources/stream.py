@@ -20,8 +20,8 @@ from penstock.log.sources.blocks import (
     HAS_HEADERS,
     HEADER,
     LARGEST_GAP,
+    BlockRecords,
     Place,
-    Records,
     damaged,
     key_of,
     records,
@@ -35,7 +35,7 @@ _INDEX_MAGIC = 11
 _INDEX_VERSIONS = range(1, 5)
 
 
-class Unsupported(Exception):
+class UnreadableFiles(Exception):
     """The files are encrypted or compressed: only a broker can read them."""
 
 
@@ -71,14 +71,14 @@ class StoredStream:
         check: called after each look at the files; raises if a broker has started on them.
         verify: leave out messages whose checksums are wrong, and say so.
     Raises:
-        Unsupported: see there.
+        UnreadableFiles: see there.
         OSError, msgspec.MsgspecError: it is no stream's folder, or cannot be read.
     """
 
     def __init__(self, folder: Path, check: Callable[[], None] = lambda: None, *, verify: bool = False) -> None:
         config = msgspec.json.decode((folder / "meta.inf").read_bytes(), type=_Config)
         if (folder / "meta.key").exists() or config.compression not in ("", "none"):
-            raise Unsupported(f"stream {folder.name} is encrypted or compressed")
+            raise UnreadableFiles(f"stream {folder.name} is encrypted or compressed")
         self.name = folder.name
         self.folder = folder
         self._check = check
@@ -86,7 +86,7 @@ class StoredStream:
         self.created = config.Created or config.created
         self.max_age_s = config.max_age / 1e9
         self.max_bytes = config.max_bytes
-        self._kept: OrderedDict[int, tuple[bytes, Records]] = OrderedDict()
+        self._kept: OrderedDict[int, tuple[bytes, BlockRecords]] = OrderedDict()
         paths = sorted((int(path.stem), path) for path in (folder / "msgs").glob("*.blk") if path.stem.isdecimal())
         deleted: list[int] = []
         self._blocks = [block for number, path in paths if (block := _begin(number, path, deleted)) is not None]
@@ -191,7 +191,7 @@ class StoredStream:
     def _last(self) -> int:
         return max((place[0] for block in self._blocks[-1:] for place in self._records(block)[1].places), default=0)
 
-    def _records(self, block: _Block) -> tuple[bytes, Records]:
+    def _records(self, block: _Block) -> tuple[bytes, BlockRecords]:
         kept = self._kept.get(block.number)
         if kept is None:
             try:
@@ -210,7 +210,7 @@ class StoredStream:
                 self._kept.popitem(last=False)
         return kept
 
-    def _intact(self, block: _Block, data: bytes, rows: Records) -> Records:
+    def _intact(self, block: _Block, data: bytes, rows: BlockRecords) -> BlockRecords:
         bad = set(damaged(key_of(self.name, block.number), data, [at for _, _, at in rows.places]))
         if not bad:
             return rows

@@ -14,9 +14,9 @@ import structlog
 from penstock.cli.figures import moment_ns
 from penstock.configs import logs
 from penstock.configs.settings import TraceSettings
-from penstock.log.sources.open_log import FAILURES, Log, Source, open_log
+from penstock.log.sources.open_log import FAILURES, Log, LogSource, open_log
 from penstock.log.traces.export import Exporter, NoExporter, otlp
-from penstock.log.traces.follow import BEFORE_NS, Following, Position, PositionStore, begin
+from penstock.log.traces.follow import BEFORE_NS, Following, PositionStore, TracePosition, begin
 from penstock.schemas.errors import ServingError
 
 log = structlog.get_logger("trace")
@@ -83,8 +83,8 @@ def since_ns(settings: TraceSettings, now_ns: int) -> int:
         raise BadUse(f"--since: {error}") from None
 
 
-def _source(settings: TraceSettings) -> Source:
-    return Source(Path(settings.data_dir), settings.nats_url, settings.namespace, settings.file, settings.skip_bad)
+def _source(settings: TraceSettings) -> LogSource:
+    return LogSource(Path(settings.data_dir), settings.nats_url, settings.namespace, settings.file, settings.skip_bad)
 
 
 async def _export(settings: TraceSettings) -> int:
@@ -107,9 +107,9 @@ async def _follow(settings: TraceSettings, opened: Log, exporter: Exporter, stop
     not_before = 0
     if settings.since:
         not_before = since_ns(settings, time.time_ns())
-        start = Position(0, max(1, not_before - BEFORE_NS))
+        start = TracePosition(0, max(1, not_before - BEFORE_NS))
     elif opened.stopped:
-        start = Position(0, 1)
+        start = TracePosition(0, 1)
     else:
         start = await begin(bus, await kept.load())
     following = Following(

@@ -43,14 +43,14 @@ BEFORE_NS = 600_000_000_000  # how long before its end a request may have begun;
 _FAILED = (NatsError, JetStreamError, TimeoutError)
 
 
-class Position(msgspec.Struct, frozen=True, omit_defaults=True):
+class TracePosition(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where an export stopped: it has sent all ends up to ``done_seq``; unfinished requests begin at ``since_ns``."""
 
     done_seq: int
     since_ns: int
 
 
-async def begin(bus: Bus, kept: Position | None) -> Position:
+async def begin(bus: Bus, kept: TracePosition | None) -> TracePosition:
     """Where to begin: where an earlier export stopped, or at the present end.
 
     Raises:
@@ -59,7 +59,7 @@ async def begin(bus: Bus, kept: Position | None) -> Position:
     last = await last_seq(bus)
     if kept is not None and kept.done_seq <= last:
         return kept
-    return Position(last, time.time_ns() - BEFORE_NS)
+    return TracePosition(last, time.time_ns() - BEFORE_NS)
 
 
 async def last_seq(bus: Bus) -> int:
@@ -86,7 +86,7 @@ class PositionStore:
         key = token(f"trace-{name or 'trace'}")
         self._subject = f"$KV.{bus.subjects.bucket('exporters')}.{key}"
 
-    async def load(self) -> Position | None:
+    async def load(self) -> TracePosition | None:
         try:
             entry = await get_last(self._bus, self._stream, self._subject, newest=True, within_s=KEPT_S)
             return _decode(entry.data) if entry is not None else None
@@ -94,14 +94,14 @@ class PositionStore:
             log.info("no_position", reason=repr(error)[:200])
             return None
 
-    async def save(self, position: Position) -> None:
+    async def save(self, position: TracePosition) -> None:
         try:
             await self._bus.js.publish(self._subject, wire.encode(position), timeout=KEPT_S, stream=self._stream)
         except _FAILED as error:
             log.warning("position_not_saved", error=repr(error)[:200])
 
 
-_decode = wire.decoder(Position)
+_decode = wire.decoder(TracePosition)
 
 
 POLL_S = 0.5
@@ -114,7 +114,7 @@ RETRY_S, RETRY_MOST_S = 0.5, 15.0
 WARN_S = 30.0
 
 
-class Counts(msgspec.Struct):
+class TraceCounts(msgspec.Struct):
     """Counts of requests since the start."""
 
     sent: int = 0
@@ -123,7 +123,7 @@ class Counts(msgspec.Struct):
     forgotten: int = 0  # more were unfinished than are kept, or the log no longer had them
 
 
-class Reader:
+class StreamReader:
     """Reads one stream; each call continues where the last one stopped."""
 
     def __init__(self, bus: Bus, stream: str, subject: str, *, after: int = 0, since_ns: int = 0) -> None:
@@ -151,7 +151,7 @@ class Open(NamedTuple):
     timeline: RequestTimeline | None
 
 
-class Ended(NamedTuple):
+class TerminalEntry(NamedTuple):
     """A terminal event, with the time and sequence at which it was stored."""
 
     event: Done
@@ -172,33 +172,33 @@ class Following:
         self,
         bus: Bus,
         exporter: Sink,
-        start: Position,
+        start: TracePosition,
         *,
         not_before_ns: int = 0,
         sample: float = 1.0,
         export_timeout_s: float = 300.0,
     ) -> None:
         subjects, since = bus.subjects, start.since_ns
-        self.counts = Counts()
+        self.counts = TraceCounts()
         self._bus = bus
         self._exporter = exporter
         self._not_before_ns = not_before_ns
         self._sample = sample
         self._export_timeout_s = export_timeout_s
-        self._done = Reader(bus, "DONE", ">", after=start.done_seq, since_ns=since)
-        self._work = Reader(bus, "WORK", subjects.all("work"), since_ns=since)
-        self._ledger = Reader(bus, "HANDOFF", subjects.all("handoff"), since_ns=since)
+        self._done = StreamReader(bus, "DONE", ">", after=start.done_seq, since_ns=since)
+        self._work = StreamReader(bus, "WORK", subjects.all("work"), since_ns=since)
+        self._ledger = StreamReader(bus, "HANDOFF", subjects.all("handoff"), since_ns=since)
         self._open: dict[str, Open] = {}
-        self._fresh: list[Ended] = []  # read in this round
+        self._fresh: list[TerminalEntry] = []  # read in this round
         self._returned: list[tuple[Returned, int]] = []  # attempts, and when: read before their jobs
-        self._due: list[Ended] = []  # read in the last round, and not yet sent
+        self._due: list[TerminalEntry] = []  # read in the last round, and not yet sent
         self._sent_seq = start.done_seq
         self._due_seq = start.done_seq
         self._warned_at = -WARN_S
 
     # --- to the end of the log, and on ---
 
-    async def run(self, keep: Callable[[Position], Awaitable[None]]) -> None:
+    async def run(self, keep: Callable[[TracePosition], Awaitable[None]]) -> None:
         """Never returns. Reads that fail are repeated.
 
         Args:
@@ -256,12 +256,12 @@ class Following:
         return full
 
     @property
-    def position(self) -> Position:
+    def position(self) -> TracePosition:
         """The position from which another export could continue."""
         begun = [ended.event.timings.created_ns for ended in self._due]
         if self._open:
             begun.append(next(iter(self._open.values())).created_ns)  # in the order of their jobs: about the oldest
-        return Position(self._sent_seq, min([time.time_ns(), *begun]) - BEFORE_NS)
+        return TracePosition(self._sent_seq, min([time.time_ns(), *begun]) - BEFORE_NS)
 
     # --- reading ---
 
@@ -270,7 +270,7 @@ class Following:
         if isinstance(event, Returned):
             self._returned.append((event, entry.time_ns))
         elif event is not None and event.timings.ended_ns >= self._not_before_ns:
-            self._fresh.append(Ended(event, entry.time_ns, entry.seq))
+            self._fresh.append(TerminalEntry(event, entry.time_ns, entry.seq))
 
     def _on_work(self, entry: Entry) -> None:
         request_id, *numbers = entry.headers.get(HEADER_MSG_ID, "").split(":")
@@ -344,7 +344,7 @@ class Following:
         missing = {event.request for event in ends}
         since = min(event.timings.created_ns for event in ends) - CLOCK_SKEW_NS
         until = max(event.timings.created_ns for event in ends) + 5 * CLOCK_SKEW_NS
-        reader = Reader(self._bus, "REQUESTS", self._bus.subjects.all("request"), since_ns=max(since, 1))
+        reader = StreamReader(self._bus, "REQUESTS", self._bus.subjects.all("request"), since_ns=max(since, 1))
         async for entry in reader.entries(until):
             request_id = entry.headers.get(HEADER_MSG_ID, "")
             if request_id in missing:

@@ -18,14 +18,14 @@ Value = str | bool | int | float | list[str]
 Attributes = Mapping[str, Value]
 
 
-class Link(msgspec.Struct, frozen=True):
+class SpanLink(msgspec.Struct, frozen=True):
     """To another span of the same trace; ``why``: "retry" or "handoff"."""
 
     span_id: str
     why: str
 
 
-class Event(msgspec.Struct, frozen=True):
+class SpanEvent(msgspec.Struct, frozen=True):
     name: str
     at_ns: int
     attributes: Attributes = {}
@@ -44,8 +44,8 @@ class Span(msgspec.Struct):
     end_ns: int
     kind: str = "internal"  # "server", "internal", "consumer", "client"
     attributes: dict[str, Value] = {}
-    links: list[Link] = []
-    events: list[Event] = []
+    links: list[SpanLink] = []
+    events: list[SpanEvent] = []
     error: str | None = None
     state: str = ""  # W3C tracestate
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from penstock.log.timeline.events import PromptPrefilled, RequestRouted
 from penstock.log.timeline.request_timeline import RequestTimeline, StageRun
 from penstock.log.traces import span as attributes
-from penstock.log.traces.span import Event, Link, Span, covered
+from penstock.log.traces.span import Span, SpanEvent, SpanLink, covered
 from penstock.schemas.done import Done
 from penstock.schemas.trace import Stamps, read_parent, span_id, stage_name, trace_id
 
@@ -86,7 +86,7 @@ class _SpanBuilder:
             if done.code and attributes.status(done.code) >= 500:
                 span.error = done.message or done.code
             first = done.timings.client_first_token_ns
-            span.events = [Event("first token", first)] if first else []
+            span.events = [SpanEvent("first token", first)] if first else []
         return span
 
     def _route(self, root: Span, routed: RequestRouted) -> Span:
@@ -102,7 +102,7 @@ class _SpanBuilder:
             instance=decision.router,
             kind="consumer",
             attributes=attributes.of_routed(routed),
-            links=[Link(self._id(stage), "retry") for stage in before],
+            links=[SpanLink(self._id(stage), "retry") for stage in before],
         )
 
     def _refused(self, root: Span) -> Span | None:
@@ -149,9 +149,11 @@ class _SpanBuilder:
             span.attributes["error.type"] = kind
         source = self._source(stage)
         if source is not None:
-            span.links = [Link(self._id(source), "handoff")]
+            span.links = [SpanLink(self._id(source), "handoff")]
         elif stage.attempt > 1:
-            span.links = [Link(self._id(each), "retry") for each in self._stages if each.attempt == stage.attempt - 1]
+            span.links = [
+                SpanLink(self._id(each), "retry") for each in self._stages if each.attempt == stage.attempt - 1
+            ]
         if isinstance(stage.result, PromptPrefilled):
             span.attributes["gen_ai.usage.cache_read.input_tokens"] = stage.result.cached_tokens
         if done is not None:
@@ -162,7 +164,7 @@ class _SpanBuilder:
                 or (source is None and name.startswith("gen_ai.usage."))
             }
         if stamps is not None and stamps.received_ns:
-            span.events = [Event("received", stamps.received_ns)]
+            span.events = [SpanEvent("received", stamps.received_ns)]
         span.events = [*span.events, *self._lease_events(stage)]
         yield span
         yield from self._transfers(span, stage)
@@ -233,18 +235,18 @@ class _SpanBuilder:
                     "penstock.transfer.duration": line.seconds,
                     **({"error.type": line.cause} if line.cause else {}),
                 },
-                links=[Link(self._id(source), "handoff")],
+                links=[SpanLink(self._id(source), "handoff")],
                 error=(line.message or line.cause) if line.state == "failed" else None,
             )
             return
 
-    def _lease_events(self, stage: StageRun) -> list[Event]:
+    def _lease_events(self, stage: StageRun) -> list[SpanEvent]:
         """The ledger's other lines about the blocks that this worker offered, or read."""
         mine, other = stage.handed_off.ticket if stage.handed_off is not None else "", self._ticket(stage)
         shown = {mine: ("offered", "released", "expired"), other: ("quarantined", "settled")}
         shown.pop("", None)
         return [
-            Event(line.state, line.at_ns, {"penstock.transfer.blocks": line.blocks})
+            SpanEvent(line.state, line.at_ns, {"penstock.transfer.blocks": line.blocks})
             for line in self._handoffs
             if line.state in shown.get(line.ticket, ())
         ]

@@ -24,7 +24,7 @@ from penstock.schemas.jobs import Job
 Mode = Literal["kv", "round_robin", "random", "least_loaded"]
 
 
-class Change(msgspec.Struct, frozen=True):
+class PlacementChange(msgspec.Struct, frozen=True):
     """
     Attributes:
         without: workers, by id or name, that are missing.
@@ -76,7 +76,7 @@ class Redecided(msgspec.Struct, frozen=True):
     then: ChosenTargets | None
 
 
-def redecide(job: Job, change: Change, number: int) -> Redecided | None:
+def redecide(job: Job, change: PlacementChange, number: int) -> Redecided | None:
     """Decide a job's decision again.
 
     Args:
@@ -107,7 +107,7 @@ class _Prompt(msgspec.Struct):
     prompt_length: int = 0  # of one that was not kept
 
 
-def _choose(job: Job, without: Collection[str], change: Change, number: int) -> tuple[TargetId, ...]:
+def _choose(job: Job, without: Collection[str], change: PlacementChange, number: int) -> tuple[TargetId, ...]:
     """Choose the targets for prompt and tokens. Empty: none is left."""
     pools = recorded_pools(job, change.weights, without)
     if pools is not None:
@@ -144,7 +144,7 @@ def _choice(job: Job, route: tuple[TargetId, ...], prompt_tokens: int) -> Chosen
     return ChosenTargets(route, cached, at.slowness * (at.prefill_tokens + max(1, prompt_tokens - cached)))
 
 
-class Distribution(msgspec.Struct, frozen=True):
+class RequestDistribution(msgspec.Struct, frozen=True):
     """The distribution of requests. ``ahead``: prompt tokens computed before the first token, queued ones included.
 
     Attributes:
@@ -164,7 +164,7 @@ class Distribution(msgspec.Struct, frozen=True):
     decoded_by: dict[str, int] = {}
 
 
-class Report(msgspec.Struct, frozen=True):
+class WhatIfReport(msgspec.Struct, frozen=True):
     """
     Attributes:
         decisions: number in the log, within the times.
@@ -182,8 +182,8 @@ class Report(msgspec.Struct, frozen=True):
     waiting: int
     first_ns: int
     last_ns: int
-    recorded: Distribution
-    then: Distribution
+    recorded: RequestDistribution
+    then: RequestDistribution
     ms_per_token: float | None  # from work ahead to the first token, as measured; None: unknown
     left_out: dict[str, int] = {}
 
@@ -193,9 +193,9 @@ def report(
     redecided: Sequence[Redecided],
     ms_per_token: float | None = None,
     left_out: Mapping[str, int] = {},  # only read
-) -> Report:
+) -> WhatIfReport:
     """Compute the figures of all repeated decisions."""
-    return Report(
+    return WhatIfReport(
         decisions,
         len(redecided),
         sum(each.reproduced for each in redecided),
@@ -210,7 +210,7 @@ def report(
     )
 
 
-def _placement(choices: Iterable[tuple[ChosenTargets, int]]) -> Distribution:
+def _placement(choices: Iterable[tuple[ChosenTargets, int]]) -> RequestDistribution:
     requests: Counter[str] = Counter()
     work: Counter[str] = Counter()
     decoded: Counter[str] = Counter()
@@ -226,7 +226,7 @@ def _placement(choices: Iterable[tuple[ChosenTargets, int]]) -> Distribution:
         ahead.append(choice.ahead)
     ahead.sort()
     mean = sum(work.values()) / len(work) if work else 0.0
-    return Distribution(
+    return RequestDistribution(
         len(ahead),
         cached / prompt if prompt else 0.0,
         quantile(ahead, 0.5, None),

@@ -15,8 +15,16 @@ from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import Readable, read
 from penstock.log.requests.find_requests import of_entry
-from penstock.log.sources.open_log import Source, add_flags, add_verify_flag, open_log, run_command
-from penstock.log.whatif.change import Change, Distribution, Redecided, Report, ms_per_token, redecide, report
+from penstock.log.sources.open_log import LogSource, add_flags, add_verify_flag, open_log, run_command
+from penstock.log.whatif.change import (
+    PlacementChange,
+    Redecided,
+    RequestDistribution,
+    WhatIfReport,
+    ms_per_token,
+    redecide,
+    report,
+)
 from penstock.log.whatif.decided_again import insufficient
 from penstock.router.placement.routing import Weights
 from penstock.schemas import jobs
@@ -64,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
 async def _run(args: argparse.Namespace, console: Console) -> None:
     now_ns = time.time_ns()
     since_ns, until_ns, at_ns = (moment_ns(text, now_ns) if text else 0 for text in (args.since, args.until, args.at))
-    change = Change(
+    change = PlacementChange(
         Weights(
             args.overlap_weight,
             args.prefill_weight,
@@ -76,7 +84,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
         frozenset(args.kill),
         at_ns,
     )
-    async with open_log(Source.of(args), name="whatif", role="reader", streams=("WORK", "DONE"), files=True) as log:
+    async with open_log(LogSource.of(args), name="whatif", role="reader", streams=("WORK", "DONE"), files=True) as log:
         decided = await decide_all(log.reader, change, since_ns=since_ns, until_ns=until_ns, model=args.model)
     if args.json:
         console.file.write(msgspec.json.encode(decided).decode() + "\n")
@@ -84,7 +92,9 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
     _print(decided, console)
 
 
-async def decide_all(bus: Readable, change: Change, *, since_ns: int = 0, until_ns: int = 0, model: str = "") -> Report:
+async def decide_all(
+    bus: Readable, change: PlacementChange, *, since_ns: int = 0, until_ns: int = 0, model: str = ""
+) -> WhatIfReport:
     """Decide again all decisions recorded between two times (Unix ns; 0: no limit).
 
     Raises:
@@ -151,7 +161,7 @@ async def _measured(bus: Readable, ahead: dict[str, tuple[int, float]], since_ns
     return ms_per_token(measured)
 
 
-def _print(decided: Report, console: Console) -> None:
+def _print(decided: WhatIfReport, console: Console) -> None:
     now_ns = time.time_ns()
     console.print(
         f"{counted(decided.decisions, 'decision')} from {clock(decided.first_ns, now_ns)} "
@@ -195,6 +205,6 @@ def _row(table: Table, name: str, was: float | None, then: float | None) -> None
     table.add_row(name, *("-" if value is None else f"{value:,.0f}" for value in (was, then)), change)
 
 
-def _ms(placement: Distribution, name: str, ms_per_token: float) -> str:
+def _ms(placement: RequestDistribution, name: str, ms_per_token: float) -> str:
     ahead: float | None = getattr(placement, f"ahead_{name}")
     return "-" if ahead is None else span(ahead * ms_per_token)

@@ -38,7 +38,7 @@ IDLE_S = 600.0  # without a word from the other host
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
-class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HandoffBenchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock bench handoff``."""
 
     block_bytes: Annotated[
@@ -56,7 +56,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     json: Annotated[str, Meta(description="file to write the figures to")] = ""
 
 
-class Figures(Struct, frozen=True):
+class HandoffBenchFigures(Struct, frozen=True):
     """Medians of one setting. MB are 10^6 bytes. Ratios are our throughput divided by bare NIXL's."""
 
     op: str
@@ -104,14 +104,14 @@ class Ask(Struct, frozen=True):
     wrote: bool = False
 
 
-class Answer(Struct, frozen=True, omit_defaults=True):
+class PoolReply(Struct, frozen=True, omit_defaults=True):
     """From ``--listen``: the pool, or what is wrong."""
 
     endpoint: Endpoint | None = None
     problem: str = ""
 
 
-def run(settings: Settings) -> int:
+def run(settings: HandoffBenchSettings) -> int:
     """Measure all sizes and print a table; 1 without NIXL, or if the other host does not answer."""
     try:
         if settings.listen:
@@ -135,7 +135,7 @@ def run(settings: Settings) -> int:
     return 0
 
 
-def measure(block_bytes: int, blocks: int, rounds: int, *, peer: str = "") -> list[Figures]:
+def measure(block_bytes: int, blocks: int, rounds: int, *, peer: str = "") -> list[HandoffBenchFigures]:
     """Measure one block size, with adjacent and with scattered blocks.
 
     Args:
@@ -246,25 +246,25 @@ def _serve_one(connection: socket.socket) -> None:
         problem = (
             f"{asked.blocks} blocks of {asked.block_bytes} bytes: at least 1 of 64, at most {MAX_POOL_BYTES >> 30} GiB"
         )
-        _send(connection, Answer(problem=problem))
+        _send(connection, PoolReply(problem=problem))
         raise ValueError(problem)
     pool = _Pool(asked.block_bytes, asked.blocks, THEIRS)
     transport = open_transport("nixl", f"bench-owner-{time.time_ns()}", {POOL: pool.memory})
     try:
-        _send(connection, Answer(endpoint=transport.endpoint))
+        _send(connection, PoolReply(endpoint=transport.endpoint))
         if (end := _receive(connection, _ASK)) is not None and end.wrote:
             right = pool.holds(MOVED)
-            _send(connection, Answer(problem="" if right else "the bytes that arrived are not those that were sent"))
+            _send(connection, PoolReply(problem="" if right else "the bytes that arrived are not those that were sent"))
     finally:
         transport.close()
 
 
-def _send(connection: socket.socket, message: Ask | Answer) -> None:
+def _send(connection: socket.socket, message: Ask | PoolReply) -> None:
     data = encode(message)
     connection.sendall(len(data).to_bytes(4, "big") + data)
 
 
-_ASK, _ANSWER = decoder(Ask), decoder(Answer)
+_ASK, _ANSWER = decoder(Ask), decoder(PoolReply)
 
 
 def _receive(connection: socket.socket, decode: Callable[[bytes], Any]) -> Any:
@@ -324,7 +324,7 @@ def rdma_line(before: int | None, after: int | None, moved: int) -> str:
     return f"RDMA: {(after - before) / 1e9:,.2f} GB through this host's ports, of {moved / 1e9:,.2f} GB of blocks"
 
 
-def moved_bytes(figures: Figures, rounds: int) -> int:
+def moved_bytes(figures: HandoffBenchFigures, rounds: int) -> int:
     """Bytes of the blocks that one row moved, warm rounds included, in its three ways."""
     return 3 * (WARM_ROUNDS + rounds) * figures.blocks * figures.block_bytes
 
@@ -343,7 +343,7 @@ def compare(
     ids: Sequence[int],
     order: str,
     rounds: int,
-) -> Figures:
+) -> HandoffBenchFigures:
     """Measure all three alternately, so that other load affects them alike. All generations must be 1."""
     here, there = transport.endpoint.pools[pool], peer.pools[pool]
     [move] = copy_ops(here, there, ids, ids, in_one_piece=True)
@@ -369,7 +369,7 @@ def compare(
                 times.append(time.perf_counter() - began)
     bare_s, ours_s, checked_s = (statistics.median(times) for times in samples)
     size = len(ids) * here.block_bytes / 1e6
-    return Figures(
+    return HandoffBenchFigures(
         op=op,
         block_bytes=here.block_bytes,
         blocks=len(ids),
@@ -386,7 +386,7 @@ def compare(
     )
 
 
-def report(figures: Sequence[Figures]) -> None:
+def report(figures: Sequence[HandoffBenchFigures]) -> None:
     print(
         "op     block, KiB  blocks  ids        bare NIXL, MB/s    ours, MB/s  (ratio)   checked, MB/s  (ratio)"
         "  best ratio"

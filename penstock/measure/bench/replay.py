@@ -22,9 +22,18 @@ from rich.table import Table
 from penstock.cli.figures import quantile
 from penstock.cli.terminal import stdout
 from penstock.client import Client, PenstockError
-from penstock.launch.state import State, read_state
+from penstock.launch.state import DeploymentState, read_state
 from penstock.measure.plots import PlotsMissing, plot_prefix_ratios
-from penstock.measure.simulation.trace import WORKLOADS, Multipliers, Row, Trace, TraceError, generate, multiplied, read
+from penstock.measure.simulation.trace import (
+    WORKLOADS,
+    Multipliers,
+    RequestTrace,
+    TraceError,
+    TraceRow,
+    generate,
+    multiplied,
+    read,
+)
 
 _FIRST_TOKEN = 16  # ids below may be special
 _CACHED_UNITS = 50_000
@@ -32,7 +41,7 @@ _CACHED_UNITS = 50_000
 Ratio = Annotated[float, Meta(ge=0, le=1)]
 
 
-class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ReplayBenchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock bench replay``."""
 
     state: Annotated[tuple[str, ...], Meta(min_length=1, description="state.json of each deployment to measure")] = (
@@ -69,7 +78,7 @@ class ReplayFailed(Exception):
     """The measurement cannot run as asked."""
 
 
-class Figures(Struct, frozen=True):
+class ReplayBenchFigures(Struct, frozen=True):
     """Of the answered requests; times in ms. ``label``: the prefix ratio, or the trace's name."""
 
     deployment: str
@@ -87,7 +96,7 @@ class Figures(Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ReplayedPrompt:
     """A request to send; ``at_s`` after the first one, None: as soon as a slot is free."""
 
     tokens: Sequence[int]
@@ -107,7 +116,7 @@ class Answered:
     cached_tokens: int
 
 
-def run(settings: Settings) -> int:
+def run(settings: ReplayBenchSettings) -> int:
     """Measure the deployments one after the other. Returns 1 if a request failed."""
     try:
         figures = asyncio.run(_measure(settings))
@@ -132,11 +141,11 @@ def run(settings: Settings) -> int:
     return 1 if any(each.failed for each in figures) else 0
 
 
-def _sweeps(settings: Settings) -> bool:
+def _sweeps(settings: ReplayBenchSettings) -> bool:
     return not settings.trace and not settings.workload
 
 
-async def _measure(settings: Settings) -> list[Figures]:
+async def _measure(settings: ReplayBenchSettings) -> list[ReplayBenchFigures]:
     loads = list(_loads(settings))
     measured = []
     for path in settings.state:
@@ -148,7 +157,7 @@ async def _measure(settings: Settings) -> list[Figures]:
     return measured
 
 
-def _state(path: str) -> State:
+def _state(path: str) -> DeploymentState:
     try:
         return read_state(Path(path))
     except FileNotFoundError:
@@ -157,7 +166,7 @@ def _state(path: str) -> State:
         raise ReplayFailed(f"--state {path}: {error}") from None
 
 
-def _loads(settings: Settings) -> list[tuple[str, list[Prompt]]]:
+def _loads(settings: ReplayBenchSettings) -> list[tuple[str, list[ReplayedPrompt]]]:
     if _sweeps(settings):
         return [
             (f"{ratio:g}", sweep_prompts(settings, ratio, settings.seed + turn))
@@ -175,7 +184,7 @@ def _loads(settings: Settings) -> list[tuple[str, list[Prompt]]]:
     return [(trace.name, replay_prompts(multiplied(trace, by), speed, settings.vocabulary))]
 
 
-def sweep_prompts(settings: Settings, ratio: float, seed: int) -> list[Prompt]:
+def sweep_prompts(settings: ReplayBenchSettings, ratio: float, seed: int) -> list[ReplayedPrompt]:
     """Prompts that begin with a shared prefix. The length of the remainder is normal, with σ of a quarter."""
     rng = random.Random(seed)
     shared = round(settings.prompt_tokens * ratio)
@@ -186,35 +195,35 @@ def sweep_prompts(settings: Settings, ratio: float, seed: int) -> list[Prompt]:
 
     prefixes = [tokens(shared) for _ in range(settings.prefixes)]
     return [
-        Prompt([*rng.choice(prefixes), *tokens(max(1, round(rng.gauss(own, own / 4))))], settings.output_tokens)
+        ReplayedPrompt([*rng.choice(prefixes), *tokens(max(1, round(rng.gauss(own, own / 4))))], settings.output_tokens)
         for _ in range(settings.requests)
     ]
 
 
-def replay_prompts(trace: Trace, speed: float, vocabulary: int) -> list[Prompt]:
+def replay_prompts(trace: RequestTrace, speed: float, vocabulary: int) -> list[ReplayedPrompt]:
     """The prompts of a trace: the same tokens for the same unit."""
 
     @lru_cache(_CACHED_UNITS)
     def unit(number: int) -> list[int]:
         return random.Random(number).choices(range(_FIRST_TOKEN, vocabulary), k=trace.block_tokens)
 
-    def tokens(row: Row) -> list[int]:
+    def tokens(row: TraceRow) -> list[int]:
         tokens = [token for number in row.hash_ids for token in unit(number)][: row.input_length]
         return tokens + [_FIRST_TOKEN] * (row.input_length - len(tokens))
 
     start = trace.rows[0].timestamp
-    return [Prompt(tokens(row), row.output_length, (row.timestamp - start) / 1e3 / speed) for row in trace.rows]
+    return [ReplayedPrompt(tokens(row), row.output_length, (row.timestamp - start) / 1e3 / speed) for row in trace.rows]
 
 
 async def _send(
-    client: Client, model: str, prompts: Sequence[Prompt], settings: Settings
+    client: Client, model: str, prompts: Sequence[ReplayedPrompt], settings: ReplayBenchSettings
 ) -> tuple[list[Answered], int, float]:
     """Send all prompts, and return the answers, the number of failures, and the seconds it took."""
     answers: list[Answered] = []
     errors: list[str] = []
     began = time.perf_counter()
 
-    async def one(prompt: Prompt) -> None:
+    async def one(prompt: ReplayedPrompt) -> None:
         try:
             answers.append(await _ask(client, model, prompt, settings.timeout_s))
         except (PenstockError, TimeoutError) as error:
@@ -239,13 +248,13 @@ async def _send(
     return answers, len(errors), time.perf_counter() - began
 
 
-async def _in_time(prompts: Sequence[Prompt], began: float) -> AsyncIterator[Prompt]:
+async def _in_time(prompts: Sequence[ReplayedPrompt], began: float) -> AsyncIterator[ReplayedPrompt]:
     for prompt in prompts:
         await asyncio.sleep(max(0.0, began + (prompt.at_s or 0.0) - time.perf_counter()))
         yield prompt
 
 
-async def _ask(client: Client, model: str, prompt: Prompt, timeout_s: float) -> Answered:
+async def _ask(client: Client, model: str, prompt: ReplayedPrompt, timeout_s: float) -> Answered:
     sent = time.perf_counter()
     first = last = 0.0
     usage = None
@@ -271,7 +280,9 @@ async def _ask(client: Client, model: str, prompt: Prompt, timeout_s: float) -> 
     return Answered(sent, first, last, usage.completion_tokens, usage.prompt_tokens, cached)
 
 
-def figures(deployment: str, label: str, answers: Sequence[Answered], failed: int, seconds: float) -> Figures:
+def figures(
+    deployment: str, label: str, answers: Sequence[Answered], failed: int, seconds: float
+) -> ReplayBenchFigures:
     """
     Raises:
         ReplayFailed: nothing was answered.
@@ -281,7 +292,7 @@ def figures(deployment: str, label: str, answers: Sequence[Answered], failed: in
     ttft = sorted((each.first - each.sent) * 1e3 for each in answers)
     count = len(answers)
     gaps = sum(each.tokens - 1 for each in answers)
-    return Figures(
+    return ReplayBenchFigures(
         deployment,
         label,
         count,
@@ -297,7 +308,7 @@ def figures(deployment: str, label: str, answers: Sequence[Answered], failed: in
     )
 
 
-def _sweep(settings: Settings, figures: Sequence[Figures]) -> dict[str, Any]:
+def _sweep(settings: ReplayBenchSettings, figures: Sequence[ReplayBenchFigures]) -> dict[str, Any]:
     """The sweep as series by deployment."""
     by_state = {path: [each for each in figures if each.deployment == path] for path in settings.state}
     return {
@@ -307,7 +318,7 @@ def _sweep(settings: Settings, figures: Sequence[Figures]) -> dict[str, Any]:
     }
 
 
-def _report(settings: Settings, figures: Sequence[Figures]) -> None:
+def _report(settings: ReplayBenchSettings, figures: Sequence[ReplayBenchFigures]) -> None:
     table = Table(title="shared prefixes" if _sweeps(settings) else figures[0].label, title_justify="left")
     table.add_column("deployment")
     for head in ("ratio" if _sweeps(settings) else "trace", "hit", "TTFT mean", "p50", "p99", "max", "E2E mean", "ITL"):

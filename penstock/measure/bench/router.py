@@ -14,14 +14,22 @@ from rich.table import Table
 from penstock.cli.terminal import stdout
 from penstock.measure.intervals import Interval
 from penstock.measure.plots import PlotsMissing, _save, _subplots, plot_prefix_ratios
-from penstock.measure.simulation.comparison import Cell, PrefixSweep, Run, Summary, runs, series, summaries
+from penstock.measure.simulation.comparison import (
+    Cell,
+    PolicySummary,
+    PrefixSweep,
+    SimulationRun,
+    runs,
+    series,
+    summaries,
+)
 from penstock.measure.simulation.placement import DELAY_NS
-from penstock.measure.simulation.policy import Fleet, WorkerSpec
+from penstock.measure.simulation.policy import SimulatedFleet, WorkerSpec
 from penstock.measure.simulation.trace import WORKLOADS, TraceError, read_multiplied
 from penstock.router.placement.routing import Weights
 
 
-def plot_loads(summaries: Sequence[Summary], path: Path) -> None:
+def plot_loads(summaries: Sequence[PolicySummary], path: Path) -> None:
     """TTFT (mean and p99) and end-to-end time by load: a row a workload, a line a policy.
 
     Raises:
@@ -54,7 +62,7 @@ WorkloadName = Literal["chat", "agents", "documents", "unique", "bursts", "hot",
 Positive = Annotated[float, Meta(gt=0)]
 
 
-class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RouterBenchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock bench router``."""
 
     policies: Annotated[tuple[PolicyName, ...], Meta(description="to compare; the others against the first")] = (
@@ -108,9 +116,9 @@ class BadBench(Exception):
     """The settings do not fit together."""
 
 
-def run(settings: Settings) -> int:
+def run(settings: RouterBenchSettings) -> int:
     """Compare the policies and print one table per load. Returns 1 if a request was not served."""
-    all_runs: list[Run] = []
+    all_runs: list[SimulationRun] = []
     try:
         cells = list(_cells(settings))
         with contextlib.suppress(KeyboardInterrupt):
@@ -139,7 +147,7 @@ def run(settings: Settings) -> int:
     return 1 if any(each.figures.unfinished for each in all_runs) else 0
 
 
-def fleet(settings: Settings) -> Fleet:
+def fleet(settings: RouterBenchSettings) -> SimulatedFleet:
     """
     Raises:
         BadBench: there are prefill workers without decode workers, or more slow workers than workers.
@@ -160,10 +168,10 @@ def fleet(settings: Settings) -> Fleet:
         )
         for number, role in enumerate(roles)
     )
-    return Fleet(workers, settings.block_size, round(settings.transfer_us_per_token * 1e3), settings.encode)
+    return SimulatedFleet(workers, settings.block_size, round(settings.transfer_us_per_token * 1e3), settings.encode)
 
 
-def _cells(settings: Settings) -> list[Cell]:
+def _cells(settings: RouterBenchSettings) -> list[Cell]:
     engines = fleet(settings)
     weights = Weights(local_prefill_tokens=settings.local_prefill_tokens)
     cell = partial(
@@ -191,7 +199,7 @@ def _cells(settings: Settings) -> list[Cell]:
     return [cell(load, name, None, requests) for name in settings.workload for load in settings.load]
 
 
-def _loads(settings: Settings, summaries: Sequence[Summary]) -> list[float]:
+def _loads(settings: RouterBenchSettings, summaries: Sequence[PolicySummary]) -> list[float]:
     """The loads at which every policy ran every prefix ratio; empty without a sweep."""
     if not settings.prefix_ratios:
         return []
@@ -199,14 +207,14 @@ def _loads(settings: Settings, summaries: Sequence[Summary]) -> list[float]:
     return [load for load in settings.load if sum(each.load == load for each in summaries) == whole]
 
 
-def _progress(each: Run, done: int, total: int) -> None:
+def _progress(each: SimulationRun, done: int, total: int) -> None:
     if sys.stderr.isatty():
         print(f"\r{done}/{total} {each.workload} ×{each.load:g} {each.policy}\033[K", end="", file=sys.stderr)
         if done == total:
             print("\r\033[K", end="", file=sys.stderr)
 
 
-def _report(settings: Settings, summaries: Sequence[Summary]) -> None:
+def _report(settings: RouterBenchSettings, summaries: Sequence[PolicySummary]) -> None:
     for cell in dict.fromkeys((each.workload, each.load) for each in summaries):
         group = [each for each in summaries if (each.workload, each.load) == cell]
         console = stdout()
@@ -214,7 +222,7 @@ def _report(settings: Settings, summaries: Sequence[Summary]) -> None:
         console.print(table(f"{about}, load {cell[1]:g}, {group[0].figures.requests} requests", group))
 
 
-def table(title: str, group: Sequence[Summary]) -> Table:
+def table(title: str, group: Sequence[PolicySummary]) -> Table:
     """Means over the seeds; TTFT and E2E of all but the first also as differences with 95 % intervals."""
     first = group[0].policy
     shown = Table(title=title, title_justify="left")

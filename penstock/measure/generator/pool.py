@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
-from penstock.measure.generator.target import Target
+from penstock.measure.generator.target import HttpTarget
 
 
 @dataclass(slots=True, eq=False)
@@ -79,14 +79,14 @@ _TAIL_BYTES = 2048
 _QUOTED_BYTES = 200  # of an error's body
 
 
-class Connection(asyncio.Protocol):
+class PooledConnection(asyncio.Protocol):
     """
     Args:
         idle: called when an answer is complete and another request may be sent, before ``Exchange.done``.
         lost: called when the connection has ended, wanted or not.
     """
 
-    def __init__(self, idle: Callable[["Connection"], None], lost: Callable[["Connection"], None]) -> None:
+    def __init__(self, idle: Callable[["PooledConnection"], None], lost: Callable[["PooledConnection"], None]) -> None:
         self._idle = idle
         self._lost = lost
         self._transport: asyncio.Transport | None = None
@@ -207,7 +207,7 @@ _CHECK_S = 0.5
 _CLOSING_STEPS = 100
 
 
-class Pool:
+class ConnectionPool:
     """Sends each request on an idle connection, or on a new one.
 
     Args:
@@ -215,17 +215,17 @@ class Pool:
         timeout_s: a request without a complete answer after this time fails; 0: none does.
     """
 
-    def __init__(self, target: Target, *, most: int = 8192, timeout_s: float = 0.0) -> None:
+    def __init__(self, target: HttpTarget, *, most: int = 8192, timeout_s: float = 0.0) -> None:
         self._target = target
         self._most = most
         self._timeout_s = timeout_s
-        self._idle: list[Connection] = []
-        self._connections: set[Connection] = set()
+        self._idle: list[PooledConnection] = []
+        self._connections: set[PooledConnection] = set()
         self._opening: set[asyncio.Task[None]] = set()
         self._check: asyncio.Task[None] | None = None
         self._closed = False
 
-    async def __aenter__(self) -> "Pool":
+    async def __aenter__(self) -> "ConnectionPool":
         if self._timeout_s:
             self._check = asyncio.create_task(self._fail_late(), name="late requests")
         return self
@@ -257,7 +257,7 @@ class Pool:
             exchange.error = f"no connection: {self._most} are open; the server is slower than the load"
             exchange.done(exchange)
             return
-        connection = Connection(self._idle.append, self._on_lost)
+        connection = PooledConnection(self._idle.append, self._on_lost)
         self._connections.add(connection)
         target = self._target
         try:
@@ -275,7 +275,7 @@ class Pool:
         else:
             connection.send(exchange)
 
-    def _on_lost(self, connection: Connection) -> None:
+    def _on_lost(self, connection: PooledConnection) -> None:
         self._connections.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
@@ -292,7 +292,7 @@ class Pool:
 class ClosedLoop:
     """Keeps ``concurrency`` requests in flight until ``following`` returns None or ``stop`` is called."""
 
-    def __init__(self, pool: Pool, concurrency: int, following: Callable[[], Exchange | None]) -> None:
+    def __init__(self, pool: ConnectionPool, concurrency: int, following: Callable[[], Exchange | None]) -> None:
         self._pool = pool
         self._following = following
         self._stopped = False
@@ -332,7 +332,7 @@ class ClosedLoop:
         return True
 
 
-async def send_in_time(pool: Pool, requests: Iterable[tuple[float, Exchange]], began: float) -> None:
+async def send_in_time(pool: ConnectionPool, requests: Iterable[tuple[float, Exchange]], began: float) -> None:
     """Send each request when it is due: seconds after ``began``, in ascending order."""
     for at_s, exchange in requests:
         exchange.due = began + at_s

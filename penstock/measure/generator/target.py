@@ -15,7 +15,7 @@ class BadTarget(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class HttpTarget:
     """
     Attributes:
         prefix: of the path, without ``/v1``.
@@ -43,7 +43,7 @@ class Target:
         )
 
 
-def parse_target(url: str, *, api_key: str = "", insecure: bool = False) -> Target:
+def parse_target(url: str, *, api_key: str = "", insecure: bool = False) -> HttpTarget:
     """A server by its URL, with or without scheme (http) and ``/v1``.
 
     Args:
@@ -69,10 +69,10 @@ def parse_target(url: str, *, api_key: str = "", insecure: bool = False) -> Targ
         if insecure:
             tls.check_hostname = False
             tls.verify_mode = ssl.CERT_NONE
-    return Target(parts.hostname, port, parts.path.rstrip("/").removesuffix("/v1"), tls, api_key)
+    return HttpTarget(parts.hostname, port, parts.path.rstrip("/").removesuffix("/v1"), tls, api_key)
 
 
-async def ask(target: Target, path: str, body: bytes | None = None, timeout_s: float = 10.0) -> tuple[int, bytes]:
+async def ask(target: HttpTarget, path: str, body: bytes | None = None, timeout_s: float = 10.0) -> tuple[int, bytes]:
     """Send a GET, or a POST of ``body``, and return status and body. Status 0: no answer, and the body says why."""
     headers = [("Authorization", f"Bearer {target.api_key}")] if target.api_key else []
     if body is not None:

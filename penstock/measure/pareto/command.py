@@ -17,13 +17,13 @@ from penstock.configs.flags import Parser
 from penstock.measure.pareto import plots
 from penstock.measure.pareto import records as deployment
 from penstock.measure.pareto.cost import BadPrices, Prices, read
-from penstock.measure.pareto.records import BadDeployment, Gain, Record, fronts, gains, kinds, marked, records
+from penstock.measure.pareto.records import BadDeployment, Gain, ParetoRecord, fronts, gains, kinds, marked, records
 from penstock.measure.plots import PlotsMissing
-from penstock.measure.sweep.results import BadResults, Series, read_series
+from penstock.measure.sweep.results import BadResults, EndpointSeries, read_series
 
 
 def print_report(
-    measured: Sequence[Record], gains: Mapping[str, Gain], baseline: str, currency: str, console: Console
+    measured: Sequence[ParetoRecord], gains: Mapping[str, Gain], baseline: str, currency: str, console: Console
 ) -> None:
     """Print one table for each kind, then the remarks.
 
@@ -36,7 +36,7 @@ def print_report(
         console.print(line, markup=False, highlight=False)
 
 
-def table(kind: str, of_kind: Sequence[Record], currency: str) -> Table:
+def table(kind: str, of_kind: Sequence[ParetoRecord], currency: str) -> Table:
     """A table of records by tokens/s per user. Those on the front are marked."""
     shown = Table(title=f"{kind}: output tokens/s, times in ms", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     shown.add_column("deployment")
@@ -62,7 +62,7 @@ def table(kind: str, of_kind: Sequence[Record], currency: str) -> Table:
     return shown
 
 
-def remarks(measured: Sequence[Record], gains: Mapping[str, Gain], baseline: str, currency: str) -> list[str]:
+def remarks(measured: Sequence[ParetoRecord], gains: Mapping[str, Gain], baseline: str, currency: str) -> list[str]:
     """Sentences about the gains, the cheapest level of each kind, and the limits of the comparison."""
     lines = [
         f"{kind}: {gain.ratio:.2f} × the tokens/s per GPU of {baseline}, at {gain.x:.1f} tokens/s per user "
@@ -155,12 +155,12 @@ def _prices(path: Path) -> Prices:
 
 
 def _records(
-    series: Sequence[Series], descriptions: Mapping[str, dict[str, str]], prices: Prices | None
-) -> list[Record]:
+    series: Sequence[EndpointSeries], descriptions: Mapping[str, dict[str, str]], prices: Prices | None
+) -> list[ParetoRecord]:
     names = [each.name for each in series]
     if unknown := sorted(descriptions.keys() - set(names)):
         raise BadDeployment(f"--deployment: no endpoint is called {', '.join(unknown)}; there are {', '.join(names)}")
-    measured: list[Record] = []
+    measured: list[ParetoRecord] = []
     for each in series:
         made_of = deployment.override(deployment.find(each.folder), descriptions.get(each.name, {}))
         measured += records(each, made_of, prices)
@@ -175,7 +175,7 @@ def _baseline(name: str, kinds: Sequence[str]) -> str:
     return name or kinds[0]
 
 
-def _workloads(series: Sequence[Series]) -> list[str]:
+def _workloads(series: Sequence[EndpointSeries]) -> list[str]:
     loads = (
         f"trace {result.trace}" if result.trace else f"ISL {result.workload.isl}, OSL {result.workload.osl}"
         for each in series
@@ -184,7 +184,9 @@ def _workloads(series: Sequence[Series]) -> list[str]:
     return list(dict.fromkeys(loads))
 
 
-def as_json(measured: Sequence[Record], higher: Mapping[str, Gain], baseline: str, prices: Prices | None) -> bytes:
+def as_json(
+    measured: Sequence[ParetoRecord], higher: Mapping[str, Gain], baseline: str, prices: Prices | None
+) -> bytes:
     """``pareto.json``: the records, the gains, and the prices they were computed with."""
     page = {
         "records": measured,

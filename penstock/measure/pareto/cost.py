@@ -14,7 +14,7 @@ class BadPrices(ValueError):
     """A price file that cannot be used, or that lacks a type of GPU."""
 
 
-class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GpuCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One GPU with its share of the host.
 
     Attributes:
@@ -37,7 +37,7 @@ class Prices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         utilisation: share of the hours that the deployment spends at the measured load; idle hours are paid, too.
     """
 
-    gpus: dict[str, Gpu]
+    gpus: dict[str, GpuCost]
     currency: str = "USD"
     energy_price_per_kwh: _Amount = 0.0
     pue: Annotated[float, Meta(ge=1)] = 1.0
@@ -75,7 +75,7 @@ def read(text: str) -> Prices:
     return prices
 
 
-def gpu_of(prices: Prices, name: str) -> Gpu:
+def gpu_of(prices: Prices, name: str) -> GpuCost:
     """The prices of a type of GPU; "" stands for the only one.
 
     Raises:
@@ -89,7 +89,7 @@ def gpu_of(prices: Prices, name: str) -> Gpu:
     return prices.gpus[name]
 
 
-def cost(prices: Prices, gpu: Gpu, tokens_per_s_per_gpu: float) -> Cost:
+def cost(prices: Prices, gpu: GpuCost, tokens_per_s_per_gpu: float) -> Cost:
     """The cost of a million output tokens at a throughput above 0."""
     busy = prices.utilisation
     idle_watts = gpu.watts if gpu.idle_watts is None else gpu.idle_watts

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.measure.pareto.records import Gain, Record, efficiency, front, fronts, kinds
+from penstock.measure.pareto.records import Gain, ParetoRecord, efficiency, front, fronts, kinds
 from penstock.measure.plots import PlotsMissing
 from penstock.measure.sweep.plot import COLOURS, STYLE
 
@@ -19,7 +19,7 @@ class Against(NamedTuple):
     """
 
     label: str
-    value: Callable[[Record], float | None]
+    value: Callable[[ParetoRecord], float | None]
     sign: int
 
 
@@ -30,7 +30,7 @@ AGAINST = {
 }
 
 
-def cost_fronts(measured: Sequence[Record], against: Against) -> dict[str, list[tuple[float, float]]]:
+def cost_fronts(measured: Sequence[ParetoRecord], against: Against) -> dict[str, list[tuple[float, float]]]:
     """For each kind, the lowest cost of a million tokens by ``against``, ascending."""
     lines = {}
     for kind, of_kind in kinds(measured).items():
@@ -40,7 +40,7 @@ def cost_fronts(measured: Sequence[Record], against: Against) -> dict[str, list[
     return lines
 
 
-def draw_efficiency(measured: Sequence[Record], gains: Mapping[str, Gain], baseline: str, path: Path) -> None:
+def draw_efficiency(measured: Sequence[ParetoRecord], gains: Mapping[str, Gain], baseline: str, path: Path) -> None:
     """Plot tokens/s per GPU against tokens/s per user, and mark how far each other kind is above ``baseline``.
 
     Raises:
@@ -62,7 +62,7 @@ def draw_efficiency(measured: Sequence[Record], gains: Mapping[str, Gain], basel
     _save(paint, path)
 
 
-def draw_cost(measured: Sequence[Record], against: Against, currency: str, path: Path) -> None:
+def draw_cost(measured: Sequence[ParetoRecord], against: Against, currency: str, path: Path) -> None:
     """Plot the cost of a million output tokens against tokens/s per user or latency.
 
     Raises:
@@ -98,7 +98,7 @@ def _paint(axis: Any, lines: Lines, every: Lines) -> None:
     axis.margins(0.08)
 
 
-def _label_levels(axis: Any, measured: Sequence[Record]) -> None:
+def _label_levels(axis: Any, measured: Sequence[ParetoRecord]) -> None:
     names = list(kinds(measured))
     for kind, line in fronts(measured).items():
         below = names.index(kind) % 2  # labels of two lines on either side

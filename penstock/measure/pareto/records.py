@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.measure.pareto.cost import BadPrices, Cost, Prices, cost, gpu_of
-from penstock.measure.sweep.results import Result, Series, mean
+from penstock.measure.sweep.results import EndpointSeries, LevelResult, mean
 
 FILE = "deployment.json"
 _Count = Annotated[int, Meta(ge=0)]
@@ -24,7 +24,7 @@ class BadDeployment(ValueError):
     """A description that cannot be used; the text names the file or the flag."""
 
 
-class Deployment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MeasuredDeployment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
     Attributes:
         kind: deployments of one kind share a line, such as "aggregated"; "": the endpoint's name.
@@ -45,10 +45,10 @@ class Deployment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     settings: dict[str, str | int | float | bool] = {}
 
 
-_FIELDS = tuple(field for field in Deployment.__struct_fields__ if field != "settings")
+_FIELDS = tuple(field for field in MeasuredDeployment.__struct_fields__ if field != "settings")
 
 
-def find(folder: Path) -> Deployment:
+def find(folder: Path) -> MeasuredDeployment:
     """Read the description in the endpoint's folder or the one above it. Without either it is empty.
 
     Raises:
@@ -56,12 +56,12 @@ def find(folder: Path) -> Deployment:
     """
     for path in (folder / FILE, folder.parent / FILE):
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Deployment)
+            return msgspec.json.decode(path.read_bytes(), type=MeasuredDeployment)
         except FileNotFoundError:
             continue
         except (OSError, msgspec.DecodeError) as error:
             raise BadDeployment(f"{path}: {error}") from None
-    return Deployment()
+    return MeasuredDeployment()
 
 
 def parse(flags: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -83,7 +83,7 @@ def parse(flags: Sequence[str]) -> dict[str, dict[str, str]]:
     return values
 
 
-def override(deployment: Deployment, fields: dict[str, str]) -> Deployment:
+def override(deployment: MeasuredDeployment, fields: dict[str, str]) -> MeasuredDeployment:
     """Return the deployment with ``fields`` replaced.
 
     Raises:
@@ -93,7 +93,7 @@ def override(deployment: Deployment, fields: dict[str, str]) -> Deployment:
     other = {key: value for key, value in fields.items() if key not in _FIELDS}
     merged = msgspec.structs.asdict(deployment) | own | {"settings": deployment.settings | other}
     try:
-        return msgspec.convert(merged, Deployment, strict=False)
+        return msgspec.convert(merged, MeasuredDeployment, strict=False)
     except msgspec.ValidationError as error:
         raise BadDeployment(f"--deployment: {error}") from None
 
@@ -164,7 +164,7 @@ def largest_gain(ours: Line, theirs: Line) -> Gain | None:
     return max((gain for gain in gains if gain), key=lambda gain: gain.ratio, default=None)
 
 
-class Record(Struct, frozen=True, kw_only=True):
+class ParetoRecord(Struct, frozen=True, kw_only=True):
     """A level of a deployment, averaged over its runs. Throughput is of output, in tokens/s; times are in ms.
 
     Attributes:
@@ -205,7 +205,7 @@ class Record(Struct, frozen=True, kw_only=True):
     cost: Cost | None = None
 
 
-def records(series: Series, deployment: Deployment, prices: Prices | None = None) -> list[Record]:
+def records(series: EndpointSeries, deployment: MeasuredDeployment, prices: Prices | None = None) -> list[ParetoRecord]:
     """The records of one endpoint. Levels without throughput, or without streaming, are left out.
 
     Raises:
@@ -234,13 +234,13 @@ def records(series: Series, deployment: Deployment, prices: Prices | None = None
     ]
 
 
-def _record(name: str, result: Result, deployment: Deployment, gpus: int) -> Record | None:
+def _record(name: str, result: LevelResult, deployment: MeasuredDeployment, gpus: int) -> ParetoRecord | None:
     throughput = mean(result, "output_tokens_per_s")
     pace = mean(result, "tokens_per_s_per_user")
     if not throughput or not pace:
         return None
     level = result.level
-    return Record(
+    return ParetoRecord(
         name=name,
         kind=deployment.kind or name,
         model=deployment.model or result.model,
@@ -268,31 +268,31 @@ def _record(name: str, result: Result, deployment: Deployment, gpus: int) -> Rec
     )
 
 
-def efficiency(record: Record) -> tuple[float, float]:
+def efficiency(record: ParetoRecord) -> tuple[float, float]:
     """Tokens/s per user and tokens/s per GPU, the two goals of a front."""
     return record.output_tokens_per_s_per_user, record.output_tokens_per_s_per_gpu
 
 
-def kinds(measured: Iterable[Record]) -> dict[str, list[Record]]:
+def kinds(measured: Iterable[ParetoRecord]) -> dict[str, list[ParetoRecord]]:
     """The records of each kind, in the order in which the kinds come."""
-    by_kind: dict[str, list[Record]] = {}
+    by_kind: dict[str, list[ParetoRecord]] = {}
     for each in measured:
         by_kind.setdefault(each.kind, []).append(each)
     return by_kind
 
 
-def fronts(measured: Iterable[Record]) -> dict[str, list[Record]]:
+def fronts(measured: Iterable[ParetoRecord]) -> dict[str, list[ParetoRecord]]:
     """For each kind, the records on its front, by tokens/s per user ascending."""
     return {kind: front(of_kind, efficiency) for kind, of_kind in kinds(measured).items()}
 
 
-def marked(measured: Sequence[Record]) -> list[Record]:
+def marked(measured: Sequence[ParetoRecord]) -> list[ParetoRecord]:
     """The same records, with ``on_front`` set."""
     best = {id(each) for line in fronts(measured).values() for each in line}
     return [msgspec.structs.replace(each, on_front=id(each) in best) for each in measured]
 
 
-def gains(lines: Mapping[str, Sequence[Record]], baseline: str, pace: float = 0.0) -> dict[str, Gain]:
+def gains(lines: Mapping[str, Sequence[ParetoRecord]], baseline: str, pace: float = 0.0) -> dict[str, Gain]:
     """How much higher the front of each other kind is than that of ``baseline``.
 
     Args:

@@ -18,13 +18,14 @@ from rich.console import Console
 
 from penstock.cli.figures import clock, duration_ns
 from penstock.cli.terminal import escape, print_hanging, stdout
+from penstock.configs.flags import BadSettings
 from penstock.configs.logs import setup
-from penstock.configs.planner_settings import BadRules, Settings, rules_of
+from penstock.configs.planner_settings import BadRules, PlannerSettings, rules_of
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
-from penstock.log.sources.open_log import FAILURES, Source, open_log
+from penstock.log.sources.open_log import FAILURES, LogSource, open_log
 from penstock.measure.planner.capacity import EngineTiming
-from penstock.measure.planner.connectors import Api, BadCluster, Connector, DryRun, LocalWorkers, Replicas
+from penstock.measure.planner.connectors import BadCluster, Connector, DryRun, KubernetesApi, LocalWorkers, Replicas
 from penstock.measure.planner.core import Planner
 from penstock.measure.planner.loop import NoDecision, PlannerLoop
 from penstock.measure.profile.data import BadProfile, Profile, load
@@ -59,7 +60,7 @@ def _change(role: str, change: Change) -> str:
     return f"{role} {moved}{reasons}"
 
 
-async def show_history(source: Source, model: str, since: str, *, as_json: bool) -> None:
+async def show_history(source: LogSource, model: str, since: str, *, as_json: bool) -> None:
     """Print the decisions in the log.
 
     Args:
@@ -95,16 +96,12 @@ log = structlog.get_logger("plan")
 FLEET_S = 30.0  # to wait for the first workers
 
 
-class BadSettings(ValueError):
-    """Flags that do not fit together, or not to the deployment."""
-
-
-def run(settings: Settings) -> int:
+def run(settings: PlannerSettings) -> int:
     """Plan until Ctrl-C or SIGTERM; 1 if the deployment cannot be reached or nothing could be decided, 2 for flags that
     do not fit it.
     """
     setup(settings.log_format, "info", name="plan", stream=sys.stderr)
-    source = Source(Path(settings.data_dir), settings.nats_url, settings.namespace)
+    source = LogSource(Path(settings.data_dir), settings.nats_url, settings.namespace)
     try:
         if settings.history:
             asyncio.run(show_history(source, settings.model, settings.since, as_json=settings.json))
@@ -124,7 +121,7 @@ def _explain(error: object, status: int) -> int:
     return status
 
 
-async def _run(settings: Settings, source: Source) -> None:
+async def _run(settings: PlannerSettings, source: LogSource) -> None:
     async with open_log(source, name="plan", role="planner", streams=()) as opened:
         if opened.stopped:
             raise ValueError("the deployment is stopped: there is nothing to plan; --history shows earlier decisions")
@@ -199,7 +196,7 @@ def _profile(text: str) -> Profile:
         raise BadSettings(f"--profile {text}: give mock, or mock:2 with the workers' --mock-speedup") from None
 
 
-def connector_of(settings: Settings, bus: Bus, roles: Sequence[Role]) -> Connector:
+def connector_of(settings: PlannerSettings, bus: Bus, roles: Sequence[Role]) -> Connector:
     """
     Raises:
         BadSettings, BadCluster: it cannot be used here.
@@ -216,7 +213,7 @@ def connector_of(settings: Settings, bus: Bus, roles: Sequence[Role]) -> Connect
         if role not in workloads:
             raise BadSettings(f"--kubernetes-workloads {text}: write ROLE=KIND/NAME; roles here: {', '.join(roles)}")
         workloads[role] = workload
-    return Replicas(Api.find(settings.kubernetes_url), settings.kubernetes_namespace, workloads)
+    return Replicas(KubernetesApi.find(settings.kubernetes_url), settings.kubernetes_namespace, workloads)
 
 
 def _say(planned: Planned) -> None:

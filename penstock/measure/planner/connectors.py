@@ -80,7 +80,7 @@ class BadCluster(ValueError):
     """No API server is known, or a workload is named wrongly."""
 
 
-class Api:
+class KubernetesApi:
     """
     Args:
         url: of the API server, such as that of `kubectl proxy`.
@@ -93,7 +93,7 @@ class Api:
         self._tls = tls
 
     @classmethod
-    def find(cls, url: str, account: Path = ACCOUNT, environ: Mapping[str, str] = os.environ) -> "Api":
+    def find(cls, url: str, account: Path = ACCOUNT, environ: Mapping[str, str] = os.environ) -> "KubernetesApi":
         """The API server at ``url``; "": the one of the cluster that this process runs in, as its service account.
 
         Raises:
@@ -147,7 +147,7 @@ class Replicas:
 
     name: ClassVar[str] = "kubernetes"
 
-    def __init__(self, api: Api, namespace: str, workloads: Mapping[Role, str]) -> None:
+    def __init__(self, api: KubernetesApi, namespace: str, workloads: Mapping[Role, str]) -> None:
         self._api = api
         self._paths = {role: scale_path(namespace, workload) for role, workload in workloads.items()}
 

@@ -37,7 +37,7 @@ RENEW_S = 2.5
 LEASE_STORE_S = 2.0
 
 
-class Lease:
+class PlannerLease:
     """
     Args:
         planner: its id.
@@ -135,7 +135,7 @@ class PlannerLoop:
         self._id = planner_id
         self._model = model
         self._say = say
-        self._lease = Lease(bus, model, planner_id)
+        self._lease = PlannerLease(bus, model, planner_id)
         self._state = planner.begin()
         self._reader = LoadReader(bus, model)
         self._why_not = "its lease could not be taken"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from penstock.cli.figures import quantile
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import stream_end
-from penstock.operate.observe import Ended
+from penstock.operate.observe import EndsFollower
 from penstock.operate.workers import registrations
 from penstock.schemas.fleet import Registration, State
 from penstock.schemas.plans import ROLES, Observation, Pool, Role, Times
@@ -43,7 +43,7 @@ class LoadReader:
         self._model = model
         self._accepted = 0
         self._ended = 0
-        self._ends_seen = Ended(bus, MOST)
+        self._ends_seen = EndsFollower(bus, MOST)
         self._at = 0.0
 
     async def begin(self) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from penstock.configs.flags import BadSettings
 from penstock.infra.model.modeldir import ModelError
 from penstock.measure.generator.lag import loop_factory
 from penstock.measure.generator.target import BadTarget
@@ -21,9 +22,9 @@ from penstock.measure.plots import PlotsMissing
 from penstock.measure.profile import grid
 from penstock.measure.profile.data import FILE, BadProfile, Decode, Prefill, Profile, Setup, load
 from penstock.measure.profile.endpoint import Capacity, Grid, ProfileFailed, Profiler, capacity_of
-from penstock.measure.sweep.bodies import Bodies, TooLarge
+from penstock.measure.sweep.bodies import Bodies, LevelTooLarge
 from penstock.measure.sweep.command import text_of
-from penstock.measure.sweep.endpoints import BadEndpoint, Endpoint, parse_endpoints
+from penstock.measure.sweep.endpoints import BadEndpoint, SweptEndpoint, parse_endpoints
 from penstock.measure.sweep.smoke import Api, Smoke, Unhealthy, smoke
 from penstock.measure.sweep.workload import NoShortWord, TokenText
 
@@ -88,7 +89,7 @@ def _decode(figure: Any, data: Decode) -> None:
 _CONTEXT = 16_384  # of the largest grid, unless a flag says otherwise
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EndpointProfileSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock profile endpoint``."""
 
     endpoint: Annotated[str, Meta(description="server: a URL, or the state.json of `penstock up`")] = (
@@ -130,15 +131,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     overwrite: Annotated[bool, Meta(description="measure points again that the folder has")] = False
 
 
-class BadSettings(ValueError):
-    """Flags that do not fit together, or that are missing."""
-
-
 _USAGE = (BadSettings, BadEndpoint, BadTarget)
-_FAILED = (Unhealthy, ProfileFailed, BadProfile, ModelError, NoShortWord, TooLarge)
+_FAILED = (Unhealthy, ProfileFailed, BadProfile, ModelError, NoShortWord, LevelTooLarge)
 
 
-def run(settings: Settings) -> int:
+def run(settings: EndpointProfileSettings) -> int:
     """Measure, save and plot. Returns 1 if the endpoint fails or points remain to be measured, 2 for bad flags."""
     folder = Path(settings.out)
     try:
@@ -163,7 +160,7 @@ def run(settings: Settings) -> int:
     return 1 if left else 0
 
 
-async def _measure(settings: Settings, folder: Path) -> tuple[Profile, int]:
+async def _measure(settings: EndpointProfileSettings, folder: Path) -> tuple[Profile, int]:
     endpoint = endpoint_of(settings)
     loaded, texts = await _smoke(settings, endpoint)
     setup = setup_of(settings, loaded.model, await capacity_of(endpoint, loaded.model))
@@ -184,7 +181,7 @@ async def _measure(settings: Settings, folder: Path) -> tuple[Profile, int]:
     return profiler.profile, left
 
 
-def endpoint_of(settings: Settings) -> Endpoint:
+def endpoint_of(settings: EndpointProfileSettings) -> SweptEndpoint:
     """
     Raises:
         BadEndpoint: it cannot be used.
@@ -201,13 +198,13 @@ def endpoint_of(settings: Settings) -> Endpoint:
     return endpoint
 
 
-async def _smoke(settings: Settings, endpoint: Endpoint) -> tuple[Smoke, TokenText]:
+async def _smoke(settings: EndpointProfileSettings, endpoint: SweptEndpoint) -> tuple[Smoke, TokenText]:
     first = await smoke(endpoint.target, settings.api, settings.model, None)
     texts = text_of(settings.tokenizer or first.model)
     return await smoke(endpoint.target, settings.api, first.model, texts), texts
 
 
-def setup_of(settings: Settings, model: str, capacity: Capacity) -> Setup:
+def setup_of(settings: EndpointProfileSettings, model: str, capacity: Capacity) -> Setup:
     """The setup by flags and by the server's own metrics. Flags win.
 
     Raises:
@@ -238,7 +235,7 @@ def setup_of(settings: Settings, model: str, capacity: Capacity) -> Setup:
     )
 
 
-def grid_of(settings: Settings, setup: Setup) -> Grid:
+def grid_of(settings: EndpointProfileSettings, setup: Setup) -> Grid:
     """
     Raises:
         BadSettings: the context is too short, or not even one request for each rank fits into the KV cache.

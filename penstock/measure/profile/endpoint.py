@@ -17,10 +17,10 @@ from penstock.measure.generator.target import ask
 from penstock.measure.profile import grid
 from penstock.measure.profile.data import DecodePoint, Profile, save
 from penstock.measure.sweep.bodies import Bodies
-from penstock.measure.sweep.endpoints import Endpoint
-from penstock.measure.sweep.figures import Record
-from penstock.measure.sweep.level_run import Limits, run_level
-from penstock.measure.sweep.workload import Level, Workload
+from penstock.measure.sweep.endpoints import SweptEndpoint
+from penstock.measure.sweep.figures import RequestRecord
+from penstock.measure.sweep.level_run import RunLimits, run_level
+from penstock.measure.sweep.workload import LoadLevel, Workload
 
 _CACHED = 0.05  # share of the prompts from which TTFT is not that of a prefill
 
@@ -55,7 +55,7 @@ class Profiler:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: SweptEndpoint,
         bodies: Bodies,
         profile: Profile,
         folder: Path,
@@ -69,7 +69,7 @@ class Profiler:
         self.profile = profile
         self._folder = folder
         self._seed = seed
-        self._limits = Limits(failed=0, timeout_s=timeout_s)
+        self._limits = RunLimits(failed=0, timeout_s=timeout_s)
         self._say = say
 
     async def run(self, grid: Grid) -> int:
@@ -136,8 +136,8 @@ class Profiler:
         self._say(f"{at}  KV {point.kv_usage:6.1%}  ITL {itl:7.2f} ms  {point.throughput:10,.0f} tokens/s per GPU")
         return True
 
-    async def _answers(self, isl: int, osl: int, concurrency: int, requests: int) -> list[Record]:
-        level = Level("concurrency", concurrency, requests)
+    async def _answers(self, isl: int, osl: int, concurrency: int, requests: int) -> list[RequestRecord]:
+        level = LoadLevel("concurrency", concurrency, requests)
         workload = Workload(isl=isl, isl_stddev=0.0, osl=osl)
         # The length is in the seed: prompts of two lengths that share a seed would begin alike.
         planned = self._bodies.synthetic(workload, level, self._seed, isl)
@@ -209,7 +209,7 @@ def _product(*numbers: str | None) -> int:
     return product
 
 
-async def capacity_of(endpoint: Endpoint, model: str) -> Capacity:
+async def capacity_of(endpoint: SweptEndpoint, model: str) -> Capacity:
     """Read the endpoint's metrics pages and its list of models. Pages that do not answer are left out."""
     answers = [await ask(page.target, page.path, timeout_s=_TIMEOUT_S) for page in endpoint.pages]
     capacity = read_capacity([body.decode(errors="replace") for status, body in answers if status == 200])

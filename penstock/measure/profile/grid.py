@@ -4,7 +4,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from penstock.measure.sweep.figures import Record
+from penstock.measure.sweep.figures import RequestRecord
 
 SHORTEST = 100  # tokens of the shortest prompt
 RESERVE = 512  # tokens of the context that the longest prompt of prefill leaves
@@ -49,13 +49,13 @@ def kv_usage(context: float, concurrency: int, max_kv_tokens: int) -> float:
     return min(1.0, context * concurrency / max_kv_tokens)
 
 
-def ttft(records: Sequence[Record]) -> float | None:
+def ttft(records: Sequence[RequestRecord]) -> float | None:
     """Median TTFT, ms; None: nothing was streamed."""
     measured = [record.ttft_ms for record in records if record.ttft_ms > 0]
     return statistics.median(measured) if measured else None
 
 
-def steady_itl(records: Sequence[Record]) -> float | None:
+def steady_itl(records: Sequence[RequestRecord]) -> float | None:
     """Time per token while all requests decode, ms; None: they never did, or for too few tokens.
 
     It starts when the last request has its first text and ends when the first one has its last, so that prompts which
@@ -78,12 +78,12 @@ def steady_itl(records: Sequence[Record]) -> float | None:
     return seconds / tokens
 
 
-def answered(record: Record) -> int:
+def answered(record: RequestRecord) -> int:
     """The number of tokens in an answer: the server's count, or else the number of events with text."""
     return record.osl if record.osl >= 0 else record.events
 
 
-def cached_share(records: Sequence[Record]) -> float:
+def cached_share(records: Sequence[RequestRecord]) -> float:
     """Share of the prompt tokens that the server found in its cache; 0.0 if it does not report them."""
     counted = [record for record in records if record.cached >= 0 and record.isl > 0]
     return sum(record.cached for record in counted) / sum(record.isl for record in counted) if counted else 0.0

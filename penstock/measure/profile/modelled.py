@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.measure.profile import grid
 from penstock.measure.profile.data import Decode, DecodePoint, Profile, Setup
-from penstock.measure.simulation.engine import MAX_SEQUENCES, Engine, EngineSequence, decode_ns
+from penstock.measure.simulation.engine import MAX_SEQUENCES, EngineSequence, SimulatedEngine, decode_ns
 
 BLOCKS, BLOCK_SIZE = 16_384, 32  # as a mock worker's
 _POINTS = 12
@@ -66,7 +66,7 @@ def mock_profile(
 
 def prompt_ms(tokens: int, blocks: int, block_size: int) -> float:
     """TTFT of a prompt that has the worker to itself, ms."""
-    engine = Engine(blocks, block_size)
+    engine = SimulatedEngine(blocks, block_size)
     engine.add(EngineSequence(0, tokens, 1, range(tokens // block_size)))
     spent = 0
     while engine.has_work:

@@ -29,7 +29,7 @@ from penstock.measure.profile import grid
 from penstock.measure.profile.data import Decode, DecodePoint, Profile, Setup
 
 
-class Gpu(Struct, frozen=True, kw_only=True):
+class GpuFigures(Struct, frozen=True, kw_only=True):
     """
     Attributes:
         bf16_tflops, fp8_tflops, fp4_tflops: 10^12 operations per second; 0: the type is computed as bf16.
@@ -53,11 +53,13 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
 
 GPUS = {
-    "A100": Gpu(bf16_tflops=312, hbm_gb_s=2039, memory_gib=79.3, link_gb_s=300),
-    "H100": Gpu(bf16_tflops=989, fp8_tflops=1979, hbm_gb_s=3350, memory_gib=79.6, link_gb_s=450),
-    "H200": Gpu(bf16_tflops=989, fp8_tflops=1979, hbm_gb_s=4800, memory_gib=140.4, link_gb_s=450),
-    "B200": Gpu(bf16_tflops=2250, fp8_tflops=4500, fp4_tflops=9000, hbm_gb_s=8000, memory_gib=179.0, link_gb_s=900),
-    "L40S": Gpu(bf16_tflops=362, fp8_tflops=733, hbm_gb_s=864, memory_gib=44.5, link_gb_s=32),
+    "A100": GpuFigures(bf16_tflops=312, hbm_gb_s=2039, memory_gib=79.3, link_gb_s=300),
+    "H100": GpuFigures(bf16_tflops=989, fp8_tflops=1979, hbm_gb_s=3350, memory_gib=79.6, link_gb_s=450),
+    "H200": GpuFigures(bf16_tflops=989, fp8_tflops=1979, hbm_gb_s=4800, memory_gib=140.4, link_gb_s=450),
+    "B200": GpuFigures(
+        bf16_tflops=2250, fp8_tflops=4500, fp4_tflops=9000, hbm_gb_s=8000, memory_gib=179.0, link_gb_s=900
+    ),
+    "L40S": GpuFigures(bf16_tflops=362, fp8_tflops=733, hbm_gb_s=864, memory_gib=44.5, link_gb_s=32),
 }
 
 
@@ -122,11 +124,11 @@ class Mapping(Struct, frozen=True, kw_only=True):
         return f"{kind}{self.tp}" + (f"pp{self.pp}" if self.pp > 1 else "")
 
 
-class Engine(Struct, frozen=True):
+class RooflineEngine(Struct, frozen=True):
     """A model on GPUs."""
 
     shape: Shape
-    gpu: Gpu
+    gpu: GpuFigures
     mapping: Mapping
     efficiency: Efficiency = Efficiency()
 
@@ -239,7 +241,7 @@ class Engine(Struct, frozen=True):
         return total
 
 
-def fits(engine: Engine, length: int) -> str:
+def fits(engine: RooflineEngine, length: int) -> str:
     """Why contexts of ``length`` tokens cannot be served; "": they can."""
     found = engine.memory(length)
     if found.weights + found.reserve >= found.gpu:
@@ -249,7 +251,7 @@ def fits(engine: Engine, length: int) -> str:
     return ""
 
 
-def most(engine: Engine, length: int) -> int:
+def most(engine: RooflineEngine, length: int) -> int:
     """Sequences at once, over all ranks."""
     return min(engine.sequences(length), MAX_BATCH * engine.mapping.ranks)
 
@@ -290,7 +292,7 @@ def _divides(shape: Shape, ranks: int) -> bool:
 _POINTS = 10
 
 
-def roofline_profile(engine: Engine, *, isl: int, osl: int, up: str = "") -> Profile:
+def roofline_profile(engine: RooflineEngine, *, isl: int, osl: int, up: str = "") -> Profile:
     """Around prompts of ``isl`` and answers of ``osl`` tokens. The engine holds at least one such context."""
     length = isl + osl
     mapping = engine.mapping

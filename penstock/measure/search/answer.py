@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from penstock.configs.flags import BadFlags, flag_name, read
 from penstock.configs.settings import WorkerSettings
 from penstock.configs.up_settings import UpSettings
-from penstock.deploy.kubernetes import Wanted, to_yaml, values_of
+from penstock.deploy.kubernetes import KubernetesSpec, to_yaml, values_of
 from penstock.deploy.kubernetes import commands as helm_commands
 from penstock.deploy.values import SETTLED, Engine
 from penstock.infra.engine_args.memory_estimate import GIB
@@ -18,8 +18,8 @@ from penstock.launch.plan import passed
 from penstock.launch.recipes.catalogue import GPUS, RecipeEntry, entry_of
 from penstock.launch.recipes.engine_args import EngineSpec
 from penstock.launch.recipes.generate import texts_of
-from penstock.measure.profile.roofline import Engine as Estimated
-from penstock.measure.search.candidates import Candidate, PoolSize, Sla
+from penstock.measure.profile.roofline import RooflineEngine
+from penstock.measure.search.candidates import PoolSize, SizedDeployment, Sla
 from penstock.schemas.plans import Role
 
 ENGINE_IMAGE = "registry.example.com/penstock-{engine}:0.1.0"  # as the chart's own image: a name to be replaced
@@ -33,8 +33,8 @@ _FILES = {
 
 
 def recipes(
-    candidate: Candidate,
-    engines: Mapping[str, Estimated],
+    candidate: SizedDeployment,
+    engines: Mapping[str, RooflineEngine],
     sla: Sla,
     *,
     model: str,
@@ -88,13 +88,13 @@ class Flags(NamedTuple):
     file: str = ""
 
 
-def commands(candidate: Candidate, flags: Mapping[Role, Flags]) -> tuple[str, ...]:
+def commands(candidate: SizedDeployment, flags: Mapping[Role, Flags]) -> tuple[str, ...]:
     """The lines for a shell that start it on one machine with a broker of its own."""
     return machine({pool.role: pool.workers for pool in candidate.pools}, candidate, flags, "", _OWN_URL)
 
 
 def machine(
-    workers: Mapping[Role, int], candidate: Candidate, flags: Mapping[Role, Flags], common: str, url: str = ""
+    workers: Mapping[Role, int], candidate: SizedDeployment, flags: Mapping[Role, Flags], common: str, url: str = ""
 ) -> tuple[str, ...]:
     """The lines for one machine: a `penstock up`, and a `penstock worker` for each worker where pools differ.
 
@@ -132,7 +132,7 @@ def engine_file(pool: PoolSize, name: str, folder: str) -> str:
     return f"{_FILES[pool.role]} {shlex.quote(f'{folder}/{file_of(pool, name)}')}"
 
 
-def hosts(candidate: Candidate, per_host: int) -> list[tuple[int, dict[Role, int]]]:
+def hosts(candidate: SizedDeployment, per_host: int) -> list[tuple[int, dict[Role, int]]]:
     """How many machines have which workers, by role: each role fills machines, and what is left over shares them.
 
     Args:
@@ -158,7 +158,7 @@ def hosts(candidate: Candidate, per_host: int) -> list[tuple[int, dict[Role, int
 
 
 def helm_values(
-    candidate: Candidate,
+    candidate: SizedDeployment,
     *,
     engine: Engine,
     model: str,
@@ -179,7 +179,7 @@ def helm_values(
     """
     counts: dict[str, int] = {pool.role: pool.workers for pool in candidate.pools}
     image = ENGINE_IMAGE.format(engine=engine) if engine in EXTERNAL else ""
-    wanted = Wanted(counts=counts, engine=engine, model=model, engine_image=image)
+    wanted = KubernetesSpec(counts=counts, engine=engine, model=model, engine_image=image)
     members: dict[str, RecipeEntry] = {}
     own: dict[str, str] = {}
     for pool in candidate.pools:

@@ -62,7 +62,7 @@ class PoolSize(Struct, frozen=True):
     concurrency: int = 0
 
 
-class Candidate(Struct, frozen=True, kw_only=True):
+class SizedDeployment(Struct, frozen=True, kw_only=True):
     """A deployment at the highest rate within the SLA, or at the rate that was asked for."""
 
     pools: tuple[PoolSize, ...]
@@ -100,7 +100,7 @@ class Scope(Struct, frozen=True, kw_only=True):
     hit_rate: float = 0.0
 
 
-def candidates(found: Sequence[Configuration], sla: Sla, scope: Scope) -> list[Candidate]:
+def candidates(found: Sequence[Configuration], sla: Sla, scope: Scope) -> list[SizedDeployment]:
     """The best size of each configuration and of each pair, the best first."""
 
     @cache
@@ -151,7 +151,9 @@ def _at(role: Role, configuration: Configuration, workers: int, rate: float, sla
     return Latency(seen.ttft_ms + handoff, seen.itl_ms, seen.busy)
 
 
-def _aggregated(found: Sequence[Configuration], sla: Sla, scope: Scope, rate_of: Rate) -> Iterator[list[Candidate]]:
+def _aggregated(
+    found: Sequence[Configuration], sla: Sla, scope: Scope, rate_of: Rate
+) -> Iterator[list[SizedDeployment]]:
     """Of each configuration, its sizes."""
     for number, each in enumerate(found):
         sizes = range(1, _most(scope, each.gpus, 0) + 1)
@@ -159,7 +161,7 @@ def _aggregated(found: Sequence[Configuration], sla: Sla, scope: Scope, rate_of:
         yield [_candidate([("aggregated", each, size)], rate, sla, scope) for size, rate in rates]
 
 
-def _split(found: Sequence[Configuration], sla: Sla, scope: Scope, rate_of: Rate) -> Iterator[list[Candidate]]:
+def _split(found: Sequence[Configuration], sla: Sla, scope: Scope, rate_of: Rate) -> Iterator[list[SizedDeployment]]:
     """Of each pair of configurations, its sizes."""
     for first, prefill in enumerate(found):
         for second, decode in enumerate(found):
@@ -168,7 +170,7 @@ def _split(found: Sequence[Configuration], sla: Sla, scope: Scope, rate_of: Rate
 
 def _pairs(
     first: int, prefill: Configuration, second: int, decode: Configuration, sla: Sla, scope: Scope, rate_of: Rate
-) -> Iterator[Candidate]:
+) -> Iterator[SizedDeployment]:
     """All sizes of a prefill and a decode pool."""
     for many in range(1, _most(scope, prefill.gpus, decode.gpus) + 1):
         for more in range(1, _most(scope, decode.gpus, many * prefill.gpus) + 1):
@@ -183,7 +185,9 @@ def _most(scope: Scope, gpus: int, others: int) -> int:
     return most if scope.rate else min(most, _LARGEST)
 
 
-def _candidate(pools: Sequence[tuple[Role, Configuration, int]], rate: float, sla: Sla, scope: Scope) -> Candidate:
+def _candidate(
+    pools: Sequence[tuple[Role, Configuration, int]], rate: float, sla: Sla, scope: Scope
+) -> SizedDeployment:
     served = min(rate, scope.rate) if scope.rate else rate
     seen = [_at(role, configuration, size, served, sla, scope) for role, configuration, size in pools]
     sizes = tuple(
@@ -196,7 +200,7 @@ def _candidate(pools: Sequence[tuple[Role, Configuration, int]], rate: float, sl
         )
         for (role, configuration, size), found in zip(pools, seen, strict=True)
     )
-    return Candidate(
+    return SizedDeployment(
         pools=sizes,
         ttft_ms=sum(each.ttft_ms for each in seen),
         itl_ms=max(each.itl_ms for each in seen),
@@ -204,7 +208,7 @@ def _candidate(pools: Sequence[tuple[Role, Configuration, int]], rate: float, sl
     )
 
 
-def _kept(sizes: list[Candidate], scope: Scope) -> Candidate | None:
+def _kept(sizes: list[SizedDeployment], scope: Scope) -> SizedDeployment | None:
     """The smallest that serves the rate, or nearly as much per GPU as the best; None: none does."""
     if scope.rate:
         enough = [each for each in sizes if each.requests_per_s >= scope.rate]
@@ -216,7 +220,9 @@ def _kept(sizes: list[Candidate], scope: Scope) -> Candidate | None:
     return min((each for each in served if each.per_gpu >= NEARLY * best), key=lambda each: (each.gpus, -each.per_gpu))
 
 
-def table(found: Sequence[Candidate], sla: Sla, *, limited: str, rate: float, gpu: str, prices: Prices | None) -> Table:
+def table(
+    found: Sequence[SizedDeployment], sla: Sla, *, limited: str, rate: float, gpu: str, prices: Prices | None
+) -> Table:
     """A row a deployment, the best first.
 
     Args:
@@ -248,7 +254,7 @@ def table(found: Sequence[Candidate], sla: Sla, *, limited: str, rate: float, gp
     return drawn
 
 
-def lines(best: Candidate, sla: Sla, basis: str, utilization: float, limited: str) -> list[str]:
+def lines(best: SizedDeployment, sla: Sla, basis: str, utilization: float, limited: str) -> list[str]:
     """The best one, for a terminal.
 
     Args:

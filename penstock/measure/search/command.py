@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from penstock.cli.figures import counted
 from penstock.cli.terminal import stdout
+from penstock.configs.flags import BadSettings
 from penstock.deploy.values import Engine
 from penstock.infra.engine_args.memory_estimate import UnknownShape
 from penstock.infra.engine_args.tree import BadArguments
@@ -23,8 +24,8 @@ from penstock.measure.pareto.cost import BadPrices, Prices, gpu_of
 from penstock.measure.pareto.cost import read as read_prices
 from penstock.measure.profile.data import FILE, BadProfile
 from penstock.measure.search import answer, sources
-from penstock.measure.search.candidates import Candidate, PoolSize, Scope, Sla, candidates, lines, table
-from penstock.measure.search.simulated import Load, Percentile, longest, search
+from penstock.measure.search.candidates import PoolSize, Scope, SizedDeployment, Sla, candidates, lines, table
+from penstock.measure.search.simulated import Percentile, SimulatedLoad, longest, search
 from penstock.measure.search.sources import Choices
 from penstock.schemas.plans import Role
 
@@ -36,7 +37,7 @@ _BASES = {
 _SLUG = re.compile(r"[^a-z0-9]+")
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SlaProfileSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock profile sla``."""
 
     source: Annotated[
@@ -92,11 +93,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = ""
 
 
-class BadSettings(ValueError):
-    """Flags that are missing."""
-
-
-def run(settings: Settings) -> int:
+def run(settings: SlaProfileSettings) -> int:
     """Print candidates and the best one; 1 if none meets the SLA or a file cannot be used, 2 for missing flags."""
     sla = Sla(ttft_ms=settings.ttft, itl_ms=settings.itl, isl=settings.isl, osl=settings.osl)
     scope = _scope(settings)
@@ -142,7 +139,7 @@ def _explain(error: object, status: int) -> int:
     return status
 
 
-def _choices(settings: Settings, sla: Sla) -> Choices:
+def _choices(settings: SlaProfileSettings, sla: Sla) -> Choices:
     if settings.source == "measured":
         return sources.measured(settings.data, sla)
     if settings.source == "mock":
@@ -154,10 +151,10 @@ def _choices(settings: Settings, sla: Sla) -> Choices:
 
 
 def _accepted(
-    settings: Settings, sla: Sla, choices: Choices, found: Sequence[Candidate]
-) -> tuple[list[Candidate], dict[str, str]]:
+    settings: SlaProfileSettings, sla: Sla, choices: Choices, found: Sequence[SizedDeployment]
+) -> tuple[list[SizedDeployment], dict[str, str]]:
     """Deployments whose recipes the rules of engine arguments accept, and why the others before them are refused."""
-    kept: list[Candidate] = []
+    kept: list[SizedDeployment] = []
     refused: dict[str, list[str]] = {}
     for number, each in enumerate(found):
         if len(kept) >= settings.show and any(len(one.pools) == 1 for one in kept):
@@ -177,8 +174,8 @@ def _by_reason(refused: dict[str, list[str]]) -> dict[str, str]:
     }
 
 
-def _load(settings: Settings, sla: Sla) -> Load:
-    return Load(
+def _load(settings: SlaProfileSettings, sla: Sla) -> SimulatedLoad:
+    return SimulatedLoad(
         sla=sla,
         scope=_scope(settings),
         percentile=settings.percentile,
@@ -187,7 +184,7 @@ def _load(settings: Settings, sla: Sla) -> Load:
     )
 
 
-def _scope(settings: Settings) -> Scope:
+def _scope(settings: SlaProfileSettings) -> Scope:
     return Scope(
         total_gpus=settings.total_gpus,
         rate=settings.rate,
@@ -196,7 +193,7 @@ def _scope(settings: Settings) -> Scope:
     )
 
 
-def _longest(settings: Settings, sla: Sla, choices: Choices, candidate: Candidate) -> int:
+def _longest(settings: SlaProfileSettings, sla: Sla, choices: Choices, candidate: SizedDeployment) -> int:
     """Tokens of the longest request that is to be served: of those that are simulated, or that the model takes."""
     length = sla.isl + sla.osl
     if settings.spread:
@@ -205,7 +202,7 @@ def _longest(settings: Settings, sla: Sla, choices: Choices, candidate: Candidat
     return min([length, *limits])
 
 
-def _recipes(settings: Settings, sla: Sla, choices: Choices, candidate: Candidate) -> dict[str, str]:
+def _recipes(settings: SlaProfileSettings, sla: Sla, choices: Choices, candidate: SizedDeployment) -> dict[str, str]:
     return answer.recipes(
         candidate,
         choices.engines,
@@ -218,7 +215,7 @@ def _recipes(settings: Settings, sla: Sla, choices: Choices, candidate: Candidat
     )
 
 
-def _prices(settings: Settings) -> Prices | None:
+def _prices(settings: SlaProfileSettings) -> Prices | None:
     if not settings.prices:
         return None
     try:
@@ -230,7 +227,7 @@ def _prices(settings: Settings) -> Prices | None:
 
 
 def _print_found(
-    settings: Settings, sla: Sla, choices: Choices, found: Sequence[Candidate], prices: Prices | None
+    settings: SlaProfileSettings, sla: Sla, choices: Choices, found: Sequence[SizedDeployment], prices: Prices | None
 ) -> None:
     console = stdout()
     if found:
@@ -251,13 +248,15 @@ def _print_found(
         _explain(reason, 1)
 
 
-def _print_best(settings: Settings, sla: Sla, best: Candidate, commands: Sequence[str]) -> None:
+def _print_best(settings: SlaProfileSettings, sla: Sla, best: SizedDeployment, commands: Sequence[str]) -> None:
     basis = _BASES[settings.source].format(gpu=settings.gpu)
     about = lines(best, sla, basis, settings.utilization, settings.percentile)
     print("", *about, *(f"  {each}" for each in commands), sep="\n")
 
 
-def _commands(settings: Settings, choices: Choices, best: Candidate, helm: Sequence[str]) -> tuple[str, ...]:
+def _commands(
+    settings: SlaProfileSettings, choices: Choices, best: SizedDeployment, helm: Sequence[str]
+) -> tuple[str, ...]:
     """The lines for a shell that start it.
 
     Args:
@@ -278,7 +277,9 @@ def _commands(settings: Settings, choices: Choices, best: Candidate, helm: Seque
     return (*notes, "# on Kubernetes:", *helm)
 
 
-def _by_host(settings: Settings, best: Candidate, flags: dict[Role, answer.Flags], files: Sequence[str]) -> list[str]:
+def _by_host(
+    settings: SlaProfileSettings, best: SizedDeployment, flags: dict[Role, answer.Flags], files: Sequence[str]
+) -> list[str]:
     """Of a deployment that is larger than a machine."""
     machines = answer.hosts(best, settings.gpus_per_node)
     count = sum(number for number, _ in machines)
@@ -298,11 +299,11 @@ def _by_host(settings: Settings, best: Candidate, flags: dict[Role, answer.Flags
     return lines
 
 
-def _folder(settings: Settings) -> str:
+def _folder(settings: SlaProfileSettings) -> str:
     return settings.out or "."
 
 
-def _flags(settings: Settings, choices: Choices, pool: PoolSize) -> answer.Flags:
+def _flags(settings: SlaProfileSettings, choices: Choices, pool: PoolSize) -> answer.Flags:
     """Flags of `penstock up` for a pool's workers, model and engine among them."""
     if settings.source == "roofline":
         file = answer.engine_file(pool, _name(settings), _folder(settings))
@@ -316,7 +317,7 @@ def _flags(settings: Settings, choices: Choices, pool: PoolSize) -> answer.Flags
     return answer.Flags(given)
 
 
-def _model(settings: Settings, choices: Choices, configuration: str) -> str:
+def _model(settings: SlaProfileSettings, choices: Choices, configuration: str) -> str:
     """What workers load; "": what `penstock up` serves by itself."""
     up = shlex.split(choices.up[configuration])
     named = [word for flag, word in itertools.pairwise(up) if flag == "--model"]
@@ -327,15 +328,15 @@ def _model(settings: Settings, choices: Choices, configuration: str) -> str:
     return "" if measured in (DEMO.name, TINY.name) else measured
 
 
-def _name(settings: Settings) -> str:
+def _name(settings: SlaProfileSettings) -> str:
     return _SLUG.sub("-", Path(settings.model).name.lower()).strip("-") or "model"
 
 
 def _files(
-    settings: Settings,
+    settings: SlaProfileSettings,
     sla: Sla,
     choices: Choices,
-    found: Sequence[Candidate],
+    found: Sequence[SizedDeployment],
     commands: Sequence[str],
     texts: dict[str, str],
 ) -> dict[str, str]:
@@ -362,7 +363,9 @@ def _files(
     return {"suggestion.yaml": yaml.safe_dump(told, sort_keys=False, allow_unicode=True)} | texts | profiles
 
 
-def _values(settings: Settings, choices: Choices, best: Candidate, texts: dict[str, str]) -> tuple[str, list[str]]:
+def _values(
+    settings: SlaProfileSettings, choices: Choices, best: SizedDeployment, texts: dict[str, str]
+) -> tuple[str, list[str]]:
     """For the Helm chart, and the lines that use them.
 
     Raises:

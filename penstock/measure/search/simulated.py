@@ -14,11 +14,11 @@ from msgspec import Struct
 from penstock.cli.figures import quantile
 from penstock.measure.planner.simulation.run import worker_of
 from penstock.measure.planner.simulation.shapes import generate
-from penstock.measure.search.candidates import Candidate, Configuration, PoolSize, Scope, Sla
+from penstock.measure.search.candidates import Configuration, PoolSize, Scope, SizedDeployment, Sla
 from penstock.measure.simulation.fleet import simulate
 from penstock.measure.simulation.placement import PlacementPolicy
-from penstock.measure.simulation.policy import Fleet
-from penstock.measure.simulation.trace import Trace
+from penstock.measure.simulation.policy import SimulatedFleet
+from penstock.measure.simulation.trace import RequestTrace
 from penstock.schemas.plans import Role
 
 Percentile = Literal["mean", "p50", "p75", "p90", "p95", "p99"]
@@ -40,7 +40,7 @@ class Seen(Struct, frozen=True):
     requests: int
 
 
-class Load(Struct, frozen=True, kw_only=True):
+class SimulatedLoad(Struct, frozen=True, kw_only=True):
     """
     Attributes:
         sigma: of the logarithm of lengths; 0: all prompts and all answers are alike.
@@ -59,14 +59,14 @@ class Load(Struct, frozen=True, kw_only=True):
         return int(self.percentile.removeprefix("p")) / 100
 
 
-def measure(pools: Pools, rate: float, load: Load) -> Seen:
+def measure(pools: Pools, rate: float, load: SimulatedLoad) -> Seen:
     """The percentiles of a deployment at so many requests per second."""
     sla = load.sla
     lasts_s, begins_s, ends_s = _times(rate, load)
     trace = _trace(rate, load)
     handoff_ms = next((each.handoff_ms for role, each, _ in pools if role == "prefill"), 0.0)
     workers = [spec for role, each, count in pools for spec in [worker_of(role, each.timing, BLOCK_SIZE)] * count]
-    fleet = Fleet(tuple(workers), BLOCK_SIZE, round(handoff_ms * 1e6 / sla.isl))
+    fleet = SimulatedFleet(tuple(workers), BLOCK_SIZE, round(handoff_ms * 1e6 / sla.isl))
     found = simulate(
         fleet,
         trace.requests(BLOCK_SIZE),
@@ -87,12 +87,12 @@ def measure(pools: Pools, rate: float, load: Load) -> Seen:
     return Seen(quantile(ttft, load.share, math.inf), quantile(itl, load.share, 0.0), len(counted))
 
 
-def longest(rate: float, load: Load) -> int:
+def longest(rate: float, load: SimulatedLoad) -> int:
     """Tokens of the longest request, prompt and answer, among those that are simulated at so many per second."""
     return max(row.input_length + row.output_length for row in _trace(rate, load).rows)
 
 
-def _times(rate: float, load: Load) -> tuple[float, float, float]:
+def _times(rate: float, load: SimulatedLoad) -> tuple[float, float, float]:
     """Seconds: how long a request takes, and from when to when those arrive that count."""
     lasts_s = (load.sla.ttft_ms + load.sla.osl * load.sla.itl_ms) / 1e3
     wanted = load.requests * (5 if load.percentile == "p99" else 1)
@@ -100,7 +100,7 @@ def _times(rate: float, load: Load) -> tuple[float, float, float]:
     return lasts_s, begins_s, begins_s + max(_COUNTED * lasts_s, wanted / rate)
 
 
-def _trace(rate: float, load: Load) -> Trace:
+def _trace(rate: float, load: SimulatedLoad) -> RequestTrace:
     lasts_s, _, ends_s = _times(rate, load)
     return generate(
         *("flat",),
@@ -116,12 +116,12 @@ def _trace(rate: float, load: Load) -> Trace:
 
 
 def search(
-    found: Sequence[Candidate],
+    found: Sequence[SizedDeployment],
     configurations: Sequence[Configuration],
-    load: Load,
+    load: SimulatedLoad,
     show: int,
     tell: Callable[[str], None],
-) -> list[Candidate]:
+) -> list[SizedDeployment]:
     """The candidates of means, best first, as percentiles have them; the best first.
 
     With a rate, pools grow until it is served within the limits; without, the rate falls until they are kept. A
@@ -132,7 +132,7 @@ def search(
         tell: called before each simulation with what is tried.
     """
     by_name = {each.name: each for each in configurations}
-    kept: list[Candidate] = []
+    kept: list[SizedDeployment] = []
     for each in found[:show]:
         if kept and _cannot_win(each, kept[0], load.scope):
             break
@@ -142,17 +142,17 @@ def search(
     return kept
 
 
-def _order(candidate: Candidate, scope: Scope) -> tuple[float, float]:
+def _order(candidate: SizedDeployment, scope: Scope) -> tuple[float, float]:
     return (candidate.gpus if scope.rate else -candidate.per_gpu, candidate.ttft_ms)
 
 
-def _cannot_win(candidate: Candidate, best: Candidate, scope: Scope) -> bool:
+def _cannot_win(candidate: SizedDeployment, best: SizedDeployment, scope: Scope) -> bool:
     return candidate.gpus > best.gpus if scope.rate else candidate.per_gpu <= best.per_gpu
 
 
 def _larger(
-    candidate: Candidate, by_name: dict[str, Configuration], load: Load, tell: Callable[[str], None]
-) -> Candidate | None:
+    candidate: SizedDeployment, by_name: dict[str, Configuration], load: SimulatedLoad, tell: Callable[[str], None]
+) -> SizedDeployment | None:
     """With as many workers as the rate needs; None: more GPUs than there may be."""
     rate, sla = load.scope.rate, load.sla
     sizes = [pool.workers for pool in candidate.pools]
@@ -187,8 +187,8 @@ def _larger(
 
 
 def _slower(
-    candidate: Candidate, by_name: dict[str, Configuration], load: Load, tell: Callable[[str], None]
-) -> Candidate | None:
+    candidate: SizedDeployment, by_name: dict[str, Configuration], load: SimulatedLoad, tell: Callable[[str], None]
+) -> SizedDeployment | None:
     """At the highest rate, up to that of the means, that keeps the limits; None: there is none."""
     sla, pools = load.sla, _pools(candidate, by_name)
 
@@ -210,11 +210,11 @@ def _slower(
     return None if best is None else _with(candidate, low, best, load)
 
 
-def _pools(candidate: Candidate, by_name: dict[str, Configuration]) -> Pools:
+def _pools(candidate: SizedDeployment, by_name: dict[str, Configuration]) -> Pools:
     return [(pool.role, by_name[pool.configuration], pool.workers) for pool in candidate.pools]
 
 
-def _sized(candidate: Candidate, sizes: Sequence[int], by_name: dict[str, Configuration]) -> Candidate:
+def _sized(candidate: SizedDeployment, sizes: Sequence[int], by_name: dict[str, Configuration]) -> SizedDeployment:
     def pools() -> Iterator[PoolSize]:
         for pool, workers in zip(candidate.pools, sizes, strict=True):
             gpus = workers * by_name[pool.configuration].gpus
@@ -223,7 +223,7 @@ def _sized(candidate: Candidate, sizes: Sequence[int], by_name: dict[str, Config
     return msgspec.structs.replace(candidate, pools=tuple(pools()))
 
 
-def _with(candidate: Candidate, rate: float, seen: Seen, load: Load) -> Candidate:
+def _with(candidate: SizedDeployment, rate: float, seen: Seen, load: SimulatedLoad) -> SizedDeployment:
     """With what the simulation showed; requests at once follow from the rate and the time of an answer."""
     pools = tuple(
         pool

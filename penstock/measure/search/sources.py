@@ -11,7 +11,7 @@ from penstock.infra.engine_args.memory_estimate import Shape
 from penstock.measure.planner.capacity import EngineTiming
 from penstock.measure.profile.data import BadProfile, DecodeSurface, Profile, load, ttft_at
 from penstock.measure.profile.modelled import mock_profile
-from penstock.measure.profile.roofline import GPUS, Engine, fits, mappings, roofline_profile
+from penstock.measure.profile.roofline import GPUS, RooflineEngine, fits, mappings, roofline_profile
 from penstock.measure.search.candidates import Configuration, Sla, why_not
 
 
@@ -25,7 +25,7 @@ class Choices(Struct, frozen=True):
 
     configurations: tuple[Configuration, ...]
     up: dict[str, str]
-    engines: dict[str, Engine]
+    engines: dict[str, RooflineEngine]
     left_out: dict[str, str]
 
 
@@ -71,7 +71,7 @@ def roofline(shape: Shape, gpu: str, sla: Sla, *, most_gpus: int, stages: int) -
     length = sla.isl + sla.osl
     if shape.max_len and length > shape.max_len:
         return Choices((), {}, {}, {"all": f"prompt and answer have {length} tokens, the model takes {shape.max_len}"})
-    engines = {each.name: Engine(shape, GPUS[gpu], each) for each in mappings(shape, most_gpus, stages=stages)}
+    engines = {each.name: RooflineEngine(shape, GPUS[gpu], each) for each in mappings(shape, most_gpus, stages=stages)}
     left_out = {name: reason for name, engine in engines.items() if (reason := fits(engine, length))}
     profiles = {
         name: roofline_profile(engine, isl=sla.isl, osl=sla.osl)

@@ -21,15 +21,15 @@ from msgspec import Struct
 from penstock.cli.figures import quantile
 from penstock.measure.intervals import Interval, paired
 from penstock.measure.simulation import rules
-from penstock.measure.simulation.fleet import Result, Served, simulate
+from penstock.measure.simulation.fleet import SimulatedRequest, SimulationResult, simulate
 from penstock.measure.simulation.placement import DELAY_NS, PlacementPolicy
-from penstock.measure.simulation.policy import Fleet, Policy, Target
+from penstock.measure.simulation.policy import Policy, SimulatedFleet, Target
 from penstock.measure.simulation.rules import DynamoPolicy
-from penstock.measure.simulation.trace import UNIT_TOKENS, WORKLOADS, Row, Trace, generate
+from penstock.measure.simulation.trace import UNIT_TOKENS, WORKLOADS, RequestTrace, TraceRow, generate
 from penstock.router.placement.routing import Weights
 
 
-class Figures(Struct, frozen=True):
+class SimulationFigures(Struct, frozen=True):
     """Figures of the completed requests; times in ms.
 
     Attributes:
@@ -55,14 +55,14 @@ class Figures(Struct, frozen=True):
     preemptions: int
 
 
-def figures(fleet: Fleet, result: Result) -> Figures:
+def figures(fleet: SimulatedFleet, result: SimulationResult) -> SimulationFigures:
     done = [served for served in result.served if served.complete]
     if not done:
         raise ValueError("no request was completed")
     ttft = sorted((served.first_ns - served.request.arrival_ns) / 1e6 for served in done)
     gaps = sum(served.request.output_tokens - 1 for served in done)
     last = max(served.last_ns for served in done)
-    return Figures(
+    return SimulationFigures(
         requests=len(done),
         unfinished=len(result.served) - len(done),
         hit_rate=sum(served.cached_tokens for served in done) / sum(served.request.prompt_tokens for served in done),
@@ -79,7 +79,9 @@ def figures(fleet: Fleet, result: Result) -> Figures:
     )
 
 
-def _imbalance(fleet: Fleet, done: Sequence[Served], prompt_tokens: Callable[[Served], int]) -> float:
+def _imbalance(
+    fleet: SimulatedFleet, done: Sequence[SimulatedRequest], prompt_tokens: Callable[[SimulatedRequest], int]
+) -> float:
     """The imbalance of the worst-balanced pool."""
     work: dict[Target, int] = dict.fromkeys(fleet.targets, 0)
     for served in done:
@@ -117,16 +119,16 @@ class Cell:
         load: speed-up of a recorded trace; of a workload the share of the rate that saturates round robin.
     """
 
-    fleet: Fleet
+    fleet: SimulatedFleet
     load: float
     workload: str
-    trace: Trace | None = None
+    trace: RequestTrace | None = None
     requests: int = 0
     replicas: int = 1  # of the routers of policy "kv"
     replica_delay_ns: int = DELAY_NS  # until they have folded each other's decisions
     weights: Weights = Weights()  # noqa: RUF009  # frozen; of policy "kv"
 
-    def arrivals(self, seed: int) -> tuple[Trace, float]:
+    def arrivals(self, seed: int) -> tuple[RequestTrace, float]:
         """The trace of a seed, and its speed-up."""
         if self.trace is not None:
             return (self.trace if seed == 0 else _jittered(self.trace, seed)), self.load
@@ -134,15 +136,15 @@ class Cell:
         return generate(self.workload, seed, self.requests, rate), 1.0
 
 
-class Run(Struct, frozen=True):
+class SimulationRun(Struct, frozen=True):
     workload: str
     load: float
     policy: str
     seed: int
-    figures: Figures
+    figures: SimulationFigures
 
 
-def run(cell: Cell, policy: str, seed: int) -> Run:
+def run(cell: Cell, policy: str, seed: int) -> SimulationRun:
     """Simulate one policy under one seed."""
     trace, speed = cell.arrivals(seed)
     requests = trace.requests(cell.fleet.block_size, speed)
@@ -153,10 +155,10 @@ def run(cell: Cell, policy: str, seed: int) -> Run:
     else:
         made = POLICIES[policy](seed)
     result = simulate(cell.fleet, requests, made)
-    return Run(cell.workload, cell.load, policy, seed, figures(cell.fleet, result))
+    return SimulationRun(cell.workload, cell.load, policy, seed, figures(cell.fleet, result))
 
 
-def runs(cells: Iterable[Cell], policies: Sequence[str], seeds: int, jobs: int = 1) -> Iterator[Run]:
+def runs(cells: Iterable[Cell], policies: Sequence[str], seeds: int, jobs: int = 1) -> Iterator[SimulationRun]:
     """All runs in order, ``jobs`` processes at a time."""
     todo = [(cell, policy, seed) for cell in cells for policy in policies for seed in range(seeds)]
     if jobs == 1:
@@ -166,20 +168,20 @@ def runs(cells: Iterable[Cell], policies: Sequence[str], seeds: int, jobs: int =
         yield from pool.map(run, *zip(*todo, strict=True))
 
 
-class Summary(Struct, frozen=True):
+class PolicySummary(Struct, frozen=True):
     """A policy in one cell: means over the seeds, and how much more than the first policy it takes, as shares."""
 
     workload: str
     load: float
     policy: str
     seeds: int
-    figures: Figures
+    figures: SimulationFigures
     against_first: dict[str, Interval]
 
 
-def summaries(runs: Sequence[Run]) -> list[Summary]:
+def summaries(runs: Sequence[SimulationRun]) -> list[PolicySummary]:
     """One per cell and policy, in the order of the runs; the others are compared with the first policy of a cell."""
-    cells: dict[tuple[str, float], dict[str, list[Run]]] = {}
+    cells: dict[tuple[str, float], dict[str, list[SimulationRun]]] = {}
     for each in runs:
         cells.setdefault((each.workload, each.load), {}).setdefault(each.policy, []).append(each)
     out = []
@@ -187,25 +189,25 @@ def summaries(runs: Sequence[Run]) -> list[Summary]:
         first = next(iter(policies.values()))
         for policy, group in policies.items():
             against = {name: paired(_values(group, name), _values(first, name)) for name in COMPARED}
-            out.append(Summary(workload, load, policy, len(group), _mean(group), against))
+            out.append(PolicySummary(workload, load, policy, len(group), _mean(group), against))
     return out
 
 
-def _values(group: Sequence[Run], name: str) -> list[float]:
+def _values(group: Sequence[SimulationRun], name: str) -> list[float]:
     return [float(getattr(each.figures, name)) for each in group]
 
 
-def _mean(group: Sequence[Run]) -> Figures:
-    means = {name: sum(_values(group, name)) / len(group) for name in Figures.__struct_fields__}
+def _mean(group: Sequence[SimulationRun]) -> SimulationFigures:
+    means = {name: sum(_values(group, name)) / len(group) for name in SimulationFigures.__struct_fields__}
     for name in ("requests", "unfinished", "preemptions"):
         means[name] = round(means[name])
-    return msgspec.convert(means, Figures)
+    return msgspec.convert(means, SimulationFigures)
 
 
-def _jittered(trace: Trace, seed: int) -> Trace:
+def _jittered(trace: RequestTrace, seed: int) -> RequestTrace:
     rng = Random(seed)
     moved = [msgspec.structs.replace(row, timestamp=row.timestamp + rng.uniform(0, _JITTER_MS)) for row in trace.rows]
-    return Trace(trace.name, tuple(sorted(moved, key=lambda row: row.timestamp)), trace.block_tokens)
+    return RequestTrace(trace.name, tuple(sorted(moved, key=lambda row: row.timestamp)), trace.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +226,11 @@ class PrefixSweep:
     rate: float = 5.0
     seed: int = 0
 
-    def traces(self) -> dict[float, Trace]:
+    def traces(self) -> dict[float, RequestTrace]:
         """One trace per ratio, each with its own seed. Lengths of unshared parts are normal with σ of a quarter."""
         return {ratio: self._trace(ratio, self.seed + turn) for turn, ratio in enumerate(self.ratios)}
 
-    def _trace(self, ratio: float, seed: int) -> Trace:
+    def _trace(self, ratio: float, seed: int) -> RequestTrace:
         rng = random.Random(seed)
         shared = round(self.prompt_tokens * ratio / UNIT_TOKENS)
         own_tokens = self.prompt_tokens - shared * UNIT_TOKENS
@@ -240,16 +242,16 @@ class PrefixSweep:
             own = -(-tokens // UNIT_TOKENS)
             ids = (*range(first, first + shared), *range(fresh, fresh + own))
             fresh += own
-            rows.append(Row(at_ms, shared * UNIT_TOKENS + tokens, self.output_tokens, ids))
+            rows.append(TraceRow(at_ms, shared * UNIT_TOKENS + tokens, self.output_tokens, ids))
             at_ms += rng.expovariate(self.rate) * 1e3
-        return Trace(name_of(ratio), tuple(rows), UNIT_TOKENS)
+        return RequestTrace(name_of(ratio), tuple(rows), UNIT_TOKENS)
 
 
 def name_of(ratio: float) -> str:
     return f"prefix {ratio:g}"
 
 
-def series(summaries: Sequence[Summary], ratios: Sequence[float], load: float) -> dict[str, Any]:
+def series(summaries: Sequence[PolicySummary], ratios: Sequence[float], load: float) -> dict[str, Any]:
     """The results at one load as series by policy: mean TTFT in ms, output tokens per second, hit rates."""
     cells = {(each.workload, each.policy): each.figures for each in summaries if each.load == load}
     policies = list(dict.fromkeys(each.policy for each in summaries))

@@ -133,7 +133,7 @@ class EngineSequence:
 
 
 @dataclass(slots=True)
-class Outcome:
+class PassOutcome:
     """The result of a run of passes. ``first`` are the sequences that got their first token."""
 
     first: list[EngineSequence]
@@ -143,7 +143,7 @@ class Outcome:
     removed: list[int]
 
 
-class Engine:
+class SimulatedEngine:
     """
     Args:
         holds: blocks of ended sequences stay in use until ``release`` (a prefill worker).
@@ -272,7 +272,7 @@ class Engine:
         slowness = self._decode_slowness
         return durations if slowness == 1.0 else [_scaled(each, slowness) for each in durations]
 
-    def finish(self, passes: int) -> Outcome:
+    def finish(self, passes: int) -> PassOutcome:
         """Apply the first ``passes`` of the run that ``form`` returned."""
         self._tick += passes
         ended: list[EngineSequence] = []
@@ -287,7 +287,7 @@ class Engine:
                     if not self._holds:
                         self.release(sequence)
                 self._decoding = [each for each in self._decoding if each.running]
-        outcome = Outcome(self._first, ended, self._rejected, *self.cache.drain())
+        outcome = PassOutcome(self._first, ended, self._rejected, *self.cache.drain())
         self._first, self._rejected = [], []
         return outcome
 

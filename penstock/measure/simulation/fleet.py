@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
 
-from penstock.measure.simulation.engine import Engine, EngineSequence
-from penstock.measure.simulation.policy import Fleet, Placement, Policy, Target, WorkerSpec
+from penstock.measure.simulation.engine import EngineSequence, SimulatedEngine
+from penstock.measure.simulation.policy import Placement, Policy, SimulatedFleet, Target, WorkerSpec
 from penstock.measure.simulation.trace import Request
 
 
@@ -50,7 +50,7 @@ class SimulationError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Served:
+class SimulatedRequest:
     """The course of one request; times in ns, -1: it did not happen.
 
     Attributes:
@@ -74,8 +74,8 @@ class Served:
 
 
 @dataclass(slots=True)
-class Result:
-    served: list[Served]
+class SimulationResult:
+    served: list[SimulatedRequest]
     preemptions: int
 
 
@@ -91,7 +91,7 @@ class _Worker:
         self.version = 0
         self.ends: list[int] = []  # of the passes under way, in ns
         self.ranks = [
-            Engine(
+            SimulatedEngine(
                 spec.blocks,
                 block_size,
                 max_sequences=spec.max_sequences,
@@ -129,13 +129,13 @@ class _Worker:
 class Simulation:
     """One run. Times in integer ns."""
 
-    def __init__(self, fleet: Fleet, requests: Sequence[Request], policy: Policy) -> None:
+    def __init__(self, fleet: SimulatedFleet, requests: Sequence[Request], policy: Policy) -> None:
         self._requests = requests
         self._policy = policy
         self._workers = [_Worker(number, spec, fleet.block_size) for number, spec in enumerate(fleet.workers)]
         self._encoders = [Encoder(fleet.encode_ms, fleet.encode_cache) for _ in range(fleet.encoders)]
         self._transfer_ns = fleet.transfer_ns_per_token
-        self._served = [Served(request) for request in requests]
+        self._served = [SimulatedRequest(request) for request in requests]
         self._heap: list[tuple[int, int, _Worker | None, int, Callable[[], None] | None]] = []
         self._order = count()
         self._idle: set[int] = set()  # workers that may have something to do
@@ -145,11 +145,11 @@ class Simulation:
         policy.start(fleet, requests)
 
     @property
-    def served(self) -> Sequence[Served]:
+    def served(self) -> Sequence[SimulatedRequest]:
         """The course of each request so far, in the order of the requests."""
         return self._served
 
-    def run(self, until_ns: int | None = None, most_held: int | None = None) -> Result:
+    def run(self, until_ns: int | None = None, most_held: int | None = None) -> SimulationResult:
         """Run all requests; or until a time, or until the policy holds more than a fleet that can serve them would."""
         heap, requests, policy = self._heap, self._requests, self._policy
         arrived = 0
@@ -175,7 +175,9 @@ class Simulation:
             for number in sorted(self._idle):
                 self._form(self._workers[number], now)
             self._idle.clear()
-        return Result(self._served, sum(engine.preemptions for worker in self._workers for engine in worker.ranks))
+        return SimulationResult(
+            self._served, sum(engine.preemptions for worker in self._workers for engine in worker.ranks)
+        )
 
     def _finish_passes(self, now: int) -> None:
         heap = self._heap
@@ -231,11 +233,11 @@ class Simulation:
         else:
             self._hand_off(served, decode)
 
-    def _is_whole(self, served: Served) -> bool:
+    def _is_whole(self, served: SimulatedRequest) -> bool:
         """Whether a prefill worker runs the request to its end."""
         return served.placement is not None and served.placement.whole
 
-    def _hand_off(self, served: Served, target: Target) -> None:
+    def _hand_off(self, served: SimulatedRequest, target: Target) -> None:
         request, served.decode = served.request, target
         worker = self._workers[target[0]]
         engine = worker.ranks[target[1]]
@@ -297,12 +299,12 @@ class Simulation:
 
 
 def simulate(
-    fleet: Fleet,
+    fleet: SimulatedFleet,
     requests: Sequence[Request],
     policy: Policy,
     *,
     until_ns: int | None = None,
     most_held: int | None = None,
-) -> Result:
+) -> SimulationResult:
     """Run all requests, sorted by arrival, through the fleet. For the other arguments see ``Simulation.run``."""
     return Simulation(fleet, requests, policy).run(until_ns, most_held)

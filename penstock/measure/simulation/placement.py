@@ -9,7 +9,7 @@ Everything that happens is a call, with its time as an argument; decisions are r
 same order give the same decisions:
 
     join, leave      a worker registered, changed or left; each of its ranks is a target
-    arrive           a request arrived: a ``Placed``, or None: it is held
+    arrive           a request arrived: a ``PlacedArrival``, or None: it is held
     stored           KV events: a target holds further blocks. Call it after the index has folded them. A prompt counts
                      as computed when its last full block is stored, so the first token needs no message of its own
     moved            the prefill stage of a pair ended: the request leaves its prefill target
@@ -25,7 +25,7 @@ import msgspec
 
 from penstock.configs.settings import RouterMode
 from penstock.measure.simulation.cache import StoredRun
-from penstock.measure.simulation.policy import Fleet, Placement, Target
+from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target
 from penstock.measure.simulation.trace import Request
 from penstock.router.held.held_requests import Held, HeldOrder, Overlaps
 from penstock.router.placement import decide
@@ -70,7 +70,7 @@ class Arrival(NamedTuple):
         return SessionId(self.tenant, self.model, "", self.session)
 
 
-class Placed(NamedTuple):
+class PlacedArrival(NamedTuple):
     """A decision: ``arrival`` goes to ``target``, and from there to ``decode`` unless that is None."""
 
     arrival: Arrival
@@ -122,7 +122,7 @@ class SimulatedRouter:
         self._changed = True
         return [entry.request for entry in lost]
 
-    def arrive(self, arrival: Arrival, now_ns: int) -> Placed | None:
+    def arrive(self, arrival: Arrival, now_ns: int) -> PlacedArrival | None:
         """Place a request at once, if none is held and a target has room; hold it otherwise."""
         request = self._request(arrival)
         if not len(self):
@@ -161,7 +161,7 @@ class SimulatedRouter:
         if self.tracker.finish(request, now_ns) is not None:
             self._changed = True
 
-    def pump(self, now_ns: int) -> Iterator[Placed]:
+    def pump(self, now_ns: int) -> Iterator[PlacedArrival]:
         """The held requests that have a target now. Each is placed before the next one is considered."""
         if not len(self):
             return
@@ -213,7 +213,7 @@ class SimulatedRouter:
             part=self._part,
         )
 
-    def _place(self, arrival: Arrival, decision: RoutingDecision, now_ns: int) -> Placed:
+    def _place(self, arrival: Arrival, decision: RoutingDecision, now_ns: int) -> PlacedArrival:
         route = decision.route
         first = route[0]
         size = self.tracker.block_size(arrival.model or self.tracker.workers()[0].model)
@@ -225,7 +225,7 @@ class SimulatedRouter:
             targets = [(stage.worker, stage.rank) for stage in route]
             self._decisions.sessions.sent(arrival.session_id, arrival.id, targets)
         decode = (route[-1].worker, route[-1].rank) if len(route) > 1 else None
-        return Placed(arrival, (first.worker, first.rank), decision, decode)
+        return PlacedArrival(arrival, (first.worker, first.rank), decision, decode)
 
 
 _INDEX_BLOCKS = 1 << 26
@@ -261,7 +261,7 @@ class PlacementPolicy:
         self._delay_ns = delay_ns
         self._weights = weights
 
-    def start(self, fleet: Fleet, requests: Sequence[Request]) -> None:
+    def start(self, fleet: SimulatedFleet, requests: Sequence[Request]) -> None:
         self._requests = requests
         self._index = Holders(_INDEX_BLOCKS)
         self._holdings: dict[Target, Holding] = {}
@@ -276,7 +276,7 @@ class PlacementPolicy:
             )
             for index, predicted in enumerate(self._predicted)
         ]
-        self._late: deque[tuple[int, SimulatedRouter, Placed]] = deque()
+        self._late: deque[tuple[int, SimulatedRouter, PlacedArrival]] = deque()
         self._encoders = _Encoders(fleet)
         self._now = 0
         self._fleet = fleet
@@ -336,7 +336,7 @@ class PlacementPolicy:
         for router in self._routers:
             router.ended(str(request.index), now_ns)
 
-    def _placement(self, router: SimulatedRouter, placed: Placed, now_ns: int) -> Placement:
+    def _placement(self, router: SimulatedRouter, placed: PlacedArrival, now_ns: int) -> Placement:
         if len(self._routers) > 1:
             self._late.append((now_ns + self._delay_ns, router, placed))
         request = self._requests[int(placed.arrival.id)]
@@ -345,7 +345,7 @@ class PlacementPolicy:
         decode = None if placed.decode is None else _target(placed.decode)
         return Placement(_target(placed.target), decode, self._encoders.pick(request))
 
-    def _predict(self, router: SimulatedRouter, placed: Placed, now_ns: int) -> None:
+    def _predict(self, router: SimulatedRouter, placed: PlacedArrival, now_ns: int) -> None:
         predicted = self._predicted[self._routers.index(router)]
         for target in (placed.target, placed.decode):
             if target is not None:
@@ -369,7 +369,7 @@ class PlacementPolicy:
 class _Encoders:
     """The encode worker of each medium, and how many requests each of them has."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: SimulatedFleet) -> None:
         self._registrations = [
             Registration(name(number), _MODEL, ENCODE, "mock", 1, fleet.block_size, 0, 1, 1)
             for number in range(fleet.encoders)
@@ -403,7 +403,7 @@ def _target(target_id: tuple[str, int]) -> Target:
     return int(target_id[0][1:]), target_id[1]
 
 
-def registration(number: int, fleet: Fleet) -> Registration:
+def registration(number: int, fleet: SimulatedFleet) -> Registration:
     """What a worker of the fleet would register."""
     worker = fleet.workers[number]
     pools = {"kv": Memory(0, 1, worker.blocks, "cuda")}

@@ -33,7 +33,7 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class SimulatedFleet:
     """
     Attributes:
         transfer_ns_per_token: of a prompt that is handed from a prefill to a decode worker.
@@ -78,7 +78,7 @@ class Placement(NamedTuple):
 class Policy(Protocol):
     """A routing policy. Times are ns of simulated time; a request is known by its ``index``."""
 
-    def start(self, fleet: Fleet, requests: Sequence[Request]) -> None:
+    def start(self, fleet: SimulatedFleet, requests: Sequence[Request]) -> None:
         """Before the run. The requests are all there will be; a fair policy does not look at them."""
 
     def arrive(self, request: Request, now_ns: int) -> Placement | None:

@@ -15,13 +15,13 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock.measure.simulation.cache import StoredRun
-from penstock.measure.simulation.policy import Fleet, Placement, Target
+from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target
 from penstock.measure.simulation.trace import Request
 
-Choose = Callable[[Sequence[Target], "Counts"], Target]
+Choose = Callable[[Sequence[Target], "TargetCounts"], Target]
 
 
-class Counts:
+class TargetCounts:
     """What a rule may look at: how many requests and prompt blocks each target has, and how often it was asked."""
 
     def __init__(self, seed: int) -> None:
@@ -35,21 +35,21 @@ class Counts:
         self.blocks[target] = self.blocks.get(target, 0) + sign * blocks
 
 
-def round_robin(pool: Sequence[Target], counts: Counts) -> Target:
+def round_robin(pool: Sequence[Target], counts: TargetCounts) -> Target:
     turn = counts.turns.get(pool[0], 0)
     counts.turns[pool[0]] = turn + 1
     return pool[turn % len(pool)]
 
 
-def uniform(pool: Sequence[Target], counts: Counts) -> Target:
+def uniform(pool: Sequence[Target], counts: TargetCounts) -> Target:
     return pool[counts.rng.randrange(len(pool))]
 
 
-def least_requests(pool: Sequence[Target], counts: Counts) -> Target:
+def least_requests(pool: Sequence[Target], counts: TargetCounts) -> Target:
     return _least(pool, counts.requests, counts.rng)
 
 
-def least_blocks(pool: Sequence[Target], counts: Counts) -> Target:
+def least_blocks(pool: Sequence[Target], counts: TargetCounts) -> Target:
     return _least(pool, counts.blocks, counts.rng)
 
 
@@ -64,10 +64,10 @@ class RulePolicy:
 
     def __init__(self, choose: Choose, seed: int = 0) -> None:
         self._choose = choose
-        self._counts = Counts(seed)
+        self._counts = TargetCounts(seed)
         self._placed: dict[int, Target] = {}
 
-    def start(self, fleet: Fleet, requests: Sequence[Request]) -> None:
+    def start(self, fleet: SimulatedFleet, requests: Sequence[Request]) -> None:
         self._entrances, self._decoders = fleet.entrances, fleet.with_role("decode")
         self._encoders = [(-1 - number, 0) for number in range(fleet.encoders)]
 
@@ -188,7 +188,7 @@ class DynamoPolicy:
         self._rng = random.Random(seed)
         self._credit, self._scale = credit, scale
 
-    def start(self, fleet: Fleet, requests: Sequence[Request]) -> None:
+    def start(self, fleet: SimulatedFleet, requests: Sequence[Request]) -> None:
         self._size = fleet.block_size
         self._targets = fleet.entrances
         self._positions = {target: at for at, target in enumerate(self._targets)}

@@ -1,7 +1,7 @@
 """Traces of requests: when they arrive, how long they are, and which prefixes they share.
 
 A trace names the prompt in units of ``block_tokens`` (512 in Mooncake's files): equal ids at the same place mean equal
-prefixes. ``Trace.requests`` cuts it into the blocks of an engine.
+prefixes. ``RequestTrace.requests`` cuts it into the blocks of an engine.
 
 Generated traces whose requests share prefixes in different ways. Lengths are log-normal, arrivals Poisson.
 
@@ -26,7 +26,7 @@ class TraceError(Exception):
     """A trace cannot be read."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class TraceRow(msgspec.Struct, frozen=True):
     """One request, as a line of Mooncake's JSON Lines. ``timestamp`` in ms."""
 
     timestamp: float
@@ -49,9 +49,9 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class RequestTrace:
     name: str
-    rows: tuple[Row, ...]  # sorted by timestamp
+    rows: tuple[TraceRow, ...]  # sorted by timestamp
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
 
     def requests(self, block_size: int, speed: float = 1.0) -> list[Request]:
@@ -71,7 +71,7 @@ class Trace:
             requests.append(Request(index, arrival, row.input_length, row.output_length, keys, row.media))
         return requests
 
-    def limited(self, requests: int) -> "Trace":
+    def limited(self, requests: int) -> "RequestTrace":
         """The first ``requests``; 0: all."""
         return replace(self, rows=self.rows[:requests]) if requests else self
 
@@ -93,13 +93,13 @@ class Multipliers:
     max_prompt_tokens: int = 0
 
 
-def read(path: Path) -> Trace:
+def read(path: Path) -> RequestTrace:
     """Read a trace in Mooncake's format.
 
     Raises:
         TraceError: with the line that is wrong.
     """
-    decode = msgspec.json.Decoder(Row).decode
+    decode = msgspec.json.Decoder(TraceRow).decode
     rows = []
     try:
         with path.open("rb") as lines:
@@ -117,10 +117,10 @@ def read(path: Path) -> Trace:
         raise TraceError(f"{path}: {error.strerror}") from None
     if not rows:
         raise TraceError(f"{path}: no requests")
-    return Trace(path.stem, tuple(sorted(rows, key=lambda row: row.timestamp)))
+    return RequestTrace(path.stem, tuple(sorted(rows, key=lambda row: row.timestamp)))
 
 
-def multiplied(trace: Trace, by: Multipliers) -> Trace:
+def multiplied(trace: RequestTrace, by: Multipliers) -> RequestTrace:
     """Stretch prefixes and prompts, and grow more trees of prefixes."""
     if by == Multipliers():
         return trace
@@ -159,7 +159,7 @@ class _Namer:
         return self._numbers.setdefault((root, unit, part), len(self._numbers))
 
 
-class TraceSettings(Protocol):
+class TraceFlags(Protocol):
     """The settings of a command that reads a trace."""
 
     @property
@@ -181,7 +181,7 @@ class TraceSettings(Protocol):
     def max_prompt_tokens(self) -> int: ...
 
 
-def read_multiplied(settings: TraceSettings) -> Trace:
+def read_multiplied(settings: TraceFlags) -> RequestTrace:
     """A trace's first requests, stretched as the settings say.
 
     Raises:
@@ -197,18 +197,18 @@ UNIT_TOKENS = 64  # of prompt per id
 _MAX_PROMPT = 100_000
 
 
-class Workload(NamedTuple):
+class TraceWorkload(NamedTuple):
     """
     Attributes:
         saturation: requests per second and worker at which round robin saturates 8 simulated workers of 16,384 blocks.
     """
 
-    rows: Callable[[random.Random, int, float], list[Row]]
+    rows: Callable[[random.Random, int, float], list[TraceRow]]
     about: str
     saturation: float
 
 
-def generate(name: str, seed: int, requests: int, rate: float) -> Trace:
+def generate(name: str, seed: int, requests: int, rate: float) -> RequestTrace:
     """
     Args:
         rate: requests per second.
@@ -217,7 +217,7 @@ def generate(name: str, seed: int, requests: int, rate: float) -> Trace:
         KeyError: there is no such workload.
     """
     rows = WORKLOADS[name].rows(random.Random(f"{name} {seed}"), requests, rate)
-    return Trace(name, tuple(sorted(rows, key=lambda row: row.timestamp)[:requests]), UNIT_TOKENS)
+    return RequestTrace(name, tuple(sorted(rows, key=lambda row: row.timestamp)[:requests]), UNIT_TOKENS)
 
 
 class _Units:
@@ -238,7 +238,7 @@ class _Conversation:
         self._ids = list(prefix)
         self._tokens = len(prefix) * UNIT_TOKENS
 
-    def turn(self, at_ms: float, added: float, output: float, most_output: int = 2000) -> Row | None:
+    def turn(self, at_ms: float, added: float, output: float, most_output: int = 2000) -> TraceRow | None:
         """The next request, with ``added`` tokens of prompt; None: the prompt would be too long."""
         tokens = self._tokens + max(8, round(added))
         if tokens > _MAX_PROMPT:
@@ -248,7 +248,7 @@ class _Conversation:
         missing = -(-tokens // UNIT_TOKENS) - len(self._ids)
         self._ids += self._units.new(missing * UNIT_TOKENS) if missing > 0 else []
         self._tokens = tokens + answer
-        return Row(at_ms, tokens, answer, tuple(self._ids))
+        return TraceRow(at_ms, tokens, answer, tuple(self._ids))
 
 
 class _Turns(NamedTuple):
@@ -262,12 +262,12 @@ class _Turns(NamedTuple):
     pause_s: float
     hot: float = 0.0  # share of conversations with the first prefix, beyond their common share
 
-    def rows(self, rng: random.Random, requests: int, rate: float) -> list[Row]:
+    def rows(self, rng: random.Random, requests: int, rate: float) -> list[TraceRow]:
         units = _Units()
         prefixes = [units.new(rng.uniform(*self.prefix_tokens)) for _ in range(self.prefixes)]
         weights = [1 / (rank + 1) for rank in range(self.prefixes)]
         span = requests / rate * 1e3
-        rows: list[Row] = []
+        rows: list[TraceRow] = []
         while len(rows) < requests:
             at = rng.uniform(0, span)
             prefix = prefixes[0] if rng.random() < self.hot else rng.choices(prefixes, weights)[0]
@@ -285,10 +285,10 @@ def _length(rng: random.Random, median: float, sigma: float) -> float:
     return rng.lognormvariate(math.log(median), sigma)
 
 
-def _documents(rng: random.Random, requests: int, rate: float) -> list[Row]:
+def _documents(rng: random.Random, requests: int, rate: float) -> list[TraceRow]:
     units = _Units()
     span = requests / rate * 1e3
-    rows: list[Row] = []
+    rows: list[TraceRow] = []
     while len(rows) < requests:
         at = rng.uniform(0, span)
         document = units.new(min(60_000, _length(rng, 12_000, 0.7)))
@@ -303,7 +303,7 @@ def _documents(rng: random.Random, requests: int, rate: float) -> list[Row]:
     return rows
 
 
-def _mixed(rng: random.Random, requests: int, rate: float) -> list[Row]:
+def _mixed(rng: random.Random, requests: int, rate: float) -> list[TraceRow]:
     units, rows = _Units(), []
     for _ in range(requests):
         long = rng.random() < 0.12
@@ -314,18 +314,18 @@ def _mixed(rng: random.Random, requests: int, rate: float) -> list[Row]:
     return rows
 
 
-def _bursts(rng: random.Random, requests: int, rate: float) -> list[Row]:
+def _bursts(rng: random.Random, requests: int, rate: float) -> list[TraceRow]:
     """Chats, four fifths of which come in a tenth of the time: bursts of 4 s every 40 s."""
     rows = []
     for row in _CHAT.rows(rng, requests, rate):
         at = row.timestamp
         if rng.random() < 0.8:
             at = at // 40e3 * 40e3 + at % 40e3 / 10
-        rows.append(Row(at, row.input_length, row.output_length, row.hash_ids))
+        rows.append(TraceRow(at, row.input_length, row.output_length, row.hash_ids))
     return rows
 
 
-def _images(rng: random.Random, requests: int, rate: float) -> list[Row]:
+def _images(rng: random.Random, requests: int, rate: float) -> list[TraceRow]:
     """Single questions, two of three with an image; few images are asked about often."""
     units, rows = _Units(), []
     for _ in range(requests):
@@ -334,22 +334,22 @@ def _images(rng: random.Random, requests: int, rate: float) -> list[Row]:
         tokens = _length(rng, 1500, 0.9) + (576 if image else 0)
         row = _Conversation(units, []).turn(at, tokens, _length(rng, 150, 0.7))
         assert row is not None
-        rows.append(Row(row.timestamp, row.input_length, row.output_length, row.hash_ids, image))
+        rows.append(TraceRow(row.timestamp, row.input_length, row.output_length, row.hash_ids, image))
     return rows
 
 
 _CHAT = _Turns(8, (500, 4000), 6, (500, 1.3), (400, 0.7), 8)
 WORKLOADS = {
-    "chat": Workload(_CHAT.rows, "conversations of about 6 turns behind 8 system prompts", 7.0),
-    "agents": Workload(
+    "chat": TraceWorkload(_CHAT.rows, "conversations of about 6 turns behind 8 system prompts", 7.0),
+    "agents": TraceWorkload(
         _Turns(40, (1000, 7000), 8, (1500, 1.1), (90, 0.9), 4).rows, "tool loops over long, growing contexts", 1.8
     ),
-    "documents": Workload(_documents, "1 to 6 questions about each of many long documents", 2.3),
-    "unique": Workload(_Turns(1, (64, 64), 1, (5000, 1.0), (200, 0.9), 1).rows, "nothing is shared", 4.1),
-    "bursts": Workload(_bursts, "chats that come in bursts", 1.9),
-    "hot": Workload(
+    "documents": TraceWorkload(_documents, "1 to 6 questions about each of many long documents", 2.3),
+    "unique": TraceWorkload(_Turns(1, (64, 64), 1, (5000, 1.0), (200, 0.9), 1).rows, "nothing is shared", 4.1),
+    "bursts": TraceWorkload(_bursts, "chats that come in bursts", 1.9),
+    "hot": TraceWorkload(
         _Turns(40, (3000, 9000), 2, (1500, 1.0), (200, 0.9), 8, 0.8).rows, "80 % behind one system prompt", 8.4
     ),
-    "mixed": Workload(_mixed, "short prompts among long ones, nothing is shared", 6.5),
-    "images": Workload(_images, "single questions, two of three with an image", 14.0),
+    "mixed": TraceWorkload(_mixed, "short prompts among long ones, nothing is shared", 6.5),
+    "images": TraceWorkload(_images, "single questions, two of three with an image", 14.0),
 }

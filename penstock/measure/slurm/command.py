@@ -21,8 +21,8 @@ from penstock.measure.slurm import script
 from penstock.measure.slurm.engines import Worker, load_of, workers_of
 from penstock.measure.slurm.jobs import (
     QUEUED,
+    PointState,
     SlurmFailed,
-    State,
     argv_of_sbatch,
     jobs_of,
     queue,
@@ -33,11 +33,11 @@ from penstock.measure.slurm.jobs import (
 )
 from penstock.measure.slurm.placement import BadAllocation, node_count
 from penstock.measure.slurm.script import FOLDER
-from penstock.measure.slurm.sweep_file import BadSweep, Point, SweepFile, deployment_of, parse, select
+from penstock.measure.slurm.sweep_file import BadSweep, SweepFile, SweepPoint, deployment_of, parse, select
 from penstock.measure.sweep import plot
-from penstock.measure.sweep.command import Settings as Load
+from penstock.measure.sweep.command import SweepSettings
 from penstock.measure.sweep.results import BadResults
-from penstock.measure.sweep.workload import Level, levels_of
+from penstock.measure.sweep.workload import LoadLevel, levels_of
 
 _STYLES = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "dim", "FAILED": "red", "LOST": "red", "TIMEOUT": "red"}
 _REFUSED = (BadSweep, BadAllocation, BadResults, SlurmFailed, OSError, UnicodeDecodeError)
@@ -77,7 +77,7 @@ def _submit(args: Namespace) -> int:
     return 0
 
 
-def _wanted(points: Sequence[Point], found: Mapping[str, State], *, again: bool) -> list[Point]:
+def _wanted(points: Sequence[SweepPoint], found: Mapping[str, PointState], *, again: bool) -> list[SweepPoint]:
     """Those to submit. Of the others it is said why they are not."""
     wanted = []
     for point in points:
@@ -99,8 +99,8 @@ def _tested(path: Path) -> str:
 
 
 def _scripts(
-    sweep: SweepFile, points: Sequence[Point], nodes: dict[str, int], out: Path
-) -> list[tuple[Path, list[Point]]]:
+    sweep: SweepFile, points: Sequence[SweepPoint], nodes: dict[str, int], out: Path
+) -> list[tuple[Path, list[SweepPoint]]]:
     """What is submitted, and the points each of them measures."""
     if sweep.slurm.order != "array":
         return [(out / point.name / FOLDER / "job.sh", [point]) for point in points]
@@ -117,7 +117,7 @@ def _scripts(
     return scripts
 
 
-def _send(sweep: SweepFile, scripts: Sequence[tuple[Path, list[Point]]], out: Path, before: str) -> None:
+def _send(sweep: SweepFile, scripts: Sequence[tuple[Path, list[SweepPoint]]], out: Path, before: str) -> None:
     """
     Args:
         before: job of the sweep that the first of a chain waits for; "": none.
@@ -131,7 +131,7 @@ def _send(sweep: SweepFile, scripts: Sequence[tuple[Path, list[Point]]], out: Pa
             print(f"{point.name}: job {own}")
 
 
-def write(sweep: SweepFile, point: Point, out: Path) -> tuple[list[Worker], int]:
+def write(sweep: SweepFile, point: SweepPoint, out: Path) -> tuple[list[Worker], int]:
     """Write what the job of a point needs; its workers, and how many nodes they take.
 
     Raises:
@@ -202,7 +202,7 @@ def _cancel(args: Namespace) -> int:
     return 0
 
 
-def _chosen(sweep: SweepFile, out: Path, args: Namespace) -> list[Point]:
+def _chosen(sweep: SweepFile, out: Path, args: Namespace) -> list[SweepPoint]:
     words = [word for each in args.points for word in each.split(",") if word]
     best: list[str] = []
     if "pareto" in words:
@@ -215,9 +215,9 @@ def _chosen(sweep: SweepFile, out: Path, args: Namespace) -> list[Point]:
     return select(sweep.points, words, best, args.mtp)
 
 
-def _states(sweep: SweepFile, out: Path, points: Sequence[Point]) -> list[State]:
-    loads = {point.name: read(Load, load_of(sweep, point)) for point in points}
-    levels: dict[str, list[Level]] = {name: levels_of(load) for name, load in loads.items()}
+def _states(sweep: SweepFile, out: Path, points: Sequence[SweepPoint]) -> list[PointState]:
+    loads = {point.name: read(SweepSettings, load_of(sweep, point)) for point in points}
+    levels: dict[str, list[LoadLevel]] = {name: levels_of(load) for name, load in loads.items()}
     return states(out, points, levels, max((load.repeat for load in loads.values()), default=1))
 
 

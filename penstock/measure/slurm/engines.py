@@ -14,9 +14,9 @@ from penstock.infra.engine_args.rules.check import check
 from penstock.infra.engine_args.tree import BadArguments, Tree, decode, merge
 from penstock.launch.recipes.catalogue import GPUS
 from penstock.launch.recipes.engine_args import BLOCK, EngineSpec, context_of, generate, sizes
-from penstock.measure.slurm.placement import Group
-from penstock.measure.slurm.sweep_file import BadSweep, Flags, Point, Role, SweepFile, argv_of, tree_over
-from penstock.measure.sweep.command import Settings as Load
+from penstock.measure.slurm.placement import SlurmGroup
+from penstock.measure.slurm.sweep_file import BadSweep, Flags, Role, SweepFile, SweepPoint, argv_of, tree_over
+from penstock.measure.sweep.command import SweepSettings
 from penstock.measure.sweep.workload import levels_of, workload_of
 
 EXTERNAL = ("trtllm", "vllm")
@@ -32,13 +32,13 @@ class Worker(NamedTuple):
         warnings: of the rules of engine arguments.
     """
 
-    group: Group
+    group: SlurmGroup
     argv: tuple[str, ...]
     arguments: str = ""
     warnings: tuple[str, ...] = ()
 
 
-def load_of(sweep: SweepFile, point: Point) -> tuple[str, ...]:
+def load_of(sweep: SweepFile, point: SweepPoint) -> tuple[str, ...]:
     """Flags of `penstock bench sweep` for a point.
 
     Raises:
@@ -53,14 +53,14 @@ def load_of(sweep: SweepFile, point: Point) -> tuple[str, ...]:
         raise BadSweep(f"load.{own[0]}: the sweep sets it itself")
     argv = argv_of(given)
     try:
-        read(Load, argv)
+        read(SweepSettings, argv)
     except BadFlags as error:
         raise BadSweep(f"load: {error}") from None
     return tuple(argv)
 
 
 def workers_of(
-    sweep: SweepFile, point: Point, read_file: Callable[[str], Tree], shape: Callable[[str], Shape], file: str = ""
+    sweep: SweepFile, point: SweepPoint, read_file: Callable[[str], Tree], shape: Callable[[str], Shape], file: str = ""
 ) -> list[Worker]:
     """The workers of a point, by role.
 
@@ -86,11 +86,11 @@ def workers_of(
         path = file.format(role=role) if tree else ""
         argv = _argv(sweep, point, role, path)
         text = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None) if tree else ""
-        made.append(Worker(Group(role, count, size), tuple(argv), text, warnings))
+        made.append(Worker(SlurmGroup(role, count, size), tuple(argv), text, warnings))
     return made
 
 
-def _argv(sweep: SweepFile, point: Point, role: Role, path: str) -> list[str]:
+def _argv(sweep: SweepFile, point: SweepPoint, role: Role, path: str) -> list[str]:
     flags: Flags = {"engine": sweep.engine, "role": role}
     flags |= {key: value for key, value in (("model", sweep.model), ("extra-engine-args", path)) if value}
     if sweep.served_model_name:
@@ -111,7 +111,7 @@ def _argv(sweep: SweepFile, point: Point, role: Role, path: str) -> list[str]:
 
 
 def _arguments(
-    sweep: SweepFile, point: Point, role: Role, read_file: Callable[[str], Tree], shape: Callable[[str], Shape]
+    sweep: SweepFile, point: SweepPoint, role: Role, read_file: Callable[[str], Tree], shape: Callable[[str], Shape]
 ) -> tuple[Tree, tuple[str, ...]]:
     given = {"prefill": point.prefill_engine_args, "decode": point.decode_engine_args}.get(role, "")
     path = given or point.engine_args
@@ -133,11 +133,11 @@ def _arguments(
 
 
 def _generated(
-    sweep: SweepFile, point: Point, role: Role, over: Tree, shape: Callable[[str], Shape]
+    sweep: SweepFile, point: SweepPoint, role: Role, over: Tree, shape: Callable[[str], Shape]
 ) -> tuple[Tree, tuple[str, ...]]:
     if sweep.gpu not in GPUS:
         raise BadSweep(f"gpu: {sweep.gpu or 'none'} is not one of {', '.join(GPUS)}; or give the points engine-args")
-    load = read(Load, load_of(sweep, point))
+    load = read(SweepSettings, load_of(sweep, point))
     memory, blackwell = GPUS[sweep.gpu]
     highest = max((level.value for level in levels_of(load) if level.kind == "concurrency"), default=64)
     workload = workload_of(load)
@@ -170,7 +170,7 @@ def _generated(
     return tree, tuple(f"{point.name}: {role}: {each}" for each in findings)
 
 
-def _decoded(point: Point, role: Role, tree: Tree) -> None:
+def _decoded(point: SweepPoint, role: Role, tree: Tree) -> None:
     try:
         decode(tree)
     except BadArguments as error:

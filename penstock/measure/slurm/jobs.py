@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.measure.slurm.script import FOLDER
-from penstock.measure.slurm.sweep_file import Point
+from penstock.measure.slurm.sweep_file import SweepPoint
 from penstock.measure.sweep.results import load
-from penstock.measure.sweep.workload import Level
+from penstock.measure.sweep.workload import LoadLevel
 
 TIMEOUT_S = 60.0
 # States of jobs that Slurm still has.
@@ -27,7 +27,7 @@ class SlurmFailed(Exception):
     """A command of Slurm failed; the text has its last line."""
 
 
-class State(NamedTuple):
+class PointState(NamedTuple):
     """How far a point is.
 
     Attributes:
@@ -99,7 +99,9 @@ def jobs_of(own: Path) -> list[str]:
     return [line for line in lines if _ID.fullmatch(line)]
 
 
-def states(out: Path, points: Sequence[Point], levels: Mapping[str, Sequence[Level]], repeat: int) -> list[State]:
+def states(
+    out: Path, points: Sequence[SweepPoint], levels: Mapping[str, Sequence[LoadLevel]], repeat: int
+) -> list[PointState]:
     """How far each point is.
 
     Raises:
@@ -114,7 +116,7 @@ def states(out: Path, points: Sequence[Point], levels: Mapping[str, Sequence[Lev
         state, reason = queued.get(job) or _ended(out / point.name / FOLDER, job) if job else ("", "")
         done = [load(out / point.name / level.folder) for level in levels[point.name]]
         complete = sum(result is not None and len(result.complete) >= repeat for result in done)
-        found.append(State(point.name, job, state, reason, len(levels[point.name]), complete))
+        found.append(PointState(point.name, job, state, reason, len(levels[point.name]), complete))
     return found
 
 

@@ -14,14 +14,14 @@ class BadAllocation(ValueError):
     """Nodes that the workers do not fit on, or variables that are not Slurm's; the text says what is missing."""
 
 
-class Node(NamedTuple):
+class SlurmNode(NamedTuple):
     """``tasks``: workers' GPUs, or processes without them, that it takes."""
 
     name: str
     tasks: int
 
 
-class Group(NamedTuple):
+class SlurmGroup(NamedTuple):
     """``number`` workers of ``size`` GPUs each."""
 
     role: str
@@ -43,7 +43,7 @@ class Instance(NamedTuple):
     devices: tuple[int, ...]
 
 
-def nodes_of(names: str, tasks: str) -> list[Node]:
+def nodes_of(names: str, tasks: str) -> list[SlurmNode]:
     """
     Args:
         names: SLURM_JOB_NODELIST, such as ``gpu[01-03,7],login``.
@@ -63,7 +63,7 @@ def nodes_of(names: str, tasks: str) -> list[Node]:
         raise BadAllocation(
             f"SLURM_JOB_NODELIST {names} has {len(hosts)} nodes, and SLURM_TASKS_PER_NODE {tasks} says {len(counts)}"
         )
-    return [Node(*each) for each in zip(hosts, counts, strict=True)]
+    return [SlurmNode(*each) for each in zip(hosts, counts, strict=True)]
 
 
 def expand(names: str) -> Iterator[str]:
@@ -98,7 +98,7 @@ def _expand_word(word: str, wrong: BadAllocation) -> Iterator[str]:
                 yield f"{before}{number:0{len(first)}d}{end}"
 
 
-def place(groups: Sequence[Group], nodes: Sequence[Node]) -> list[Instance]:
+def place(groups: Sequence[SlurmGroup], nodes: Sequence[SlurmNode]) -> list[Instance]:
     """Place each worker on the first node with room; one of several nodes gets whole ones.
 
     Raises:
@@ -134,7 +134,7 @@ def _room(size: int, room: Mapping[str, list[int]], whole: Mapping[str, int]) ->
     return tuple(alike[:needed]) if len(alike) >= needed else ()
 
 
-def node_count(groups: Sequence[Group], tasks_per_node: int) -> int:
+def node_count(groups: Sequence[SlurmGroup], tasks_per_node: int) -> int:
     """How many nodes of ``tasks_per_node`` the workers need.
 
     Raises:
@@ -146,11 +146,13 @@ def node_count(groups: Sequence[Group], tasks_per_node: int) -> int:
                 f"a {group.role} worker of {group.size} GPUs does not fill nodes of {tasks_per_node}; use a multiple"
             )
     most = sum(group.number * math.ceil(group.size / tasks_per_node) for group in groups)
-    used = {node for each in place(groups, [Node(str(n), tasks_per_node) for n in range(most)]) for node in each.nodes}
+    used = {
+        node for each in place(groups, [SlurmNode(str(n), tasks_per_node) for n in range(most)]) for node in each.nodes
+    }
     return len(used)
 
 
-def _too_few(groups: Sequence[Group], nodes: Sequence[Node]) -> str:
+def _too_few(groups: Sequence[SlurmGroup], nodes: Sequence[SlurmNode]) -> str:
     needs = " and ".join(f"{group.number} x {group.role} of {group.size}" for group in groups)
     total = sum(group.number * group.size for group in groups)
     have = ", ".join(f"{node.name} with {node.tasks}" for node in nodes)

@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Struct
 
 from penstock.configs.flags import Parser
-from penstock.measure.slurm.placement import BadAllocation, Group, Instance, nodes_of, place
-from penstock.measure.slurm.sweep_file import Cluster, Container, Point, SweepFile, argv_of
+from penstock.measure.slurm.placement import BadAllocation, Instance, SlurmGroup, nodes_of, place
+from penstock.measure.slurm.sweep_file import Container, SlurmKey, SweepFile, SweepPoint, argv_of
 
 BODY = Path(__file__).parent / "job.sh"
 NUMA = Path(__file__).parent / "numa.sh"
@@ -34,11 +34,11 @@ class JobPoint(Struct, frozen=True):
 
     name: str
     penstock: str
-    groups: tuple[Group, ...]
+    groups: tuple[SlurmGroup, ...]
     argv: dict[str, tuple[str, ...]]
 
 
-def job(sweep: SweepFile, point: Point, nodes: int, load: Sequence[str], out: Path, body: str) -> str:
+def job(sweep: SweepFile, point: SweepPoint, nodes: int, load: Sequence[str], out: Path, body: str) -> str:
     """The script of one point."""
     own = out / point.name / FOLDER
     container = sweep.container
@@ -77,7 +77,7 @@ def job(sweep: SweepFile, point: Point, nodes: int, load: Sequence[str], out: Pa
     return "\n".join(lines)
 
 
-def directives(cluster: Cluster, name: str, nodes: int, own: Path, *, array: str = "") -> list[str]:
+def directives(cluster: SlurmKey, name: str, nodes: int, own: Path, *, array: str = "") -> list[str]:
     """The lines at the top of a script that say what it needs."""
     options = {
         "job-name": f"{cluster.job_name}-{name}",
@@ -104,7 +104,7 @@ def _quoted(value: str) -> str:
     return f'"{escaped}"'
 
 
-def array(cluster: Cluster, name: str, nodes: int, scripts: Sequence[Path], folder: Path) -> str:
+def array(cluster: SlurmKey, name: str, nodes: int, scripts: Sequence[Path], folder: Path) -> str:
     """A script that runs several others, one for each index of an array of jobs."""
     at_once = f"%{cluster.at_once}" if cluster.at_once else ""
     lines = directives(cluster, name, nodes, folder, array=f"0-{len(scripts) - 1}{at_once}")
@@ -140,7 +140,7 @@ def instances(placed: Sequence[Instance], point: JobPoint, first_port: int, *, d
     return "\n".join([*lines, f"METRICS=({' '.join(metrics)})", ""])
 
 
-def _gres(cluster: Cluster) -> str:
+def _gres(cluster: SlurmKey) -> str:
     return f"{cluster.gres}:{cluster.tasks_per_node}" if cluster.gres else ""
 
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.infra.engine_args.tree import BadArguments, Tree, parse_yaml
-from penstock.measure.pareto.records import Deployment
+from penstock.measure.pareto.records import MeasuredDeployment
 from penstock.measure.sweep.endpoints import NAME, RESERVED
 
 Count = Annotated[int, Meta(ge=0)]
@@ -29,7 +29,7 @@ class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, renam
     """Keys are written with dashes."""
 
 
-class Cluster(_Part, frozen=True, kw_only=True):
+class SlurmKey(_Part, frozen=True, kw_only=True):
     """The key ``slurm``.
 
     Attributes:
@@ -68,7 +68,7 @@ class Container(_Part, frozen=True, kw_only=True):
     mounts: tuple[str, ...] = ()
 
 
-class Point(_Part, frozen=True, kw_only=True):
+class SweepPoint(_Part, frozen=True, kw_only=True):
     """One deployment.
 
     Attributes:
@@ -141,7 +141,7 @@ class SweepFile(_Part, frozen=True, kw_only=True):
         out: folder of the results; all nodes see it.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[SweepPoint, ...]
     model: str = ""
     served_model_name: str = ""
     engine: Literal["native", "mock", "trtllm", "vllm"] = "trtllm"
@@ -151,7 +151,7 @@ class SweepFile(_Part, frozen=True, kw_only=True):
     load: Flags = {}
     worker: Flags = {}
     router: Flags = {}
-    slurm: Cluster = Cluster()
+    slurm: SlurmKey = SlurmKey()
     container: Container | None = None
     environment: dict[str, str] = {}
     otlp_endpoint: str = ""
@@ -195,7 +195,7 @@ def _wrong_cluster(sweep: SweepFile) -> list[str]:
     return problems
 
 
-def _wrong_points(points: Sequence[Point]) -> list[str]:
+def _wrong_points(points: Sequence[SweepPoint]) -> list[str]:
     problems = []
     for each in points:
         if not NAME.fullmatch(each.name) or each.name in (*RESERVED, "slurm"):
@@ -209,7 +209,7 @@ def _wrong_points(points: Sequence[Point]) -> list[str]:
     return problems
 
 
-def name_of(point: Point) -> str:
+def name_of(point: SweepPoint) -> str:
     """A name that tells the point, such as ``prefill1_decode3_dep4_batch128_eplb0_mtp0``."""
     short = {"aggregated": "agg"}
     workers = [f"{short.get(role, role)}{count}" for role, count in point.roles.items()]
@@ -218,11 +218,11 @@ def name_of(point: Point) -> str:
     return "_".join([*workers, *prefill, *sizes])
 
 
-def deployment_of(sweep: SweepFile, point: Point) -> Deployment:
+def deployment_of(sweep: SweepFile, point: SweepPoint) -> MeasuredDeployment:
     """What ``deployment.json`` beside the point's results says, for `penstock bench pareto`."""
     settings: dict[str, str | int | float | bool] = {"mapping": f"{point.mapping}{point.tp}"}
     settings |= {key: value for key in ("batch", "tokens", "slots", "mtp") if (value := getattr(point, key))}
-    return Deployment(
+    return MeasuredDeployment(
         kind=point.kind,
         model=sweep.served_model_name or sweep.model,
         total_gpus=point.gpus,
@@ -234,7 +234,9 @@ def deployment_of(sweep: SweepFile, point: Point) -> Deployment:
     )
 
 
-def select(points: Sequence[Point], wanted: Sequence[str], best: Sequence[str] = (), mtp: str = "any") -> list[Point]:
+def select(
+    points: Sequence[SweepPoint], wanted: Sequence[str], best: Sequence[str] = (), mtp: str = "any"
+) -> list[SweepPoint]:
     """The points that any of ``wanted`` means, in their order.
 
     Args:
@@ -258,7 +260,7 @@ def select(points: Sequence[Point], wanted: Sequence[str], best: Sequence[str] =
     return kept
 
 
-def _means(word: str, point: Point, best: Sequence[str]) -> bool:
+def _means(word: str, point: SweepPoint, best: Sequence[str]) -> bool:
     if word in ("all", point.mapping, "disaggregated" if point.prefill else "aggregated"):
         return True
     if gpus := _GPUS.fullmatch(word.lower()):
@@ -278,7 +280,7 @@ def argv_of(flags: Mapping[str, Any]) -> list[str]:
     return argv
 
 
-def tree_over(point: Point, engine: str) -> Tree:
+def tree_over(point: SweepPoint, engine: str) -> Tree:
     """The point's sizes as engine arguments of TensorRT-LLM or vLLM."""
     if engine == "vllm":
         sizes = {"max_num_seqs": point.batch, "max_num_batched_tokens": point.tokens}

@@ -14,21 +14,21 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
-from penstock.measure.generator.target import Target
-from penstock.measure.simulation.trace import Trace
+from penstock.measure.generator.target import HttpTarget
+from penstock.measure.simulation.trace import RequestTrace
 from penstock.measure.sweep.smoke import PATHS, Abilities, Api
-from penstock.measure.sweep.workload import Level, TokenText, Workload
+from penstock.measure.sweep.workload import LoadLevel, TokenText, Workload
 
 _MOST_BYTES = 4 << 30  # of one level's requests, in memory
 _CACHED_UNITS = 4096
 
 
-class TooLarge(ValueError):
+class LevelTooLarge(ValueError):
     """The requests of a level do not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedRequest:
     """A request to send, ``at_s`` seconds after the first one. None: as soon as another one has ended."""
 
     request: bytes
@@ -46,7 +46,7 @@ class Bodies:
 
     def __init__(
         self,
-        target: Target,
+        target: HttpTarget,
         model: str,
         api: Api,
         abilities: Abilities,
@@ -62,11 +62,11 @@ class Bodies:
         self._common = abilities.body(model, stream=stream) | (extra or {})
         self._abilities = abilities
 
-    def synthetic(self, workload: Workload, level: Level, seed: int, run: int) -> list[Planned]:
+    def synthetic(self, workload: Workload, level: LoadLevel, seed: int, run: int) -> list[PlannedRequest]:
         """The requests of a level.
 
         Raises:
-            TooLarge: they do not fit into memory.
+            LevelTooLarge: they do not fit into memory.
         """
         own = Random(f"{seed} {level.folder} {run}")
         arrivals = poisson(own, level.value, level.requests) if level.kind == "rate" else None
@@ -84,14 +84,14 @@ class Bodies:
             images = [png(own, workload.image_size) for _ in range(workload.images)]
             request = self.request(prompt, osl, images)
             size = _checked(size + len(request), level)
-            planned.append(Planned(request, isl, osl, arrivals[number] if arrivals else None))
+            planned.append(PlannedRequest(request, isl, osl, arrivals[number] if arrivals else None))
         return planned
 
-    def of_trace(self, trace: Trace, level: Level, seed: int, run: int) -> list[Planned]:
+    def of_trace(self, trace: RequestTrace, level: LoadLevel, seed: int, run: int) -> list[PlannedRequest]:
         """The requests of a trace, ``level.value`` times faster. Equal units are equal text within a run only.
 
         Raises:
-            TooLarge: they do not fit into memory.
+            LevelTooLarge: they do not fit into memory.
         """
 
         own = f"{seed} {level.folder} {run}"
@@ -111,7 +111,7 @@ class Bodies:
             request = self.request(prompt, row.output_length)
             size = _checked(size + len(request), level)
             at_s = (row.timestamp - start) / 1e3 / level.value
-            planned.append(Planned(request, tokens + self._overhead, row.output_length, at_s))
+            planned.append(PlannedRequest(request, tokens + self._overhead, row.output_length, at_s))
         return planned
 
     def request(self, prompt: str, osl: int, images: Sequence[bytes] = ()) -> bytes:
@@ -155,9 +155,9 @@ def _content(prompt: str, images: Sequence[bytes]) -> Any:
     return [{"type": "text", "text": prompt}, *parts]
 
 
-def _checked(size: int, level: Level) -> int:
+def _checked(size: int, level: LoadLevel) -> int:
     if size > _MOST_BYTES:
-        raise TooLarge(
+        raise LevelTooLarge(
             f"{level.title}: {level.requests} requests take more than {_MOST_BYTES >> 30} GiB; "
             "ask for fewer (--requests)"
         )

@@ -16,20 +16,21 @@ from msgspec import Meta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from penstock.configs.flags import BadSettings
 from penstock.infra.model.modeldir import ModelError, load_tokenizer, resolve
 from penstock.measure.generator.lag import loop_factory
 from penstock.measure.generator.target import BadTarget
-from penstock.measure.simulation.trace import Trace, TraceError, read_multiplied
+from penstock.measure.simulation.trace import RequestTrace, TraceError, read_multiplied
 from penstock.measure.sweep import results
-from penstock.measure.sweep.bodies import Bodies, Planned, TooLarge
-from penstock.measure.sweep.endpoints import BadEndpoint, Endpoint, parse_endpoints
-from penstock.measure.sweep.level_run import Limits, run_level, warm_up
+from penstock.measure.sweep.bodies import Bodies, LevelTooLarge, PlannedRequest
+from penstock.measure.sweep.endpoints import BadEndpoint, SweptEndpoint, parse_endpoints
+from penstock.measure.sweep.level_run import RunLimits, run_level, warm_up
 from penstock.measure.sweep.report import print_report
-from penstock.measure.sweep.results import BadResults, Result, Run, read_series
+from penstock.measure.sweep.results import BadResults, LevelResult, LevelRun, read_series
 from penstock.measure.sweep.smoke import Api, Smoke, Unhealthy, smoke
 from penstock.measure.sweep.workload import (
     PRESETS,
-    Level,
+    LoadLevel,
     NoShortWord,
     TokenText,
     Workload,
@@ -57,32 +58,32 @@ class Plan:
         overwrite: run levels again that are finished.
     """
 
-    endpoints: tuple[Endpoint, ...]
+    endpoints: tuple[SweptEndpoint, ...]
     workload: Workload
-    levels: tuple[Level, ...]
+    levels: tuple[LoadLevel, ...]
     out: Path
     model: str = ""
     api: Api = "chat"
     stream: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
-    trace: Trace | None = None
+    trace: RequestTrace | None = None
     search_up_to: int = 0
     requests: int = 0
     repeat: int = 1
     warm_up: int = 0
     seed: int = 1
     overwrite: bool = False
-    limits: Limits = Limits()  # noqa: RUF009  # frozen
+    limits: RunLimits = RunLimits()  # noqa: RUF009  # frozen
 
 
 @dataclass(slots=True)
-class Loaded:
+class SmokedEndpoint:
     """An endpoint that passed its smoke request."""
 
-    endpoint: Endpoint
+    endpoint: SweptEndpoint
     smoke: Smoke
     texts: TokenText
-    levels: list[Level] = field(default_factory=list)  # that were run, or were finished
+    levels: list[LoadLevel] = field(default_factory=list)  # that were run, or were finished
     warm: bool = False
     healthy: bool = True
 
@@ -96,7 +97,7 @@ class Sweep:
     def __init__(self, plan: Plan, texts: Callable[[str], TokenText]) -> None:
         self._plan = plan
         self._texts = texts
-        self._loaded: list[Loaded] = []
+        self._loaded: list[SmokedEndpoint] = []
         self._failed = False
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -109,7 +110,7 @@ class Sweep:
         )
 
     @property
-    def measured(self) -> list[Endpoint]:
+    def measured(self) -> list[SweptEndpoint]:
         """The endpoints that have results."""
         return [each.endpoint for each in self._loaded if each.levels]
 
@@ -138,7 +139,7 @@ class Sweep:
             raise SweepFailed("every endpoint was left before a level was finished")
         return not self._failed
 
-    async def _smoke(self, endpoint: Endpoint) -> Loaded:
+    async def _smoke(self, endpoint: SweptEndpoint) -> SmokedEndpoint:
         plan = self._plan
         try:
             first = await smoke(endpoint.target, plan.api, plan.model, None, stream=plan.stream, extra=plan.extra)
@@ -149,22 +150,22 @@ class Sweep:
         loaded = msgspec.structs.replace(loaded, warnings=(*loaded.warnings, *_raised(plan, loaded)))
         for warning in loaded.warnings:
             self._say(f"{endpoint.name}: {warning}")
-        return Loaded(endpoint, loaded, texts)
+        return SmokedEndpoint(endpoint, loaded, texts)
 
-    async def _search(self, loaded: Loaded, number: int) -> None:
+    async def _search(self, loaded: SmokedEndpoint, number: int) -> None:
         """Find the knee in the first run; later ones repeat its levels."""
         if number > 1:
             for level in sorted(loaded.levels, key=lambda level: level.value):
                 await self._level(loaded, level, number)
             return
-        points: list[results.Point] = []
+        points: list[results.MeasuredPoint] = []
         while (value := results.next_level(points, self._plan.search_up_to)) is not None and loaded.healthy:
             level = concurrency_level(value, self._plan.requests)
             result = await self._level(loaded, level, number)
             if result is not None and result.complete:
                 points.append(results.point(result))
 
-    async def _level(self, loaded: Loaded, level: Level, number: int) -> Result | None:
+    async def _level(self, loaded: SmokedEndpoint, level: LoadLevel, number: int) -> LevelResult | None:
         """One run of a level, unless it is finished or the endpoint was left; its result so far."""
         if not loaded.healthy:
             return None
@@ -200,7 +201,9 @@ class Sweep:
         self._failed = self._failed or bool(run.figures.failed)
         return result
 
-    async def _run(self, loaded: Loaded, level: Level, planned: Sequence[Planned], number: int, folder: Path) -> Run:
+    async def _run(
+        self, loaded: SmokedEndpoint, level: LoadLevel, planned: Sequence[PlannedRequest], number: int, folder: Path
+    ) -> LevelRun:
         title = f"{loaded.endpoint.name}, {level.title}" + (f", run {number}" if self._plan.repeat > 1 else "")
         line = self._bar.add_task(title, total=len(planned), state="")
 
@@ -214,19 +217,19 @@ class Sweep:
             self._say(f"{title}: {warning}")
         return run
 
-    async def _warm_up(self, loaded: Loaded, bodies: Bodies) -> None:
+    async def _warm_up(self, loaded: SmokedEndpoint, bodies: Bodies) -> None:
         plan = self._plan
         if plan.warm_up:
-            level = Level("concurrency", 0, plan.warm_up)
+            level = LoadLevel("concurrency", 0, plan.warm_up)
             planned = bodies.synthetic(plan.workload, level, plan.seed, 0)
             error = await warm_up(loaded.endpoint, planned, min(plan.warm_up, 4), plan.limits.timeout_s)
             if error:
                 raise Unhealthy(f"{loaded.endpoint.name}: warm-up failed: {error}")
         loaded.warm = True
 
-    def _begun(self, loaded: Loaded, level: Level) -> Result:
+    def _begun(self, loaded: SmokedEndpoint, level: LoadLevel) -> LevelResult:
         plan = self._plan
-        return Result(
+        return LevelResult(
             endpoint=loaded.endpoint.name,
             url=loaded.endpoint.target.url,
             model=loaded.smoke.model,
@@ -240,7 +243,7 @@ class Sweep:
             warnings=loaded.smoke.warnings,
         )
 
-    def _bodies(self, loaded: Loaded) -> Bodies:
+    def _bodies(self, loaded: SmokedEndpoint) -> Bodies:
         plan = self._plan
         return Bodies(
             loaded.endpoint.target,
@@ -252,7 +255,7 @@ class Sweep:
             extra=plan.extra,
         )
 
-    def _planned(self, bodies: Bodies, level: Level, number: int) -> list[Planned]:
+    def _planned(self, bodies: Bodies, level: LoadLevel, number: int) -> list[PlannedRequest]:
         if self._plan.trace is not None:
             return bodies.of_trace(self._plan.trace, level, self._plan.seed, number)
         return bodies.synthetic(self._plan.workload, level, self._plan.seed, number)
@@ -269,7 +272,7 @@ def _raised(plan: Plan, loaded: Smoke) -> list[str]:
     return [f"prompts have at least {least} tokens instead of {asked}: the server's chat template adds {least - 1}"]
 
 
-def _lengths(run: Run, images: int) -> list[str]:
+def _lengths(run: LevelRun, images: int) -> list[str]:
     """Notes about lengths that differ from the requested ones, by the server's count. Images add to them."""
     notes = []
     figures = run.figures
@@ -284,7 +287,7 @@ def _lengths(run: Run, images: int) -> list[str]:
     return notes
 
 
-class Settings(WorkloadFlags, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SweepSettings(WorkloadFlags, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock bench sweep``."""
 
     endpoint: Annotated[
@@ -324,14 +327,10 @@ class Settings(WorkloadFlags, frozen=True, kw_only=True, forbid_unknown_fields=T
     overwrite: Annotated[bool, Meta(description="run levels again that are finished")] = False
 
 
-class BadSettings(ValueError):
-    """Flags that do not fit together."""
+_REFUSED = (BadSettings, BadEndpoint, BadTarget, BadResults, TraceError, ModelError, NoShortWord, LevelTooLarge)
 
 
-_REFUSED = (BadSettings, BadEndpoint, BadTarget, BadResults, TraceError, ModelError, NoShortWord, TooLarge)
-
-
-def run(settings: Settings) -> int:
+def run(settings: SweepSettings) -> int:
     """Run the unfinished levels and print a table. Returns 1 if an endpoint or a request failed, 2 for bad flags."""
     sweep = None
     try:
@@ -351,7 +350,7 @@ def run(settings: Settings) -> int:
     return 0 if healthy else 1
 
 
-def plan_of(settings: Settings) -> Plan:
+def plan_of(settings: SweepSettings) -> Plan:
     """
     Raises:
         BadSettings: flags that do not fit together.
@@ -390,7 +389,7 @@ def plan_of(settings: Settings) -> Plan:
         seed=settings.seed,
         out=Path(settings.out),
         overwrite=settings.overwrite,
-        limits=Limits(settings.max_failed, settings.timeout_s, settings.scrape_s),
+        limits=RunLimits(settings.max_failed, settings.timeout_s, settings.scrape_s),
     )
 
 

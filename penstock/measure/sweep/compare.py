@@ -16,7 +16,7 @@ from rich.table import Table
 from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.measure.intervals import Interval, paired, unpaired
-from penstock.measure.sweep.results import BadResults, Result, Series, read_series, values_of
+from penstock.measure.sweep.results import BadResults, EndpointSeries, LevelResult, read_series, values_of
 
 Verdict = Literal["faster", "slower", "within noise", "unknown"]
 
@@ -44,7 +44,7 @@ METRICS = (
 )
 
 
-class Difference(Struct, frozen=True):
+class LevelDifference(Struct, frozen=True):
     """The difference between B and A in one metric at one level.
 
     Attributes:
@@ -63,7 +63,7 @@ class Difference(Struct, frozen=True):
     verdict: Verdict
 
 
-def compare(a: Sequence[Result], b: Sequence[Result], least: float = 0.0) -> list[Difference]:
+def compare(a: Sequence[LevelResult], b: Sequence[LevelResult], least: float = 0.0) -> list[LevelDifference]:
     """The differences at the common levels, by level and metric.
 
     Args:
@@ -79,13 +79,13 @@ def compare(a: Sequence[Result], b: Sequence[Result], least: float = 0.0) -> lis
     ]
 
 
-def _difference(a: Result, b: Result, metric: Metric, least: float) -> Difference | None:
+def _difference(a: LevelResult, b: LevelResult, metric: Metric, least: float) -> LevelDifference | None:
     ours, theirs = values_of(b, metric.figure, metric.part), values_of(a, metric.figure, metric.part)
     if not ours or not theirs:
         return None
     pairs = can_pair(a, b)
     change = paired(ours, theirs) if pairs else unpaired(ours, theirs)
-    return Difference(
+    return LevelDifference(
         a.level.title,
         metric.title,
         sum(theirs) / len(theirs),
@@ -98,7 +98,7 @@ def _difference(a: Result, b: Result, metric: Metric, least: float) -> Differenc
     )
 
 
-def can_pair(a: Result, b: Result) -> bool:
+def can_pair(a: LevelResult, b: LevelResult) -> bool:
     """Whether runs with the same number sent the same requests to both."""
     numbers = [[run.number for run in result.complete] for result in (a, b)]
     return numbers[0] == numbers[1] and all(
@@ -153,7 +153,7 @@ def run(argv: Sequence[str]) -> int:
     return SLOWER if slower and args.fail_if_slower else 0
 
 
-def table(level: str, differences: Sequence[Difference]) -> Table:
+def table(level: str, differences: Sequence[LevelDifference]) -> Table:
     shown = Table(title=level, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     shown.add_column("metric")
     for heading in ("A", "B", "B against A", "95 % interval"):
@@ -177,7 +177,7 @@ def bounds(change: Interval) -> str:
     return f"{change.low:+.1%} … {change.high:+.1%}" if change.low > -1.0 else ""
 
 
-def _one(folder: Path) -> Series:
+def _one(folder: Path) -> EndpointSeries:
     series = read_series([folder])
     if len(series) > 1:
         names = ", ".join(str(each.folder) for each in series)
@@ -185,7 +185,7 @@ def _one(folder: Path) -> Series:
     return series[0]
 
 
-def _note(a: Series, b: Series, differences: Sequence[Difference]) -> str:
+def _note(a: EndpointSeries, b: EndpointSeries, differences: Sequence[LevelDifference]) -> str:
     notes = []
     if any(min(each.runs_a, each.runs_b) < 2 for each in differences):
         notes.append("A single run shows no noise: repeat both sweeps with --repeat 5.")

@@ -15,10 +15,10 @@ import msgspec
 from penstock.configs.flags import Parser
 from penstock.measure.sweep import results
 from penstock.measure.sweep.endpoints import BadEndpoint, name_of
-from penstock.measure.sweep.figures import Record, figures
+from penstock.measure.sweep.figures import RequestRecord, figures
 from penstock.measure.sweep.report import print_report
-from penstock.measure.sweep.results import Result, Run
-from penstock.measure.sweep.workload import Level, Workload
+from penstock.measure.sweep.results import LevelResult, LevelRun
+from penstock.measure.sweep.workload import LoadLevel, Workload
 
 _AIPERF_SUMMARY, _AIPERF_RECORDS = "profile_export_aiperf.json", "profile_export.jsonl"
 
@@ -28,8 +28,8 @@ class NotConvertible(Exception):
 
 
 class Converted(NamedTuple):
-    result: Result
-    records: list[Record]
+    result: LevelResult
+    records: list[RequestRecord]
 
 
 def aiperf(folder: Path, name: str, gpus: int = 0) -> list[Converted]:
@@ -48,7 +48,7 @@ def aiperf(folder: Path, name: str, gpus: int = 0) -> list[Converted]:
         began = min(each["metadata"]["request_start_ns"] for each in measured)
         records = [_aiperf_record(number, each, began, prompts) for number, each in enumerate(measured)]
         level = _level(phase.get("concurrency"), phase.get("rate") or phase.get("request_rate"), len(records))
-        result = Result(
+        result = LevelResult(
             endpoint=name,
             url=config["endpoint"]["urls"][0],
             model=config["models"]["items"][0]["name"],
@@ -59,7 +59,7 @@ def aiperf(folder: Path, name: str, gpus: int = 0) -> list[Converted]:
             gpus=gpus,
             generator="aiperf",
             stream=bool(config["endpoint"].get("streaming")),
-            runs=(Run(number=1, began=str(summary["start_time"]), figures=figures(records, gpus)),),
+            runs=(LevelRun(number=1, began=str(summary["start_time"]), figures=figures(records, gpus)),),
         )
     except OSError as error:
         raise NotConvertible(f"{error.filename}: {error.strerror}; name the --artifact-dir of aiperf") from None
@@ -68,14 +68,14 @@ def aiperf(folder: Path, name: str, gpus: int = 0) -> list[Converted]:
     return [Converted(result, records)]
 
 
-def _aiperf_record(number: int, line: Any, began: int, prompts: Any) -> Record:
+def _aiperf_record(number: int, line: Any, began: int, prompts: Any) -> RequestRecord:
     metadata, metrics = line["metadata"], line.get("metrics") or {}
 
     def value(*names: str, default: float = -1.0) -> Any:
         return next((metrics[each]["value"] for each in names if each in metrics), default)
 
     error = line.get("error") or ("cancelled" if metadata.get("was_cancelled") else "")
-    return Record(
+    return RequestRecord(
         number=number,
         sent_ms=(metadata["request_start_ns"] - began) / 1e6,
         latency_ms=float(value("request_latency")),
@@ -117,7 +117,7 @@ def _guidellm_benchmark(benchmark: Any, data: Any, name: str, gpus: int) -> Conv
     lengths = (data.get("prompt_tokens") or 0, data.get("output_tokens") or 0)
     records = [_guidellm_record(number, *each, began, lengths) for number, each in enumerate(requests)]
     prompt_stdev, output_stdev = data.get("prompt_tokens_stdev"), data.get("output_tokens_stdev")
-    result = Result(
+    result = LevelResult(
         endpoint=name,
         url=backend["target"],
         model=backend["model"] or "",
@@ -130,17 +130,17 @@ def _guidellm_benchmark(benchmark: Any, data: Any, name: str, gpus: int) -> Conv
         gpus=gpus,
         generator="guidellm",
         stream=bool(backend["stream"]),
-        runs=(Run(number=1, began=str(benchmark["start_time"]), figures=figures(records, gpus)),),
+        runs=(LevelRun(number=1, began=str(benchmark["start_time"]), figures=figures(records, gpus)),),
     )
     return Converted(result, records)
 
 
-def _guidellm_record(number: int, request: Any, error: str, began: float, lengths: tuple[int, int]) -> Record:
+def _guidellm_record(number: int, request: Any, error: str, began: float, lengths: tuple[int, int]) -> RequestRecord:
     def value(key: str, scale: float = 1.0) -> float:
         raw = request.get(key)
         return -1.0 if raw is None else float(raw) * scale
 
-    return Record(
+    return RequestRecord(
         number=number,
         sent_ms=(float(request["request_start_time"]) - began) * 1e3,
         latency_ms=value("request_latency", 1e3),
@@ -155,11 +155,11 @@ def _guidellm_record(number: int, request: Any, error: str, began: float, length
     )
 
 
-def _level(concurrency: float | None, rate: float | None, requests: int) -> Level:
+def _level(concurrency: float | None, rate: float | None, requests: int) -> LoadLevel:
     if rate:
-        return Level("rate", float(rate), requests)
+        return LoadLevel("rate", float(rate), requests)
     if concurrency:
-        return Level("concurrency", float(concurrency), requests)
+        return LoadLevel("concurrency", float(concurrency), requests)
     raise ValueError("neither a concurrency nor a rate")
 
 
@@ -173,9 +173,9 @@ def _workload(isl: Any, osl: Any) -> Workload:
     )
 
 
-def as_runs(converted: Iterable[Converted]) -> list[tuple[Result, list[Sequence[Record]]]]:
+def as_runs(converted: Iterable[Converted]) -> list[tuple[LevelResult, list[Sequence[RequestRecord]]]]:
     """Merge results of the same level as runs of one result, in their order, with the records of each run."""
-    levels: dict[str, tuple[Result, list[Sequence[Record]]]] = {}
+    levels: dict[str, tuple[LevelResult, list[Sequence[RequestRecord]]]] = {}
     for result, records in converted:
         if result.level.folder not in levels:
             levels[result.level.folder] = (result, [records])

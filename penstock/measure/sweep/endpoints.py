@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from penstock.launch.state import State, read_state
-from penstock.measure.generator.target import BadTarget, Target, parse_target
+from penstock.launch.state import DeploymentState, read_state
+from penstock.measure.generator.target import BadTarget, HttpTarget, parse_target
 
 NAME = re.compile(r"[a-zA-Z0-9_-]+")
 RESERVED = ("plots",)
@@ -20,20 +20,20 @@ class BadEndpoint(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class MetricsPage:
     """A page of Prometheus metrics."""
 
-    target: Target
+    target: HttpTarget
     path: str
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class SweptEndpoint:
     """A server under load. ``gpus`` 0: not given."""
 
     name: str
-    target: Target
-    pages: tuple[Page, ...]
+    target: HttpTarget
+    pages: tuple[MetricsPage, ...]
     gpus: int = 0
 
 
@@ -44,7 +44,7 @@ def parse_endpoints(
     *,
     api_key: str = "",
     insecure: bool = False,
-) -> list[Endpoint]:
+) -> list[SweptEndpoint]:
     """Endpoints in the order given.
 
     Args:
@@ -59,7 +59,7 @@ def parse_endpoints(
         raise BadEndpoint(f"--gpus: {len(gpus)} numbers for {len(named)} endpoints; give one, or one for each")
     if unknown := {name_of(each, "--metrics") for each in metrics} - {name_of(each, "--endpoint") for each in named}:
         raise BadEndpoint(f"--metrics {sorted(unknown)[0]}: no endpoint has this name")
-    endpoints: list[Endpoint] = []
+    endpoints: list[SweptEndpoint] = []
     for number, each in enumerate(named):
         name = name_of(each, "--endpoint")
         if any(name == other.name for other in endpoints):
@@ -70,7 +70,7 @@ def parse_endpoints(
         except BadTarget as error:
             raise BadEndpoint(f"--endpoint {name}={error}") from None
         count = 0 if not gpus else gpus[0] if len(gpus) == 1 else gpus[number]
-        endpoints.append(Endpoint(name, target, (*pages, *more), count))
+        endpoints.append(SweptEndpoint(name, target, (*pages, *more), count))
     return endpoints
 
 
@@ -90,17 +90,17 @@ def name_of(value: str, flag: str) -> str:
     return name
 
 
-def _located(value: str, api_key: str, insecure: bool) -> tuple[Target, list[Page]]:
+def _located(value: str, api_key: str, insecure: bool) -> tuple[HttpTarget, list[MetricsPage]]:
     if not value.endswith(".json") or "//" in value:
         target = parse_target(value, api_key=api_key, insecure=insecure)
-        return target, [Page(target, "/metrics")]
+        return target, [MetricsPage(target, "/metrics")]
     state = _state(value)
     target = parse_target(state.http_url, api_key=api_key)
     own = [process.metrics_url for process in state.processes if process.metrics_url]
-    return target, [Page(target, "/metrics"), *(_page(url, value) for url in own)]
+    return target, [MetricsPage(target, "/metrics"), *(_page(url, value) for url in own)]
 
 
-def _state(path: str) -> State:
+def _state(path: str) -> DeploymentState:
     try:
         return read_state(Path(path))
     except FileNotFoundError:
@@ -109,10 +109,10 @@ def _state(path: str) -> State:
         raise BadTarget(f"{path}: {error}") from None
 
 
-def _page(url: str, flag: str) -> Page:
+def _page(url: str, flag: str) -> MetricsPage:
     try:
         target = parse_target(url)
     except BadTarget as error:
         raise BadEndpoint(f"{flag}: {error}") from None
     path = urlsplit(url if "//" in url else f"//{url}").path or "/metrics"
-    return Page(Target(target.host, target.port, "", target.tls), path)
+    return MetricsPage(HttpTarget(target.host, target.port, "", target.tls), path)

@@ -8,12 +8,12 @@ from msgspec import Struct
 
 from penstock.cli.figures import quantile
 from penstock.measure.generator.pool import Exchange
-from penstock.measure.sweep.bodies import Planned
+from penstock.measure.sweep.bodies import PlannedRequest
 
 _MOST_REASONS = 20
 
 
-class Record(Struct, frozen=True, omit_defaults=True):
+class RequestRecord(Struct, frozen=True, omit_defaults=True):
     """One request; a line of ``records-<run>.jsonl``.
 
     Attributes:
@@ -55,7 +55,7 @@ class Distribution(Struct, frozen=True):
     max: float
 
 
-class Figures(Struct, frozen=True, kw_only=True):
+class RunFigures(Struct, frozen=True, kw_only=True):
     """
     Attributes:
         seconds: from the first request's start to the last answer's end.
@@ -88,14 +88,14 @@ class Figures(Struct, frozen=True, kw_only=True):
     tokens_counted: str
 
 
-def record(exchange: Exchange, planned: Planned, began: float) -> Record:
+def record(exchange: Exchange, planned: PlannedRequest, began: float) -> RequestRecord:
     """Make the record of an exchange. ``began`` is when the run's first request was sent, as ``perf_counter``."""
     streamed = bool(exchange.events)
     tokens = exchange.output_tokens if exchange.output_tokens >= 0 else len(exchange.gaps_s) + bool(exchange.first)
     itl = -1.0
     if streamed and tokens > 1 and exchange.first:
         itl = (exchange.last - exchange.first) / (tokens - 1) * 1e3
-    return Record(
+    return RequestRecord(
         number=exchange.key,
         sent_ms=_ms(exchange.sent - began) if exchange.sent else -1.0,
         latency_ms=_ms(exchange.ended - exchange.sent) if exchange.ended and exchange.sent else -1.0,
@@ -113,7 +113,7 @@ def record(exchange: Exchange, planned: Planned, began: float) -> Record:
     )
 
 
-def figures(records: Sequence[Record], gpus: int) -> Figures:
+def figures(records: Sequence[RequestRecord], gpus: int) -> RunFigures:
     """The figures of the requests that were answered; failed ones are only counted.
 
     Args:
@@ -129,7 +129,7 @@ def figures(records: Sequence[Record], gpus: int) -> Figures:
     rate = 1 / seconds if seconds > 0 else 0.0
     itl = [each.itl_ms for each in done if each.itl_ms > 0]
     cached = [each for each in done if each.cached >= 0 and each.isl > 0]
-    return Figures(
+    return RunFigures(
         requests=len(done),
         failed=len(records) - len(done),
         errors=dict(errors.most_common(_MOST_REASONS)),

@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 
 from penstock.cli.figures import quantile
 from penstock.measure.generator.lag import LagMeter
-from penstock.measure.generator.pool import ClosedLoop, Exchange, Pool, send_in_time
-from penstock.measure.sweep.bodies import Planned
-from penstock.measure.sweep.endpoints import Endpoint
-from penstock.measure.sweep.figures import Record, figures, record
-from penstock.measure.sweep.results import ClientFigures, Run
+from penstock.measure.generator.pool import ClosedLoop, ConnectionPool, Exchange, send_in_time
+from penstock.measure.sweep.bodies import PlannedRequest
+from penstock.measure.sweep.endpoints import SweptEndpoint
+from penstock.measure.sweep.figures import RequestRecord, figures, record
+from penstock.measure.sweep.results import ClientFigures, LevelRun
 from penstock.measure.sweep.server_metrics import Scraper
-from penstock.measure.sweep.workload import Level
+from penstock.measure.sweep.workload import LoadLevel
 
 _SHOW_S = 0.25
 _BUSY = 0.85  # share of a core from which the generator is itself the limit
@@ -24,7 +24,7 @@ _SENT_LATE_MS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RunLimits:
     """
     Attributes:
         failed: requests of a run that may fail before it is aborted.
@@ -41,7 +41,7 @@ class Limits:
 class _Progress:
     """The progress of a run's requests."""
 
-    planned: Sequence[Planned]
+    planned: Sequence[PlannedRequest]
     most_failed: int
     done: list[Exchange] = field(default_factory=list)
     failed: int = 0
@@ -72,14 +72,14 @@ class _Progress:
 
 
 async def run_level(
-    endpoint: Endpoint,
-    level: Level,
-    planned: Sequence[Planned],
-    limits: Limits,
+    endpoint: SweptEndpoint,
+    level: LoadLevel,
+    planned: Sequence[PlannedRequest],
+    limits: RunLimits,
     *,
     number: int = 1,
     show: Callable[[int, int], None] = lambda done, failed: None,
-) -> tuple[Run, list[Record]]:
+) -> tuple[LevelRun, list[RequestRecord]]:
     """Send all requests of a level once. Failures are counted, and too many of them end the run.
 
     Args:
@@ -91,13 +91,13 @@ async def run_level(
     async with (
         Scraper(endpoint.pages, limits.scrape_s) as scraper,
         LagMeter() as lag,
-        Pool(endpoint.target, timeout_s=limits.timeout_s) as pool,
+        ConnectionPool(endpoint.target, timeout_s=limits.timeout_s) as pool,
     ):
         began = time.perf_counter()
         await _send(pool, level, progress, began, show)
     begin = min((each.sent for each in progress.done if each.sent), default=began)
     records = [record(each, planned[each.key], begin) for each in sorted(progress.done, key=lambda each: each.key)]
-    run = Run(
+    run = LevelRun(
         number=number,
         began=began_at,
         figures=figures(records, endpoint.gpus),
@@ -108,7 +108,9 @@ async def run_level(
     return run, records
 
 
-async def _send(pool: Pool, level: Level, progress: _Progress, began: float, show: Callable[[int, int], None]) -> None:
+async def _send(
+    pool: ConnectionPool, level: LoadLevel, progress: _Progress, began: float, show: Callable[[int, int], None]
+) -> None:
     sender: asyncio.Task[None] | None = None
     if level.kind == "concurrency":
         ClosedLoop(pool, min(int(level.value), len(progress.planned)), progress.following)
@@ -154,9 +156,11 @@ def _client(lag: LagMeter, done: Sequence[Exchange]) -> ClientFigures:
     )
 
 
-async def warm_up(endpoint: Endpoint, planned: Sequence[Planned], concurrency: int, timeout_s: float) -> str:
+async def warm_up(
+    endpoint: SweptEndpoint, planned: Sequence[PlannedRequest], concurrency: int, timeout_s: float
+) -> str:
     """Send requests that are not measured. Returns the last error, "" if there was none."""
     progress = _Progress(planned, len(planned))
-    async with Pool(endpoint.target, timeout_s=timeout_s) as pool:
-        await _send(pool, Level("concurrency", concurrency, len(planned)), progress, 0.0, lambda done, failed: None)
+    async with ConnectionPool(endpoint.target, timeout_s=timeout_s) as pool:
+        await _send(pool, LoadLevel("concurrency", concurrency, len(planned)), progress, 0.0, lambda done, failed: None)
     return progress.error

@@ -19,7 +19,15 @@ from rich.console import Console
 from penstock.configs.flags import Parser
 from penstock.measure.plots import PlotsMissing
 from penstock.measure.sweep.report import knee_of, print_report, remarks
-from penstock.measure.sweep.results import BadResults, Result, Run, Series, mean, read_series, values_of
+from penstock.measure.sweep.results import (
+    BadResults,
+    EndpointSeries,
+    LevelResult,
+    LevelRun,
+    mean,
+    read_series,
+    values_of,
+)
 
 COLOURS = ("#0f766e", "#c2410c", "#4338ca", "#a16207", "#be185d", "#4d7c0f", "#0369a1", "#6b7280")
 _INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
@@ -46,7 +54,7 @@ STYLE = {
 }
 
 
-class Line(NamedTuple):
+class PlotLine(NamedTuple):
     """A figure by level: its source, and its style.
 
     Attributes:
@@ -69,7 +77,7 @@ class Plot(NamedTuple):
     name: str
     title: str
     unit: str
-    lines: tuple[Line, ...]
+    lines: tuple[PlotLine, ...]
     scale: float = 1.0
     knee: bool = False
 
@@ -79,31 +87,31 @@ PLOTS = (
         "output_token_throughput_vs_{x}",
         "Output throughput",
         "tokens/s",
-        (Line("output_tokens_per_s"),),
+        (PlotLine("output_tokens_per_s"),),
         knee=True,
     ),
-    Plot("request_throughput_vs_{x}", "Request throughput", "requests/s", (Line("requests_per_s"),)),
-    Plot("avg_time_to_first_token_vs_{x}", "Time to first token, mean", "ms", (Line("ttft_ms", "mean"),)),
+    Plot("request_throughput_vs_{x}", "Request throughput", "requests/s", (PlotLine("requests_per_s"),)),
+    Plot("avg_time_to_first_token_vs_{x}", "Time to first token, mean", "ms", (PlotLine("ttft_ms", "mean"),)),
     Plot(
         "time_to_first_token_percentiles_vs_{x}",
         "Time to first token, p50 and p99",
         "ms",
-        (Line("ttft_ms", "p50", "p50"), Line("ttft_ms", "p99", "p99", "--")),
+        (PlotLine("ttft_ms", "p50", "p50"), PlotLine("ttft_ms", "p99", "p99", "--")),
     ),
-    Plot("p50_inter_token_latency_vs_{x}", "Inter-token latency, p50", "ms", (Line("itl_ms", "p50"),)),
-    Plot("avg_inter_token_latency_vs_{x}", "Inter-token latency, mean", "ms", (Line("itl_ms", "mean"),)),
+    Plot("p50_inter_token_latency_vs_{x}", "Inter-token latency, p50", "ms", (PlotLine("itl_ms", "p50"),)),
+    Plot("avg_inter_token_latency_vs_{x}", "Inter-token latency, mean", "ms", (PlotLine("itl_ms", "mean"),)),
     Plot(
         "request_latency_percentiles_vs_{x}",
         "Request latency, p50 and p99",
         "s",
-        (Line("latency_ms", "p50", "p50"), Line("latency_ms", "p99", "p99", "--")),
+        (PlotLine("latency_ms", "p50", "p50"), PlotLine("latency_ms", "p99", "p99", "--")),
         scale=1e-3,
     ),
     Plot(
         "kv_hit_rate_vs_{x}",
         "Prompt tokens found in the KV cache",
         "%",
-        (Line("cached_share"),),
+        (PlotLine("cached_share"),),
         scale=100.0,
     ),
 )
@@ -121,7 +129,7 @@ class Drawn(NamedTuple):
     svg: str
 
 
-def draw(series: Sequence[Series], folder: Path) -> list[Drawn]:
+def draw(series: Sequence[EndpointSeries], folder: Path) -> list[Drawn]:
     """Write all plots that have data as PNG; the same as SVG is returned, for a page.
 
     Args:
@@ -153,7 +161,7 @@ def draw(series: Sequence[Series], folder: Path) -> list[Drawn]:
     return drawn
 
 
-def _painters(series: Sequence[Series], kind: str) -> Iterator[tuple[str, str, Callable[[Any], None]]]:
+def _painters(series: Sequence[EndpointSeries], kind: str) -> Iterator[tuple[str, str, Callable[[Any], None]]]:
     """Name, title and drawing of each plot that has data."""
     results = [result for each in series for result in each.results]
     if any(mean(result, "tokens_per_s_per_user") is not None for result in results):
@@ -167,7 +175,7 @@ def _painters(series: Sequence[Series], kind: str) -> Iterator[tuple[str, str, C
             yield plot.name.format(x=kind), plot.title, partial(_by_level, plot=plot, series=series, kind=kind)
 
 
-def _by_level(axis: Any, plot: Plot, series: Sequence[Series], kind: str) -> None:
+def _by_level(axis: Any, plot: Plot, series: Sequence[EndpointSeries], kind: str) -> None:
     levels = sorted({result.level.value for each in series for result in each.results})
     for number, each in enumerate(series):
         colour = COLOURS[number % len(COLOURS)]
@@ -203,7 +211,7 @@ def _apart(levels: Sequence[float]) -> list[float]:
     return kept
 
 
-def _mark_knee(axis: Any, series: Series, colour: str) -> None:
+def _mark_knee(axis: Any, series: EndpointSeries, colour: str) -> None:
     knee = knee_of(series)
     if knee is None or not knee.saturated:
         return
@@ -218,7 +226,7 @@ def _mark_knee(axis: Any, series: Series, colour: str) -> None:
     )
 
 
-def _efficiency(axis: Any, series: Sequence[Series], per_gpu: bool) -> None:
+def _efficiency(axis: Any, series: Sequence[EndpointSeries], per_gpu: bool) -> None:
     for number, each in enumerate(series):
         colour = COLOURS[number % len(COLOURS)]
         points = [(x, y, result) for result in each.results if (xy := _pace(result, per_gpu)) for x, y in [xy]]
@@ -241,7 +249,7 @@ def _efficiency(axis: Any, series: Sequence[Series], per_gpu: bool) -> None:
     axis.set_ylabel("tokens/s per GPU" if per_gpu else "tokens/s (GPUs unknown: --gpus)")
 
 
-def _pace(result: Result, per_gpu: bool) -> tuple[float, float] | None:
+def _pace(result: LevelResult, per_gpu: bool) -> tuple[float, float] | None:
     pace = mean(result, "tokens_per_s_per_user")
     throughput = mean(result, "tokens_per_s_per_gpu" if per_gpu else "output_tokens_per_s")
     return None if pace is None or throughput is None else (pace, throughput)
@@ -284,7 +292,7 @@ _SERVER = (
 )
 
 
-def render(title: str, series: Sequence[Series], groups: Sequence[tuple[str, Sequence[Drawn]]]) -> str:
+def render(title: str, series: Sequence[EndpointSeries], groups: Sequence[tuple[str, Sequence[Drawn]]]) -> str:
     """
     Args:
         groups: plots by heading.
@@ -300,7 +308,7 @@ def render(title: str, series: Sequence[Series], groups: Sequence[tuple[str, Seq
     )
 
 
-def _card(series: Series, number: int) -> dict[str, Any]:
+def _card(series: EndpointSeries, number: int) -> dict[str, Any]:
     first = series.results[0]
     load = f"trace {first.trace}" if first.trace else f"ISL {first.workload.isl}, OSL {first.workload.osl} tokens"
     shared = f", {first.workload.shared_prefix:.0%} shared" if first.workload.shared_prefix else ""
@@ -313,7 +321,7 @@ def _card(series: Series, number: int) -> dict[str, Any]:
     }
 
 
-def _table(series: Series) -> dict[str, Any]:
+def _table(series: EndpointSeries) -> dict[str, Any]:
     """A table of levels. Columns without values are left out; those of the server say that they are absent."""
     client = [
         each for each in _CLIENT if any(mean(result, each.figure, each.part) is not None for result in series.results)
@@ -336,8 +344,8 @@ def _table(series: Series) -> dict[str, Any]:
     return {"name": series.name, "groups": groups, "heads": heads, "rows": rows}
 
 
-def _of_server(result: Result, column: _Column) -> float | None:
-    def value(run: Run) -> float | None:
+def _of_server(result: LevelResult, column: _Column) -> float | None:
+    def value(run: LevelRun) -> float | None:
         figure: Any = getattr(run.server, column.figure)
         if figure is not None and column.part:
             figure = getattr(figure, column.part)
@@ -390,7 +398,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def by_kind(series: Series) -> list[Series]:
+def by_kind(series: EndpointSeries) -> list[EndpointSeries]:
     """Split a series by kind of load."""
     kinds = dict.fromkeys(result.level.kind for result in series.results)
     return [
@@ -399,7 +407,7 @@ def by_kind(series: Series) -> list[Series]:
     ]
 
 
-def summary(series: Sequence[Series]) -> list[dict[str, Any]]:
+def summary(series: Sequence[EndpointSeries]) -> list[dict[str, Any]]:
     """The numbers behind the plots: for each level, the values of its runs."""
     return [
         {

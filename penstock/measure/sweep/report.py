@@ -8,7 +8,7 @@ from rich.table import Table
 
 from penstock.cli.terminal import stdout
 from penstock.measure.sweep import results as knee
-from penstock.measure.sweep.results import Result, Series, mean, point
+from penstock.measure.sweep.results import EndpointSeries, LevelResult, mean, point
 
 _COLUMNS: tuple[tuple[str, str, str, int], ...] = (  # heading, figure, part, decimals
     ("req/s", "requests_per_s", "", 2),
@@ -30,7 +30,7 @@ _COLUMNS: tuple[tuple[str, str, str, int], ...] = (  # heading, figure, part, de
 )
 
 
-def print_report(series: Sequence[Series], console: Console | None = None) -> None:
+def print_report(series: Sequence[EndpointSeries], console: Console | None = None) -> None:
     console = console or stdout()
     for each in series:
         console.print(table(each))
@@ -38,7 +38,7 @@ def print_report(series: Sequence[Series], console: Console | None = None) -> No
             console.print(line, markup=False, highlight=False)
 
 
-def table(series: Series) -> Table:
+def table(series: EndpointSeries) -> Table:
     """Means over the runs of each level. Columns without values are left out."""
     shown = Table(title=title(series), title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     kind = series.results[0].level.kind
@@ -54,7 +54,7 @@ def table(series: Series) -> Table:
     return shown
 
 
-def title(series: Series) -> str:
+def title(series: EndpointSeries) -> str:
     first = series.results[0]
     load = f"trace {first.trace}" if first.trace else f"ISL {first.workload.isl}, OSL {first.workload.osl}"
     runs = max(len(each.complete) for each in series.results)
@@ -62,7 +62,7 @@ def title(series: Series) -> str:
     return f"{series.name}: {first.model} at {first.url}, {load}{repeated}; times in ms"
 
 
-def remarks(series: Series) -> list[str]:
+def remarks(series: EndpointSeries) -> list[str]:
     """Sentences about the knee, the lengths, missing features, and levels where the generator was the limit."""
     lines = [knee_text(series), lengths_text(series)]
     lines += dict.fromkeys(warning for each in series.results for warning in each.warnings)
@@ -73,7 +73,7 @@ def remarks(series: Series) -> list[str]:
     return [line for line in lines if line]
 
 
-def _generator_text(series: Series) -> str:
+def _generator_text(series: EndpointSeries) -> str:
     late = [each for each in series.results if any(run.client.warnings for run in each.complete)]
     if not late:
         return ""
@@ -86,13 +86,13 @@ def _generator_text(series: Series) -> str:
     )
 
 
-def knee_of(series: Series) -> knee.Knee | None:
+def knee_of(series: EndpointSeries) -> knee.Knee | None:
     if series.results[0].level.kind == "speed":
         return None
     return knee.find(map(point, series.results))
 
 
-def knee_text(series: Series) -> str:
+def knee_text(series: EndpointSeries) -> str:
     knee = knee_of(series)
     if knee is None:
         return ""
@@ -106,7 +106,7 @@ def knee_text(series: Series) -> str:
     )
 
 
-def lengths_text(series: Series) -> str:
+def lengths_text(series: EndpointSeries) -> str:
     """The lengths that the server counted, over all levels."""
     parts = []
     for name, seen, asked in (("ISL", "isl", "isl_asked"), ("OSL", "osl", "osl_asked")):
@@ -122,7 +122,7 @@ def lengths_text(series: Series) -> str:
     return f"Tokens as the server counted them: {', '.join(parts)}."
 
 
-def _server(result: Result) -> Iterable[str]:
+def _server(result: LevelResult) -> Iterable[str]:
     runs = result.complete
     # A decode worker counts blocks that were handed off to it as cache hits, so the answers' counts take precedence.
     hits = [run.figures.cached_share for run in runs if run.figures.cached_share is not None]
@@ -135,7 +135,7 @@ def _server(result: Result) -> Iterable[str]:
     yield f"{max(usages):.0%}" if usages else "–"
 
 
-def _failed(result: Result) -> int:
+def _failed(result: LevelResult) -> int:
     return sum(run.figures.failed for run in result.runs)
 
 

@@ -16,10 +16,10 @@ import msgspec
 from msgspec import Struct
 
 from penstock.measure.sweep.endpoints import RESERVED
-from penstock.measure.sweep.figures import Figures, Record
+from penstock.measure.sweep.figures import RequestRecord, RunFigures
 from penstock.measure.sweep.server_metrics import ServerFigures
 from penstock.measure.sweep.smoke import Api
-from penstock.measure.sweep.workload import Level, Workload
+from penstock.measure.sweep.workload import LoadLevel, Workload
 
 _GROWS = 1.1  # from doubling the level; less is no growth
 _FULL = 0.95  # share of the best throughput that counts as saturated
@@ -28,7 +28,7 @@ _TAIL_LEAVES = 3.0  # times the lowest tail of lower levels
 _CLOSE = 0.1  # share of a level: no further bisection
 
 
-class Point(NamedTuple):
+class MeasuredPoint(NamedTuple):
     """One measured level.
 
     Attributes:
@@ -59,7 +59,7 @@ class Knee(Struct, frozen=True):
     saturated: bool
 
 
-def find(points: Iterable[Point]) -> Knee | None:
+def find(points: Iterable[MeasuredPoint]) -> Knee | None:
     """Find the knee. None: fewer than two levels have throughput."""
     ordered = [point for point in sorted(points) if point.throughput > 0]
     if len(ordered) < 2:
@@ -76,12 +76,12 @@ def find(points: Iterable[Point]) -> Knee | None:
     )
 
 
-def _first_full(ordered: Sequence[Point]) -> int:
+def _first_full(ordered: Sequence[MeasuredPoint]) -> int:
     best = max(point.throughput for point in ordered)
     return next(at for at, point in enumerate(ordered) if point.throughput >= _FULL * best)
 
 
-def _tail_leaves(ordered: Sequence[Point]) -> float | None:
+def _tail_leaves(ordered: Sequence[MeasuredPoint]) -> float | None:
     lowest = ordered[0].tail
     for point in ordered[1:]:
         if point.tail > _TAIL_LEAVES * lowest > 0:
@@ -90,7 +90,7 @@ def _tail_leaves(ordered: Sequence[Point]) -> float | None:
     return None
 
 
-def next_level(points: Iterable[Point], highest: int) -> int | None:
+def next_level(points: Iterable[MeasuredPoint], highest: int) -> int | None:
     """The concurrency to measure next: doubling while throughput grows, then bisecting; None: the knee is known."""
     ordered = sorted(points)
     if not ordered:
@@ -129,7 +129,7 @@ class ClientFigures(Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
 
 
-class Run(Struct, frozen=True, kw_only=True):
+class LevelRun(Struct, frozen=True, kw_only=True):
     """One run of a level.
 
     Attributes:
@@ -140,13 +140,13 @@ class Run(Struct, frozen=True, kw_only=True):
 
     number: int
     began: str
-    figures: Figures
+    figures: RunFigures
     server: ServerFigures = ServerFigures()
     client: ClientFigures = ClientFigures()
     aborted: str = ""
 
 
-class Result(Struct, frozen=True, kw_only=True):
+class LevelResult(Struct, frozen=True, kw_only=True):
     """``result.json``: a level at an endpoint, with all its runs.
 
     Attributes:
@@ -161,7 +161,7 @@ class Result(Struct, frozen=True, kw_only=True):
     url: str
     model: str
     api: Api
-    level: Level
+    level: LoadLevel
     workload: Workload
     seed: int
     gpus: int = 0
@@ -169,10 +169,10 @@ class Result(Struct, frozen=True, kw_only=True):
     trace: str = ""
     stream: bool = True
     warnings: tuple[str, ...] = ()
-    runs: tuple[Run, ...] = ()
+    runs: tuple[LevelRun, ...] = ()
     schema: int = SCHEMA
 
-    def same_load(self, other: "Result") -> bool:
+    def same_load(self, other: "LevelResult") -> bool:
         """Whether the runs of both belong into one file."""
         return all(
             getattr(self, name) == getattr(other, name)
@@ -180,16 +180,16 @@ class Result(Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def complete(self) -> tuple[Run, ...]:
+    def complete(self) -> tuple[LevelRun, ...]:
         """The runs that were not aborted."""
         return tuple(run for run in self.runs if not run.aborted and run.figures.requests)
 
 
-def level_folder(out: Path, endpoint: str, level: Level) -> Path:
+def level_folder(out: Path, endpoint: str, level: LoadLevel) -> Path:
     return out / endpoint / level.folder
 
 
-def load(folder: Path) -> Result | None:
+def load(folder: Path) -> LevelResult | None:
     """Load the result in the folder of a level. None: there is none.
 
     Raises:
@@ -197,7 +197,7 @@ def load(folder: Path) -> Result | None:
     """
     path = folder / "result.json"
     try:
-        result = msgspec.json.decode(path.read_bytes(), type=Result)
+        result = msgspec.json.decode(path.read_bytes(), type=LevelResult)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
@@ -207,11 +207,11 @@ def load(folder: Path) -> Result | None:
     return result
 
 
-def save(folder: Path, result: Result) -> None:
+def save(folder: Path, result: LevelResult) -> None:
     _write(folder / "result.json", msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
 
 
-def save_records(folder: Path, run: int, records: Sequence[Record]) -> None:
+def save_records(folder: Path, run: int, records: Sequence[RequestRecord]) -> None:
     _write(folder / f"records-{run}.jsonl", b"".join(msgspec.json.encode(each) + b"\n" for each in records))
 
 
@@ -222,21 +222,21 @@ def _write(path: Path, content: bytes) -> None:
     os.replace(new, path)
 
 
-class Series(Struct, frozen=True):
+class EndpointSeries(Struct, frozen=True):
     """All levels of one endpoint of one tree, in ascending order."""
 
     name: str
     folder: Path
-    results: tuple[Result, ...]
+    results: tuple[LevelResult, ...]
 
 
-def read_series(folders: Sequence[Path]) -> list[Series]:
+def read_series(folders: Sequence[Path]) -> list[EndpointSeries]:
     """The endpoints in these folders, each the ``--out`` of a sweep or one endpoint's folder in it.
 
     Raises:
         BadResults: a folder has no results.
     """
-    series: list[Series] = []
+    series: list[EndpointSeries] = []
     for folder in folders:
         here = [each for each in (_series(path) for path in _candidates(folder)) if each]
         if not here:
@@ -257,27 +257,27 @@ def _candidates(folder: Path) -> Iterator[Path]:
         yield from sorted(path for path in folder.iterdir() if path.is_dir() and path.name not in RESERVED)
 
 
-def _series(folder: Path) -> Series | None:
+def _series(folder: Path) -> EndpointSeries | None:
     levels = sorted(path.parent for path in folder.glob("*/result.json"))
     results = [result for path in levels if (result := load(path)) is not None and result.complete]
     if not results:
         return None
     results.sort(key=lambda result: (result.level.kind, result.level.value))
-    return Series(results[0].endpoint, folder, tuple(results))
+    return EndpointSeries(results[0].endpoint, folder, tuple(results))
 
 
-def mean(result: Result, figure: str, part: str = "") -> float | None:
+def mean(result: LevelResult, figure: str, part: str = "") -> float | None:
     """A figure of a level, averaged over its runs; None: a run has none.
 
     Args:
-        figure: a field of ``Figures``.
+        figure: a field of ``RunFigures``.
         part: of a ``Distribution``, such as "p99".
     """
     values = values_of(result, figure, part)
     return sum(values) / len(values) if values else None
 
 
-def values_of(result: Result, figure: str, part: str = "") -> list[float]:
+def values_of(result: LevelResult, figure: str, part: str = "") -> list[float]:
     """A figure of each complete run, in order; empty if a run has none."""
     values = []
     for run in result.complete:
@@ -290,9 +290,9 @@ def values_of(result: Result, figure: str, part: str = "") -> list[float]:
     return values
 
 
-def point(result: Result) -> Point:
+def point(result: LevelResult) -> MeasuredPoint:
     """A level as a point for the search of the knee."""
     tail = mean(result, "ttft_ms", "p99")
     if tail is None:
         tail = mean(result, "latency_ms", "p99")
-    return Point(result.level.value, mean(result, "output_tokens_per_s") or 0.0, tail or 0.0)
+    return MeasuredPoint(result.level.value, mean(result, "output_tokens_per_s") or 0.0, tail or 0.0)

@@ -14,7 +14,7 @@ from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.measure.generator.target import ask
-from penstock.measure.sweep.endpoints import Page
+from penstock.measure.sweep.endpoints import MetricsPage
 
 _MIB = 1 << 20
 _TIMEOUT_S = 5.0
@@ -43,7 +43,7 @@ _ALL = (RUNNING, WAITING, KV_USAGE, KV_USED, KV_CACHED, KV_FREE, HITS, QUERIES, 
 _PREFIXES = tuple(name for names in _ALL for name in names)
 
 
-class Level(Struct, frozen=True):
+class GaugeLevel(Struct, frozen=True):
     """A gauge over a run."""
 
     mean: float
@@ -63,13 +63,13 @@ class ServerFigures(Struct, frozen=True, kw_only=True):
 
     pages: int = 0
     samples: int = 0
-    running: Level | None = None
-    batch: Level | None = None
-    waiting: Level | None = None
-    kv_usage: Level | None = None
+    running: GaugeLevel | None = None
+    batch: GaugeLevel | None = None
+    waiting: GaugeLevel | None = None
+    kv_usage: GaugeLevel | None = None
     kv_hit_rate: float | None = None
-    gpu_memory_bytes: Level | None = None
-    gpu_utilisation: Level | None = None
+    gpu_memory_bytes: GaugeLevel | None = None
+    gpu_utilisation: GaugeLevel | None = None
 
 
 Values = Mapping[str, Sequence[float]]  # of one page, by metric
@@ -140,16 +140,16 @@ def _growth(rounds: Sequence[Mapping[int, Values]], page: int, names: Mapping[st
     return sum(max(0.0, after - before) if after >= before else after for before, after in itertools.pairwise(series))
 
 
-def _level(values: Iterable[float | None]) -> Level | None:
+def _level(values: Iterable[float | None]) -> GaugeLevel | None:
     measured = [value for value in values if value is not None]
-    return Level(statistics.fmean(measured), max(measured)) if measured else None
+    return GaugeLevel(statistics.fmean(measured), max(measured)) if measured else None
 
 
 @dataclass(slots=True)
 class Scraper:
     """A context manager that reads the pages until it is left, at start and end too. Failed reads count as absent."""
 
-    pages: Sequence[Page]
+    pages: Sequence[MetricsPage]
     every_s: float
     rounds: list[dict[int, str]] = field(default_factory=list)
     _task: "asyncio.Task[None] | None" = None

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from penstock.measure.generator.target import Target, ask
+from penstock.measure.generator.target import HttpTarget, ask
 from penstock.measure.sweep.workload import TokenText
 
 Api = Literal["chat", "completions"]
@@ -65,7 +65,7 @@ class Smoke(Struct, frozen=True):
 
 
 async def smoke(
-    target: Target,
+    target: HttpTarget,
     api: Api,
     model: str,
     texts: TokenText | None,
@@ -104,7 +104,7 @@ async def smoke(
     raise Unhealthy(f"{target.url}{PATHS[api]} refuses the smoke request: {said}")
 
 
-async def _model(target: Target, model: str, timeout_s: float) -> str:
+async def _model(target: HttpTarget, model: str, timeout_s: float) -> str:
     status, body = await ask(target, "/v1/models", timeout_s=timeout_s)
     if not status:
         raise Unhealthy(f"no server answers at {target.url} ({body.decode()}): start one, or correct the URL")

@@ -72,7 +72,7 @@ PRESETS: dict[Preset, PresetValues] = {
 }
 
 
-class Level(Struct, frozen=True):
+class LoadLevel(Struct, frozen=True):
     """One level of load.
 
     Attributes:
@@ -96,9 +96,11 @@ class Level(Struct, frozen=True):
         )
 
 
-def concurrency_level(concurrency: int, requests: int = 0) -> Level:
+def concurrency_level(concurrency: int, requests: int = 0) -> LoadLevel:
     """Three requests per connection and at least ten, unless a number is given."""
-    return Level("concurrency", concurrency, requests or max(_REQUESTS_PER_CONNECTION * concurrency, _FEWEST_REQUESTS))
+    return LoadLevel(
+        "concurrency", concurrency, requests or max(_REQUESTS_PER_CONNECTION * concurrency, _FEWEST_REQUESTS)
+    )
 
 
 class WorkloadFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,13 +158,13 @@ def workload_of(flags: WorkloadFlags) -> Workload:
     )
 
 
-def levels_of(flags: WorkloadFlags, trace_rows: int = 0) -> list[Level]:
+def levels_of(flags: WorkloadFlags, trace_rows: int = 0) -> list[LoadLevel]:
     """The levels in ascending order, each once."""
     if flags.trace:
-        return [Level("speed", speed, trace_rows) for speed in sorted(set(flags.speed))]
+        return [LoadLevel("speed", speed, trace_rows) for speed in sorted(set(flags.speed))]
     if flags.rate:
         return [
-            Level("rate", rate, flags.requests or max(_FEWEST_REQUESTS, math.ceil(60 * rate)))
+            LoadLevel("rate", rate, flags.requests or max(_FEWEST_REQUESTS, math.ceil(60 * rate)))
             for rate in sorted(set(flags.rate))
         ]
     concurrency = flags.concurrency or PRESETS[flags.preset].concurrency

@@ -13,7 +13,7 @@ from penstock.infra.broker.datadir import prepare
 from penstock.infra.process.sockets import CannotListen, bind
 from penstock.launch.readiness import base_url
 from penstock.launch.state import stored_token
-from penstock.log.sources.open_log import REQUEST_STREAMS, Source, add_flags, open_log, run_command
+from penstock.log.sources.open_log import REQUEST_STREAMS, LogSource, add_flags, open_log, run_command
 from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.app import Dashboard
 from penstock.operate.dashboard.live import Live
@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _run(args: argparse.Namespace) -> None:
-    source = Source.of(args)
+    source = LogSource.of(args)
     try:
         listener = bind(args.host, args.port, port_flag="--port", host_flag="--host")
     except CannotListen as error:
@@ -65,6 +65,6 @@ async def _run(args: argparse.Namespace) -> None:
                     looking.cancel()
 
 
-def _token_of(source: Source) -> str:
+def _token_of(source: LogSource) -> str:
     prepare(source.data_dir.resolve())
     return stored_token(source.data_dir)

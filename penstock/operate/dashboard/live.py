@@ -12,7 +12,7 @@ from typing import NamedTuple
 import structlog
 
 from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.operate.observe import Observer, Snapshot
+from penstock.operate.observe import DeploymentSnapshot, Observer
 from penstock.schemas.errors import ServingError
 
 log = structlog.get_logger("dashboard")
@@ -25,7 +25,7 @@ KEPT_S = 10.0  # without a watcher: what was seen before is no longer how things
 class Moment(NamedTuple):
     """The last snapshots, and the reason if there is no newer one ("": there is)."""
 
-    history: tuple[Snapshot, ...]
+    history: tuple[DeploymentSnapshot, ...]
     problem: str = ""
 
 
@@ -35,7 +35,7 @@ class Live:
     def __init__(self, observer: Observer, interval_s: float) -> None:
         self._observer = observer
         self._interval_s = interval_s
-        self._history: deque[Snapshot] = deque(maxlen=HISTORY)
+        self._history: deque[DeploymentSnapshot] = deque(maxlen=HISTORY)
         self._problem = ""
         self._changed = asyncio.Condition()
         self._watchers = 0

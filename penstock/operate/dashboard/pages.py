@@ -15,7 +15,7 @@ from penstock.cli.figures import clock, show_duration, show_size, span
 from penstock.log.requests.find_requests import LoggedRequest
 from penstock.log.timeline.request_timeline import TicketLease
 from penstock.operate.dashboard.live import Moment
-from penstock.operate.observe import Snapshot, tenant_rows, unsteady
+from penstock.operate.observe import DeploymentSnapshot, tenant_rows, unsteady
 from penstock.schemas.summary import STATES
 
 WIDTH, HEIGHT = 240, 48
@@ -113,7 +113,7 @@ def live_sections(moment: Moment) -> dict[str, str]:
 _LIVE = ("summary", "workers", "queues", "streams", "recent")
 
 
-def charts(history: Sequence[Snapshot]) -> dict[str, Markup]:
+def charts(history: Sequence[DeploymentSnapshot]) -> dict[str, Markup]:
     """One line for each rate that the summary shows."""
     series: dict[str, list[float | None]] = {
         "ended": [each.rates.ended_per_s for each in history],

@@ -12,7 +12,7 @@ from penstock.infra.broker.retention import StreamUse, uses
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import parse_time
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
-from penstock.operate.doctor.finding import Finding, check_broker_certificate, ok, problem, warning
+from penstock.operate.doctor.finding import CheckResult, check_broker_certificate, ok, problem, warning
 from penstock.schemas.streams import topology
 
 NEARLY_FULL = 0.8
@@ -27,7 +27,7 @@ ENDLESS = (
 )  # these discard their oldest when they are full, which is harmless
 
 
-def check_address(url: str) -> Finding:
+def check_address(url: str) -> CheckResult:
     """Why nothing answers at a URL: its name, its port, or what listens there."""
     parts = urlsplit(url.split(",")[0])
     host, port = parts.hostname or "", parts.port or 4222
@@ -52,7 +52,7 @@ def _version(bus: Bus) -> str:
     return f"{version.major}.{version.minor}.{version.patch}"
 
 
-async def check_broker(bus: Bus) -> list[Finding]:
+async def check_broker(bus: Bus) -> list[CheckResult]:
     """All checks of a broker that is connected."""
     findings = [ok("broker", f"connected to nats-server {_version(bus)}"), *check_broker_certificate(bus)]
     expected = topology(bus.subjects)
@@ -73,7 +73,7 @@ async def check_broker(bus: Bus) -> list[Finding]:
     return findings
 
 
-async def _streams(bus: Bus) -> Finding:
+async def _streams(bus: Bus) -> CheckResult:
     """Whether all streams and consumers are there, as this release wants them."""
     expected = topology(bus.subjects)
     missing, other = [], []
@@ -97,7 +97,7 @@ async def _streams(bus: Bus) -> Finding:
     return ok("streams", "all there")
 
 
-def _fill(streams: list[StreamUse], queue: str, in_memory: Collection[str]) -> list[Finding]:
+def _fill(streams: list[StreamUse], queue: str, in_memory: Collection[str]) -> list[CheckResult]:
     findings = []
     for use in streams:
         if not use.max_bytes or use.bytes < NEARLY_FULL * use.max_bytes or use.name.endswith(ENDLESS):
@@ -114,7 +114,7 @@ def _fill(streams: list[StreamUse], queue: str, in_memory: Collection[str]) -> l
     return findings or [ok("stream size", text)]
 
 
-def _replicas(streams: list[StreamUse]) -> Finding:
+def _replicas(streams: list[StreamUse]) -> CheckResult:
     """Whether another server of a cluster may be stopped now."""
     servers = sorted({server for use in streams for server in use.incomplete})
     if not servers:
@@ -124,7 +124,7 @@ def _replicas(streams: list[StreamUse]) -> Finding:
     return warning("replicas", text, "start that server, and wait until this is gone before you stop another one")
 
 
-async def _clock(bus: Bus) -> Finding:
+async def _clock(bus: Bus) -> CheckResult:
     """The broker's clock against this machine's, as far as the round trip allows."""
     began = time.time()
     info = await request(bus.nc, f"STREAM.INFO.{bus.subjects.stream('DONE')}", {})

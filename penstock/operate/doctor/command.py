@@ -31,10 +31,10 @@ from penstock.configs.settings import GatewaySettings
 from penstock.infra.broker.jetstream_api import BrokerProblem
 from penstock.infra.broker.retention import uses
 from penstock.infra.bus.connection import Bus
-from penstock.launch.state import State, read_state
-from penstock.log.sources.open_log import FAILURES, Source, add_flags, open_log
+from penstock.launch.state import DeploymentState, read_state
+from penstock.log.sources.open_log import FAILURES, LogSource, add_flags, open_log
 from penstock.operate.doctor.broker import check_address, check_broker
-from penstock.operate.doctor.finding import Finding, Status, ok, problem, skipped
+from penstock.operate.doctor.finding import CheckResult, CheckStatus, ok, problem, skipped
 from penstock.operate.doctor.fleet import Keys, check_fleet, check_gateways, check_processes, find_keys
 from penstock.operate.doctor.machine import check_machine
 from penstock.operate.workers import registrations
@@ -47,7 +47,7 @@ TAIL_BYTES = 512 << 10  # of each log
 class _Known(NamedTuple):
     check: str
     pattern: re.Pattern[bytes]
-    status: Status
+    status: CheckStatus
     fix: str
 
 
@@ -55,50 +55,50 @@ _KNOWN = (
     _Known(
         "GPU memory",
         re.compile(rb"CUDA out of memory|OutOfMemoryError|CUDNN_STATUS_ALLOC_FAILED", re.IGNORECASE),
-        Status.problem,
+        CheckStatus.problem,
         "lower one of: tokens per step (--max-batched-tokens, the engine's max_num_tokens), sequences at once "
         "(--max-running, max_batch_size), share of memory for KV (free_gpu_memory_fraction, --kv-blocks)",
     ),
     _Known(
         "machine memory",
         re.compile(rb"Cannot allocate memory|\bMemoryError"),
-        Status.problem,
+        CheckStatus.problem,
         "start fewer workers, or lower --kv-blocks",
     ),
     _Known(
         "port",
         re.compile(rb"address already in use|cannot listen on", re.IGNORECASE),
-        Status.warning,
+        CheckStatus.warning,
         "another program has the port: end it, or choose another one",
     ),
     _Known(
         "GPU driver",
         re.compile(rb"no kernel image is available|CUDA driver version is insufficient|NCCL error", re.IGNORECASE),
-        Status.problem,
+        CheckStatus.problem,
         "bring torch's CUDA build, the driver and the GPU together: `nvidia-smi` shows what the driver supports",
     ),
     _Known(
         "disk",
         re.compile(rb"no space left on device", re.IGNORECASE),
-        Status.warning,
+        CheckStatus.warning,
         "make room on the data folder's disk",
     ),
     _Known(
         "broker rights",
         re.compile(rb"permissions violation|authorization violation", re.IGNORECASE),
-        Status.problem,
+        CheckStatus.problem,
         "compare the user's permissions with docs/roles.md, and its password with secrets.json",
     ),
     _Known(
         "KV transport",
         re.compile(rb"nixl.{0,80}(?:error|failed)|UCX\s+ERROR", re.IGNORECASE),
-        Status.warning,
+        CheckStatus.warning,
         "requests went on by computing their prompts again; see docs/disaggregation.md for UCX_TLS and RDMA",
     ),
 )
 
 
-def check_logs(folder: Path) -> list[Finding]:
+def check_logs(folder: Path) -> list[CheckResult]:
     """What the logs of the last runs tell, each cause once."""
     if not folder.is_dir():
         return [skipped("logs", f"no logs in {folder}")]
@@ -112,7 +112,7 @@ def check_logs(folder: Path) -> list[Finding]:
             _, names, _ = causes.setdefault(pattern.check, (pattern, [], line.decode(errors="replace")[:160]))
             names.append(path.name)
     return [
-        Finding(check, pattern.status, f"{', '.join(names)}: {line}", pattern.fix)
+        CheckResult(check, pattern.status, f"{', '.join(names)}: {line}", pattern.fix)
         for check, (pattern, names, line) in causes.items()
     ] or [ok("logs", "no known trouble")]
 
@@ -142,7 +142,7 @@ def redacted(data: bytes) -> bytes:
     return _API_KEY.sub(rb"\1-***", _SECRET.sub(rb"\1***", _PASSWORD.sub(rb"\1:***@", data)))
 
 
-def write_bundle(path: Path, findings: Sequence[Finding], data_dir: Path, more: Mapping[str, bytes]) -> list[str]:
+def write_bundle(path: Path, findings: Sequence[CheckResult], data_dir: Path, more: Mapping[str, bytes]) -> list[str]:
     """Write a .tar.gz that only its owner may read; returns the names of its files.
 
     Args:
@@ -189,8 +189,8 @@ def _environment() -> str:
     return json.dumps(chosen, indent=2, sort_keys=True) + "\n"
 
 
-_MARKS = {Status.ok: "[green]✓[/]", Status.warning: "[yellow]![/]", Status.problem: "[red]✗[/]",
-          Status.skipped: "[dim]–[/]"}  # fmt: skip
+_MARKS = {CheckStatus.ok: "[green]✓[/]", CheckStatus.warning: "[yellow]![/]", CheckStatus.problem: "[red]✗[/]",
+          CheckStatus.skipped: "[dim]–[/]"}  # fmt: skip
 
 
 _START = "`penstock up` starts one; `penstock doctor --machine` checks whether it could"
@@ -199,7 +199,7 @@ _START = "`penstock up` starts one; `penstock doctor --machine` checks whether i
 class Examined(NamedTuple):
     """The findings, and files for a bundle."""
 
-    findings: list[Finding]
+    findings: list[CheckResult]
     files: dict[str, bytes]
 
 
@@ -236,7 +236,7 @@ def run(argv: Sequence[str]) -> int:
     if args.engine:
         return _examine_engine(args)
     try:
-        examined = asyncio.run(examine(Source.of(args), args.url, machine_only=args.machine))
+        examined = asyncio.run(examine(LogSource.of(args), args.url, machine_only=args.machine))
         return _report(args, examined, stdout())
     except OSError as error:
         print(f"penstock doctor: {error}", file=sys.stderr)
@@ -252,7 +252,7 @@ def _examine_engine(args: argparse.Namespace) -> int:
     def began(check: str) -> None:
         print(f"checking: {check} …", file=sys.stderr, flush=True)
 
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     console = stdout()
     for finding in trtllm.examine(args.model, {"override_engine_args": args.override_engine_args}, began):
         findings.append(finding)
@@ -260,10 +260,10 @@ def _examine_engine(args: argparse.Namespace) -> int:
             console.file.write(msgspec.json.encode(finding).decode() + "\n")
     if not args.json:
         _print(findings, console, everything=True)
-    return int(any(finding.status is Status.problem for finding in findings))
+    return int(any(finding.status is CheckStatus.problem for finding in findings))
 
 
-async def examine(source: Source, urls: Sequence[str] = (), *, machine_only: bool = False) -> Examined:
+async def examine(source: LogSource, urls: Sequence[str] = (), *, machine_only: bool = False) -> Examined:
     """Run all checks, or those of the machine only. ``urls``: of gateways besides those of the deployment."""
     data_dir = source.data_dir
     state = _state(data_dir) if not source.nats_url else None
@@ -281,7 +281,7 @@ async def examine(source: Source, urls: Sequence[str] = (), *, machine_only: boo
     return Examined(findings, files)
 
 
-def _state(data_dir: Path) -> State | None:
+def _state(data_dir: Path) -> DeploymentState | None:
     try:
         return read_state(data_dir / "state.json")
     except (OSError, msgspec.DecodeError):
@@ -291,23 +291,23 @@ def _state(data_dir: Path) -> State | None:
 class _Seen(NamedTuple):
     """Through the broker. ``keys``: None: not known."""
 
-    findings: list[Finding]
+    findings: list[CheckResult]
     keys: Keys | None = None
 
 
-async def _through_broker(source: Source, state: State | None, files: dict[str, bytes]) -> _Seen:
+async def _through_broker(source: LogSource, state: DeploymentState | None, files: dict[str, bytes]) -> _Seen:
     """The checks that need the broker, or why it cannot be reached."""
     url = source.nats_url or (state.nats_url if state is not None else "")
     if url:
         address = await asyncio.to_thread(check_address, url)
-        if address.status is Status.problem:
+        if address.status is CheckStatus.problem:
             return _Seen([address])
     try:
         async with open_log(source, name="doctor", role="viewer", streams=()) as log:
             if log.stopped:
                 return _Seen([problem("deployment", f"nothing runs on {source.data_dir}", _START)])
             findings = await check_broker(log.bus)
-            if not any(finding.status is Status.problem for finding in findings):
+            if not any(finding.status is CheckStatus.problem for finding in findings):
                 findings += await check_fleet(log.bus, state)
                 await _collect(log.bus, files)
                 return _Seen(findings, await find_keys(log.bus))
@@ -337,26 +337,26 @@ def _report(args: argparse.Namespace, examined: Examined, console: Console) -> i
         print(
             f"wrote {args.bundle} ({counted(len(names), 'file')}); look through it before you send it", file=sys.stderr
         )
-    return int(any(finding.status is Status.problem for finding in findings))
+    return int(any(finding.status is CheckStatus.problem for finding in findings))
 
 
-def _print(findings: Sequence[Finding], console: Console, *, everything: bool) -> None:
+def _print(findings: Sequence[CheckResult], console: Console, *, everything: bool) -> None:
     for each in findings:
-        if everything or each.status is not Status.ok:
+        if everything or each.status is not CheckStatus.ok:
             _show(each, console)
     _sum_up(findings, console, "" if everything else " (--all shows what is in order)")
 
 
-def _show(each: Finding, console: Console) -> None:
+def _show(each: CheckResult, console: Console) -> None:
     console.print(f"{_MARKS[each.status]} [bold]{each.check}[/]: {escape(each.what)}", highlight=False, soft_wrap=True)
     if each.fix:
         console.print(f"    {escape(each.fix)}", highlight=False, soft_wrap=True)
 
 
-def _sum_up(findings: Sequence[Finding], console: Console, more: str = "") -> None:
-    count = {status: sum(each.status is status for each in findings) for status in Status}
+def _sum_up(findings: Sequence[CheckResult], console: Console, more: str = "") -> None:
+    count = {status: sum(each.status is status for each in findings) for status in CheckStatus}
     console.print(
-        f"{counted(count[Status.problem], 'problem')}, {counted(count[Status.warning], 'warning')}, "
-        f"{count[Status.ok]} in order, {count[Status.skipped]} not checked{more}",
+        f"{counted(count[CheckStatus.problem], 'problem')}, {counted(count[CheckStatus.warning], 'warning')}, "
+        f"{count[CheckStatus.ok]} in order, {count[CheckStatus.skipped]} not checked{more}",
         highlight=False,
     )

@@ -14,14 +14,14 @@ from penstock.gateway.http.tls import date_problem
 from penstock.infra.bus.connection import Bus
 
 
-class Status(enum.StrEnum):
+class CheckStatus(enum.StrEnum):
     ok = "ok"
     warning = "warning"  # it serves, but worse than it could
     problem = "problem"  # requests fail or wait
     skipped = "skipped"  # could not be checked here
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckResult(msgspec.Struct, frozen=True):
     """One result of one check.
 
     Attributes:
@@ -31,32 +31,32 @@ class Finding(msgspec.Struct, frozen=True):
     """
 
     check: str
-    status: Status
+    status: CheckStatus
     what: str
     fix: str = ""
 
 
-def ok(check: str, what: str) -> Finding:
-    return Finding(check, Status.ok, what)
+def ok(check: str, what: str) -> CheckResult:
+    return CheckResult(check, CheckStatus.ok, what)
 
 
-def warning(check: str, what: str, fix: str) -> Finding:
-    return Finding(check, Status.warning, what, fix)
+def warning(check: str, what: str, fix: str) -> CheckResult:
+    return CheckResult(check, CheckStatus.warning, what, fix)
 
 
-def problem(check: str, what: str, fix: str) -> Finding:
-    return Finding(check, Status.problem, what, fix)
+def problem(check: str, what: str, fix: str) -> CheckResult:
+    return CheckResult(check, CheckStatus.problem, what, fix)
 
 
-def skipped(check: str, what: str) -> Finding:
-    return Finding(check, Status.skipped, what)
+def skipped(check: str, what: str) -> CheckResult:
+    return CheckResult(check, CheckStatus.skipped, what)
 
 
 def now() -> datetime:
     return datetime.now(UTC)
 
 
-def check_gateway_certificate(url: str) -> list[Finding]:
+def check_gateway_certificate(url: str) -> list[CheckResult]:
     """The one that an https URL shows. Blocks for a few seconds at most."""
     parts = urlsplit(url)
     if parts.scheme != "https":
@@ -68,7 +68,7 @@ def check_gateway_certificate(url: str) -> list[Finding]:
     return [_finding(url, pem, "replace the files of --tls-cert and --tls-key; the gateway loads them by itself")]
 
 
-def check_broker_certificate(bus: Bus) -> list[Finding]:
+def check_broker_certificate(bus: Bus) -> list[CheckResult]:
     """The one of a connection over TLS, which was valid when that was made."""
     shown = bus.nc.peer_certificate
     if not shown:
@@ -77,7 +77,7 @@ def check_broker_certificate(bus: Bus) -> list[Finding]:
     return [_finding("the broker", ssl.DER_cert_to_PEM_cert(shown), fix)]
 
 
-def _finding(of: str, pem: str, fix: str) -> Finding:
+def _finding(of: str, pem: str, fix: str) -> CheckResult:
     found = date_problem(pem, now())
     if found is None:
         return ok("certificate", f"that of {of} is valid")

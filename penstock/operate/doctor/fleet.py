@@ -17,8 +17,8 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
 from penstock.launch.readiness import _SAMPLE, get_url, metrics
-from penstock.launch.state import State
-from penstock.operate.doctor.finding import Finding, check_gateway_certificate, ok, problem, warning
+from penstock.launch.state import DeploymentState
+from penstock.operate.doctor.finding import CheckResult, check_gateway_certificate, ok, problem, warning
 from penstock.operate.observe import CLASSES, STALLED_MS, lost_leases
 from penstock.operate.workers import registrations, routers
 from penstock.schemas.audit import KEYS_LOST
@@ -33,7 +33,7 @@ LOST_WITHIN_NS = 7 * 86_400_000_000_000  # how old a gateway's entry may be that
 OFTEN = 2  # lost leases of a worker that are a problem
 
 
-def check_processes(state: State) -> list[Finding]:
+def check_processes(state: DeploymentState) -> list[CheckResult]:
     """Whether everything that ``penstock up`` supervises runs."""
     down = [process for process in state.processes if process.pid is None and not process.drained]
     drained = [process.name for process in state.processes if process.drained]
@@ -59,7 +59,7 @@ class Keys(NamedTuple):
     lost_by: tuple[str, ...] = ()
 
 
-async def check_gateways(urls: Sequence[str], keys: Keys | None = None) -> list[Finding]:
+async def check_gateways(urls: Sequence[str], keys: Keys | None = None) -> list[CheckResult]:
     """Check whether each gateway could serve a request, and report what it lacks.
 
     Args:
@@ -154,7 +154,7 @@ def _values(page: bytes) -> dict[str, float]:
     return {name: float(value) for name, value in _SAMPLE.findall(page.decode(errors="replace"))}
 
 
-def _connections(url: str, status: int, page: bytes) -> list[Finding]:
+def _connections(url: str, status: int, page: bytes) -> list[CheckResult]:
     """Whether a gateway refuses connections, or will soon for want of open files."""
     if status != 200:
         return []
@@ -181,7 +181,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
-async def check_fleet(bus: Bus, state: State | None) -> list[Finding]:
+async def check_fleet(bus: Bus, state: DeploymentState | None) -> list[CheckResult]:
     """Check routers, workers and the streams between them, as the broker sees them.
 
     Raises:
@@ -196,7 +196,7 @@ async def check_fleet(bus: Bus, state: State | None) -> list[Finding]:
     return findings
 
 
-async def _routers(bus: Bus) -> list[Finding]:
+async def _routers(bus: Bus) -> list[CheckResult]:
     stream = bus.subjects.stream("REQUESTS")
     pulls = held = unread = 0
     for priority in CLASSES:
@@ -214,7 +214,7 @@ async def _routers(bus: Bus) -> list[Finding]:
     return [ok("router", f"requests are taken{waiting}")]
 
 
-def check_workers(workers: Sequence[Registration]) -> list[Finding]:
+def check_workers(workers: Sequence[Registration]) -> list[CheckResult]:
     """Whether the registered workers can serve their models, and how well."""
     if not workers:
         fix = "start one: `penstock worker --model DIR`; if one runs, its log says why it is not registered"
@@ -228,10 +228,10 @@ def check_workers(workers: Sequence[Registration]) -> list[Finding]:
     return findings
 
 
-def _model(model: str, workers: Sequence[Registration]) -> list[Finding]:
+def _model(model: str, workers: Sequence[Registration]) -> list[CheckResult]:
     ready = [each for each in workers if each.state is WorkerState.ready]
     roles = {each.role for each in ready}
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     if not roles & {"aggregated", "decode", "diffusion", "embed"}:
         text = f"{model}: only {', '.join(sorted(roles)) or 'draining'} workers"
         findings.append(problem("roles", text, "start aggregated workers, or decode workers beside prefill workers"))
@@ -254,7 +254,7 @@ def _model(model: str, workers: Sequence[Registration]) -> list[Finding]:
     return findings or [ok("workers", f"{model}: {len(ready)} ready, {', '.join(sorted(roles))}")]
 
 
-def check_leases(lost: Sequence[LostLeases], workers: Sequence[Registration], now_ns: int) -> list[Finding]:
+def check_leases(lost: Sequence[LostLeases], workers: Sequence[Registration], now_ns: int) -> list[CheckResult]:
     """Workers that lose their lease over and over, which are stopped for seconds, and those that hold it and hang."""
     findings = []
     by_name = {each.name or each.worker: each for each in workers}
@@ -294,7 +294,7 @@ def check_leases(lost: Sequence[LostLeases], workers: Sequence[Registration], no
     return findings
 
 
-def check_paces(workers: Sequence[Registration]) -> list[Finding]:
+def check_paces(workers: Sequence[Registration]) -> list[CheckResult]:
     """Workers that are much slower than their peers. Routers avoid them, so that nothing else shows them."""
     found = compare(workers)
     findings = []
@@ -320,7 +320,7 @@ def check_paces(workers: Sequence[Registration]) -> list[Finding]:
     return findings
 
 
-def _load(worker: Registration) -> list[Finding]:
+def _load(worker: Registration) -> list[CheckResult]:
     findings = []
     blocks = worker.total_blocks * worker.dp_size
     if worker.load.waiting and worker.load.used_blocks > FULL * blocks:
@@ -336,7 +336,7 @@ def _load(worker: Registration) -> list[Finding]:
     return findings
 
 
-async def _kv_events(bus: Bus, workers: Sequence[Registration], state: State | None) -> list[Finding]:
+async def _kv_events(bus: Bus, workers: Sequence[Registration], state: DeploymentState | None) -> list[CheckResult]:
     """Counts at each step: engine, stream, index. Where they end is where the chain is broken."""
     publishing = [each for each in workers if each.kv_events and each.role in ("aggregated", "prefill", "decode")]
     if not publishing:
@@ -364,7 +364,7 @@ async def _kv_events(bus: Bus, workers: Sequence[Registration], state: State | N
     return [ok("KV events", steps)]
 
 
-async def _indexed(state: State | None) -> list[int] | None:
+async def _indexed(state: DeploymentState | None) -> list[int] | None:
     """Blocks in the index of each router that serves metrics; None: none does."""
     routers = [each for each in state.processes if each.role == "router" and each.metrics_url] if state else []
     blocks = [value for each in routers if (value := (await metrics(each)).get("penstock_router_index_blocks"))

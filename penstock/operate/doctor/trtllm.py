@@ -17,7 +17,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.constraints import constraints, llguidance_releases
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
-from penstock.operate.doctor.finding import Finding, ok, problem, skipped, warning
+from penstock.operate.doctor.finding import CheckResult, ok, problem, skipped, warning
 from penstock.schemas.blocks import root
 from penstock.schemas.requests import Constraint, Sampling, Stop
 from penstock.workers.engines.base import (
@@ -107,7 +107,7 @@ class Doctor:
         text = "The engine of this worker is asked what it does, on its first day. " * 6
         self._prompt = self._model.tokenizer.encode(text, add_special_tokens=False).ids[: 3 * BLOCK + 5]
 
-    def examine(self) -> Iterator[Finding]:
+    def examine(self) -> Iterator[CheckResult]:
         """All findings, as they come."""
         self._began("the installation")
         yield from self._install()
@@ -118,7 +118,7 @@ class Doctor:
         else:
             yield from self._trial("encode", self._encode)
 
-    def _install(self) -> Iterator[Finding]:
+    def _install(self) -> Iterator[CheckResult]:
         api = apis.load()
         yield ok("release", f"tensorrt_llm {api.version}, llguidance {llguidance_releases.installed() or 'none'}")
         yield ok("model", f"{self._path}, at most {self._model.max_model_len:,} tokens")
@@ -133,7 +133,7 @@ class Doctor:
         if not differences:
             yield ok("interface", "classes, arguments and defaults are as known")
 
-    def _trial(self, name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    def _trial(self, name: str, check: Callable[[], Iterator[CheckResult]]) -> Iterator[CheckResult]:
         self._began(name)
         try:
             yield from check()
@@ -156,7 +156,7 @@ class Doctor:
 
     # --- one engine ---
 
-    def _aggregated(self) -> Iterator[Finding]:
+    def _aggregated(self) -> Iterator[CheckResult]:
         began = time.monotonic()
         engine = from_settings(self._settings(), self._path)
         with ExitStack() as undo:
@@ -179,7 +179,7 @@ class Doctor:
             yield from self._trial("cancel", lambda: self._cancelled(driver, whole))
             yield from self._trial("one token", lambda: self._one_token(adapter))
 
-    def _sampling(self, served: ServedOptions) -> Finding:
+    def _sampling(self, served: ServedOptions) -> CheckResult:
         names = {"alternatives": "top_logprobs"}
         without = [names.get(name, name) for name, value in served._asdict().items() if not value]
         told = [f"this sampler does not apply {', '.join(without)}"] if without else []
@@ -188,13 +188,13 @@ class Doctor:
             return ok("sampling", "penalties, min_p, seeds, min_tokens and log-probabilities are applied")
         return warning("sampling", "; ".join(told), REFUSED)
 
-    def _events(self, driver: _Driver) -> Finding:
+    def _events(self, driver: _Driver) -> CheckResult:
         if not driver.engine.info.kv_events:
             return skipped("kv events", "switched off")
         driver.until(lambda: driver.events > 0 or bool(driver.engine.dump()), "a KV event")
         return ok("kv events", "the cached blocks have names")
 
-    def _constrained(self, driver: _Driver) -> Iterator[Finding]:
+    def _constrained(self, driver: _Driver) -> Iterator[CheckResult]:
         if not driver.engine.info.constraints:
             yield warning(
                 "constraints", f"workers announce no structured output: {self._without_constraints()}", REPORT
@@ -217,7 +217,7 @@ class Doctor:
             return error.message
         return "these arguments switch guided decoding off (docs/structured.md)"
 
-    def _cancelled(self, driver: _Driver, whole: list[int]) -> Iterator[Finding]:
+    def _cancelled(self, driver: _Driver, whole: list[int]) -> Iterator[CheckResult]:
         engine = driver.engine
         stop = Stop(max_tokens=1000, ignore_eos=True)
         for number in range(4):
@@ -232,7 +232,7 @@ class Doctor:
         driver.until(lambda: engine.stats().used_blocks == 0 and not engine.has_work(), "rest after cancelling")
         yield ok("cancel", "four requests ended at once, and their blocks are free")
 
-    def _one_token(self, adapter: TrtllmAdapter) -> Iterator[Finding]:
+    def _one_token(self, adapter: TrtllmAdapter) -> Iterator[CheckResult]:
         began = time.monotonic()
         if not adapter.ask_for_token(BOUND_S):
             raise _Failed(f"an idle engine generated no token within {BOUND_S:.0f} s")
@@ -240,7 +240,7 @@ class Doctor:
 
     # --- two engines, and an encoder ---
 
-    def _split(self) -> Iterator[Finding]:
+    def _split(self) -> Iterator[CheckResult]:
         with ExitStack() as undo:
             engines = []
             for role in ("prefill", "decode"):
@@ -262,13 +262,13 @@ class Doctor:
             else:
                 yield warning("prefill and decode", "the answer differs from one engine's", NEAR)
 
-    def _encode(self) -> Iterator[Finding]:
+    def _encode(self) -> Iterator[CheckResult]:
         engine = encoder_from_settings(self._settings("encode"), self._path)
         engine.close()
         yield ok("encode", "a blank image was embedded, and its handle opened")
 
 
-def examine(path: str, options: dict[str, Any], began: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
+def examine(path: str, options: dict[str, Any], began: Callable[[str], None] = lambda _: None) -> Iterator[CheckResult]:
     """All findings about the installed TensorRT-LLM, as they come.
 
     Args:

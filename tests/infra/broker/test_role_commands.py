@@ -13,12 +13,12 @@ from penstock.cli import commands
 from penstock.infra.broker import roles
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus, connect
-from penstock.log.sources.open_log import Source, running
-from penstock.log.traces.follow import Position, PositionStore, begin
+from penstock.log.sources.open_log import LogSource, running
+from penstock.log.traces.follow import PositionStore, TracePosition, begin
 from penstock.measure.planner.core import Planner
 from penstock.measure.planner.loop import PlannerLoop
 from penstock.operate.doctor.command import examine
-from penstock.operate.doctor.finding import Status
+from penstock.operate.doctor.finding import CheckStatus
 from penstock.schemas import control, wire
 from penstock.schemas.plans import Planned
 from penstock.schemas.subjects import Subjects
@@ -170,7 +170,7 @@ async def test_a_command_on_a_data_folder_connects_with_the_least_role(
     bus: Bus, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server: EmbeddedNats = bus.own_server  # type: ignore[attr-defined]
-    assert running(Source(server.data_dir), server.data_dir, "viewer") == (server.url("viewer"), "ps")
+    assert running(LogSource(server.data_dir), server.data_dir, "viewer") == (server.url("viewer"), "ps")
     assert await run("top", "--once", "--json", "--interval", "200ms", "--data-dir", str(server.data_dir)) == 0
     assert json.loads(capsys.readouterr().out)["namespace"] == "ps"
 
@@ -195,11 +195,15 @@ async def test_a_viewer_sees_how_requests_end_and_not_what_is_in_them(
 
 
 async def test_doctor_needs_no_more_than_a_viewer(bus: Bus, tmp_path: Path) -> None:
-    examined = await examine(Source(tmp_path, url(bus, "viewer")))
+    examined = await examine(LogSource(tmp_path, url(bus, "viewer")))
     found = {finding.check: finding.status for finding in examined.findings}
-    assert (found["broker"], found["broker settings"], found["streams"]) == (Status.ok, Status.ok, Status.ok)
-    assert found["router"] is Status.problem, "none runs, which can be seen"
-    refused = await examine(Source(tmp_path, url(bus, "keys")))
+    assert (found["broker"], found["broker settings"], found["streams"]) == (
+        CheckStatus.ok,
+        CheckStatus.ok,
+        CheckStatus.ok,
+    )
+    assert found["router"] is CheckStatus.problem, "none runs, which can be seen"
+    refused = await examine(LogSource(tmp_path, url(bus, "keys")))
     assert any("the role viewer or operator" in finding.what for finding in refused.findings)
 
 
@@ -236,7 +240,7 @@ async def test_an_exporter_of_traces_keeps_its_position_with_the_role_of_readers
         own.on_refused.append(refusals.append)
         store = PositionStore(own, "night")
         assert await store.load() is None
-        await store.save(Position(7, 8))
-        assert await store.load() == Position(7, 8)
+        await store.save(TracePosition(7, 8))
+        assert await store.load() == TracePosition(7, 8)
         assert (await begin(own, None)).done_seq == 0
     assert not refusals

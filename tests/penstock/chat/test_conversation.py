@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.chat.answer import IMAGE_BYTES, Answer, Call, Conversation, image_url, load, save
+from penstock.chat.answer import IMAGE_BYTES, Conversation, StreamedAnswer, StreamedToolCall, image_url, load, save
 
 
-def answered(text: str, *calls: Call) -> Answer:
-    answer = Answer()
+def answered(text: str, *calls: StreamedToolCall) -> StreamedAnswer:
+    answer = StreamedAnswer()
     answer.text, answer.calls = text, list(calls)
     return answer
 
@@ -18,7 +18,7 @@ def test_questions_answers_and_tool_results_are_messages_of_the_api() -> None:
     conversation = Conversation(model="m")
     conversation.set_system("Be brief.")
     conversation.ask("Which city?", ["https://x/a.png"])
-    conversation.answer(answered("", Call("c1", "find", "{}")))
+    conversation.answer(answered("", StreamedToolCall("c1", "find", "{}")))
     conversation.tool_result("c1", "Oslo")
     conversation.answer(answered("Oslo."))
     image, text = conversation.messages[1]["content"]

@@ -16,7 +16,7 @@ from rich.console import Console
 from penstock.chat.answer import Conversation
 from penstock.chat.client import ChatClient
 from penstock.chat.command import run
-from penstock.chat.session import Options, Session
+from penstock.chat.session import ChatOptions, Session
 from tests.penstock.chat.test_answer import event
 
 
@@ -94,7 +94,7 @@ def talk(server: Server, *lines: str, thoughts: bool = False) -> str:
     text = io.StringIO()
     client = ChatClient(server.url)
     with asyncio.Runner() as runner:
-        options = Options({}, thoughts)
+        options = ChatOptions({}, thoughts)
         Session(runner, client, Conversation(model="m"), Console(file=text, width=200), options, read).run()
         runner.run(client.aclose())
     return text.getvalue()
@@ -158,7 +158,7 @@ def test_the_result_of_a_tool_call_is_asked_for_and_sent() -> None:
 
         text, client = io.StringIO(), ChatClient(server.url)
         with asyncio.Runner() as runner:
-            Session(runner, client, Conversation(model="m"), Console(file=text, width=200), Options({}), read).run()
+            Session(runner, client, Conversation(model="m"), Console(file=text, width=200), ChatOptions({}), read).run()
             runner.run(client.aclose())
     assert '-> find(city="Oslo")' in text.getvalue()
     assert "sunny" in text.getvalue()

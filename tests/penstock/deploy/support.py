@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.deploy.kubernetes import CHART, Wanted, rendered
+from penstock.deploy.kubernetes import CHART, KubernetesSpec, rendered
 from tests.binaries import find_helm
 
 Tree = dict[str, Any]
@@ -86,7 +86,7 @@ def refused(values: str) -> str:
 
 def recipe_values(recipe: str, **wanted: Any) -> str:
     """What ``penstock kubernetes render`` prints."""
-    return rendered(recipe, Wanted(engine_image="registry.example.com/engine:1", **wanted))
+    return rendered(recipe, KubernetesSpec(engine_image="registry.example.com/engine:1", **wanted))
 
 
 def found(trees: list[Tree], kind: str, name: str) -> Tree:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from penstock.configs.flags import parse
-from penstock.configs.planner_settings import Settings as PlannerSettings
+from penstock.configs.planner_settings import PlannerSettings
 from penstock.configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
 from penstock.deploy.kubernetes import CHART
 from penstock.deploy.monitoring import ALERTS, GRAFANA, alert_rules

@@ -19,7 +19,7 @@ import yaml
 from penstock.deploy.monitoring import ALERTS, LATE, run, targets_of, wrong_url
 from penstock.gateway.base.metrics import Metrics
 from penstock.infra.metrics.scope import MetricScope
-from penstock.launch.state import Running, State
+from penstock.launch.state import DeploymentState, Running
 from tests.generated import dashboards
 from tests.generated.dashboards import DASHBOARDS
 from tests.generated.metrics import scopes
@@ -84,7 +84,7 @@ def test_every_process_of_a_deployment_is_a_target(tmp_path: Path, capsys: pytes
         Running("worker-0", "worker", 4, "http://127.0.0.1:9100/metrics"),
     )
     urls = ("http://127.0.0.1:8001", "http://127.0.0.1:8002")
-    state = State("http://127.0.0.1:8000", "", "", "", "ps", "demo", processes, urls)
+    state = DeploymentState("http://127.0.0.1:8000", "", "", "", "ps", "demo", processes, urls)
     found = {group["labels"]["process"]: group["targets"] for group in targets_of(state)}
     assert found == {"gateway-0": ["127.0.0.1:8001"], "gateway-1": ["127.0.0.1:8002"], "worker-0": ["127.0.0.1:9100"]}
     file = tmp_path / "state.json"
@@ -122,7 +122,7 @@ def test_an_address_that_grafana_could_not_read_is_refused(
 
 def test_thresholds_of_the_alerts_are_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = tmp_path / "state.json"
-    state.write_bytes(msgspec.json.encode(State("http://127.0.0.1:8000", "", "", "", "ps", "demo", ())))
+    state.write_bytes(msgspec.json.encode(DeploymentState("http://127.0.0.1:8000", "", "", "", "ps", "demo", ())))
     out = ["--state", str(state), "--out", str(tmp_path / "out")]
     given = ("--ttft", "2", "--itl", "0.1", "--late", "1.5", "--late-budget", "0.02", "--burn-fast", "10")
     assert run([*out, *given, "--broker-mount", "/data"]) == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.deploy.kubernetes import Wanted, rendered, run_chart, run_render
+from penstock.deploy.kubernetes import KubernetesSpec, rendered, run_chart, run_render
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.launch.recipes.catalogue import members
 from tests.penstock.deploy.support import HELM, needs_helm
@@ -20,7 +20,7 @@ ENGINE = "registry.example.com/engine:1"
 
 def values(recipe: str = "", **wanted: Any) -> dict[str, Any]:
     wanted.setdefault("engine_image", ENGINE)
-    made: dict[str, Any] = yaml.safe_load(rendered(recipe, Wanted(**wanted)))
+    made: dict[str, Any] = yaml.safe_load(rendered(recipe, KubernetesSpec(**wanted)))
     return made
 
 
@@ -78,7 +78,7 @@ def test_without_a_recipe_an_engine_and_a_model_are_enough() -> None:
 )
 def test_what_cannot_be_is_refused(recipe: str, wanted: dict[str, Any], says: str) -> None:
     with pytest.raises(BadArguments, match=says):
-        rendered(recipe, Wanted(**{"engine_image": ENGINE} | wanted))
+        rendered(recipe, KubernetesSpec(**{"engine_image": ENGINE} | wanted))
 
 
 def test_render_prints_values_below_the_commands_that_use_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,20 +15,20 @@ from penstock.configs.up_settings import UpSettings
 from penstock.infra.engine_args.tree import BadArguments, parse_yaml
 from penstock.infra.process.sockets import CannotListen
 from penstock.launch.deployment import read_args
-from penstock.launch.groups import Fleet, Group, PlanError, assign, fleet_of, gpus_of
+from penstock.launch.groups import PlanError, WorkerFleet, WorkerGroup, assign, fleet_of, gpus_of
 from penstock.launch.machine import free_run, gpus
-from penstock.launch.plan import Planned, passed, plan
+from penstock.launch.plan import PlannedProcess, passed, plan
 from penstock.launch.recipes import catalogue
 
 KNOWN = catalogue.members()
 
 
-def fleet(**given: Any) -> Fleet:
+def fleet(**given: Any) -> WorkerFleet:
     up = UpSettings(**given)
     return fleet_of(up, catalogue.select(up.recipe, KNOWN) if up.recipe else (), read_args)
 
 
-def workers(*, gpus: tuple[str, ...] | None = None, **given: Any) -> dict[str, Planned]:
+def workers(*, gpus: tuple[str, ...] | None = None, **given: Any) -> dict[str, PlannedProcess]:
     up = UpSettings(**given)
     children = plan(
         up, fleet(**given), ports=[8000], url=lambda role: "nats://h:1", sys_url="", cores=8, gpus=gpus,
@@ -37,7 +37,7 @@ def workers(*, gpus: tuple[str, ...] | None = None, **given: Any) -> dict[str, P
     return {child.name: child for child in children}
 
 
-def settings_of(child: Planned, *fields: str) -> list[Any]:
+def settings_of(child: PlannedProcess, *fields: str) -> list[Any]:
     return [getattr(child.settings, field) for field in fields]
 
 
@@ -196,7 +196,7 @@ def test_native_workers_share_what_there_is_and_mock_ones_see_none_of_it() -> No
 
 GROUPS = st.lists(
     st.builds(
-        Group,
+        WorkerGroup,
         role=st.sampled_from(["aggregated", "prefill", "decode", "encode"]),
         number=st.integers(1, 3),
         settings=st.just({"engine": "trtllm"}),
@@ -210,7 +210,7 @@ GROUPS = st.lists(
 
 
 @given(GROUPS, st.integers(1, 24))
-def test_an_engine_has_its_gpus_alone_and_all_of_them(groups: list[Group], count: int) -> None:
+def test_an_engine_has_its_gpus_alone_and_all_of_them(groups: list[WorkerGroup], count: int) -> None:
     groups = [group if group.alone else group._replace(gpus=1) for group in groups]
     there = tuple(map(str, range(count)))
     alone = sum(group.number * group.gpus for group in groups if group.alone)
@@ -294,7 +294,7 @@ def test_ports_in_a_row_are_free_and_a_taken_one_is_named() -> None:
 
 
 def test_an_embedding_model_gets_workers_of_the_role_that_serves_it() -> None:
-    def found(**given: Any) -> dict[str, Planned]:
+    def found(**given: Any) -> dict[str, PlannedProcess]:
         up = UpSettings(**given)
         whole = fleet_of(up, makes_vectors=lambda model: model == "/bert")
         children = plan(up, whole, ports=[8000], url=lambda role: "nats://h:1", sys_url="", cores=8)

@@ -4,15 +4,15 @@ import pytest
 
 from penstock.configs.settings import WorkerSettings
 from penstock.configs.up_settings import UpSettings
-from penstock.launch.groups import Fleet, Group, PlanError, fleet_of
-from penstock.launch.plan import Planned, further, plan
+from penstock.launch.groups import PlanError, WorkerFleet, WorkerGroup, fleet_of
+from penstock.launch.plan import PlannedProcess, further, plan
 
 
 def url(role: str) -> str:
     return f"nats://{role}@h"
 
 
-def deployment(up: UpSettings, gpus: tuple[str, ...] | None = None) -> tuple[Fleet, list[Planned]]:
+def deployment(up: UpSettings, gpus: tuple[str, ...] | None = None) -> tuple[WorkerFleet, list[PlannedProcess]]:
     fleet = fleet_of(up)
     return fleet, plan(up, fleet, ports=[8000], url=url, sys_url="", cores=4, gpus=gpus)
 
@@ -43,9 +43,9 @@ def test_a_role_without_workers_is_refused() -> None:
 
 
 def test_gpus_that_are_in_use_are_not_given_again() -> None:
-    group = Group("aggregated", 1, {"role": "aggregated", "engine": "trtllm", "model": "m"}, gpus=2, alone=True)
-    fleet, up = Fleet((group,), "trtllm", "m", 32), UpSettings(engine="trtllm")
-    there = [Planned("worker-0", "worker", WorkerSettings(), ("0", "1"))]
+    group = WorkerGroup("aggregated", 1, {"role": "aggregated", "engine": "trtllm", "model": "m"}, gpus=2, alone=True)
+    fleet, up = WorkerFleet((group,), "trtllm", "m", 32), UpSettings(engine="trtllm")
+    there = [PlannedProcess("worker-0", "worker", WorkerSettings(), ("0", "1"))]
     (added,) = further(up, fleet, ["worker-1"], there, url=url, cores=4, gpus=("0", "1", "2", "3"))
     assert added.gpus == ("2", "3")
     with pytest.raises(PlanError, match="worker-2 needs 2 GPUs, 0 of 4 are free"):
@@ -53,10 +53,10 @@ def test_gpus_that_are_in_use_are_not_given_again() -> None:
 
 
 def test_engines_that_share_gpus_take_turns_when_none_is_free() -> None:
-    group = Group("aggregated", 2, {"role": "aggregated", "engine": "native", "model": "m"}, gpus=1)
-    there = [Planned(f"worker-{n}", "worker", WorkerSettings(), (str(n),)) for n in range(2)]
+    group = WorkerGroup("aggregated", 2, {"role": "aggregated", "engine": "native", "model": "m"}, gpus=1)
+    there = [PlannedProcess(f"worker-{n}", "worker", WorkerSettings(), (str(n),)) for n in range(2)]
     added = further(
-        UpSettings(), Fleet((group,), "native", "m", 32), ["worker-2", "worker-3"], there, url=url, cores=4,
+        UpSettings(), WorkerFleet((group,), "native", "m", 32), ["worker-2", "worker-3"], there, url=url, cores=4,
         gpus=("0", "1"),
     )  # fmt: skip
     assert [child.gpus for child in added] == [("0",), ("1",)]

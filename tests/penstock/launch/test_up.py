@@ -25,15 +25,15 @@ from penstock.infra.process.child import Process
 from penstock.infra.process.supervisor import Backoff, Keeper
 from penstock.launch.deployment import Deployment, UpFailed
 from penstock.launch.groups import fleet_of
-from penstock.launch.plan import Planned, plan
+from penstock.launch.plan import PlannedProcess, plan
 from penstock.launch.readiness import get
 from penstock.launch.show import curl_line, readable, welcome
-from penstock.launch.state import State, read_state, write_state
+from penstock.launch.state import DeploymentState, read_state, write_state
 
 FAKE = [sys.executable, "-m", "tests.penstock.launch.fake_child"]
 
 
-def fake(planned: Planned) -> list[str]:
+def fake(planned: PlannedProcess) -> list[str]:
     return [*FAKE, *planned.argv]
 
 
@@ -66,7 +66,7 @@ class Up:
         self.path = Path(settings.data_dir) / "state.json"
         self.task = asyncio.create_task(Deployment(settings, command=fake).run())
 
-    def state(self) -> State:
+    def state(self) -> DeploymentState:
         return read_state(self.path)
 
     def pids(self) -> dict[str, int]:
@@ -74,7 +74,7 @@ class Up:
             return {}
         return {process.name: process.pid for process in self.state().processes if process.pid is not None}
 
-    async def ready(self) -> State:
+    async def ready(self) -> DeploymentState:
         await until(lambda: self.task.done() or (self.path.exists() and self.state().model))
         if self.task.done():
             self.task.result()
@@ -179,7 +179,7 @@ async def test_a_child_that_waits_to_be_started_again_has_no_pid_in_the_state_fi
 ) -> None:
     written: list[dict[str, dict[str, Any]]] = []
 
-    def record(path: Path, state: State) -> None:
+    def record(path: Path, state: DeploymentState) -> None:
         write_state(path, state)
         written.append({process["name"]: process for process in json.loads(path.read_text())["processes"]})
 
@@ -332,7 +332,7 @@ def test_pauses_double_up_to_ten_seconds_and_start_again_after_a_lasting_run(liv
 # -- the plan -----------------------------------------------------------------------------------------------------
 
 
-def planned(up: UpSettings, ports: list[int] | None = None) -> dict[str, Planned]:
+def planned(up: UpSettings, ports: list[int] | None = None) -> dict[str, PlannedProcess]:
     children = plan(
         up, fleet_of(up), ports=ports or [8000], url=lambda role: f"nats://{role}:secret@h:1",
         sys_url="nats://sys:x@h:1", cores=8,
@@ -388,7 +388,7 @@ def test_variables_for_what_up_has_no_flag_for_reach_the_children() -> None:
 
 
 def test_the_welcome_shows_no_password_and_a_command_that_a_shell_takes(tmp_path: Path) -> None:
-    state = State("http://h:1", "nats://operator:geheim@h:2", "c", "s", "ps", "it's")
+    state = DeploymentState("http://h:1", "nats://operator:geheim@h:2", "c", "s", "ps", "it's")
     text = welcome(state, tmp_path, 1.0)
     assert "geheim" not in text
     assert "h:2" in text

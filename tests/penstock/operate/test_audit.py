@@ -14,7 +14,7 @@ from penstock.infra.broker.jetstream_api import BrokerProblem, request
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.audit import Auditor, Watch, broker_user, of_advisory
 from penstock.infra.bus.connection import Bus, connect
-from penstock.operate.audit import Line, told, unexplained
+from penstock.operate.audit import AuditLine, told, unexplained
 from penstock.schemas.audit import AuditEntry
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode
@@ -271,8 +271,11 @@ def test_what_the_broker_says_is_shown_in_the_words_of_other_commands(
 
 
 def test_only_what_is_near_and_of_the_same_user_explains_what_the_broker_says() -> None:
-    noted = Line(10**12, "operator", AuditEntry("forget", "x"))
+    noted = AuditLine(10**12, "operator", AuditEntry("forget", "x"))
     deletes = AuditEntry("api", "ps_DONE.1", "stream msg delete", user="operator")
-    near, late = Line(10**12 + 5, "operator", deletes, "router"), Line(10**12 + 10**11, "operator", deletes, "router")
-    other = Line(10**12 + 5, "reader", deletes, "router")
+    near, late = (
+        AuditLine(10**12 + 5, "operator", deletes, "router"),
+        AuditLine(10**12 + 10**11, "operator", deletes, "router"),
+    )
+    other = AuditLine(10**12 + 5, "reader", deletes, "router")
     assert unexplained([noted, near, late, other]) == [noted, late, other]

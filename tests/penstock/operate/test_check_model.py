@@ -9,7 +9,7 @@ import pytest
 
 from penstock.cli import commands
 from penstock.infra.model.modeldir import DEMO
-from penstock.operate.check_model import Report, check
+from penstock.operate.check_model import ModelReport, check
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
@@ -24,11 +24,11 @@ def edit(file: Path, **values: Any) -> None:
     file.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
 
 
-def said(report: Report, name: str) -> list[tuple[str, str]]:
+def said(report: ModelReport, name: str) -> list[tuple[str, str]]:
     return [(line.status, line.text) for line in report.lines if line.name == name]
 
 
-def problems(report: Report) -> list[str]:
+def problems(report: ModelReport) -> list[str]:
     return [line.name for line in report.lines if line.status == "problem"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.broker.datadir import Lock
-from penstock.launch.state import Running, State, start_of, write_state
+from penstock.launch.state import DeploymentState, Running, start_of, write_state
 from penstock.operate.restart import run
 
 
@@ -31,7 +31,9 @@ def left_behind(folder: Path, pid: int, began: int) -> None:
     running = Running("gateway-0", "gateway", pid, began=began)
     write_state(
         folder / "state.json",
-        State("http://127.0.0.1:1", "nats://127.0.0.1:1", "", "", "ps", "tiny", (running,), http_urls=("http://x",)),
+        DeploymentState(
+            "http://127.0.0.1:1", "nats://127.0.0.1:1", "", "", "ps", "tiny", (running,), http_urls=("http://x",)
+        ),
     )
 
 

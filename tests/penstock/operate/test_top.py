@@ -14,9 +14,9 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.operate.observe import (
     Count,
+    DeploymentSnapshot,
     Observer,
     QueueView,
-    Snapshot,
     held_by_class,
     hit_rate,
     rates,
@@ -87,7 +87,7 @@ def test_workers_that_are_stopped_or_hang_are_shown_although_their_lease_says_no
         ("w-0", "lost", 1), ("w-1", "ready", 3), ("w-2", "stalled", 0), ("w-3", "ready", 0)
     ]  # fmt: skip
     printed = io.StringIO()
-    snapshot = Snapshot(1, "ps", tuple(seen), (), rates([Count(1.0, 0, 0)], []), (), ())
+    snapshot = DeploymentSnapshot(1, "ps", tuple(seen), (), rates([Count(1.0, 0, 0)], []), (), ())
     Console(file=printed, width=140).print(picture(snapshot, 140))
     for said in (
         "2 of 4 workers ready", "w-1 lost its lease 3 times in ten minutes",
@@ -106,14 +106,14 @@ def test_a_worker_that_is_much_slower_than_its_peers_is_marked() -> None:
     assert [each.slowness for each in seen] == [0.05, 20.0, None]
     for width in (60, 150):  # the line stays where the column does not fit
         printed = io.StringIO()
-        snapshot = Snapshot(1, "ps", tuple(seen), (), rates([Count(1.0, 0, 0)], []), (), ())
+        snapshot = DeploymentSnapshot(1, "ps", tuple(seen), (), rates([Count(1.0, 0, 0)], []), (), ())
         Console(file=printed, width=width).print(picture(snapshot, width))
         assert "w-2 is 20 times slower than its peers" in printed.getvalue()
         assert ("200.0 ms x20" in printed.getvalue()) is (width == 150)
 
 
 def test_what_ended_has_no_heading_while_nothing_has() -> None:
-    quiet = Snapshot(1, "ps", (), (), rates([Count(1.0, 0, 0)], []), (), ())
+    quiet = DeploymentSnapshot(1, "ps", (), (), rates([Count(1.0, 0, 0)], []), (), ())
     for snapshot, shown in (quiet, False), (msgspec.structs.replace(quiet, recent=(summary(),)), True):
         printed = io.StringIO()
         Console(file=printed, width=100).print(picture(snapshot, 100))

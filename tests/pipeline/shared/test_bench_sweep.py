@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from penstock.measure.sweep.results import Result, read_series
+from penstock.measure.sweep.results import LevelResult, read_series
 from tests.pipeline.support import Deployment
 
 LOAD = ("--isl", "300", "--osl", "16", "--requests", "12", "--warm-up", "4", "--gpus", "2")
@@ -15,7 +15,7 @@ def sweep(*argv: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-def results(out: Path) -> tuple[Result, ...]:
+def results(out: Path) -> tuple[LevelResult, ...]:
     (series,) = read_series([out])
     return series.results
 

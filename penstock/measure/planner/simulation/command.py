@@ -14,13 +14,14 @@ from rich.table import Table
 
 from penstock.cli.terminal import stdout
 from penstock.configs import planner_settings as flags
+from penstock.configs.flags import BadSettings
 from penstock.configs.planner_settings import BadRules, rules_of
 from penstock.measure.planner.capacity import EngineTiming
-from penstock.measure.planner.simulation.run import Engines, Outcome, Simulated, simulate
+from penstock.measure.planner.simulation.run import Engines, PolicyOutcome, Simulated, simulate
 from penstock.measure.planner.simulation.shapes import Shape, generate
 from penstock.measure.plots import PlotsMissing
 from penstock.measure.profile.data import BadProfile, load
-from penstock.measure.simulation.trace import Trace, TraceError, read
+from penstock.measure.simulation.trace import RequestTrace, TraceError, read
 from penstock.schemas.plans import Predictor, Role, Rules, Times
 
 _COLOURS: dict[Role, str] = {"aggregated": "#0f766e", "prefill": "#b45309", "decode": "#0f766e"}
@@ -112,7 +113,7 @@ def _counts(planned: Simulated, role: Role) -> tuple[list[float], list[int]]:
     return times[:-1] or times, counts[:-1] or counts
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlanSimulationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock plan simulate``."""
 
     shape: Annotated[Shape, Meta(description="of the load: a day, bursts of two minutes, or always --high")] = "diurnal"
@@ -160,11 +161,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     plot: Annotated[str, Meta(description="PNG file of the first planned run; needs penstock[bench]")] = ""
 
 
-class BadSettings(ValueError):
-    """Flags that do not fit together."""
-
-
-def run(settings: Settings) -> int:
+def run(settings: PlanSimulationSettings) -> int:
     """Simulate, print a table; 2 for flags that do not fit, 1 if a trace or a plot is missing."""
     try:
         counts = counts_of(settings)
@@ -195,7 +192,7 @@ def run(settings: Settings) -> int:
     return 0
 
 
-def counts_of(settings: Settings) -> dict[Role, int]:
+def counts_of(settings: PlanSimulationSettings) -> dict[Role, int]:
     """Workers at the beginning, by role.
 
     Raises:
@@ -225,7 +222,7 @@ def fixed_of(text: str, counts: dict[Role, int]) -> dict[Role, int]:
     return dict(zip(counts, map(int, parts), strict=True))
 
 
-def table(outcomes: list[Outcome]) -> Table:
+def table(outcomes: list[PolicyOutcome]) -> Table:
     """A row a fleet."""
     drawn = Table(box=None, pad_edge=False)
     drawn.add_column("fleet")
@@ -251,7 +248,7 @@ def table(outcomes: list[Outcome]) -> Table:
     return drawn
 
 
-def _trace(settings: Settings) -> Trace:
+def _trace(settings: PlanSimulationSettings) -> RequestTrace:
     if settings.trace:
         return read(Path(settings.trace)).limited(settings.requests)
     if settings.low > settings.high:
@@ -268,7 +265,7 @@ def _trace(settings: Settings) -> Trace:
     )
 
 
-def _engines(settings: Settings, counts: dict[Role, int]) -> Engines:
+def _engines(settings: PlanSimulationSettings, counts: dict[Role, int]) -> Engines:
     """
     Raises:
         BadSettings: more profiles than roles.
@@ -286,9 +283,9 @@ def _engines(settings: Settings, counts: dict[Role, int]) -> Engines:
 
 
 def _runs(
-    settings: Settings,
+    settings: PlanSimulationSettings,
     engines: Engines,
-    trace: Trace,
+    trace: RequestTrace,
     counts: dict[Role, int],
     rules: dict[Predictor, Rules],
     sizes: list[dict[Role, int]],

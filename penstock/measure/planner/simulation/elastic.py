@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from penstock.measure.planner.observe import times
 from penstock.measure.simulation.cache import StoredRun
-from penstock.measure.simulation.fleet import Served
+from penstock.measure.simulation.fleet import SimulatedRequest
 from penstock.measure.simulation.placement import PlacementPolicy
-from penstock.measure.simulation.policy import Fleet, Placement, Target
+from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target
 from penstock.measure.simulation.trace import Request
 from penstock.schemas.plans import Decision, Observation, Pool, Role
 
@@ -64,9 +64,9 @@ class ElasticPolicy:
         self._start_ns = round(start_s * 1e9)
         self.lives: dict[int, Life] = {}
         self.steps: list[Step] = []
-        self.served: Sequence[Served] = ()  # set before the run; filled by the simulation
+        self.served: Sequence[SimulatedRequest] = ()  # set before the run; filled by the simulation
 
-    def start(self, fleet: Fleet, requests: Sequence[Request]) -> None:
+    def start(self, fleet: SimulatedFleet, requests: Sequence[Request]) -> None:
         self._fleet = fleet
         self._inner.start(fleet, requests)
         self._unused: dict[str, list[int]] = {}

@@ -15,9 +15,9 @@ from penstock.measure.planner.core import Planner
 from penstock.measure.planner.simulation.elastic import ElasticPolicy, Life, Step
 from penstock.measure.profile.modelled import mock_profile
 from penstock.measure.simulation.engine import MAX_SEQUENCES
-from penstock.measure.simulation.fleet import Served, Simulation
-from penstock.measure.simulation.policy import Fleet, WorkerSpec
-from penstock.measure.simulation.trace import Trace
+from penstock.measure.simulation.fleet import SimulatedRequest, Simulation
+from penstock.measure.simulation.policy import SimulatedFleet, WorkerSpec
+from penstock.measure.simulation.trace import RequestTrace
 from penstock.schemas.plans import Decision, Observation, Role, Rules
 
 _UNKNOWN_TOKENS = 1 << 24  # of KV cache, where a profile does not tell
@@ -70,7 +70,7 @@ BLOCKS, BLOCK_SIZE = 8192, 64  # 524,288 tokens of KV cache, as a mock worker's
 _STARTS = 64  # of each role, besides its largest number
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
+class PolicyOutcome(Struct, frozen=True, kw_only=True):
     """
     Attributes:
         name: of the fleet.
@@ -99,7 +99,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 class Simulated(Struct, frozen=True):
     """``lives``: of each worker its role, and from when to when it used GPUs, s."""
 
-    outcome: Outcome
+    outcome: PolicyOutcome
     steps: tuple[Step, ...]
     lives: tuple[tuple[Role, float, float], ...]
 
@@ -133,7 +133,7 @@ class Engines(Struct, frozen=True):
 
 def simulate(
     name: str,
-    trace: Trace,
+    trace: RequestTrace,
     speed: float,
     engines: Engines,
     counts: Mapping[Role, int],
@@ -152,7 +152,7 @@ def simulate(
         for role, count in counts.items()
     }
     specs = [spec for role, count in most.items() for spec in [engines.worker(role)] * count]
-    fleet = Fleet(tuple(specs), BLOCK_SIZE, engines.transfer_ns_per_token)
+    fleet = SimulatedFleet(tuple(specs), BLOCK_SIZE, engines.transfer_ns_per_token)
     decide = _Decider(Planner(rules, {role: engines.timing(role) for role in counts})) if planned else None
     policy = ElasticPolicy(
         counts,
@@ -181,7 +181,7 @@ class _Decider:
 
 def _result(
     name: str,
-    served: Sequence[Served],
+    served: Sequence[SimulatedRequest],
     specs: Sequence[WorkerSpec],
     engines: Engines,
     rules: Rules,
@@ -194,7 +194,7 @@ def _result(
     lives = [_used(life, specs[number].role, end_ns) for number, life in sorted(policy.lives.items())]
     hours = sum((end - begin) * engines.gpus_of(role) for role, begin, end in lives) / 3600
     both = sum(t <= rules.ttft_ms and i <= rules.itl_ms for t, i in zip(ttft, itl, strict=True))
-    outcome = Outcome(
+    outcome = PolicyOutcome(
         name=name,
         requests=len(served),
         unserved=len(served) - len(done),

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Literal
 
-from penstock.measure.simulation.trace import UNIT_TOKENS, Row, Trace
+from penstock.measure.simulation.trace import UNIT_TOKENS, RequestTrace, TraceRow
 
 Shape = Literal["diurnal", "bursts", "flat"]
 
@@ -23,7 +23,7 @@ def generate(
     osl: int,
     shared: float = 0.3,
     sigma: float = 0.6,
-) -> Trace:
+) -> RequestTrace:
     """
     Args:
         low, high: requests per second, at the quietest and the busiest moment; a flat load has ``high``.
@@ -45,8 +45,8 @@ def generate(
         ids = (*range(first, first + common), *range(fresh, fresh + units))
         fresh += units
         answer = max(2, min(4 * osl, round(_length(rng, osl, sigma))))
-        rows.append(Row(at * 1e3, common * UNIT_TOKENS + own, answer, ids))
-    return Trace(shape, tuple(rows), UNIT_TOKENS)
+        rows.append(TraceRow(at * 1e3, common * UNIT_TOKENS + own, answer, ids))
+    return RequestTrace(shape, tuple(rows), UNIT_TOKENS)
 
 
 def _length(rng: random.Random, mean: float, sigma: float) -> float:

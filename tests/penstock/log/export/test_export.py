@@ -18,7 +18,7 @@ from penstock.log.requests import inspect, list_requests, tail
 from penstock.log.sources import restore
 from penstock.log.sources.export_file import open_export
 from penstock.log.sources.log_copy import STREAMS_DIR, CopyFailed
-from penstock.log.sources.open_log import Source, open_log
+from penstock.log.sources.open_log import LogSource, open_log
 from penstock.log.timeline.read import read_timeline
 from penstock.schemas.kv import KvBatch, Stored
 from penstock.schemas.subjects import Subjects
@@ -82,7 +82,7 @@ async def test_a_file_is_served_with_every_message_at_its_sequence_and_time(
     assert (suffix == "jsonl") == file.read_bytes().startswith(b'{"format":"penstock-export","version":2')
     if suffix == "jsonl":
         assert file.read_text().count('"prompt":"') == len(ids)  # not again in jobs and records
-    source = Source(tmp_path, namespace="copy", file=str(file))
+    source = LogSource(tmp_path, namespace="copy", file=str(file))
     async with open_log(source, name="test", streams=STREAMS) as log:
         assert log.stopped
         for name in STREAMS:
@@ -156,7 +156,7 @@ async def test_an_import_keeps_times_in_a_folder_and_in_a_running_broker(
     for flags in (folder, broker_flags):
         assert await asyncio.to_thread(import_log.run, [file, *flags]) == 0
         assert "REQUESTS 3, WORK 2" in capsys.readouterr().out
-        source = Source(tmp_path / "new") if flags is folder else Source(tmp_path, broker.url(), f"{own}-2")
+        source = LogSource(tmp_path / "new") if flags is folder else LogSource(tmp_path, broker.url(), f"{own}-2")
         async with open_log(source, name="test", role="operator") as log:
             timeline = await read_timeline(log.bus, ids[2])
             times = [
@@ -214,7 +214,7 @@ async def test_a_disk_without_room_for_a_file_is_named(
 
     monkeypatch.setattr(restore, "checksums", full)
     with pytest.raises(CopyFailed, match=r"No space left on device.*TMPDIR"):
-        async with open_log(Source(tmp_path, file=str(tmp_path / "f")), name="test"):
+        async with open_log(LogSource(tmp_path, file=str(tmp_path / "f")), name="test"):
             pass
 
 
@@ -265,6 +265,6 @@ async def test_an_import_that_was_killed_is_finished_by_the_next(
     flags = [str(file), "--data-dir", str(folder), "--namespace", "in"]
     assert await asyncio.to_thread(import_log.run, flags) == 0
     assert not list(folder.glob(".import-*"))
-    async with open_log(Source(folder), name="test", streams=STREAMS) as log:
+    async with open_log(LogSource(folder), name="test", streams=STREAMS) as log:
         for name in STREAMS:
             assert await messages(log.bus, name) == await messages(bus, name), name

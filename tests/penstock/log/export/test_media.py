@@ -13,10 +13,10 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import Bus
 from penstock.log.export import export, import_log
-from penstock.log.export.recording import BUCKET, Run, move_media
+from penstock.log.export.recording import BUCKET, RecordedRun, move_media
 from penstock.log.sources.log_copy import MEDIA
 from penstock.log.sources.log_line import STREAMS
-from penstock.log.sources.open_log import Source, open_log
+from penstock.log.sources.open_log import LogSource, open_log
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest, Media
 from penstock.schemas.subjects import Subjects
@@ -77,7 +77,7 @@ async def test_images_are_in_the_file_and_are_read_from_it_and_from_what_was_imp
     assert "2 images (512 KiB)" in capsys.readouterr().err
     folder = tmp_path / "imported"
     assert await asyncio.to_thread(import_log.run, [str(file), "--data-dir", str(folder), "--namespace", "in"]) == 0
-    for source in (Source(tmp_path, namespace="copy", file=str(file)), Source(folder)):
+    for source in (LogSource(tmp_path, namespace="copy", file=str(file)), LogSource(folder)):
         async with open_log(source, name="test", streams=(*STREAMS, MEDIA)) as log:
             assert [await there(log.bus, data) for data in PICTURES] == [True, True]
 
@@ -103,7 +103,7 @@ async def test_images_that_are_left_out_are_counted(
     file = tmp_path / "all.jsonl"
     assert await run(export.run, "--all", "-o", str(file), *flags) == 0
     assert said in capsys.readouterr().err
-    async with open_log(Source(tmp_path, file=str(file)), name="test", streams=(*STREAMS, MEDIA)) as log:
+    async with open_log(LogSource(tmp_path, file=str(file)), name="test", streams=(*STREAMS, MEDIA)) as log:
         assert [await there(log.bus, data) for data in PICTURES] == [bool(left), False]
 
 
@@ -117,11 +117,11 @@ async def test_images_that_a_deployment_no_longer_has_are_counted(
 
 async def test_images_go_where_requests_are_run_again_and_what_is_gone_is_named(bus: Bus, other: Bus) -> None:
     kept, gone = await asked(bus, *PICTURES), await asked(bus, b"another", stored=False)
-    runs = [Run(each.id, each) for each in (kept, gone)]
+    runs = [RecordedRun(each.id, each) for each in (kept, gone)]
     assert await move_media(bus, other, runs, 60.0) == {gone.id}
     assert [await there(other, data) for data in PICTURES] == [True, True]
     await object_store.put(other, BUCKET, medium(b"another").digest.hex(), b"another")  # the target may have it
     assert await move_media(bus, other, runs, 60.0) == set()
     await object_store.put(other, BUCKET, medium(b"damaged").digest.hex(), b"else")
     damaged = await asked(bus, b"damaged", stored=False)
-    assert await move_media(bus, other, [Run(damaged.id, damaged)], 60.0) == {damaged.id}
+    assert await move_media(bus, other, [RecordedRun(damaged.id, damaged)], 60.0) == {damaged.id}

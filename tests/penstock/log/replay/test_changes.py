@@ -2,12 +2,12 @@
 
 import pytest
 
-from penstock.log.replay.comparison import Changes, Target, as_new, parse_changes
+from penstock.log.replay.comparison import Changes, NamingInputs, as_new, parse_changes
 from penstock.schemas import blocks
 from penstock.schemas.requests import GenerateRequest, Priority
 from tests.penstock.log.traces import samples
 
-TARGET = Target("tiny", "rev-2", 16, "tok")
+TARGET = NamingInputs("tiny", "rev-2", 16, "tok")
 
 
 def changed(request: GenerateRequest, changes: Changes) -> GenerateRequest:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.log.export.recording import Recording, Run
+from penstock.log.export.recording import RecordedRun, Recording
 from penstock.log.replay.comparison import CONTEXT, compare
 from penstock.log.sources.log_line import LogLine
 from penstock.schemas.done import Done, Outcome, Timings, Usage
@@ -20,9 +20,9 @@ from tests.properties import examples
 MS = 1_000_000
 
 
-def run(tokens: list[int], reason: str = "stop", *, code: str = "", logprobs: tuple[Logprob, ...] = ()) -> Run:
+def run(tokens: list[int], reason: str = "stop", *, code: str = "", logprobs: tuple[Logprob, ...] = ()) -> RecordedRun:
     choices = (Outcome(pack_tokens(tokens), reason, logprobs=logprobs),)
-    return Run("r", samples.request(), Done("r", "tiny", 1, choices=choices, code=code), stored={})
+    return RecordedRun("r", samples.request(), Done("r", "tiny", 1, choices=choices, code=code), stored={})
 
 
 @given(st.lists(st.integers(0, 5), max_size=60), st.lists(st.integers(0, 5), max_size=60))
@@ -44,13 +44,13 @@ def test_the_first_differing_token_is_found(one: list[int], other: list[int]) ->
     [
         (run([1, 2]), run([1, 2], "length"), "finish"),
         (run([1, 2]), run([1], "error", code="engine_error"), "error"),
-        (run([1, 2]), Run("", stored={}), "unanswered"),
+        (run([1, 2]), RecordedRun("", stored={}), "unanswered"),
         (run([1], "error", code="worker_lost"), run([1, 2, 3]), "recovered"),
         (run([1], "cancelled", code="cancelled"), run([7, 2, 3]), "tokens"),
         (run([], "error", code="deadline_exceeded"), run([1], "error", code="deadline_exceeded"), "same"),
     ],
 )
-def test_endings_and_failures_are_told_apart(old: Run, new: Run, outcome: str) -> None:
+def test_endings_and_failures_are_told_apart(old: RecordedRun, new: RecordedRun, outcome: str) -> None:
     assert compare(old, new).outcome == outcome
 
 

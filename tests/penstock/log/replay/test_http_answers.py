@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.log.export.recording import Run
+from penstock.log.export.recording import RecordedRun
 from penstock.log.replay.comparison import compare_texts
 from penstock.log.replay.http import HttpAnswer, body_of, unsupported
 from penstock.schemas.done import Done, Outcome
@@ -67,8 +67,8 @@ def test_a_body_has_the_tokens_and_leaves_out_extensions_that_were_not_used() ->
     ("new", "outcome", "position"), [("the plan", "same", None), ("the plot", "tokens", 6), ("the", "tokens", 3)]
 )
 def test_texts_are_compared_to_the_first_other_character(new: str, outcome: str, position: int | None) -> None:
-    def run(name: str) -> Run:
-        return Run(name, samples.request(), Done(name, "m", 1, choices=(Outcome(b"", "stop"),)), stored={})
+    def run(name: str) -> RecordedRun:
+        return RecordedRun(name, samples.request(), Done(name, "m", 1, choices=(Outcome(b"", "stop"),)), stored={})
 
     found = compare_texts(run("a"), run("b"), ["the plan"], [new])
     assert found.outcome == outcome

@@ -5,13 +5,16 @@ import io
 import msgspec
 from rich.console import Console
 
-from penstock.log.export.recording import Run
-from penstock.log.replay.comparison import Comparison, Difference, TextDifference
-from penstock.log.replay.report import Replayed, Report, make_report, same_routes, show
+from penstock.log.export.recording import RecordedRun
+from penstock.log.replay.comparison import Comparison, TextDifference, TokenDifference
+from penstock.log.replay.report import Replayed, ReplayReport, make_report, same_routes, show
 
 
-def report(*comparisons: Comparison) -> Report:
-    runs = [(Run(each.id, stored={0: [(0, 1), (5_000_000, 2)]}), Run("x", stored={})) for each in comparisons]
+def report(*comparisons: Comparison) -> ReplayReport:
+    runs = [
+        (RecordedRun(each.id, stored={0: [(0, 1), (5_000_000, 2)]}), RecordedRun("x", stored={}))
+        for each in comparisons
+    ]
     return make_report(
         Replayed("t", runs, comparisons, 2.0),
         source="<b>", settings={"speed": "max"}, skipped={"unfinished": 2}, tolerance=0.1,
@@ -38,7 +41,7 @@ def test_differences_come_first_and_are_counted() -> None:
 
 
 def test_the_terminal_shows_each_difference_and_what_users_wrote_as_it_is() -> None:
-    difference = Difference(0, 3, (1, 2), (3, 4), (5,), 0.01, "recorded")
+    difference = TokenDifference(0, 3, (1, 2), (3, 4), (5,), 0.01, "recorded")
     found = report(
         one("1", "tokens", difference=difference),
         one("2", "error", replayed_code="engine_error", message="[bold]alert[/]"),
@@ -55,7 +58,7 @@ def test_the_terminal_shows_each_difference_and_what_users_wrote_as_it_is() -> N
     assert "recorded: 'a' + 'b'" in shown(msgspec.structs.replace(found, texts=texts))
 
 
-def shown(found: Report) -> str:
+def shown(found: ReplayReport) -> str:
     console = Console(file=io.StringIO(), width=200)
     show(found, console)
     return console.file.getvalue()  # type: ignore[attr-defined]

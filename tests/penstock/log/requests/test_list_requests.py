@@ -16,7 +16,7 @@ from penstock.log.requests import find_requests
 from penstock.log.requests.find_requests import ended, summaries, unfinished
 from penstock.log.requests.list_requests import RequestLine, lines, run
 from penstock.log.sources.data_folder import StoredLog
-from penstock.log.sources.open_log import Source, open_log
+from penstock.log.sources.open_log import LogSource, open_log
 from penstock.log.sources.stream import Raw
 from penstock.schemas.streams import ROUTER_ACK_WAIT_S
 from penstock.schemas.subjects import Subjects
@@ -163,7 +163,7 @@ async def test_what_a_stopped_deployment_left_unfinished_is_found_until_it_ends(
     server = make_broker()
 
     async def found() -> list[tuple[str, str]]:
-        async with open_log(Source(server.data_dir), name="test", files=True) as log:
+        async with open_log(LogSource(server.data_dir), name="test", files=True) as log:
             left = await unfinished(log.reader, EVERYTHING, stopped=True)
             return [(each.summary.id, each.summary.state) for each in left]
 
@@ -201,7 +201,7 @@ async def test_jobs_are_not_read_where_no_request_is_open(
         return without(stored, name, *more)
 
     monkeypatch.setattr(find_requests, "_without", noted)
-    async with open_log(Source(server.data_dir), name="test", files=True) as log:
+    async with open_log(LogSource(server.data_dir), name="test", files=True) as log:
         assert await unfinished(log.reader, EVERYTHING, stopped=True) == []
     assert read == ["REQUESTS"]
 

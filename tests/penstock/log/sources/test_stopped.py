@@ -21,9 +21,9 @@ from penstock.log.requests import inspect, leases
 from penstock.log.sources import log_copy
 from penstock.log.sources.checksums import highway_hash_64
 from penstock.log.sources.log_copy import STREAMS_DIR, CopyFailed, namespaces
-from penstock.log.sources.open_log import Source, open_log
+from penstock.log.sources.open_log import LogSource, open_log
 from penstock.log.timeline.read import read_timeline
-from penstock.log.traces.follow import Following, Position
+from penstock.log.traces.follow import Following, TracePosition
 from penstock.operate import streams
 from penstock.schemas.done import Done, Timings
 from penstock.schemas.ids import new_request_id
@@ -71,7 +71,7 @@ async def test_a_stopped_deployments_log_is_read_and_left_as_it_was(make_broker:
     server = make_broker()
     asked = await stored(server)
     before = streams_of(server.data_dir)
-    async with open_log(Source(server.data_dir), name="test") as log:
+    async with open_log(LogSource(server.data_dir), name="test") as log:
         assert log.stopped
         timeline = await read_timeline(log.bus, asked.id)
     assert [stage.worker for stage in timeline.stages] == ["w-1"]
@@ -88,7 +88,7 @@ async def test_messages_beyond_their_streams_age_are_read_from_the_copy_and_expi
     for name in ("REQUESTS", "WORK", "DONE", "HANDOFF"):
         assert age(server.data_dir / STREAMS_DIR / f"ps_{name}", 8 * DAY_NS) == 1
     shutil.copytree(server.data_dir, tmp_path / "plain", ignore=shutil.ignore_patterns("nats.port", "nats.pid"))
-    async with open_log(Source(server.data_dir), name="test") as log:
+    async with open_log(LogSource(server.data_dir), name="test") as log:
         timeline = await read_timeline(log.bus, asked.id)
         (line,) = [line async for line in read(log.bus, "ps_HANDOFF", log.bus.subjects.all("handoff"))]
         assert time.time_ns() - line.time_ns > WEEK_NS
@@ -109,8 +109,8 @@ async def test_messages_beyond_their_streams_age_are_read_from_the_copy_and_expi
 async def test_traces_of_a_stopped_deployment_can_be_exported(make_broker: Callable[..., EmbeddedNats]) -> None:
     server, sent = make_broker(), Sent()
     asked = await stored(server)
-    async with open_log(Source(server.data_dir), name="test", role="operator") as log:
-        await Following(log.bus, sent, Position(0, 1)).once()
+    async with open_log(LogSource(server.data_dir), name="test", role="operator") as log:
+        await Following(log.bus, sent, TracePosition(0, 1)).once()
     assert sent.requests == [asked.id]
 
 
@@ -150,7 +150,7 @@ async def test_a_running_broker_is_asked_itself(make_broker: Callable[..., Embed
     server = make_broker()
     asked = await stored(server)
     await server.start()
-    async with open_log(Source(server.data_dir), name="test") as log:
+    async with open_log(LogSource(server.data_dir), name="test") as log:
         assert not log.stopped
         assert (await read_timeline(log.bus, asked.id)).done is not None
 
@@ -158,13 +158,13 @@ async def test_a_running_broker_is_asked_itself(make_broker: Callable[..., Embed
 async def test_the_folder_can_be_started_while_its_copy_is_read(make_broker: Callable[..., EmbeddedNats]) -> None:
     server = make_broker()
     await stored(server)
-    async with open_log(Source(server.data_dir), name="test"):
+    async with open_log(LogSource(server.data_dir), name="test"):
         await server.start()
 
 
 async def test_a_folder_without_a_deployment_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no deployment in .* --data-dir"):
-        async with open_log(Source(tmp_path), name="test"):
+        async with open_log(LogSource(tmp_path), name="test"):
             pass
     assert os.listdir(tmp_path) == []
 
@@ -176,12 +176,12 @@ async def test_one_of_several_namespaces_has_to_be_chosen(make_broker: Callable[
     await stored(other)
     assert namespaces(server.data_dir) == ["other", "ps"]
     with pytest.raises(ValueError, match="2 namespaces"):
-        async with open_log(Source(server.data_dir), name="test"):
+        async with open_log(LogSource(server.data_dir), name="test"):
             pass
     with pytest.raises(ValueError, match="no streams of namespace third"):
-        async with open_log(Source(server.data_dir, namespace="third"), name="test"):
+        async with open_log(LogSource(server.data_dir, namespace="third"), name="test"):
             pass
-    async with open_log(Source(server.data_dir, namespace="ps"), name="test") as log:
+    async with open_log(LogSource(server.data_dir, namespace="ps"), name="test") as log:
         assert (await read_timeline(log.bus, asked.id)).done is not None
 
 
@@ -193,7 +193,7 @@ async def test_a_disk_without_room_for_the_copy_is_named(
     monkeypatch.setattr(log_copy, "_clone", lambda source, into: False)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
     with pytest.raises(CopyFailed, match="1 MiB free"):
-        async with open_log(Source(server.data_dir), name="test"):
+        async with open_log(LogSource(server.data_dir), name="test"):
             pass
     assert not list(server.data_dir.glob("penstock-log-*"))
     lock = Lock(server.data_dir / "nats.lock")

@@ -16,8 +16,8 @@ from penstock.infra.bus.direct_get import Entry, Readable, get, get_last, get_la
 from penstock.log.sources.blocks import HEADER, message, parse_headers, records
 from penstock.log.sources.data_folder import StoredLog
 from penstock.log.sources.log_copy import STREAMS_DIR, CopyFailed
-from penstock.log.sources.open_log import Source, open_log
-from penstock.log.sources.stream import StoredStream, Unsupported, subject_pattern
+from penstock.log.sources.open_log import LogSource, open_log
+from penstock.log.sources.stream import StoredStream, UnreadableFiles, subject_pattern
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 
@@ -123,11 +123,11 @@ def test_lengths_that_cannot_be_end_a_block() -> None:
 def test_encrypted_and_compressed_streams_are_left_to_a_broker(tmp_path: Path) -> None:
     folder = written(tmp_path, [])
     (folder / "meta.inf").write_text('{"compression":"s2"}')
-    with pytest.raises(Unsupported):
+    with pytest.raises(UnreadableFiles):
         StoredStream(folder)
     (folder / "meta.inf").write_text("{}")
     (folder / "meta.key").touch()
-    with pytest.raises(Unsupported):
+    with pytest.raises(UnreadableFiles):
         StoredStream(folder)
 
 
@@ -218,7 +218,7 @@ async def test_reading_ends_when_the_deployment_is_started(make_broker: Callable
     async with opened(server, Subjects("ps")) as bus:
         await fill(bus)
     await server.stop()
-    async with open_log(Source(server.data_dir), name="test", streams=("WORK", "TOKENS"), files=True) as log:
+    async with open_log(LogSource(server.data_dir), name="test", streams=("WORK", "TOKENS"), files=True) as log:
         assert log.files is not None
         await server.start()
         with pytest.raises(CopyFailed, match="was started while its log was read"):

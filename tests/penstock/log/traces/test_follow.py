@@ -12,7 +12,7 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry
 from penstock.log.traces import follow
-from penstock.log.traces.follow import Following, Position, PositionStore, begin, share
+from penstock.log.traces.follow import Following, PositionStore, TracePosition, begin, share
 from penstock.log.traces.span import Span
 from penstock.schemas.done import KILLED, Done, Returned, Timings
 from penstock.schemas.errors import Code, ServingError
@@ -116,7 +116,7 @@ async def test_what_ends_is_sent_once_and_what_has_not_ended_is_not(bus: Bus, se
     await following.once()
     assert sent.requests == [*first, open_.id]
     assert {span.name for span in sent.spans} == {"chat tiny", "route", "aggregated"}
-    assert following.counts == follow.Counts(sent=4)
+    assert following.counts == follow.TraceCounts(sent=4)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -147,10 +147,10 @@ async def test_it_begins_at_the_present_or_as_long_ago_as_asked(bus: Bus, sent: 
     await following.once()
     assert sent.requests == now
     everything = Sent()
-    await Following(bus, everything, Position(0, 1)).once()
+    await Following(bus, everything, TracePosition(0, 1)).once()
     assert everything.requests == past + now
     none = Sent()
-    await Following(bus, none, Position(0, 1), not_before_ns=time.time_ns()).once()
+    await Following(bus, none, TracePosition(0, 1), not_before_ns=time.time_ns()).once()
     assert none.requests == []
 
 
@@ -173,8 +173,8 @@ async def test_another_goes_on_where_one_was_also_with_what_was_unfinished(bus: 
 
 async def test_a_position_beyond_the_streams_end_is_of_another_stream(bus: Bus) -> None:
     await run(bus)
-    assert (await begin(bus, Position(10**9, 1))).done_seq == 1
-    assert await begin(bus, Position(1, 5)) == Position(1, 5)
+    assert (await begin(bus, TracePosition(10**9, 1))).done_seq == 1
+    assert await begin(bus, TracePosition(1, 5)) == TracePosition(1, 5)
 
 
 async def test_only_as_many_as_asked_for_are_sent_but_the_callers_always(bus: Bus, sent: Sent) -> None:
@@ -202,7 +202,7 @@ async def test_what_no_worker_got_is_found_among_the_requests(bus: Bus, sent: Se
     await following.once()
     assert sent.requests == [late.id]
     assert [span.error for span in sent.spans] == ["deadline_exceeded"] * 2
-    assert following.counts == follow.Counts(sent=1, unsampled=1, forgotten=1)
+    assert following.counts == follow.TraceCounts(sent=1, unsampled=1, forgotten=1)
 
 
 async def test_a_dead_collector_costs_one_batch_at_a_time_and_the_rest_stays_in_the_log(
@@ -258,7 +258,7 @@ async def test_who_is_cancelled_between_two_batches_sends_only_the_second_again(
     await following.once()
     assert sent.requests == [asked.id for asked in all_]
     assert [span.name for span in sent.spans] == ["chat tiny", "route", "aggregated"] * 2
-    assert following.counts == follow.Counts(sent=2)
+    assert following.counts == follow.TraceCounts(sent=2)
 
 
 async def test_once_ends_though_requests_go_on_ending(bus: Bus, sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.log.whatif.change import Change, Redecided, ms_per_token, redecide, report
+from penstock.log.whatif.change import PlacementChange, Redecided, ms_per_token, redecide, report
 from penstock.log.whatif.decided_again import decide_again
 from penstock.router.placement.routing import Weights
 from penstock.schemas.jobs import Candidate, Decision, DecisionInputs, Job
@@ -44,7 +44,7 @@ def job(found: list[Candidate], at_ns: int = 1_000, tokens: int = 20 * BLOCK + 3
 
 @given(candidates)
 def test_nothing_moves_without_a_change(found: list[Candidate]) -> None:
-    made = redecide(job(found), Change(), 0)
+    made = redecide(job(found), PlacementChange(), 0)
     assert made is not None
     assert made.reproduced
     assert made.then == made.recorded
@@ -60,7 +60,7 @@ def test_nothing_moves_without_a_change(found: list[Candidate]) -> None:
 def test_a_request_goes_to_a_candidate_that_is_left_or_waits(
     found: list[Candidate], weights: Weights, mode: str, without: set[str], number: int
 ) -> None:
-    change = Change(weights, mode, frozenset(without))  # type: ignore[arg-type]
+    change = PlacementChange(weights, mode, frozenset(without))  # type: ignore[arg-type]
     made = redecide(job(found), change, number)
     assert made is not None
     left = {each.worker for each in found if not each.excluded and each.worker[:8] not in without}
@@ -73,7 +73,7 @@ def test_a_request_goes_to_a_candidate_that_is_left_or_waits(
 
 def test_a_killed_worker_is_there_before_its_end() -> None:
     found = [Candidate("a-00000000", overlap_blocks=20), Candidate("b-00000000")]
-    change = Change(killed=frozenset({"a"}), at_ns=500)
+    change = PlacementChange(killed=frozenset({"a"}), at_ns=500)
     before, after = (redecide(job(found, at_ns=at_ns), change, 0) for at_ns in (499, 500))
     assert before is not None
     assert before.then is not None
@@ -84,18 +84,20 @@ def test_a_killed_worker_is_there_before_its_end() -> None:
 
 def test_a_missing_worker_is_known_by_its_id_or_name() -> None:
     workers = ["worker-0-00000000", "worker-1-00000001"]
-    change = Change(without=frozenset({"worker-0", "worker-1-00000001", "worker-2"}), killed=frozenset({"worker"}))
+    change = PlacementChange(
+        without=frozenset({"worker-0", "worker-1-00000001", "worker-2"}), killed=frozenset({"worker"})
+    )
     assert change.unknown(workers) == ["worker", "worker-2"]
 
 
 def test_a_record_that_does_not_suffice_is_none() -> None:
     made = job([Candidate("a-00000000")])
-    assert redecide(msgspec.structs.replace(made, inputs=None), Change(), 0) is None
+    assert redecide(msgspec.structs.replace(made, inputs=None), PlacementChange(), 0) is None
 
 
 def test_figures_compare_what_was_with_what_would_have_been() -> None:
     found = [Candidate("a-00000000", overlap_blocks=20), Candidate("b-00000000")]
-    made = [redecide(job(found), Change(without=frozenset({"a"})), 0) for _ in range(4)]
+    made = [redecide(job(found), PlacementChange(without=frozenset({"a"})), 0) for _ in range(4)]
     seen = report(5, [each for each in made if isinstance(each, Redecided)], 2.0)
     assert (seen.decisions, seen.usable, seen.reproduced, seen.moved, seen.waiting) == (5, 4, 4, 4, 0)
     assert seen.recorded.cached_share == pytest.approx(320 / 323)

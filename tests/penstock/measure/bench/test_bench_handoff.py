@@ -14,7 +14,7 @@ import pytest
 
 from penstock.measure.bench.handoff import (
     MAX_POOL_BYTES,
-    Settings,
+    HandoffBenchSettings,
     across,
     host_and_port,
     measure,
@@ -128,5 +128,5 @@ def test_both_orders_are_measured_and_the_ratios_are_of_the_times(capsys: pytest
 
 
 def test_the_default_is_a_prompt_of_4000_tokens() -> None:
-    assert Settings().blocks * 32 == 4000
-    assert Settings().block_bytes[0] == 8 * 2 * 32 * 2 * 64 * 4
+    assert HandoffBenchSettings().blocks * 32 == 4000
+    assert HandoffBenchSettings().block_bytes[0] == 8 * 2 * 32 * 2 * 64 * 4

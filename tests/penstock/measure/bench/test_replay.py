@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from penstock.client import Choice, Chunk, PenstockError, Usage
-from penstock.launch.state import State, write_state
+from penstock.launch.state import DeploymentState, write_state
 from penstock.measure.bench import replay
-from penstock.measure.bench.replay import Answered, Settings, figures, replay_prompts, run, sweep_prompts
-from penstock.measure.simulation.trace import Row, Trace
+from penstock.measure.bench.replay import Answered, ReplayBenchSettings, figures, replay_prompts, run, sweep_prompts
+from penstock.measure.simulation.trace import RequestTrace, TraceRow
 
 
 def test_prompts_of_a_sweep_share_prefixes_and_differ_behind_them() -> None:
-    settings = Settings(requests=60, prefixes=3, prompt_tokens=1000)
+    settings = ReplayBenchSettings(requests=60, prefixes=3, prompt_tokens=1000)
     prompts = sweep_prompts(settings, 0.7, 5)
     assert len({tuple(each.tokens[:700]) for each in prompts}) == 3
     assert len({tuple(each.tokens[700:]) for each in prompts}) == 60
@@ -28,8 +28,8 @@ def test_prompts_of_a_sweep_share_prefixes_and_differ_behind_them() -> None:
 
 
 def test_requests_of_a_trace_share_what_their_units_share() -> None:
-    rows = (Row(1000, 1200, 3, (1, 2, 3)), Row(3000, 1100, 4, (1, 2, 9)), Row(4000, 70, 4, (7,)))
-    first, second, third = replay_prompts(Trace("t", rows), 2.0, 1000)
+    rows = (TraceRow(1000, 1200, 3, (1, 2, 3)), TraceRow(3000, 1100, 4, (1, 2, 9)), TraceRow(4000, 70, 4, (7,)))
+    first, second, third = replay_prompts(RequestTrace("t", rows), 2.0, 1000)
     assert [each.at_s for each in (first, second, third)] == [0.0, 1.0, 1.5]
     assert [len(each.tokens) for each in (first, second, third)] == [1200, 1100, 70]
     assert first.tokens[:1024] == second.tokens[:1024]
@@ -80,7 +80,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(replay, "Client", FakeDeployment)
     monkeypatch.setattr(FakeDeployment, "most", 0)
     path = tmp_path / "state.json"
-    write_state(path, State("http://x", "nats://operator", "nats://client", "", "ps", "demo"))
+    write_state(path, DeploymentState("http://x", "nats://operator", "nats://client", "", "ps", "demo"))
     return str(path)
 
 
@@ -88,7 +88,7 @@ def test_a_sweep_keeps_its_concurrency_and_writes_series(
     state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "sweep.json"
-    settings = Settings(
+    settings = ReplayBenchSettings(
         state=(state,), requests=20, concurrency=4, prompt_tokens=200, prefix_ratios=(0.2, 0.8), json=str(file)
     )
     assert run(settings) == 0
@@ -105,7 +105,7 @@ def test_a_trace_is_sent_at_its_times(state: str, tmp_path: Path) -> None:
     trace, file = tmp_path / "some.jsonl", tmp_path / "figures.json"
     row = {"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [1, 2]}
     trace.write_text("".join(json.dumps(row | {"timestamp": n * 1000}) + "\n" for n in range(5)))
-    assert run(Settings(state=(state,), trace=str(trace), speed=500.0, json=str(file))) == 0
+    assert run(ReplayBenchSettings(state=(state,), trace=str(trace), speed=500.0, json=str(file))) == 0
     (found,) = json.loads(file.read_bytes())["figures"]
     assert (found["label"], found["requests"]) == ("some", 5)
 
@@ -114,7 +114,7 @@ def test_a_deployment_that_answers_nothing_is_reported(
     state: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(FakeDeployment, "fails", True)
-    assert run(Settings(state=(state,), requests=2, prompt_tokens=100, prefix_ratios=(0.5,))) == 1
+    assert run(ReplayBenchSettings(state=(state,), requests=2, prompt_tokens=100, prefix_ratios=(0.5,))) == 1
     said = capsys.readouterr().err
     assert "queue full" in said
     assert "none of 2 requests was answered" in said
@@ -123,13 +123,13 @@ def test_a_deployment_that_answers_nothing_is_reported(
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        (Settings(state=("/nowhere/state.json",)), "no deployment runs there"),
-        (Settings(workload="strange"), "--workload strange: one of chat, agents"),
-        (Settings(trace="/nowhere.jsonl"), "No such file"),
+        (ReplayBenchSettings(state=("/nowhere/state.json",)), "no deployment runs there"),
+        (ReplayBenchSettings(workload="strange"), "--workload strange: one of chat, agents"),
+        (ReplayBenchSettings(trace="/nowhere.jsonl"), "No such file"),
     ],
 )
 def test_what_cannot_be_measured_is_explained(
-    settings: Settings, error: str, capsys: pytest.CaptureFixture[str]
+    settings: ReplayBenchSettings, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(settings) == 1
     assert error in capsys.readouterr().err

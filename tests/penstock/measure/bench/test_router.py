@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from penstock.configs.flags import parse
-from penstock.measure.bench.router import BadBench, Settings, difference, fleet, run
+from penstock.measure.bench.router import BadBench, RouterBenchSettings, difference, fleet, run
 from penstock.measure.intervals import Interval
 
 FEW = ["--workload", "hot", "--requests", "40", "--workers", "2", "--seeds", "2", "--load", "0.5"]
@@ -16,7 +16,9 @@ FEW = ["--workload", "hot", "--requests", "40", "--workers", "2", "--seeds", "2"
 
 def test_policies_are_compared_in_a_table_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
-    settings = parse(Settings, [*FEW, "--policies", "kv,round_robin", "--json", str(file)], prog="x", about="")
+    settings = parse(
+        RouterBenchSettings, [*FEW, "--policies", "kv,round_robin", "--json", str(file)], prog="x", about=""
+    )
     assert run(settings) == 0
     shown = capsys.readouterr().out
     assert "hot" in shown
@@ -30,7 +32,7 @@ def test_a_trace_is_replayed_with_multipliers(tmp_path: Path) -> None:
     trace, file = tmp_path / "small.jsonl", tmp_path / "figures.json"
     row = {"timestamp": 0, "input_length": 1100, "output_length": 4, "hash_ids": [1, 2, 3]}
     trace.write_text("".join(json.dumps(row | {"timestamp": n * 100}) + "\n" for n in range(20)))
-    settings = Settings(
+    settings = RouterBenchSettings(
         trace=str(trace), load=(2.0,), seeds=1, workers=2, policies=("dynamo",), prefix_multiplier=2.0, json=str(file)
     )
     assert run(settings) == 0
@@ -40,14 +42,14 @@ def test_a_trace_is_replayed_with_multipliers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        (Settings(prefill=2), "--prefill and --decode go together"),
-        (Settings(workers=2, slow_workers=3), "there are 2 workers"),
-        (Settings(trace="/nowhere/x.jsonl"), "No such file"),
-        (Settings(block_size=48, trace="one"), "cannot be cut into blocks of 48"),
+        (RouterBenchSettings(prefill=2), "--prefill and --decode go together"),
+        (RouterBenchSettings(workers=2, slow_workers=3), "there are 2 workers"),
+        (RouterBenchSettings(trace="/nowhere/x.jsonl"), "No such file"),
+        (RouterBenchSettings(block_size=48, trace="one"), "cannot be cut into blocks of 48"),
     ],
 )
 def test_settings_that_do_not_fit_are_explained(
-    settings: Settings, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: RouterBenchSettings, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if settings.trace == "one":
         path = tmp_path / "one.jsonl"
@@ -61,7 +63,7 @@ def test_a_plot_without_matplotlib_names_the_extra(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    settings = Settings(
+    settings = RouterBenchSettings(
         workload=("hot",),
         requests=10,
         workers=2,
@@ -75,14 +77,14 @@ def test_a_plot_without_matplotlib_names_the_extra(
 
 
 def test_a_fleet_has_the_roles_ranks_and_speeds_of_its_flags() -> None:
-    pairs = fleet(Settings(prefill=2, decode=1, blocks=100))
+    pairs = fleet(RouterBenchSettings(prefill=2, decode=1, blocks=100))
     assert [worker.role for worker in pairs.workers] == ["prefill", "prefill", "decode"]
-    slow = fleet(Settings(workers=3, ranks=2, slow_workers=1, slow_decode=2))
+    slow = fleet(RouterBenchSettings(workers=3, ranks=2, slow_workers=1, slow_decode=2))
     assert [worker.slowness for worker in slow.workers] == [2.0, 1.0, 1.0]
     assert [worker.decode_slowness for worker in slow.workers] == [2.0, 2.0, 1.0]
     assert len(slow.targets) == 6
     with pytest.raises(BadBench):
-        fleet(Settings(decode=1))
+        fleet(RouterBenchSettings(decode=1))
 
 
 def test_a_difference_is_a_percentage_with_its_interval() -> None:
@@ -93,7 +95,7 @@ def test_a_difference_is_a_percentage_with_its_interval() -> None:
 @pytest.mark.parametrize("roles", [{"workers": 4}, {"prefill": 2, "decode": 2}])
 def test_a_sweep_over_the_common_share_is_a_series_per_policy(roles: dict[str, int], tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    settings = Settings(
+    settings = RouterBenchSettings(
         prefix_ratios=(0.1, 0.5, 0.9),
         policies=("kv", "round_robin"),
         load=(1.0,),

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from penstock.measure.generator.target import Target
+from penstock.measure.generator.target import HttpTarget
 
 TOKENS = 4
 
@@ -59,11 +59,11 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def serving(keep: int = 1_000_000) -> AsyncIterator[tuple[Server, Target]]:
+async def serving(keep: int = 1_000_000) -> AsyncIterator[tuple[Server, HttpTarget]]:
     server = Server(keep)
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     try:
-        yield server, Target("127.0.0.1", listening.sockets[0].getsockname()[1], "")
+        yield server, HttpTarget("127.0.0.1", listening.sockets[0].getsockname()[1], "")
     finally:
         listening.close()
         async with asyncio.timeout(10):

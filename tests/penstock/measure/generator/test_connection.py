@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.generator.pool import Connection, Exchange
+from penstock.measure.generator.pool import Exchange, PooledConnection
 from tests.penstock.measure.generator.support import TOKENS, sse, whole
 
 
@@ -36,11 +36,11 @@ def converse(answers: bytes, cuts: list[int], requests: int = 2) -> tuple[list[E
     wire = Wire()
     left = iter([Exchange(b"request", done.append) for _ in range(requests)])
 
-    def following(connection: Connection) -> None:
+    def following(connection: PooledConnection) -> None:
         if (exchange := next(left, None)) is not None:
             connection.send(exchange)
 
-    connection = Connection(following, lambda _: None)
+    connection = PooledConnection(following, lambda _: None)
     connection.connection_made(wire)
     following(connection)
     places = [0, *sorted(cut % len(answers) for cut in cuts), len(answers)]
@@ -115,8 +115,8 @@ def test_an_answer_without_usage_says_so() -> None:
 def test_a_connection_cut_in_an_answer_is_an_error_and_one_closed_after_it_is_not() -> None:
     for answer, errors in ((sse()[:-1], ["connection lost"]), (whole(b"{}", more="Connection: close\r\n"), [""])):
         done: list[Exchange] = []
-        lost: list[Connection] = []
-        connection = Connection(lambda _: None, lost.append)
+        lost: list[PooledConnection] = []
+        connection = PooledConnection(lambda _: None, lost.append)
         connection.connection_made(Wire())
         connection.send(Exchange(b"r", done.append))
         connection.data_received(answer)
@@ -127,7 +127,7 @@ def test_a_connection_cut_in_an_answer_is_an_error_and_one_closed_after_it_is_no
 def test_a_request_whose_connection_is_closed_fails_once_or_is_forgotten() -> None:
     for error, told in (("too late", 1), ("", 0)):
         done: list[Exchange] = []
-        connection = Connection(lambda _: None, lambda _: None)
+        connection = PooledConnection(lambda _: None, lambda _: None)
         connection.connection_made(Wire())
         connection.send(Exchange(b"r", done.append))
         connection.close(error)

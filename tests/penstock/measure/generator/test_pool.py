@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.measure.generator.pool import ClosedLoop, Exchange, Pool, send_in_time
-from penstock.measure.generator.target import Target, ask, parse_target
+from penstock.measure.generator.pool import ClosedLoop, ConnectionPool, Exchange, send_in_time
+from penstock.measure.generator.target import HttpTarget, ask, parse_target
 from tests.penstock.measure.generator.support import TOKENS, Server, serving
 
 BODY = b'{"max_tokens":4,"stream":true}'
 
 
-def request(target: Target) -> bytes:
+def request(target: HttpTarget) -> bytes:
     return f"{target.head('/v1/chat/completions')}{len(BODY)}\r\n\r\n".encode() + BODY
 
 
@@ -23,7 +23,7 @@ async def test_a_closed_loop_sends_the_next_request_when_one_has_ended() -> None
     done: list[Exchange] = []
     async with serving() as (server, target):
         left = iter([Exchange(request(target), done.append, key=key) for key in range(9)])
-        async with Pool(target) as pool:
+        async with ConnectionPool(target) as pool:
             assert await ClosedLoop(pool, 3, lambda: next(left, None)).ended(10)
         assert server.connections == 3
     assert sorted(each.key for each in done) == list(range(9))
@@ -32,7 +32,7 @@ async def test_a_closed_loop_sends_the_next_request_when_one_has_ended() -> None
 
 async def test_requests_are_sent_when_they_are_due_whatever_is_under_way() -> None:
     ended: asyncio.Queue[Exchange] = asyncio.Queue()
-    async with serving() as (_, target), Pool(target) as pool:
+    async with serving() as (_, target), ConnectionPool(target) as pool:
         began = time.perf_counter()
         await send_in_time(pool, [(at / 100, Exchange(request(target), ended.put_nowait)) for at in range(5)], began)
         done = [await asyncio.wait_for(ended.get(), 10) for _ in range(5)]
@@ -46,10 +46,10 @@ async def test_a_request_without_an_answer_fails_in_time_and_its_slot_goes_on() 
         writer.close()
 
     listening = await asyncio.start_server(silent, "127.0.0.1", 0)
-    target = Target("127.0.0.1", listening.sockets[0].getsockname()[1])
+    target = HttpTarget("127.0.0.1", listening.sockets[0].getsockname()[1])
     done: list[Exchange] = []
     left = iter([Exchange(b"x", done.append) for _ in range(2)])
-    async with Pool(target, timeout_s=0.1) as pool:
+    async with ConnectionPool(target, timeout_s=0.1) as pool:
         assert await ClosedLoop(pool, 1, lambda: next(left, None)).ended(10)
     listening.close()
     assert [each.error for each in done] == ["no answer within 0.1 s"] * 2
@@ -57,7 +57,7 @@ async def test_a_request_without_an_answer_fails_in_time_and_its_slot_goes_on() 
 
 async def test_more_connections_than_allowed_are_a_failure_that_says_so() -> None:
     ended: asyncio.Queue[Exchange] = asyncio.Queue()
-    async with serving() as (_, target), Pool(target, most=1) as pool:
+    async with serving() as (_, target), ConnectionPool(target, most=1) as pool:
         for _ in range(2):
             pool.send(Exchange(request(target), ended.put_nowait))
         done = [await asyncio.wait_for(ended.get(), 10) for _ in range(2)]
@@ -79,7 +79,7 @@ async def test_https_is_verified_unless_asked_not_to(tmp_path: Path) -> None:
     done: list[Exchange] = []
     for insecure in (False, True):
         target = parse_target(url, insecure=insecure)
-        async with Pool(target) as pool:
+        async with ConnectionPool(target) as pool:
             left = iter([Exchange(request(target), done.append)])
             assert await ClosedLoop(pool, 1, lambda left=left: next(left, None)).ended(10)  # type: ignore[misc]
         assert (await ask(target, "/v1/models"))[0] == (200 if insecure else 0)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.pareto.cost import BadPrices, Gpu, Prices, cost, gpu_of, read
+from penstock.measure.pareto.cost import BadPrices, GpuCost, Prices, cost, gpu_of, read
 
 FILE = """
 currency: EUR
@@ -31,7 +31,7 @@ def test_a_cost_computed_by_hand() -> None:
 def test_twice_the_throughput_costs_half_and_idle_hours_never_make_it_cheaper(
     price: float, watts: float, throughput: float, utilisation: float
 ) -> None:
-    gpu = Gpu(price_per_hour=price, watts=watts, idle_watts=watts / 4)
+    gpu = GpuCost(price_per_hour=price, watts=watts, idle_watts=watts / 4)
     full = Prices(gpus={"x": gpu}, energy_price_per_kwh=0.1, pue=1.2)
     partly = Prices(gpus={"x": gpu}, energy_price_per_kwh=0.1, pue=1.2, utilisation=utilisation)
     assert cost(full, gpu, 2 * throughput).total == pytest.approx(cost(full, gpu, throughput).total / 2)
@@ -56,7 +56,7 @@ def test_a_price_file_that_cannot_be_used_is_refused_with_the_reason(text: str, 
 
 
 def test_a_type_without_a_price_is_named_with_those_that_have_one() -> None:
-    prices = Prices(gpus={"a": Gpu(price_per_hour=1), "b": Gpu(price_per_hour=2)})
+    prices = Prices(gpus={"a": GpuCost(price_per_hour=1), "b": GpuCost(price_per_hour=2)})
     assert gpu_of(prices, "b").price_per_hour == 2
     with pytest.raises(BadPrices, match="GPU type c; the price file has a, b"):
         gpu_of(prices, "c")

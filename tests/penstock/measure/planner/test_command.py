@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from penstock.configs.planner_settings import BadRules, Settings, rules_of
-from penstock.measure.planner.command import BadSettings, connector_of, line, run, timings
+from penstock.configs.flags import BadSettings
+from penstock.configs.planner_settings import BadRules, PlannerSettings, rules_of
+from penstock.measure.planner.command import connector_of, line, run, timings
 from penstock.measure.planner.connectors import Replicas
 from penstock.measure.profile.data import save
 from tests.penstock.measure.planner.engines import engine
@@ -35,7 +36,7 @@ def test_mock_workers_need_no_folder() -> None:
 
 
 def test_workloads_are_those_of_the_chart_unless_they_are_named() -> None:
-    settings = Settings(
+    settings = PlannerSettings(
         connector="kubernetes",
         kubernetes_url="http://127.0.0.1:8001",
         kubernetes_workloads=("decode=leaderworkerset/big-decode",),
@@ -52,17 +53,17 @@ def test_workloads_are_those_of_the_chart_unless_they_are_named() -> None:
 
 def test_local_workers_are_those_of_a_data_folder() -> None:
     with pytest.raises(BadSettings, match="needs the --data-dir"):
-        connector_of(Settings(connector="local", nats_url="nats://h"), NOBODY, ("aggregated",))
+        connector_of(PlannerSettings(connector="local", nats_url="nats://h"), NOBODY, ("aggregated",))
 
 
 def test_bounds_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(BadRules, match="--min-workers 5 is above --max-workers 2"):
-        rules_of(Settings(min_workers=5, max_workers=2), ("aggregated",), "holt")
+        rules_of(PlannerSettings(min_workers=5, max_workers=2), ("aggregated",), "holt")
 
 
 def test_a_folder_without_a_deployment_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(Settings(data_dir=str(tmp_path))) == 1
-    assert run(Settings(data_dir=str(tmp_path), history=True)) == 1
+    assert run(PlannerSettings(data_dir=str(tmp_path))) == 1
+    assert run(PlannerSettings(data_dir=str(tmp_path), history=True)) == 1
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2
     assert all(each.startswith("penstock plan: ") for each in said)

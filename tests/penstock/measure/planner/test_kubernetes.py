@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.measure.planner.connectors import Api, BadCluster, ConnectorFailed, Replicas, scale_path
+from penstock.measure.planner.connectors import BadCluster, ConnectorFailed, KubernetesApi, Replicas, scale_path
 
 DEPLOYMENT = "/apis/apps/v1/namespaces/serving/deployments/penstock-prefill/scale"
 GROUP = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/serving/leaderworkersets/penstock-decode/scale"
@@ -65,7 +65,7 @@ def token(tmp_path: Path) -> Path:
 
 async def test_only_what_differs_is_patched(token: Path) -> None:
     async with api_server(prefill=2, decode=3) as server:
-        replicas = Replicas(Api(server.url, token), "serving", WORKLOADS)  # type: ignore[arg-type]
+        replicas = Replicas(KubernetesApi(server.url, token), "serving", WORKLOADS)  # type: ignore[arg-type]
         assert await replicas.counts() == {"prefill": 2, "decode": 3}
         await replicas.apply({"prefill": 2, "decode": 5})
         assert server.replicas == {DEPLOYMENT: 2, GROUP: 5}
@@ -74,7 +74,7 @@ async def test_only_what_differs_is_patched(token: Path) -> None:
 
 async def test_the_token_is_read_again_for_each_request(token: Path) -> None:
     async with api_server(prefill=1, decode=1) as server:
-        replicas = Replicas(Api(server.url, token), "serving", WORKLOADS)  # type: ignore[arg-type]
+        replicas = Replicas(KubernetesApi(server.url, token), "serving", WORKLOADS)  # type: ignore[arg-type]
         token.write_text("old")  # noqa: ASYNC240
         with pytest.raises(ConnectorFailed, match="status 401 Unauthorized"):
             await replicas.counts()
@@ -84,11 +84,11 @@ async def test_the_token_is_read_again_for_each_request(token: Path) -> None:
 
 async def test_what_the_api_server_refuses_is_said(token: Path) -> None:
     async with api_server(prefill=1, decode=1) as server:
-        unknown = Replicas(Api(server.url, token), "serving", {"prefill": "deployment/other"})
+        unknown = Replicas(KubernetesApi(server.url, token), "serving", {"prefill": "deployment/other"})
         with pytest.raises(ConnectorFailed, match=r"GET .*/other/scale: status 404 not found"):
             await unknown.apply({"prefill": 2})
         url = server.url
-    gone = Replicas(Api(url, token), "serving", {"prefill": "deployment/penstock-prefill"})
+    gone = Replicas(KubernetesApi(url, token), "serving", {"prefill": "deployment/penstock-prefill"})
     with pytest.raises(ConnectorFailed, match="does not answer"):
         await gone.counts()
 
@@ -98,10 +98,10 @@ def test_the_cluster_is_found_from_within_a_pod(token: Path) -> None:
 
     (token.parent / "ca.crt").write_text(Path(certifi.where()).read_text())
     inside = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "6443"}
-    assert Api.find("", token.parent, inside).url == "https://10.0.0.1:6443"
-    assert Api.find("http://127.0.0.1:8001/").url == "http://127.0.0.1:8001"
+    assert KubernetesApi.find("", token.parent, inside).url == "https://10.0.0.1:6443"
+    assert KubernetesApi.find("http://127.0.0.1:8001/").url == "http://127.0.0.1:8001"
     with pytest.raises(BadCluster, match="--kubernetes-url"):
-        Api.find("", token.parent, {})
+        KubernetesApi.find("", token.parent, {})
 
 
 @pytest.mark.parametrize("workload", ["penstock-decode", "pod/x", "deployment/", "deployment/a/b"])

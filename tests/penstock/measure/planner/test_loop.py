@@ -14,7 +14,7 @@ from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import get_last, read
 from penstock.measure.planner.connectors import ConnectorFailed
 from penstock.measure.planner.core import Planner
-from penstock.measure.planner.loop import TTL_S, Lease, NoDecision, PlannerLoop, folded, moved
+from penstock.measure.planner.loop import TTL_S, NoDecision, PlannerLease, PlannerLoop, folded, moved
 from penstock.measure.planner.observe import LoadReader
 from penstock.schemas import done, fleet, plans
 from penstock.schemas.errors import Code, ServingError
@@ -235,7 +235,7 @@ async def test_so_many_decisions_are_not_waited_for_where_none_can_be_made(
     async with asyncio.timeout(20):
         with pytest.raises(NoDecision, match=r"no decision in 3 intervals of 0.1 s: no request has ended yet"):
             await loop(bus, Workers(), said.append).run(decisions=1)
-        other = Lease(bus, "tiny", "other")
+        other = PlannerLease(bus, "tiny", "other")
         assert await other.take() == "", "the lease was given up"
         with pytest.raises(NoDecision, match=r"another planner, other, decides for tiny"):
             await loop(bus, Workers(), said.append).run(decisions=1)
@@ -273,7 +273,7 @@ async def test_one_planner_decides_and_another_takes_over(bus: Bus, monkeypatch:
 
 
 async def test_a_lease_is_the_brokers_and_expires(bus: Bus) -> None:
-    mine, other = Lease(bus, "tiny", "a"), Lease(bus, "tiny", "b")
+    mine, other = PlannerLease(bus, "tiny", "a"), PlannerLease(bus, "tiny", "b")
     assert await mine.take() == ""
     assert mine.held
     assert await other.take() == "a"
@@ -290,4 +290,4 @@ async def test_a_lease_is_the_brokers_and_expires(bus: Bus) -> None:
     assert await other.take() == ""
     await other.give_up()
     assert await mine.take() == ""
-    assert await Lease(bus, "another", "c").take() == ""
+    assert await PlannerLease(bus, "another", "c").take() == ""

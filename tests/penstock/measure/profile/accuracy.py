@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.infra.engine_args.memory_estimate import shape_of
-from penstock.measure.profile.roofline import GPUS, Efficiency, Engine, Mapping
+from penstock.measure.profile.roofline import GPUS, Efficiency, Mapping, RooflineEngine
 
 KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads")  # fmt: skip
@@ -34,12 +34,12 @@ class Row(NamedTuple):
         return self.estimate / self.measured - 1
 
 
-def engine(sizes: tuple[int, ...], bits: float = 16.0, **more: object) -> Engine:
+def engine(sizes: tuple[int, ...], bits: float = 16.0, **more: object) -> RooflineEngine:
     shape = shape_of({**dict(zip(KEYS, sizes, strict=True)), **COMMON, **more})
-    return Engine(msgspec.structs.replace(shape, linear_bits=bits), GPUS["H200"], Mapping())
+    return RooflineEngine(msgspec.structs.replace(shape, linear_bits=bits), GPUS["H200"], Mapping())
 
 
-def throughput(own: Engine, streams: int, prompt: int, answer: int) -> float:
+def throughput(own: RooflineEngine, streams: int, prompt: int, answer: int) -> float:
     """Tokens per second if all prompts are computed first, then all answers."""
     fixed = Efficiency().prompt_ms
     prefill = streams * (own.prefill_ms(prompt) - fixed) + fixed

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from penstock.measure.profile.command import BadSettings, Settings, grid_of, setup_of
+from penstock.configs.flags import BadSettings
+from penstock.measure.profile.command import EndpointProfileSettings, grid_of, setup_of
 from penstock.measure.profile.endpoint import Capacity, context_of, read_capacity
 
 
@@ -33,8 +34,8 @@ def test_pages_of_other_servers_are_read() -> None:
     assert [context_of(models, name) for name in ("a", "b", "c")] == [0, 4096, 0]
 
 
-def settings(**more: Any) -> Settings:
-    return Settings(**more)
+def settings(**more: Any) -> EndpointProfileSettings:
+    return EndpointProfileSettings(**more)
 
 
 def test_flags_win_over_what_the_server_says_and_a_batch_tells_the_cache() -> None:

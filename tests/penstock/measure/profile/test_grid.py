@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.measure.profile import grid
-from penstock.measure.sweep.figures import Record
+from penstock.measure.sweep.figures import RequestRecord
 
 counts = st.integers(2, 64)
 
@@ -34,7 +34,7 @@ def test_every_concurrency_fits_and_is_the_same_on_each_rank(
 
 def answers(
     starts: list[float], step_ms: float, tokens: int, *, per_read: int = 1, slow_until: float = 0.0
-) -> list[Record]:
+) -> list[RequestRecord]:
     """Requests sent at 0 whose first text comes at ``starts``; until ``slow_until``, steps take twice as long."""
     records = []
     for number, start in enumerate(starts):
@@ -43,7 +43,7 @@ def answers(
             gap = step_ms * per_read * (2 if now < slow_until else 1)
             gaps.append(gap)
             now += gap
-        records.append(Record(number, 0.0, now, ttft_ms=start, gaps_ms=tuple(gaps), isl=100, osl=tokens))
+        records.append(RequestRecord(number, 0.0, now, ttft_ms=start, gaps_ms=tuple(gaps), isl=100, osl=tokens))
     return records
 
 
@@ -64,7 +64,7 @@ def test_steps_beside_prefills_do_not_count() -> None:
 def test_requests_that_wait_for_others_have_no_common_step() -> None:
     assert grid.steady_itl(answers([10.0, 10.0, 5000.0], 5.0, 101)) is None
     assert grid.steady_itl([]) is None
-    assert grid.steady_itl([Record(0, 0.0, error="HTTP 500")]) is None
+    assert grid.steady_itl([RequestRecord(0, 0.0, error="HTTP 500")]) is None
 
 
 def test_throughput_per_gpu_counts_every_rank() -> None:

@@ -6,7 +6,16 @@ import pytest
 from penstock.infra.engine_args.memory_estimate import UnknownShape
 from penstock.launch.recipes.catalogue import known_shape
 from penstock.measure.planner.capacity import EngineTiming
-from penstock.measure.profile.roofline import GPUS, Efficiency, Engine, Mapping, fits, mappings, most, roofline_profile
+from penstock.measure.profile.roofline import (
+    GPUS,
+    Efficiency,
+    Mapping,
+    RooflineEngine,
+    fits,
+    mappings,
+    most,
+    roofline_profile,
+)
 from tests.penstock.measure.profile.accuracy import EXPERTS, LLAMA, MIXTURE, engine, rows
 
 LLAMA_8B = known_shape("meta-llama/Llama-3.1-8B-Instruct")
@@ -40,24 +49,26 @@ def test_a_decode_step_of_one_sequence_reads_all_weights_once() -> None:
 
 
 def test_ranks_share_weights_and_pay_for_it_with_exchanges() -> None:
-    one, two = (Engine(LLAMA_8B, GPUS["H200"], Mapping(tp=tp)) for tp in (1, 2))
+    one, two = (RooflineEngine(LLAMA_8B, GPUS["H200"], Mapping(tp=tp)) for tp in (1, 2))
     assert one.step_ms(8, 1000) / 2 < two.step_ms(8, 1000) < one.step_ms(8, 1000)
-    slow = Engine(LLAMA_8B, GPUS["L40S"], Mapping(tp=2))
-    alone = Engine(LLAMA_8B, GPUS["L40S"], Mapping())
+    slow = RooflineEngine(LLAMA_8B, GPUS["L40S"], Mapping(tp=2))
+    alone = RooflineEngine(LLAMA_8B, GPUS["L40S"], Mapping())
     assert slow.prefill_ms(8000) > alone.prefill_ms(8000) * 0.6  # PCIe
 
 
 def test_pipeline_stages_add_memory_and_no_speed() -> None:
-    one, staged = (Engine(LLAMA_8B, GPUS["H200"], Mapping(pp=pp)) for pp in (1, 2))
+    one, staged = (RooflineEngine(LLAMA_8B, GPUS["H200"], Mapping(pp=pp)) for pp in (1, 2))
     assert staged.sequences(4500) > 2 * one.sequences(4500)
     assert staged.prefill_ms(4000) >= one.prefill_ms(4000)
     assert staged.step_ms(2, 1000) == pytest.approx(one.step_ms(1, 1000), rel=0.05)
 
 
 def test_what_does_not_fit_says_why() -> None:
-    assert "weights of 627 GiB a GPU do not fit into 140 GiB" in fits(Engine(DEEPSEEK, GPUS["H200"], Mapping()), 4500)
-    assert "no context of" in fits(Engine(LLAMA_8B, GPUS["L40S"], Mapping()), 1_000_000)
-    eight = Engine(DEEPSEEK, GPUS["H200"], Mapping(tp=8, ep=8, attention_dp=True))
+    assert "weights of 627 GiB a GPU do not fit into 140 GiB" in fits(
+        RooflineEngine(DEEPSEEK, GPUS["H200"], Mapping()), 4500
+    )
+    assert "no context of" in fits(RooflineEngine(LLAMA_8B, GPUS["L40S"], Mapping()), 1_000_000)
+    eight = RooflineEngine(DEEPSEEK, GPUS["H200"], Mapping(tp=8, ep=8, attention_dp=True))
     assert fits(eight, 4500) == ""
     assert most(eight, 4500) >= 8
 
@@ -73,7 +84,7 @@ def test_dense_models_try_tensor_ranks_and_stages_and_mixtures_experts() -> None
 
 
 def test_an_estimated_profile_gives_the_estimates_back() -> None:
-    own = Engine(LLAMA_8B, GPUS["H200"], Mapping(tp=2))
+    own = RooflineEngine(LLAMA_8B, GPUS["H200"], Mapping(tp=2))
     timing = EngineTiming(roofline_profile(own, isl=4000, osl=500))
     assert timing.prefill_ms(4000) == pytest.approx(own.prefill_ms(4000), rel=1e-3)
     assert timing.itl_ms(4250, 32) == pytest.approx(own.step_ms(32, 4250), rel=0.02)

@@ -9,14 +9,14 @@ from penstock.configs.flags import read
 from penstock.configs.settings import WorkerSettings
 from penstock.configs.up_settings import UpSettings
 from penstock.measure.search.answer import Flags, commands, hosts, machine
-from penstock.measure.search.candidates import Candidate, PoolSize
+from penstock.measure.search.candidates import PoolSize, SizedDeployment
 from penstock.schemas.plans import Role
 
 FLAGS: dict[Role, Flags] = {
     "prefill": Flags("--engine vllm --model org/llama --tensor-parallel-size 2"),
     "decode": Flags("--engine vllm --model org/llama --tensor-parallel-size 1"),
 }
-BEST = Candidate(
+BEST = SizedDeployment(
     pools=(PoolSize("prefill", "tp2", workers=1, gpus=2), PoolSize("decode", "tp1", workers=2, gpus=2)),
     ttft_ms=100.0,
     itl_ms=10.0,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.measure.planner.capacity import latency
-from penstock.measure.search.candidates import Candidate, Configuration, Scope, Sla, candidates, why_not
+from penstock.measure.search.candidates import Configuration, Scope, SizedDeployment, Sla, candidates, why_not
 from penstock.schemas.plans import Demand
 from tests.penstock.measure.planner.engines import engine
 from tests.properties import examples
@@ -17,7 +17,7 @@ SLOW = Configuration("slow", engine(prefill_ms=400, step_ms=10, growth_ms=0.1))
 WIDE = Configuration("wide", engine(prefill_ms=100, step_ms=10, growth_ms=0.02))  # decodes more at once
 
 
-def best(found: list[Configuration], sla: Sla = SLA, **scope: float) -> Candidate:
+def best(found: list[Configuration], sla: Sla = SLA, **scope: float) -> SizedDeployment:
     return candidates(found, sla, Scope(total_gpus=16, **scope))[0]  # type: ignore[arg-type]
 
 
@@ -51,7 +51,7 @@ def test_a_rate_is_served_with_the_fewest_gpus() -> None:
 def test_the_handoff_counts_towards_ttft() -> None:
     late = Configuration("late", CHEAP.timing, handoff_ms=250.0)
 
-    def split(configuration: Configuration) -> Candidate:
+    def split(configuration: Configuration) -> SizedDeployment:
         return next(each for each in candidates([configuration], SLA, Scope(total_gpus=4)) if len(each.pools) == 2)
 
     assert split(late).ttft_ms >= 450.0

@@ -15,7 +15,7 @@ from penstock.launch.groups import fleet_of
 from penstock.launch.recipes.advice import advise, check_set, failed
 from penstock.launch.recipes.catalogue import context_of, parse
 from penstock.measure.profile.data import save
-from penstock.measure.search.command import Settings, run
+from penstock.measure.search.command import SlaProfileSettings, run
 from tests.penstock.measure.planner.engines import engine
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -42,7 +42,7 @@ def flags_of(command: str) -> UpSettings:
 def test_an_estimate_becomes_recipes_a_command_and_values(
     flags: dict[str, object], roles: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(Settings(source="roofline", gpu="H200", out=str(tmp_path), **flags)) == 0  # type: ignore[arg-type]
+    assert run(SlaProfileSettings(source="roofline", gpu="H200", out=str(tmp_path), **flags)) == 0  # type: ignore[arg-type]
     said = capsys.readouterr().out
     assert "not measured" in said
     told = yaml.safe_load((tmp_path / "suggestion.yaml").read_text())
@@ -69,7 +69,7 @@ def test_an_estimate_becomes_recipes_a_command_and_values(
 
 
 def test_mock_workers_are_suggested_with_their_speedup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = Settings(source="mock", mock_speedups=(1.0, 2.0), rate=20.0, out=str(tmp_path))
+    asked = SlaProfileSettings(source="mock", mock_speedups=(1.0, 2.0), rate=20.0, out=str(tmp_path))
     assert run(asked) == 0
     told = yaml.safe_load((tmp_path / "suggestion.yaml").read_text())
     up = flags_of(told["commands"][0])
@@ -84,7 +84,7 @@ def test_a_percentile_needs_more_than_a_mean_and_is_named(tmp_path: Path, capsys
     limits = {"source": "mock", "ttft": 300.0, "itl": 12.0, "isl": 2000, "osl": 200, "rate": 15.0, "show": 1}
     gpus = []
     for percentile in ("mean", "p95"):
-        assert run(Settings(**limits, percentile=percentile, out=str(tmp_path))) == 0  # type: ignore[arg-type]
+        assert run(SlaProfileSettings(**limits, percentile=percentile, out=str(tmp_path))) == 0  # type: ignore[arg-type]
         best = yaml.safe_load((tmp_path / "suggestion.yaml").read_text())["best"]
         gpus.append(sum(pool["gpus"] for pool in best["pools"]))
         assert best["itl_ms"] <= 12.0
@@ -100,7 +100,7 @@ def test_workers_take_the_longest_simulated_request(tmp_path: Path, capsys: pyte
     taken = []
     for spread in (0.0, 0.6):
         out = tmp_path / f"{spread}"
-        settings = Settings(source="roofline", percentile="p90", spread=spread, out=str(out), **asked)  # type: ignore[arg-type]
+        settings = SlaProfileSettings(source="roofline", percentile="p90", spread=spread, out=str(out), **asked)  # type: ignore[arg-type]
         assert run(settings) == 0, capsys.readouterr()
         told = yaml.safe_load((out / "suggestion.yaml").read_text())
         assert [told[name] for name in ("gpu", "percentile", "spread", "rate")] == ["H200", "p90", spread, 5.0]
@@ -136,7 +136,7 @@ def test_a_deployment_larger_than_a_machine_has_commands_by_machine(
     flags: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     limits: dict[str, object] = {"ttft": 300.0, "itl": 15.0, "out": str(tmp_path), "total_gpus": 32}
-    assert run(Settings(**limits | flags)) == 0  # type: ignore[arg-type]
+    assert run(SlaProfileSettings(**limits | flags)) == 0  # type: ignore[arg-type]
     said = capsys.readouterr().out
     told = yaml.safe_load((tmp_path / "suggestion.yaml").read_text())
     counts: dict[str, int] = {}
@@ -166,7 +166,7 @@ def test_a_deployment_larger_than_a_machine_has_commands_by_machine(
 def test_without_a_folder_the_files_that_commands_name_are_said_to_be_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(Settings(source="roofline", gpu="H200", model=LLAMA)) == 0
+    assert run(SlaProfileSettings(source="roofline", gpu="H200", model=LLAMA)) == 0
     assert "# --out . writes llama-3-1-8b-instruct-agg.yaml\n  penstock up" in capsys.readouterr().out
 
 
@@ -177,7 +177,9 @@ def test_measured_profiles_keep_their_flags_and_prices_are_shown(
     setup = msgspec.structs.replace(profile.setup, up="--tensor-parallel-size 2")
     save(tmp_path / "tp2", msgspec.structs.replace(profile, setup=setup))
     (tmp_path / "prices.yaml").write_text(PRICES)
-    asked = Settings(data=(str(tmp_path / "tp2"),), isl=2000, osl=200, ttft=500.0, prices=str(tmp_path / "prices.yaml"))
+    asked = SlaProfileSettings(
+        data=(str(tmp_path / "tp2"),), isl=2000, osl=200, ttft=500.0, prices=str(tmp_path / "prices.yaml")
+    )
     assert run(asked) == 0
     said = capsys.readouterr().out
     assert "USD per 10⁶ tokens" in said
@@ -198,7 +200,7 @@ def test_commands_and_values_load_the_model_that_was_measured(
     ):
         setup = msgspec.structs.replace(profile.setup, model=served, up=up)
         save(tmp_path / "p", msgspec.structs.replace(profile, setup=setup))
-        asked = Settings(
+        asked = SlaProfileSettings(
             data=(str(tmp_path / "p"),), isl=2000, osl=200, ttft=500.0, model=flag, out=str(tmp_path / "o")
         )
         assert run(asked) == 0
@@ -209,11 +211,11 @@ def test_commands_and_values_load_the_model_that_was_measured(
 
 
 def test_what_cannot_be_answered_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(Settings(source="roofline", gpu="H200")) == 2
-    assert run(Settings(source="roofline", gpu="H200", model="nowhere")) == 1
-    assert run(Settings(source="roofline", gpu="H200", model=LLAMA, ttft=5.0)) == 1
-    assert run(Settings(source="mock", rate=1e6)) == 1
-    assert run(Settings(data=(str(tmp_path),))) == 1
+    assert run(SlaProfileSettings(source="roofline", gpu="H200")) == 2
+    assert run(SlaProfileSettings(source="roofline", gpu="H200", model="nowhere")) == 1
+    assert run(SlaProfileSettings(source="roofline", gpu="H200", model=LLAMA, ttft=5.0)) == 1
+    assert run(SlaProfileSettings(source="mock", rate=1e6)) == 1
+    assert run(SlaProfileSettings(data=(str(tmp_path),))) == 1
     said = capsys.readouterr().err
     assert "needs --model and --gpu" in said
     assert "nowhere/config.json cannot be read" in said

@@ -6,24 +6,26 @@ import msgspec
 import pytest
 
 from penstock.measure.search.answer import hosts
-from penstock.measure.search.candidates import Candidate, Configuration, PoolSize, Scope, Sla, candidates
-from penstock.measure.search.simulated import Load, Percentile, Pools, measure, search
+from penstock.measure.search.candidates import Configuration, PoolSize, Scope, SizedDeployment, Sla, candidates
+from penstock.measure.search.simulated import Percentile, Pools, SimulatedLoad, measure, search
 from tests.penstock.measure.planner.engines import engine
 
 SLA = Sla(ttft_ms=300.0, itl_ms=14.0, isl=2000, osl=50)
 ONE = Configuration("one", engine(prefill_ms=50, step_ms=8, growth_ms=0.1))
 
 
-def load(percentile: Percentile, rate: float = 0.0, *, gpus: int = 16, sigma: float = 0.0, sla: Sla = SLA) -> Load:
+def load(
+    percentile: Percentile, rate: float = 0.0, *, gpus: int = 16, sigma: float = 0.0, sla: Sla = SLA
+) -> SimulatedLoad:
     scope = Scope(total_gpus=gpus, rate=rate)
-    return Load(sla=sla, scope=scope, percentile=percentile, sigma=sigma, requests=300)
+    return SimulatedLoad(sla=sla, scope=scope, percentile=percentile, sigma=sigma, requests=300)
 
 
-def found(wanted: Load, *, show: int = 4) -> list[Candidate]:
+def found(wanted: SimulatedLoad, *, show: int = 4) -> list[SizedDeployment]:
     return search(candidates([ONE], wanted.sla, wanted.scope), [ONE], wanted, show, lambda what: None)
 
 
-def pools(candidate: Candidate) -> Pools:
+def pools(candidate: SizedDeployment) -> Pools:
     return [(pool.role, ONE, pool.workers) for pool in candidate.pools]
 
 
@@ -65,7 +67,7 @@ def test_without_a_rate_the_one_of_the_means_falls_until_the_percentile_is_kept(
 def test_nothing_is_found_where_no_number_of_gpus_is_enough() -> None:
     tight = msgspec.structs.replace(SLA, ttft_ms=99.0)  # a lone prompt takes 100 ms
     wanted = load("p95", rate=2.0, sla=tight, gpus=4)
-    few = Candidate(pools=(PoolSize("aggregated", "one", 1, 1),), ttft_ms=0.0, itl_ms=0.0, requests_per_s=2.0)
+    few = SizedDeployment(pools=(PoolSize("aggregated", "one", 1, 1),), ttft_ms=0.0, itl_ms=0.0, requests_per_s=2.0)
     assert search([few], [ONE], wanted, 1, lambda what: None) == []
 
 
@@ -88,7 +90,7 @@ def test_machines_are_filled_with_workers_of_one_role_and_share_what_is_left(
     sizes: dict[str, tuple[int, int]], gpus: int, expected: list[tuple[int, dict[str, int]]]
 ) -> None:
     made = tuple(PoolSize(role, "c", count, count * each) for role, (count, each) in sizes.items())  # type: ignore[arg-type]
-    found = hosts(Candidate(pools=made, ttft_ms=0, itl_ms=0, requests_per_s=1), gpus)
+    found = hosts(SizedDeployment(pools=made, ttft_ms=0, itl_ms=0, requests_per_s=1), gpus)
     assert found == expected
     for role, (count, _) in sizes.items():
         assert sum(number * workers.get(role, 0) for number, workers in found) == count

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.simulation.engine import Engine, EngineSequence
+from penstock.measure.simulation.engine import EngineSequence, SimulatedEngine
 from tests.penstock.measure.simulation import naive_engine
 from tests.properties import examples
 
@@ -83,7 +83,7 @@ def run_naive(jobs: list[Job], blocks: int, batch: int, budget: int) -> Seen:
 
 
 def run_fast(jobs: list[Job], blocks: int, batch: int, budget: int) -> Seen:
-    engine = Engine(blocks, SIZE, max_sequences=batch, max_batched_tokens=budget)
+    engine = SimulatedEngine(blocks, SIZE, max_sequences=batch, max_batched_tokens=budget)
     sequences = [EngineSequence(n, job.prompt_tokens, job.output_tokens, job.keys(n)) for n, job in enumerate(jobs)]
     seen = Seen({}, {}, set(), {}, {}, 0)
     held: set[int] = set()
@@ -135,7 +135,7 @@ def test_runs_of_passes_are_equal_to_single_passes(jobs: list[Job], blocks: int,
 
 
 def test_a_long_answer_is_planned_in_few_runs() -> None:
-    engine = Engine(1000, 64)
+    engine = SimulatedEngine(1000, 64)
     engine.add(EngineSequence(0, 100, 1000, [1]))
     runs = 0
     while engine.has_work:
@@ -145,7 +145,7 @@ def test_a_long_answer_is_planned_in_few_runs() -> None:
 
 
 def test_a_preempted_sequence_ends_and_every_block_is_free_or_cached() -> None:
-    engine = Engine(12, 4, max_sequences=8)
+    engine = SimulatedEngine(12, 4, max_sequences=8)
     for index in range(4):
         engine.add(EngineSequence(index, 9, 20, [index * 10, index * 10 + 1]))
     ended = []
@@ -158,7 +158,7 @@ def test_a_preempted_sequence_ends_and_every_block_is_free_or_cached() -> None:
 
 def test_half_the_speed_takes_twice_the_time() -> None:
     def total(slowness: float, decode_slowness: float = 1.0) -> int:
-        engine = Engine(1000, 64, slowness=slowness, decode_slowness=decode_slowness)
+        engine = SimulatedEngine(1000, 64, slowness=slowness, decode_slowness=decode_slowness)
         engine.add(EngineSequence(0, 5000, 100, list(range(78))))
         ns = 0
         while engine.has_work:

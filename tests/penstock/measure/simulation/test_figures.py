@@ -4,21 +4,23 @@ import pytest
 
 from penstock.measure.intervals import paired
 from penstock.measure.simulation.comparison import figures
-from penstock.measure.simulation.fleet import Result, Served
-from penstock.measure.simulation.policy import Fleet, Placement, WorkerSpec
+from penstock.measure.simulation.fleet import SimulatedRequest, SimulationResult
+from penstock.measure.simulation.policy import Placement, SimulatedFleet, WorkerSpec
 from penstock.measure.simulation.trace import Request
 
 MS = 1_000_000
 
 
-def served(index: int, at_ms: int, first_ms: int, last_ms: int, *, target: int = 0, cached: int = 0) -> Served:
+def served(
+    index: int, at_ms: int, first_ms: int, last_ms: int, *, target: int = 0, cached: int = 0
+) -> SimulatedRequest:
     request = Request(index, at_ms * MS, 100, 11, [])
-    return Served(request, at_ms * MS, first_ms * MS, last_ms * MS, cached, Placement((target, 0)))
+    return SimulatedRequest(request, at_ms * MS, first_ms * MS, last_ms * MS, cached, Placement((target, 0)))
 
 
 def test_figures_of_two_requests() -> None:
-    fleet = Fleet((WorkerSpec(),) * 2)
-    found = figures(fleet, Result([served(0, 0, 10, 110), served(1, 100, 130, 330, target=1, cached=64)], 3))
+    fleet = SimulatedFleet((WorkerSpec(),) * 2)
+    found = figures(fleet, SimulationResult([served(0, 0, 10, 110), served(1, 100, 130, 330, target=1, cached=64)], 3))
     assert (found.requests, found.unfinished, found.preemptions) == (2, 0, 3)
     assert (found.ttft_mean, found.ttft_max) == (20.0, 30.0)
     assert found.e2e_mean == pytest.approx((110 + 230) / 2)
@@ -30,8 +32,8 @@ def test_figures_of_two_requests() -> None:
 
 
 def test_requests_that_were_not_completed_are_counted_apart() -> None:
-    lost = Served(Request(1, 0, 100, 5, []))
-    assert figures(Fleet((WorkerSpec(),)), Result([served(0, 0, 1, 2), lost], 0)).unfinished == 1
+    lost = SimulatedRequest(Request(1, 0, 100, 5, []))
+    assert figures(SimulatedFleet((WorkerSpec(),)), SimulationResult([served(0, 0, 1, 2), lost], 0)).unfinished == 1
 
 
 def test_the_interval_of_paired_runs_ignores_what_seeds_share() -> None:

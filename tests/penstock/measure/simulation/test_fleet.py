@@ -7,8 +7,8 @@ import pytest
 
 from penstock.measure.simulation.cache import StoredRun
 from penstock.measure.simulation.engine import decode_ns, prefill_ns
-from penstock.measure.simulation.fleet import Served, SimulationError, simulate
-from penstock.measure.simulation.policy import Fleet, Placement, Target, WorkerSpec
+from penstock.measure.simulation.fleet import SimulatedRequest, SimulationError, simulate
+from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target, WorkerSpec
 from penstock.measure.simulation.rules import RulePolicy, round_robin
 from penstock.measure.simulation.trace import Request, generate
 
@@ -38,13 +38,13 @@ class Recorded(RulePolicy):
         self.seen.append((now_ns, "finished", request.index))
 
 
-def times(served: Sequence[Served]) -> list[tuple[int, int]]:
+def times(served: Sequence[SimulatedRequest]) -> list[tuple[int, int]]:
     return [(each.first_ns, each.last_ns) for each in served]
 
 
 def test_a_policy_sees_blocks_then_the_first_token_at_the_end_of_the_pass() -> None:
     policy = Recorded()
-    result = simulate(Fleet((WorkerSpec(blocks=1000),)), [request(0)], policy)
+    result = simulate(SimulatedFleet((WorkerSpec(blocks=1000),)), [request(0)], policy)
     first = prefill_ns(1, 640, 0)
     second = first + decode_ns(641, POOL)
     third = second + decode_ns(642, POOL)
@@ -58,28 +58,30 @@ def test_a_policy_sees_blocks_then_the_first_token_at_the_end_of_the_pass() -> N
 
 def test_an_arrival_during_decode_joins_at_the_end_of_the_pass_under_way() -> None:
     long = request(0, output=1000)
-    alone = simulate(Fleet((WorkerSpec(blocks=1000),)), [long], RulePolicy(round_robin)).served[0]
-    both = simulate(Fleet((WorkerSpec(blocks=1000),)), [long, request(1, at_ms=1000)], RulePolicy(round_robin)).served
+    alone = simulate(SimulatedFleet((WorkerSpec(blocks=1000),)), [long], RulePolicy(round_robin)).served[0]
+    both = simulate(
+        SimulatedFleet((WorkerSpec(blocks=1000),)), [long, request(1, at_ms=1000)], RulePolicy(round_robin)
+    ).served
     assert both[0].first_ns == alone.first_ns
     joined = both[1].first_ns
     assert 1000 * MS + prefill_ns(1, 640, 0) < joined < 1000 * MS + prefill_ns(1, 640, 0) + 2 * decode_ns(1700, POOL)
 
 
 def test_a_slow_worker_takes_twice_as_long() -> None:
-    fleet = Fleet((WorkerSpec(blocks=1000), WorkerSpec(blocks=1000, slowness=2.0)))
+    fleet = SimulatedFleet((WorkerSpec(blocks=1000), WorkerSpec(blocks=1000, slowness=2.0)))
     fast, slow = times(simulate(fleet, [request(0), request(1)], RulePolicy(round_robin)).served)
     assert slow == (2 * fast[0], 2 * fast[1])
 
 
 def test_ranks_of_a_worker_step_together() -> None:
-    both = Fleet((WorkerSpec(blocks=1000, ranks=2),))
+    both = SimulatedFleet((WorkerSpec(blocks=1000, ranks=2),))
     long, short = simulate(both, [request(0, prompt=6400), request(1, prompt=640)], RulePolicy(round_robin)).served
     assert long.placement != short.placement
     assert short.first_ns == long.first_ns == prefill_ns(1, 6400, 0)
 
 
 def test_a_prompt_goes_from_a_prefill_to_a_decode_worker() -> None:
-    fleet = Fleet((WorkerSpec("prefill", 1000), WorkerSpec("decode", 1000)))
+    fleet = SimulatedFleet((WorkerSpec("prefill", 1000), WorkerSpec("decode", 1000)))
     (served,) = simulate(fleet, [request(0)], RulePolicy(round_robin)).served
     handed = prefill_ns(1, 640, 0)
     assert served.decode == (1, 0)
@@ -92,7 +94,7 @@ def test_a_prompt_goes_from_a_prefill_to_a_decode_worker() -> None:
 
 def test_a_prefill_worker_keeps_blocks_until_the_decode_worker_has_room() -> None:
     # The decode worker has room for one of the prompts, the prefill worker for two.
-    fleet = Fleet((WorkerSpec("prefill", 21), WorkerSpec("decode", 12)))
+    fleet = SimulatedFleet((WorkerSpec("prefill", 21), WorkerSpec("decode", 12)))
     requests = [request(n, output=20) for n in range(3)]
     served = simulate(fleet, requests, RulePolicy(round_robin)).served
     assert all(each.complete for each in served)
@@ -101,7 +103,7 @@ def test_a_prefill_worker_keeps_blocks_until_the_decode_worker_has_room() -> Non
 
 
 def test_an_image_is_encoded_once_before_its_prompts() -> None:
-    fleet = Fleet((WorkerSpec(blocks=1000),), encoders=1, encode_ms=50.0)
+    fleet = SimulatedFleet((WorkerSpec(blocks=1000),), encoders=1, encode_ms=50.0)
     requests = [request(0, media=7), request(1, at_ms=500, media=7), request(2, at_ms=500)]
     first, again, plain = simulate(fleet, requests, RulePolicy(round_robin)).served
     assert first.first_ns == 50 * MS + prefill_ns(1, 640, 0)
@@ -110,7 +112,7 @@ def test_an_image_is_encoded_once_before_its_prompts() -> None:
 
 def test_a_prompt_larger_than_the_cache_is_rejected() -> None:
     served = simulate(
-        Fleet((WorkerSpec(blocks=8),)), [request(0), request(1, prompt=64)], RulePolicy(round_robin)
+        SimulatedFleet((WorkerSpec(blocks=8),)), [request(0), request(1, prompt=64)], RulePolicy(round_robin)
     ).served
     assert (served[0].rejected, served[0].complete) == (True, False)
     assert served[1].complete
@@ -119,7 +121,7 @@ def test_a_prompt_larger_than_the_cache_is_rejected() -> None:
 @pytest.mark.parametrize("name", ["agents", "mixed"])
 def test_planned_runs_end_where_single_passes_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fleet under pressure: the same times whether decode passes are planned one by one or in runs."""
-    fleet = Fleet((WorkerSpec(blocks=1600), WorkerSpec("prefill", 1600), WorkerSpec("decode", 1600)))
+    fleet = SimulatedFleet((WorkerSpec(blocks=1600), WorkerSpec("prefill", 1600), WorkerSpec("decode", 1600)))
     requests = [each for each in generate(name, 3, 80, 8.0).requests(64) if each.prompt_tokens < 90_000]
     requests = [replace(each, index=n) for n, each in enumerate(requests)]
     runs = simulate(fleet, requests, RulePolicy(round_robin))
@@ -144,4 +146,4 @@ def test_a_policy_that_places_a_request_twice_is_stopped(monkeypatch: pytest.Mon
     policy = PlacesAgain()
     monkeypatch.setattr(policy, "arrive", lambda request, now_ns: policy.held.append(request))
     with pytest.raises(SimulationError, match="placed twice"):
-        simulate(Fleet((WorkerSpec(blocks=1000),)), [request(0)], policy)
+        simulate(SimulatedFleet((WorkerSpec(blocks=1000),)), [request(0)], policy)

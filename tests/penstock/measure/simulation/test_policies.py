@@ -6,12 +6,12 @@ import pytest
 
 from penstock.measure.simulation.comparison import POLICIES, Cell, run, runs, summaries
 from penstock.measure.simulation.fleet import simulate
-from penstock.measure.simulation.policy import Fleet, Placement, WorkerSpec
+from penstock.measure.simulation.policy import Placement, SimulatedFleet, WorkerSpec
 from penstock.measure.simulation.rules import DynamoPolicy, RulePolicy, least_requests, round_robin
 from penstock.measure.simulation.trace import WORKLOADS, Request, generate
 from penstock.router.placement.routing import Weights
 
-FOUR = Fleet((WorkerSpec(blocks=4096),) * 4)
+FOUR = SimulatedFleet((WorkerSpec(blocks=4096),) * 4)
 
 
 def request(index: int, prompt: int = 640, keys: list[int] | None = None) -> Request:
@@ -23,7 +23,7 @@ def request(index: int, prompt: int = 640, keys: list[int] | None = None) -> Req
 def test_dynamos_cost_of_a_first_request_counts_its_prompt_twice() -> None:
     """As in its log: 40,160 tokens in blocks of 64 cost 627.5 + 627 on an idle worker."""
     policy = DynamoPolicy()
-    policy.start(Fleet((WorkerSpec(), WorkerSpec())), [])
+    policy.start(SimulatedFleet((WorkerSpec(), WorkerSpec())), [])
     costs: list[list[float]] = []
     policy._lowest = lambda given: (costs.append(list(given)), 0)[1]  # type: ignore[method-assign, func-returns-value]
     policy.arrive(request(0, 40_160), 0)
@@ -55,9 +55,9 @@ def test_round_robin_takes_turns_and_least_loaded_avoids_the_busy_one() -> None:
 
 FLEETS = {
     "workers": FOUR,
-    "ranks": Fleet((WorkerSpec(blocks=4096, ranks=2),) * 2),
-    "pairs": Fleet((WorkerSpec("prefill", 4096),) * 2 + (WorkerSpec("decode", 4096),) * 2),
-    "encoders": Fleet((WorkerSpec(blocks=4096),) * 2, encoders=2),
+    "ranks": SimulatedFleet((WorkerSpec(blocks=4096, ranks=2),) * 2),
+    "pairs": SimulatedFleet((WorkerSpec("prefill", 4096),) * 2 + (WorkerSpec("decode", 4096),) * 2),
+    "encoders": SimulatedFleet((WorkerSpec(blocks=4096),) * 2, encoders=2),
 }
 
 
@@ -76,7 +76,7 @@ def test_a_policy_that_knows_caches_reuses_more_than_round_robin() -> None:
 
 def test_a_hot_system_prompt_does_not_keep_its_traffic_at_the_first_worker() -> None:
     """At light load, where its prefix alone would decide."""
-    fleet = Fleet((WorkerSpec(),) * 4)
+    fleet = SimulatedFleet((WorkerSpec(),) * 4)
     kv, least = (run(Cell(fleet, 0.1, "hot", None, 600), policy, 0).figures for policy in ("kv", "least_loaded"))
     assert kv.served < 1.2
     assert kv.hit_rate > least.hit_rate
@@ -84,7 +84,7 @@ def test_a_hot_system_prompt_does_not_keep_its_traffic_at_the_first_worker() -> 
 
 
 def test_decode_workers_that_compute_no_prompts_keep_their_sequences_faster() -> None:
-    fleet = Fleet((WorkerSpec("prefill"),) * 2 + (WorkerSpec("decode"),) * 2)
+    fleet = SimulatedFleet((WorkerSpec("prefill"),) * 2 + (WorkerSpec("decode"),) * 2)
     gaps = [
         run(Cell(fleet, 0.6, "chat", None, 300, weights=Weights(local_prefill_tokens=tokens)), "kv", 0).figures.itl_mean
         for tokens in (1000, 0)
@@ -145,7 +145,7 @@ def test_replicas_that_know_of_each_other_late_decide_worse() -> None:
 
 def test_a_held_request_is_placed_once_there_is_room() -> None:
     """More prompts at once than the fleet has memory for: held by the router, none preempted."""
-    fleet = Fleet((WorkerSpec(blocks=128),) * 2)
+    fleet = SimulatedFleet((WorkerSpec(blocks=128),) * 2)
     requests = [request(n, 3200) for n in range(12)]
     result = simulate(fleet, requests, POLICIES["kv"](0))
     assert all(each.complete for each in result.served)

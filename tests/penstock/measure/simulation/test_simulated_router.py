@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from penstock.measure.simulation.placement import Arrival, Placed, SimulatedRouter
+from penstock.measure.simulation.placement import Arrival, PlacedArrival, SimulatedRouter
 from penstock.router.placement.routing import ALONE, ModelPart
 from penstock.router.state.holders import TargetId
 from penstock.schemas.fleet import Registration
@@ -40,7 +40,7 @@ def arrival(name: str, blocks: int, *, family: int = 0, at: int = 0, rank: int =
     return Arrival(name, keys, blocks * BLOCK + 1, at, deadline, rank=rank)
 
 
-def target(placed: Placed | None) -> str:
+def target(placed: PlacedArrival | None) -> str:
     assert placed is not None
     return placed.target[0]
 

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.simulation.placement import Arrival, Placed, SimulatedRouter
+from penstock.measure.simulation.placement import Arrival, PlacedArrival, SimulatedRouter
 from penstock.router.state.holders import Holders, Holding, TargetId
 from penstock.schemas.fleet import Registration
 
@@ -27,10 +27,10 @@ class Deployment:
     def match(self, keys: Sequence[int]) -> Mapping[TargetId, int]:
         return self.index.match(keys)
 
-    def fold(self, call: Call) -> list[Placed]:
+    def fold(self, call: Call) -> list[PlacedArrival]:
         what, arguments = call
         found = getattr(self, what)(*arguments)
-        return [found] if isinstance(found, Placed) else list(found or ())
+        return [found] if isinstance(found, PlacedArrival) else list(found or ())
 
     def join(self, worker: str, slots: int) -> None:
         self.holdings[worker] = self.index.open((worker, 0))
@@ -40,7 +40,7 @@ class Deployment:
         self.core.leave(worker)
         self.index.retire((worker, 0))
 
-    def arrive(self, arrival: Arrival, now_ns: int) -> Placed | None:
+    def arrive(self, arrival: Arrival, now_ns: int) -> PlacedArrival | None:
         return self.core.arrive(arrival, now_ns)
 
     def stored(self, worker: str, keys: Sequence[int], now_ns: int) -> None:
@@ -52,7 +52,7 @@ class Deployment:
     def ended(self, request: str) -> None:
         self.core.ended(request)
 
-    def pump(self, now_ns: int) -> list[Placed]:
+    def pump(self, now_ns: int) -> list[PlacedArrival]:
         return list(self.core.pump(now_ns))
 
 

@@ -2,19 +2,19 @@ from pathlib import Path
 
 import pytest
 
-from penstock.measure.simulation.trace import Multipliers, Row, Trace, TraceError, multiplied, read
+from penstock.measure.simulation.trace import Multipliers, RequestTrace, TraceError, TraceRow, multiplied, read
 
-TRACE = Trace(
+TRACE = RequestTrace(
     "t",
     (
-        Row(1000, 1200, 5, (1, 2, 3)),
-        Row(3000, 1100, 7, (1, 2, 4)),
-        Row(4000, 600, 7, (9, 10)),
+        TraceRow(1000, 1200, 5, (1, 2, 3)),
+        TraceRow(3000, 1100, 7, (1, 2, 4)),
+        TraceRow(4000, 600, 7, (9, 10)),
     ),
 )
 
 
-def shared(a: Row, b: Row) -> int:
+def shared(a: TraceRow, b: TraceRow) -> int:
     n = 0
     while n < min(len(a.hash_ids), len(b.hash_ids)) and a.hash_ids[n] == b.hash_ids[n]:
         n += 1

@@ -11,7 +11,7 @@ from penstock.infra.engine_args.tree import Tree, parse_yaml
 from penstock.launch.recipes.catalogue import shape_at
 from penstock.measure.slurm.command import write
 from penstock.measure.slurm.engines import load_of, workers_of
-from penstock.measure.slurm.placement import Group, Node, place
+from penstock.measure.slurm.placement import SlurmGroup, SlurmNode, place
 from penstock.measure.slurm.script import BODY, NUMA, JobPoint, instances, job
 from penstock.measure.slurm.sweep_file import BadSweep, deployment_of, name_of, parse, select
 
@@ -177,8 +177,8 @@ def test_a_worker_is_bound_beside_its_first_gpu(tmp_path: Path) -> None:
 
 
 def test_an_engine_over_two_nodes_runs_under_its_launcher_and_the_second_node_shows_its_ranks_metrics() -> None:
-    point = JobPoint("p", "penstock", (Group("aggregated", 1, 4),), {"aggregated": ("worker", "--engine=trtllm")})
-    placed = place(point.groups, [Node("a", 2), Node("b", 2)])
+    point = JobPoint("p", "penstock", (SlurmGroup("aggregated", 1, 4),), {"aggregated": ("worker", "--engine=trtllm")})
+    placed = place(point.groups, [SlurmNode("a", 2), SlurmNode("b", 2)])
     assert instances(placed, point, 9100, devices=True).splitlines() == [
         "WORKERS=1",
         "instance worker-0 a,b 2 4 0,1 penstock worker --engine=trtllm --name=worker-0 --metrics-host=0.0.0.0 "
@@ -189,8 +189,8 @@ def test_an_engine_over_two_nodes_runs_under_its_launcher_and_the_second_node_sh
 
 
 def test_vllm_over_two_nodes_is_a_process_on_each_that_knows_where_they_meet() -> None:
-    point = JobPoint("p", "penstock", (Group("aggregated", 1, 4),), {"aggregated": ("worker", "--engine=vllm")})
-    placed = place(point.groups, [Node("a", 2), Node("b", 2)])
+    point = JobPoint("p", "penstock", (SlurmGroup("aggregated", 1, 4),), {"aggregated": ("worker", "--engine=vllm")})
+    placed = place(point.groups, [SlurmNode("a", 2), SlurmNode("b", 2)])
     assert instances(placed, point, 9100, devices=True).splitlines() == [
         "WORKERS=1",
         "instance worker-0 a,b 2 2 0,1 penstock worker --engine=vllm --name=worker-0 --metrics-host=0.0.0.0 "

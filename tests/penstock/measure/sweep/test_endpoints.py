@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.state import Running, State, write_state
+from penstock.launch.state import DeploymentState, Running, write_state
 from penstock.measure.sweep.endpoints import BadEndpoint, parse_endpoints
 
 
@@ -47,7 +47,7 @@ def test_what_cannot_be_loaded_is_refused_with_its_reason(named: list[str], said
 def test_a_state_file_names_the_gateway_and_the_metrics_of_all_processes(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     processes = (Running("w", "worker", 1, "http://127.0.0.1:9/metrics"), Running("g", "gateway", 2))
-    write_state(path, State("http://h:8001", "n", "c", "s", "ps", "m", processes))
+    write_state(path, DeploymentState("http://h:8001", "n", "c", "s", "ps", "m", processes))
     one, two = parse_endpoints([f"a={path}", "b=h"], ["b=http://dcgm:9400"], [4, 2])
     assert [(page.target.port, page.path) for page in one.pages] == [(8001, "/metrics"), (9, "/metrics")]
     assert [(page.target.host, page.path) for page in two.pages] == [("h", "/metrics"), ("dcgm", "/metrics")]

@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from penstock.measure.generator.pool import Exchange
-from penstock.measure.sweep.bodies import Planned
+from penstock.measure.sweep.bodies import PlannedRequest
 from penstock.measure.sweep.figures import figures, record
 
 
@@ -19,7 +19,7 @@ def exchange(key: int, sent: float, **more: object) -> Exchange:
     return seen
 
 
-PLANNED = Planned(b"", 98, 5)
+PLANNED = PlannedRequest(b"", 98, 5)
 
 
 def test_times_are_in_milliseconds_and_rates_over_first_start_to_last_end() -> None:

@@ -4,18 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.sweep.results import Point, find, next_level
+from penstock.measure.sweep.results import MeasuredPoint, find, next_level
 
 
-def measured(slots: int, level: float, seconds: float = 0.5) -> Point:
+def measured(slots: int, level: float, seconds: float = 0.5) -> MeasuredPoint:
     """A server of so many slots: beyond them, requests wait their turn."""
     waits = max(0.0, level / slots - 1) * seconds
-    return Point(level, 100 * min(level, slots) / seconds, (seconds / 10 + waits) * 1e3)
+    return MeasuredPoint(level, 100 * min(level, slots) / seconds, (seconds / 10 + waits) * 1e3)
 
 
 @given(st.integers(2, 400))
 def test_the_search_finds_the_knee_in_few_levels(slots: int) -> None:
-    points: list[Point] = []
+    points: list[MeasuredPoint] = []
     while (level := next_level(points, 1024)) is not None:
         assert level not in [point.level for point in points]
         points.append(measured(slots, level))
@@ -37,8 +37,8 @@ def test_a_server_that_still_grows_has_no_knee_yet() -> None:
     assert next_level(points, 12) == 12
 
 
-@pytest.mark.parametrize("points", [[], [Point(1, 10, 1)], [Point(1, 0, 0), Point(2, 0, 0)]])
-def test_one_level_has_no_knee(points: list[Point]) -> None:
+@pytest.mark.parametrize("points", [[], [MeasuredPoint(1, 10, 1)], [MeasuredPoint(1, 0, 0), MeasuredPoint(2, 0, 0)]])
+def test_one_level_has_no_knee(points: list[MeasuredPoint]) -> None:
     assert find(points) is None
 
 

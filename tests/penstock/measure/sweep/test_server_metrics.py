@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.measure.sweep.server_metrics import Level, read_page, summarise
+from penstock.measure.sweep.server_metrics import GaugeLevel, read_page, summarise
 
 OURS = """# HELP penstock_worker_running sequences in the batch
 # TYPE penstock_worker_running gauge
@@ -33,10 +33,10 @@ def test_figures_of_two_workers() -> None:
     ]
     found = summarise(rounds)
     assert (found.pages, found.samples) == (2, 6)
-    assert found.running == Level(6.0, 9.0)
-    assert found.batch == Level(3.0, 6.0)
-    assert found.waiting == Level(4.0, 4.0)
-    assert found.kv_usage == Level(pytest.approx(0.3), pytest.approx(0.3))
+    assert found.running == GaugeLevel(6.0, 9.0)
+    assert found.batch == GaugeLevel(3.0, 6.0)
+    assert found.waiting == GaugeLevel(4.0, 4.0)
+    assert found.kv_usage == GaugeLevel(pytest.approx(0.3), pytest.approx(0.3))
     assert found.kv_hit_rate == pytest.approx(0.2)
 
 
@@ -44,10 +44,14 @@ def test_figures_of_vllm_and_a_gpu_exporter() -> None:
     rounds = [{0: read_page(VLLM.format(hits=hits, queries=1000)), 1: read_page(DCGM)} for hits in (10, 10)]
     rounds.append({0: read_page(VLLM.format(hits=40, queries=1100))})
     found = summarise(rounds)
-    assert (found.running, found.waiting, found.kv_usage) == (Level(6, 6), Level(1, 1), Level(0.25, 0.25))
+    assert (found.running, found.waiting, found.kv_usage) == (
+        GaugeLevel(6, 6),
+        GaugeLevel(1, 1),
+        GaugeLevel(0.25, 0.25),
+    )
     assert found.kv_hit_rate == pytest.approx(0.3)
-    assert found.gpu_memory_bytes == Level(3 << 30, 3 << 30)
-    assert found.gpu_utilisation == Level(0.5, 0.5)
+    assert found.gpu_memory_bytes == GaugeLevel(3 << 30, 3 << 30)
+    assert found.gpu_utilisation == GaugeLevel(0.5, 0.5)
 
 
 def test_what_no_page_shows_is_absent_and_not_zero() -> None:

@@ -10,16 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.measure.simulation.trace import Row, Trace
+from penstock.configs.flags import BadSettings
+from penstock.measure.simulation.trace import RequestTrace, TraceRow
 from penstock.measure.sweep import results
-from penstock.measure.sweep.command import BadSettings, Plan, Settings, Sweep, SweepFailed, plan_of
+from penstock.measure.sweep.command import Plan, Sweep, SweepFailed, SweepSettings, plan_of
 from penstock.measure.sweep.command import run as run_command
 from penstock.measure.sweep.endpoints import parse_endpoints
-from penstock.measure.sweep.level_run import Limits
+from penstock.measure.sweep.level_run import RunLimits
 from penstock.measure.sweep.report import knee_of
 from penstock.measure.sweep.results import BadResults, read_series
 from penstock.measure.sweep.smoke import Unhealthy
-from penstock.measure.sweep.workload import Level, Workload, concurrency_level
+from penstock.measure.sweep.workload import LoadLevel, Workload, concurrency_level
 from tests.penstock.measure.sweep.fake_server import TEXTS, FakeServer, fake_server
 from tests.penstock.measure.sweep.samples import load_records
 
@@ -91,7 +92,7 @@ def test_a_stop_says_whether_a_level_was_finished(
 
     monkeypatch.setattr(Sweep, "run", interrupted)
     monkeypatch.setattr(Sweep, "measured", property(lambda self: [None] * levels))
-    assert run_command(Settings(out=str(tmp_path), endpoint=("a=http://127.0.0.1:1",))) == 130
+    assert run_command(SweepSettings(out=str(tmp_path), endpoint=("a=http://127.0.0.1:1",))) == 130
     assert said in capsys.readouterr().err
 
 
@@ -106,9 +107,9 @@ async def test_common_prefixes_are_common_also_to_other_levels(tmp_path: Path) -
 
 
 async def test_a_traces_prefixes_are_common_within_a_run_and_to_no_other_run(tmp_path: Path) -> None:
-    rows = tuple(Row(turn, 80 + 40 * turn, 4, tuple(range(1 + turn))) for turn in range(3))
-    levels = (Level("speed", 10.0, len(rows)), Level("speed", 20.0, len(rows)))
-    trace = Trace("three", rows, block_tokens=32)
+    rows = tuple(TraceRow(turn, 80 + 40 * turn, 4, tuple(range(1 + turn))) for turn in range(3))
+    levels = (LoadLevel("speed", 10.0, len(rows)), LoadLevel("speed", 20.0, len(rows)))
+    trace = RequestTrace("three", rows, block_tokens=32)
     async with fake_server() as server:
         await run(plan(tmp_path, server, trace=trace, levels=levels, repeat=2, warm_up=0))
         count = len(server.bodies)
@@ -128,7 +129,7 @@ async def test_what_is_finished_is_not_run_again(tmp_path: Path) -> None:
         assert len(server.bodies) - sent == 2 + 10 + 2 * 12
         result = results.load(tmp_path / "a/c2")
         assert result is not None
-        assert msgspec.json.decode(before, type=results.Result).runs == result.runs[:1]
+        assert msgspec.json.decode(before, type=results.LevelResult).runs == result.runs[:1]
         with pytest.raises(BadResults, match="of another load"):
             await run(plan(tmp_path, server, seed=2))
         await run(plan(tmp_path, server, seed=2, overwrite=True))
@@ -138,7 +139,7 @@ async def test_a_server_that_breaks_is_left_and_the_other_is_measured(tmp_path: 
     async with fake_server() as broken, fake_server() as good:
         broken.fails_after = 6
         made = plan(tmp_path, broken, good)
-        sweep = await run(replace(made, limits=Limits(failed=2)))
+        sweep = await run(replace(made, limits=RunLimits(failed=2)))
     assert [each.name for each in sweep.measured] == ["b"]
     assert not sweep.healthy  # type: ignore[attr-defined]
     result = results.load(tmp_path / "a/c2")
@@ -183,7 +184,7 @@ async def test_a_sweep_that_is_cancelled_keeps_what_is_finished(tmp_path: Path) 
 
 async def test_arrivals_are_poisson_and_the_lag_of_the_generator_is_measured(tmp_path: Path) -> None:
     async with fake_server() as server:
-        await run(plan(tmp_path, server, levels=(Level("rate", 200.0, 40),)))
+        await run(plan(tmp_path, server, levels=(LoadLevel("rate", 200.0, 40),)))
     records = load_records(tmp_path / "a/r200", 1)
     due = [record.due_ms for record in records]
     assert due == sorted(due)
@@ -216,4 +217,4 @@ async def test_the_search_doubles_the_level_until_the_knee_of_a_server_is_found(
 )
 def test_flags_that_do_not_fit_together_are_refused(flags: dict[str, Any], said: str) -> None:
     with pytest.raises(BadSettings, match=said):
-        plan_of(Settings(endpoint=("a=h",), **flags))
+        plan_of(SweepSettings(endpoint=("a=h",), **flags))

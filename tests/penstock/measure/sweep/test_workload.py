@@ -2,19 +2,26 @@
 
 import pytest
 
-from penstock.measure.sweep.workload import LEVELS, PRESETS, Level, Workload, WorkloadFlags, levels_of, workload_of
+from penstock.measure.sweep.workload import LEVELS, PRESETS, LoadLevel, Workload, WorkloadFlags, levels_of, workload_of
 
 
 def test_levels_are_sorted_each_once_with_three_requests_per_connection_and_at_least_ten() -> None:
     levels = levels_of(WorkloadFlags(concurrency=(50, 1, 2, 50)))
-    assert levels == [Level("concurrency", 1, 10), Level("concurrency", 2, 10), Level("concurrency", 50, 150)]
+    assert levels == [
+        LoadLevel("concurrency", 1, 10),
+        LoadLevel("concurrency", 2, 10),
+        LoadLevel("concurrency", 50, 150),
+    ]
     assert [each.folder for each in levels] == ["c1", "c2", "c50"]
     assert tuple(int(each.value) for each in levels_of(WorkloadFlags())) == LEVELS
 
 
 def test_a_rate_lasts_a_minute_and_a_trace_as_long_as_it_is() -> None:
-    assert levels_of(WorkloadFlags(rate=(2.5, 0.1))) == [Level("rate", 0.1, 10), Level("rate", 2.5, 150)]
-    assert levels_of(WorkloadFlags(trace="t", speed=(4.0, 1.0)), 7) == [Level("speed", 1.0, 7), Level("speed", 4.0, 7)]
+    assert levels_of(WorkloadFlags(rate=(2.5, 0.1))) == [LoadLevel("rate", 0.1, 10), LoadLevel("rate", 2.5, 150)]
+    assert levels_of(WorkloadFlags(trace="t", speed=(4.0, 1.0)), 7) == [
+        LoadLevel("speed", 1.0, 7),
+        LoadLevel("speed", 4.0, 7),
+    ]
     assert [each.folder for each in levels_of(WorkloadFlags(rate=(2.5,)))] == ["r2.5"]
 
 

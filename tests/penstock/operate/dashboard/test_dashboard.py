@@ -16,13 +16,13 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.process.sockets import bind
 from penstock.launch.state import TOKEN_FILE, stored_token
-from penstock.log.sources.open_log import Log, Source, open_log
+from penstock.log.sources.open_log import Log, LogSource, open_log
 from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.app import MAX_WATCHERS, Dashboard
 from penstock.operate.dashboard.command import STREAMS
 from penstock.operate.dashboard.live import Live, Moment
 from penstock.operate.dashboard.pages import live_sections
-from penstock.operate.observe import Count, Observer, Snapshot, WorkerView, rates
+from penstock.operate.observe import Count, DeploymentSnapshot, Observer, WorkerView, rates
 from penstock.schemas import wire
 from penstock.schemas.fleet import Registration
 from penstock.schemas.subjects import Subjects
@@ -155,9 +155,9 @@ def test_a_worker_that_lost_its_lease_keeps_its_row_and_is_named() -> None:
                       slowest_step_ms=6_000, quiet_ms=12_000)  # fmt: skip
     slow = WorkerView("worker-3", "worker-3-0b", "aggregated", "m", "mock", "ready", 1, 0, 8, 0, 0, 9, None, 0.0,
                       latency_ms=140.0, slowness=18.2)  # fmt: skip
-    shown = live_sections(Moment((Snapshot(1, "ps", (gone, here, slow), (), rates([Count(1.0, 0, 0)], []), (), ()),)))[
-        "workers"
-    ]
+    shown = live_sections(
+        Moment((DeploymentSnapshot(1, "ps", (gone, here, slow), (), rates([Count(1.0, 0, 0)], []), (), ()),))
+    )["workers"]
     assert "worker-&lt;1&gt; lost its lease 3 times in ten minutes; it is not there now" in shown
     assert "worker-2 holds its lease, but its engine did nothing for 12 s" in shown
     assert shown.count("/requests?worker=") == 2  # one that is gone has no id
@@ -255,7 +255,7 @@ async def test_watchers_are_limited(bus: Bus, monkeypatch: pytest.MonkeyPatch) -
 async def test_every_page_of_a_stopped_deployments_folder_is_served(make_broker: Callable[..., EmbeddedNats]) -> None:
     server = make_broker()
     request = await stored(server)
-    source = Source(server.data_dir)
+    source = LogSource(server.data_dir)
     async with (
         open_log(source, name="test", role="operator", streams=STREAMS) as log,
         serving(log.bus, stopped=log.stopped) as here,

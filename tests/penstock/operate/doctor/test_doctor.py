@@ -20,13 +20,13 @@ from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import Bus, connect
 from penstock.launch.nats import apply_at
 from penstock.launch.readiness import get
-from penstock.launch.state import Running, State, write_state
+from penstock.launch.state import DeploymentState, Running, write_state
 from penstock.operate.doctor import finding as certificates
 from penstock.operate.doctor import fleet as fleet_checks
 from penstock.operate.doctor import machine
 from penstock.operate.doctor.broker import check_address, check_broker
 from penstock.operate.doctor.command import check_logs, redacted, run, write_bundle
-from penstock.operate.doctor.finding import Finding, Status
+from penstock.operate.doctor.finding import CheckResult, CheckStatus
 from penstock.operate.doctor.fleet import (
     check_fleet,
     check_gateways,
@@ -67,7 +67,7 @@ def worker(name: str = "w-1", **more: object) -> Registration:
     return Registration(name, **(fields | more))  # type: ignore[arg-type]
 
 
-def statuses(findings: list[Finding]) -> dict[str, Status]:
+def statuses(findings: list[CheckResult]) -> dict[str, CheckStatus]:
     return {finding.check: finding.status for finding in findings}
 
 
@@ -77,7 +77,7 @@ def statuses(findings: list[Finding]) -> dict[str, Status]:
 def test_a_port_that_another_program_has_is_named(listening: socket.socket) -> None:
     port = listening.getsockname()[1]
     finding = machine.check_port("127.0.0.1", port)
-    assert finding.status is Status.problem
+    assert finding.status is CheckStatus.problem
     assert str(port) in finding.what
     assert "--http-port" in finding.fix
 
@@ -90,18 +90,18 @@ async def test_the_streams_on_the_disk_are_added_up(bus: Bus, pipeline: Subjects
 def test_a_data_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("no folder")
     finding = machine.check_data_folder(tmp_path / "data")
-    assert (finding.status, "is a file" in finding.what) == (Status.problem, True)
+    assert (finding.status, "is a file" in finding.what) == (CheckStatus.problem, True)
 
 
 def test_a_small_disk_is_a_warning_and_a_full_one_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for free, status in ((1 << 20, Status.problem), (1 << 30, Status.warning), (1 << 40, Status.ok)):
+    for free, status in ((1 << 20, CheckStatus.problem), (1 << 30, CheckStatus.warning), (1 << 40, CheckStatus.ok)):
         monkeypatch.setattr(
             machine.shutil, "disk_usage", lambda _, free=free: type("U", (), {"free": free, "total": 1})()
         )
         found = machine.check_disk(tmp_path / "later")
         assert found.status is status
         # It said 14 GiB, and a disk of 20 was thought to be large enough.
-        assert ("streams of the default sizes grow to 31.8 GiB" in found.fix) == (status is Status.warning)
+        assert ("streams of the default sizes grow to 31.8 GiB" in found.fix) == (status is CheckStatus.warning)
 
 
 def fake_smi(folder: Path, script: str) -> None:
@@ -113,12 +113,12 @@ def fake_smi(folder: Path, script: str) -> None:
 @pytest.mark.parametrize(
     ("script", "check", "status"),
     [
-        ("echo NVIDIA H200, 570.1, 1 MiB, 2 MiB, 3 %", "GPU driver", Status.ok),
-        ("echo no devices were found >&2; exit 6", "GPU driver", Status.problem),
+        ("echo NVIDIA H200, 570.1, 1 MiB, 2 MiB, 3 %", "GPU driver", CheckStatus.ok),
+        ("echo no devices were found >&2; exit 6", "GPU driver", CheckStatus.problem),
     ],
 )
 def test_a_driver_is_asked_and_its_complaint_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, check: str, status: Status
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, check: str, status: CheckStatus
 ) -> None:
     fake_smi(tmp_path, script)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -129,7 +129,7 @@ def test_hidden_gpus_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     fake_smi(tmp_path, "echo NVIDIA H200")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     findings = machine.check_gpus({"CUDA_VISIBLE_DEVICES": ""})
-    assert statuses(findings)["GPU"] is Status.problem
+    assert statuses(findings)["GPU"] is CheckStatus.problem
     assert statuses(machine.check_gpus({"CUDA_VISIBLE_DEVICES": "0"})).get("GPU") is None
 
 
@@ -156,14 +156,14 @@ async def test_what_is_no_nats_server_is_named() -> None:
 
 
 async def test_a_broker_in_order_has_no_finding_but_ok(bus: Bus) -> None:
-    assert set(statuses(await check_broker(bus)).values()) == {Status.ok}
+    assert set(statuses(await check_broker(bus)).values()) == {CheckStatus.ok}
 
 
 async def test_missing_streams_and_consumers_are_named_with_the_command_that_makes_them(bus: Bus) -> None:
     await bus.js.delete_stream(bus.subjects.stream("HANDOFF"))
     await bus.js.delete_consumer(bus.subjects.stream("REQUESTS"), "router-batch")
     [finding] = [each for each in await check_broker(bus) if each.check == "streams"]
-    assert finding.status is Status.problem
+    assert finding.status is CheckStatus.problem
     assert "HANDOFF" in finding.what
     assert "router-batch" in finding.what
     assert "penstock streams apply" in finding.fix
@@ -178,38 +178,38 @@ async def test_a_server_of_a_cluster_whose_copies_are_away_is_named_until_they_a
         away = (await cluster.leader("ps_DONE") + 1) % 3
         stay = [node for node in range(3) if node != away]
         bus = await connect(cluster.url(nodes=stay), role="operator", name="test", end_process=lambda _: None)  # type: ignore[arg-type, return-value]
-        seen: list[Finding] = []
+        seen: list[CheckResult] = []
 
-        async def wait_for(status: Status) -> None:
+        async def wait_for(status: CheckStatus) -> None:
             async with asyncio.timeout(60):
                 while [each.status for each in seen] != [status]:
                     await asyncio.sleep(0.1)
                     seen[:] = [each for each in await check_broker(bus) if each.check == "replicas"]
 
         try:
-            await wait_for(Status.ok)
+            await wait_for(CheckStatus.ok)
             cluster.kill(away)
-            await wait_for(Status.warning)
+            await wait_for(CheckStatus.warning)
             assert f"the copy of node-{away} is away or behind" in seen[0].what
             assert "before you stop another one" in seen[0].fix
             await cluster.restart(away)
-            await wait_for(Status.ok)
+            await wait_for(CheckStatus.ok)
         finally:
             await bus.close()
 
 
 def test_processes_that_are_down_or_drained_are_named() -> None:
     processes = (Running("router-0", "router"), Running("w", "worker", drained=True), Running("g", "gateway", 7))
-    down, drained = check_processes(State("", "", "", "", "ps", "m", processes))
-    assert (down.status, "router-0" in down.what) == (Status.problem, True)
-    assert (drained.status, "penstock restart w" in drained.fix) == (Status.warning, True)
+    down, drained = check_processes(DeploymentState("", "", "", "", "ps", "m", processes))
+    assert (down.status, "router-0" in down.what) == (CheckStatus.problem, True)
+    assert (drained.status, "penstock restart w" in drained.fix) == (CheckStatus.warning, True)
 
 
 async def test_a_gateway_that_does_not_answer_is_a_problem(listening: socket.socket) -> None:
     port = listening.getsockname()[1]
     listening.close()
     [finding] = await check_gateways([f"http://127.0.0.1:{port}"])
-    assert (finding.check, finding.status) == ("gateway", Status.problem)
+    assert (finding.check, finding.status) == ("gateway", CheckStatus.problem)
     assert (await get("127.0.0.1", port, "/"))[0] == 0
 
 
@@ -226,19 +226,19 @@ async def test_a_gateway_that_answers_others_without_a_key_is_named(
 
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     async with await asyncio.start_server(answer, sock=listening):
-        assert [finding.status for finding in await check_gateways([url])] == [Status.ok]
+        assert [finding.status for finding in await check_gateways([url])] == [CheckStatus.ok]
         monkeypatch.setattr(fleet_checks, "is_loopback", lambda host: False)
         found = await check_gateways([url])
         assert "penstock keys create" in found[0].fix
-        assert [finding.status for finding in found] == [Status.warning, Status.ok]
+        assert [finding.status for finding in found] == [CheckStatus.warning, CheckStatus.ok]
         answers["/v1/models"] = 401
-        assert [finding.status for finding in await check_gateways([url])] == [Status.ok]
+        assert [finding.status for finding in await check_gateways([url])] == [CheckStatus.ok]
         monkeypatch.undo()
         page = "penstock_gateway_trusted_proxies 1.0\n"
-        assert [finding.status for finding in await check_gateways([url])] == [Status.ok]
+        assert [finding.status for finding in await check_gateways([url])] == [CheckStatus.ok]
         answers["/v1/models"] = 200
         found = await check_gateways([url])
-        assert [finding.status for finding in found] == [Status.warning, Status.ok]
+        assert [finding.status for finding in found] == [CheckStatus.warning, CheckStatus.ok]
         assert "answers everyone whom its proxies let through, without an API key" in found[0].what
 
 
@@ -251,11 +251,11 @@ async def test_gateways_that_demand_a_key_where_there_is_none_are_named(
     monkeypatch.setattr(fleet_checks, "get_url", answers)
     assert (await find_keys(bus)).there == 0  # as after the loss of the broker's disk
     [*_, finding] = await check_gateways(["http://127.0.0.1:1"], await find_keys(bus))
-    assert (finding.check, finding.status) == ("keys", Status.warning)
+    assert (finding.check, finding.status) == ("keys", CheckStatus.warning)
     assert "`penstock keys import < FILE`" in finding.fix
     await bus.nc.jetstream().publish(f"$KV.{bus.subjects.bucket('keys')}.pst-1", b"{}")
     found = await check_gateways(["http://127.0.0.1:1"], await find_keys(bus))
-    assert [each.status for each in found] == [Status.ok]
+    assert [each.status for each in found] == [CheckStatus.ok]
 
 
 async def test_lost_keys_are_named_by_what_gateways_say_and_without_an_address_by_what_they_noted(
@@ -269,7 +269,7 @@ async def test_lost_keys_are_named_by_what_gateways_say_and_without_an_address_b
     monkeypatch.setattr(fleet_checks, "get_url", answers)
     url = "http://127.0.0.1:1"
     [finding] = [each for each in await check_gateways([url], await find_keys(bus)) if each.check == "keys"]
-    assert finding.status is Status.problem
+    assert finding.status is CheckStatus.problem
     assert f"the broker has none any more: {url} refuses every request with 401" in finding.what
     assert "`penstock keys import < FILE`" in finding.fix
     assert await check_gateways([], await find_keys(bus)) == []
@@ -277,11 +277,11 @@ async def test_lost_keys_are_named_by_what_gateways_say_and_without_an_address_b
     for name in ("gateway-a", "gateway-b", "gateway-a"):
         await audit.write(bus.nc, bus.subjects, "gateway", AuditEntry(KEYS_LOST, name))
     [finding] = await check_gateways([], await find_keys(bus))
-    assert finding.status is Status.problem
+    assert finding.status is CheckStatus.problem
     assert "gateway-a gateway-b refuse every request" in finding.what
     page = b"penstock_gateway_keys_lost 0.0\n"  # started again without its note
     found = await check_gateways([url], await find_keys(bus))
-    assert [each.status for each in found if each.check == "keys"] == [Status.warning]
+    assert [each.status for each in found if each.check == "keys"] == [CheckStatus.warning]
     await bus.nc.jetstream().publish(f"$KV.{bus.subjects.bucket('keys')}.pst-1", b"{}")
     assert await check_gateways([], await find_keys(bus)) == []
 
@@ -294,11 +294,11 @@ async def test_gateways_that_differ_on_keys_are_a_problem(monkeypatch: pytest.Mo
         return (401 if (url, path) == (old, "/v1/models") else 200), b""
 
     monkeypatch.setattr(fleet_checks, "get_url", answer)
-    found = [each for each in await check_gateways([old, new]) if each.status is Status.problem]
+    found = [each for each in await check_gateways([old, new]) if each.status is CheckStatus.problem]
     assert len(found) == 1
     assert f"{new} answers without an API key, and other gateways demand one" in found[0].what
     assert "--require-keys" in found[0].fix
-    assert {each.status for each in await check_gateways([new, new])} == {Status.ok}
+    assert {each.status for each in await check_gateways([new, new])} == {CheckStatus.ok}
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
@@ -314,7 +314,7 @@ async def test_certificates_of_a_gateway_and_of_the_broker_that_expire_are_named
     nc = BusClient()
     await nc.connect(server.url())
 
-    async def found(days: float) -> list[Status]:
+    async def found(days: float) -> list[CheckStatus]:
         then = datetime.now(UTC) + timedelta(days=days)
         monkeypatch.setattr(certificates, "now", lambda: then)
         of_gateway = await asyncio.to_thread(certificates.check_gateway_certificate, url)
@@ -327,7 +327,7 @@ async def test_certificates_of_a_gateway_and_of_the_broker_that_expire_are_named
 
     url = f"https://127.0.0.1:{listening.getsockname()[1]}"
     async with await asyncio.start_server(hang_up, sock=listening, ssl=context):
-        for days, status in ((0, Status.ok), (DAYS - 0.1, Status.warning), (DAYS + 0.1, Status.problem)):
+        for days, status in ((0, CheckStatus.ok), (DAYS - 0.1, CheckStatus.warning), (DAYS + 0.1, CheckStatus.problem)):
             assert await found(days) == [status, status]
     assert certificates.check_gateway_certificate(url) == []  # it does not answer
     assert certificates.check_gateway_certificate(url.replace("https", "http")) == []
@@ -350,22 +350,22 @@ async def test_a_deployment_without_routers_and_workers_names_what_to_start(bus:
 @pytest.mark.parametrize(
     ("workers", "check", "status"),
     [
-        ([worker(role="encode")], "roles", Status.problem),
-        ([worker(state=WorkerState.draining)], "roles", Status.problem),
-        ([worker(role="decode", transfer=Endpoint("h", "x"))], "roles", Status.warning),
-        ([worker(role="prefill"), worker("w-2", role="decode")], "KV transport", Status.problem),
-        ([worker(revision="a"), worker("w-2", revision="b")], "same model", Status.warning),
-        ([worker(block_size=16), worker("w-2")], "same model", Status.warning),
-        ([worker(kv_events=False)], "KV events", Status.warning),
-        ([worker(load=Load(waiting=3, used_blocks=99))], "KV memory", Status.warning),
-        ([worker(load=Load(waiting=9))], "slots", Status.warning),
-        ([worker()], "workers", Status.ok),
+        ([worker(role="encode")], "roles", CheckStatus.problem),
+        ([worker(state=WorkerState.draining)], "roles", CheckStatus.problem),
+        ([worker(role="decode", transfer=Endpoint("h", "x"))], "roles", CheckStatus.warning),
+        ([worker(role="prefill"), worker("w-2", role="decode")], "KV transport", CheckStatus.problem),
+        ([worker(revision="a"), worker("w-2", revision="b")], "same model", CheckStatus.warning),
+        ([worker(block_size=16), worker("w-2")], "same model", CheckStatus.warning),
+        ([worker(kv_events=False)], "KV events", CheckStatus.warning),
+        ([worker(load=Load(waiting=3, used_blocks=99))], "KV memory", CheckStatus.warning),
+        ([worker(load=Load(waiting=9))], "slots", CheckStatus.warning),
+        ([worker()], "workers", CheckStatus.ok),
     ],
 )
-def test_what_is_wrong_with_a_fleet_is_found(workers: list[Registration], check: str, status: Status) -> None:
+def test_what_is_wrong_with_a_fleet_is_found(workers: list[Registration], check: str, status: CheckStatus) -> None:
     findings = check_workers(workers)
     assert statuses(findings)[check] is status
-    assert all(finding.fix for finding in findings if finding.status is not Status.ok)
+    assert all(finding.fix for finding in findings if finding.status is not CheckStatus.ok)
 
 
 async def test_engines_whose_kv_events_do_not_arrive_are_found_by_the_counts(bus: Bus) -> None:
@@ -382,14 +382,14 @@ def test_a_gpu_out_of_memory_in_a_log_comes_with_the_three_settings_to_lower(tmp
     (tmp_path / "worker-0.log").write_text("start\ntorch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\nend\n")
     (tmp_path / "worker-1.log").write_text("CUDA out of memory\n")
     [finding] = check_logs(tmp_path)
-    assert finding.status is Status.problem
+    assert finding.status is CheckStatus.problem
     assert "worker-0.log, worker-1.log" in finding.what
     assert all(word in finding.fix for word in ("max_num_tokens", "max_batch_size", "free_gpu_memory_fraction"))
 
 
 def test_logs_without_trouble_are_in_order(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("all is well\n")
-    assert statuses(check_logs(tmp_path)) == {"logs": Status.ok}
+    assert statuses(check_logs(tmp_path)) == {"logs": CheckStatus.ok}
 
 
 @pytest.mark.parametrize(
@@ -411,11 +411,11 @@ def test_no_secret_gets_into_an_archive(text: bytes, secret: bytes) -> None:
 def test_an_archive_has_findings_versions_and_logs(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "worker-0.log").write_text("nats://worker:geheim@h:1\n")
-    state = State("http://h:1", "nats://operator:geheim@h:2", "c", "s", "ps", "m")
+    state = DeploymentState("http://h:1", "nats://operator:geheim@h:2", "c", "s", "ps", "m")
     write_state(tmp_path / "state.json", state)
     path = tmp_path / "bundle.tar.gz"
     path.write_bytes(b"an earlier one")
-    write_bundle(path, [Finding("a", Status.ok, "b")], tmp_path, {"streams.json": b"[]"})
+    write_bundle(path, [CheckResult("a", CheckStatus.ok, "b")], tmp_path, {"streams.json": b"[]"})
     assert path.stat().st_mode & 0o777 == 0o600
     with tarfile.open(path) as archive:
         contents = {
@@ -468,7 +468,11 @@ def test_a_worker_that_loses_its_lease_over_and_over_is_named_while_it_is_there_
     lost = [LostLeases(name, "aggregated", "m", count, 0) for name, count in (("w-1", 3), ("w-2", 4), ("w-3", 1))]
     there = [worker("w-1", load=Load(slowest_step_ms=6_000)), worker("w-3")]
     often, gone, once = check_leases(lost, there, 5_000_000_000)
-    assert [each.status for each in (often, gone, once)] == [Status.problem, Status.problem, Status.warning]
+    assert [each.status for each in (often, gone, once)] == [
+        CheckStatus.problem,
+        CheckStatus.problem,
+        CheckStatus.warning,
+    ]
     assert "w-1 lost its lease 3 times in ten minutes, 5 s ago" in often.what
     assert "slowest step within a minute took 6.00 s" in often.what
     assert "w-2 lost its lease 4 times" in gone.what
@@ -479,20 +483,23 @@ def test_a_worker_that_loses_its_lease_over_and_over_is_named_while_it_is_there_
 def test_leases_that_were_lost_through_the_broker_are_blamed_on_no_worker() -> None:
     lost = [LostLeases(name, "aggregated", "m", count, 0, 2) for name, count in (("w-1", 0), ("w-2", 1), ("w-3", 0))]
     broker, own, gone = check_leases(lost, [worker("w-1"), worker("w-2")], 5_000_000_000)
-    assert (broker.check, broker.status) == ("all leases", Status.warning)
+    assert (broker.check, broker.status) == ("all leases", CheckStatus.warning)
     assert "all workers lost their leases at once" in broker.what
     assert "2 times in ten minutes" in broker.what
     assert "w-2 lost its lease once in ten minutes" in own.what
     assert "w-3 lost its lease with all others" in gone.what
     assert "not registered now" in gone.what
-    assert statuses(check_leases(lost[:1], [worker("w-1")], 0)) == {"all leases": Status.warning, "leases": Status.ok}
+    assert statuses(check_leases(lost[:1], [worker("w-1")], 0)) == {
+        "all leases": CheckStatus.warning,
+        "leases": CheckStatus.ok,
+    }
 
 
 def test_a_worker_that_holds_its_lease_and_does_nothing_is_named() -> None:
     [finding] = check_leases([], [worker("w-1"), worker("w-2", load=Load(running=1, quiet_ms=23_000))], 0)
-    assert finding.status is Status.problem
+    assert finding.status is CheckStatus.problem
     assert "w-2 holds its lease, but its engine did nothing for 23 s" in finding.what
-    assert statuses(check_leases([], [worker("w-1")], 0)) == {"leases": Status.ok}
+    assert statuses(check_leases([], [worker("w-1")], 0)) == {"leases": CheckStatus.ok}
 
 
 def test_a_worker_that_is_much_slower_than_its_peers_is_named_with_both_times_and_what_to_do() -> None:
@@ -502,7 +509,7 @@ def test_a_worker_that_is_much_slower_than_its_peers_is_named_with_both_times_an
 
     peers = [paced("w-1", 1), paced("w-2", 1)]
     [slow] = check_paces([*peers, paced("w-3", 20), worker("idle")])
-    assert (slow.check, slow.status) == ("slow worker", Status.warning)
+    assert (slow.check, slow.status) == ("slow worker", CheckStatus.warning)
     assert (
         "w-3 is 20 times slower than its peers: 200.0 ms from token to token, and they 10.0 ms (2 peers)" in slow.what
     )
@@ -510,5 +517,5 @@ def test_a_worker_that_is_much_slower_than_its_peers_is_named_with_both_times_an
     of_prompts = [paced(name, factor, role="prefill", device="1x NVIDIA L4") for name, factor in (("p", 1), ("q", 9))]
     [slow] = check_paces(of_prompts)
     assert "90.0 ms for a prompt, and they 10.0 ms (1 peer, 1x NVIDIA L4)" in slow.what
-    assert statuses(check_paces(peers)) == {"slow worker": Status.ok}
+    assert statuses(check_paces(peers)) == {"slow worker": CheckStatus.ok}
     assert check_paces([paced("w-1", 20)]) == []

@@ -11,7 +11,7 @@ import structlog
 from penstock.configs.logs import setup
 from penstock.operate.doctor import trtllm as doctor
 from penstock.operate.doctor.command import run
-from penstock.operate.doctor.finding import Finding, Status
+from penstock.operate.doctor.finding import CheckResult, CheckStatus
 from tests import standins
 
 
@@ -48,7 +48,7 @@ def quirks() -> Iterator[Any]:
     vars(variant.QUIRKS).update(before)
 
 
-def by_name(findings: list[Finding]) -> dict[str, Finding]:
+def by_name(findings: list[CheckResult]) -> dict[str, CheckResult]:
     return {finding.check: finding for finding in findings}
 
 
@@ -109,7 +109,7 @@ def test_each_way_that_fails_is_reported_and_the_others_run_on(
 
 def test_options_without_effect_are_warned_of(quirks: Any) -> None:
     found = by_name(list(doctor.examine("", {"override_engine_args": '{"sampler_type": "TorchSampler"}'})))
-    assert found["sampling"].status is Status.warning
+    assert found["sampling"].status is CheckStatus.warning
     assert found["sampling"].what == (
         "this sampler does not apply penalties, min_p, seed; min_tokens counts the prompt as well"
     )
@@ -124,13 +124,13 @@ def test_constraints_that_are_off_say_why(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(llguidance, "LLTokenizer", Renamed)
     found = by_name(list(doctor.examine("", {})))
-    assert found["constraints"].status is Status.warning
+    assert found["constraints"].status is CheckStatus.warning
     assert "has another interface" in found["constraints"].what
 
 
 def test_a_folder_without_a_model_is_no_fault_of_the_release() -> None:
     (finding,) = doctor.examine("/nonexistent", {})
-    assert (finding.check, finding.status) == ("model", Status.problem)
+    assert (finding.check, finding.status) == ("model", CheckStatus.problem)
     assert "--model" in finding.fix
 
 
@@ -139,5 +139,5 @@ def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.Monke
 
     monkeypatch.delattr(tensorrt_llm, "LLM")
     (finding,) = doctor.examine("", {})
-    assert finding.status is Status.problem
+    assert finding.status is CheckStatus.problem
     assert "pypi.nvidia.com" in finding.what

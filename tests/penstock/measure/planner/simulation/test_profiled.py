@@ -6,14 +6,14 @@ import pytest
 
 from penstock.cli.figures import quantile
 from penstock.measure.planner.capacity import EngineTiming
-from penstock.measure.planner.simulation.command import Settings, run
+from penstock.measure.planner.simulation.command import PlanSimulationSettings, run
 from penstock.measure.planner.simulation.run import BLOCK_SIZE, BLOCKS, Engines, ProfileTimes, simulate, worker_of
 from penstock.measure.planner.simulation.shapes import generate
 from penstock.measure.profile.data import save
 from penstock.measure.profile.modelled import mock_profile
 from penstock.measure.simulation.fleet import simulate as run_fleet
 from penstock.measure.simulation.placement import PlacementPolicy
-from penstock.measure.simulation.policy import Fleet
+from penstock.measure.simulation.policy import SimulatedFleet
 from penstock.measure.simulation.trace import Request
 from penstock.schemas.plans import Role, Rules
 from penstock.schemas.requests import Sampling, Stop
@@ -77,7 +77,7 @@ def mock_engine_times(requests: list[Request]) -> tuple[list[float], list[float]
 def test_the_percentiles_are_those_of_the_mock_engine_s_own_scheduler() -> None:
     trace = generate("flat", seed=4, seconds=120, low=1, high=4, isl=2000, osl=100, shared=0.0)
     requests = trace.requests(BLOCK_SIZE)
-    fleet = Fleet((worker_of("aggregated", MOCK, BLOCK_SIZE),), BLOCK_SIZE)
+    fleet = SimulatedFleet((worker_of("aggregated", MOCK, BLOCK_SIZE),), BLOCK_SIZE)
     served = run_fleet(fleet, requests, PlacementPolicy()).served
     simulated = (
         sorted((each.first_ns - each.request.arrival_ns) / 1e6 for each in served),
@@ -108,10 +108,10 @@ def test_plan_simulate_takes_profiles_as_they_were_measured(tmp_path: Path, caps
     save(tmp_path / "slow", engine(prefill_ms=400, step_ms=30).profile)
     load = {"shape": "flat", "seconds": 60.0, "high": 2.0, "isl": 1000, "osl": 60, "fixed": ("2+1",)}
     both = (str(tmp_path / "slow"), str(tmp_path / "fast" / "profile.json"))
-    assert run(Settings(**load, prefill=2, decode=1, profile=both)) == 0  # type: ignore[arg-type]
+    assert run(PlanSimulationSettings(**load, prefill=2, decode=1, profile=both)) == 0  # type: ignore[arg-type]
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("fixed 2+1")).split()
     assert float(row[-2]) == 4.0  # two workers of one GPU, and one of two: the mean of GPUs, and the peak
-    assert run(Settings(profile=both)) == 2
+    assert run(PlanSimulationSettings(profile=both)) == 2
     assert "--profile: 2 for aggregated; give one" in capsys.readouterr().err
-    assert run(Settings(profile=(str(tmp_path / "none"),))) == 1
+    assert run(PlanSimulationSettings(profile=(str(tmp_path / "none"),))) == 1
     assert "there is none" in capsys.readouterr().err

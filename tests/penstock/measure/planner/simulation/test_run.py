@@ -2,10 +2,10 @@
 
 import pytest
 
-from penstock.measure.planner.simulation.command import Settings, run
+from penstock.measure.planner.simulation.command import PlanSimulationSettings, run
 from penstock.measure.planner.simulation.run import Engines, Simulated, simulate
 from penstock.measure.planner.simulation.shapes import generate
-from penstock.measure.simulation.trace import Trace
+from penstock.measure.simulation.trace import RequestTrace
 from penstock.schemas.plans import Bounds, Role, Rules
 
 RULES = Rules(
@@ -21,20 +21,22 @@ ENGINES = Engines(slowness=5.0, transfer_ns_per_token=500)
 
 
 @pytest.fixture(scope="module")
-def trace() -> Trace:
+def trace() -> RequestTrace:
     return generate("diurnal", seed=3, seconds=600, low=0.2, high=4.0, isl=3000, osl=100)
 
 
 @pytest.fixture(scope="module")
-def aggregated(trace: Trace) -> Simulated:
+def aggregated(trace: RequestTrace) -> Simulated:
     return served(trace, {"aggregated": 1}, planned=True)
 
 
-def served(trace: Trace, counts: dict[Role, int], *, planned: bool) -> Simulated:
+def served(trace: RequestTrace, counts: dict[Role, int], *, planned: bool) -> Simulated:
     return simulate("run", trace, 1.0, ENGINES, counts, RULES, planned=planned)
 
 
-def test_a_planned_fleet_takes_fewer_gpu_hours_than_its_peak_all_day(trace: Trace, aggregated: Simulated) -> None:
+def test_a_planned_fleet_takes_fewer_gpu_hours_than_its_peak_all_day(
+    trace: RequestTrace, aggregated: Simulated
+) -> None:
     planned = aggregated
     peak = served(trace, {"aggregated": planned.outcome.peak_gpus}, planned=False)
     least = served(trace, {"aggregated": 1}, planned=False)
@@ -45,7 +47,7 @@ def test_a_planned_fleet_takes_fewer_gpu_hours_than_its_peak_all_day(trace: Trac
     assert least.outcome.attained < planned.outcome.attained
 
 
-def test_prefill_and_decode_come_and_go_without_a_lost_request(trace: Trace) -> None:
+def test_prefill_and_decode_come_and_go_without_a_lost_request(trace: RequestTrace) -> None:
     planned = served(trace, {"prefill": 1, "decode": 1}, planned=True)
     assert planned.outcome.unserved == 0
     assert {role for role, begin, _ in planned.lives if begin > 0} <= {"prefill", "decode"}
@@ -83,5 +85,5 @@ def test_the_shapes_have_their_rates() -> None:
 def test_flags_that_do_not_fit_are_said(
     flags: dict[str, object], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(Settings(**flags)) == 2  # type: ignore[arg-type]
+    assert run(PlanSimulationSettings(**flags)) == 2  # type: ignore[arg-type]
     assert text in capsys.readouterr().err
