@@ -109,7 +109,7 @@ CONFINED = {
         "workers/kv_transfer",
         "penstock/measure/bench/handoff",
         "penstock/measure/simulation/engine",
-        "penstock/log/sources/checksums",
+        "penstock/log/sources/many_checksums",
     ),
 }
 # Texts that would be names of modules, but are not.

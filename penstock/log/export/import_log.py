@@ -21,6 +21,7 @@ from penstock.log.sources.log_copy import STREAMS_DIR, stream_name
 from penstock.log.sources.log_line import BadLine
 from penstock.log.sources.open_log import CONNECT_S, FAILURES
 from penstock.log.sources.restore import RESTORED, prefix, restore
+from penstock.log.sources.store_files import check_server
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import HEADER_RECORDED_TIME, Subjects
 
@@ -71,6 +72,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _into_folder(exported: ExportFile, data_dir: Path, namespace: str) -> dict[str, int]:
+    check_server()
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = Lock(data_dir / "nats.lock")
     lock.acquire("a nats-server of penstock")

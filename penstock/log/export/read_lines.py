@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 
 from penstock.infra.bus.direct_get import Entry, format_time, read
-from penstock.log.sources.blocks import message, parse_headers
 from penstock.log.sources.data_folder import StoredLog
 from penstock.log.sources.log_line import LogLine, Selection
 from penstock.log.sources.open_log import Log
+from penstock.log.sources.store_files import message, parse_headers
 from penstock.schemas.ids import time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 

@@ -14,9 +14,8 @@ import msgspec
 import structlog
 
 from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, get_last, get_last_of, read, read_backwards
-from penstock.log.sources.blocks import Place, message, message_id, subject_of
 from penstock.log.sources.data_folder import StoredLog
-from penstock.log.sources.stream import Raw, StoredStream
+from penstock.log.sources.store_files import Place, Raw, StoredStream, message, message_id, subject_of
 from penstock.schemas import done, jobs, requests
 from penstock.schemas.ids import time_of
 from penstock.schemas.jobs import Job, Revoke

@@ -5,8 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from penstock.infra.bus.direct_get import Entry, LogFiles, StreamState
-from penstock.log.sources.blocks import message, parse_headers
-from penstock.log.sources.stream import Raw, StoredStream, subject_pattern
+from penstock.log.sources.store_files import Raw, StoredStream, message, parse_headers, subject_pattern
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import Subjects
 
@@ -20,7 +19,7 @@ class StoredLog(LogFiles):
         check: called after each look at the files; raises if a broker has started on them.
         verify: leave out messages whose checksums are wrong, and say so.
     Raises:
-        Unsupported: a stream is encrypted or compressed.
+        UnreadableFiles: a stream is encrypted or compressed.
         OSError, msgspec.MsgspecError: a stream cannot be read.
     """
 

@@ -6,14 +6,13 @@ files. So a copy is served, and the limits in its metadata are lifted before the
 
 import contextlib
 import fcntl
-import hashlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from penstock.log.sources.checksums import highway_hash_64
+from penstock.log.sources.store_files import without_limits
 from penstock.schemas.subjects import Subjects
 
 MEDIA = "MEDIA"
@@ -54,7 +53,10 @@ def copy_streams(data_dir: Path, target: Path, streams: Sequence[str]) -> None:
         for folder in folders:
             into = target / STREAMS_DIR / folder.name
             (into / "msgs").mkdir(mode=0o700, parents=True)
-            meta, checksum = without_limits(folder.name, (folder / "meta.inf").read_bytes())
+            try:
+                meta, checksum = without_limits(folder.name, (folder / "meta.inf").read_bytes())
+            except ValueError as error:
+                raise CopyFailed(str(error)) from error
             (into / "meta.inf").write_bytes(meta)
             (into / "meta.sum").write_text(checksum)
         for number, path in enumerate(files):
@@ -65,22 +67,6 @@ def copy_streams(data_dir: Path, target: Path, streams: Sequence[str]) -> None:
                 shutil.copyfile(path, into)
     except OSError as error:
         raise CopyFailed(f"the log of {data_dir} cannot be copied to {target}: {error}") from error
-
-
-def without_limits(name: str, meta: bytes) -> tuple[bytes, str]:
-    """A stream's metadata without an age limit and for a single server, and its checksum.
-
-    The checksum is HighwayHash-64 under the SHA-256 of the stream's name, in hex (nats-server ``filestore.go``).
-
-    Raises:
-        CopyFailed: the metadata is not what nats-server writes.
-    """
-    try:
-        config = msgspec.json.decode(meta, type=dict[str, object])
-    except msgspec.MsgspecError as error:
-        raise CopyFailed(f"the metadata of stream {name} is damaged: {error}") from error
-    lifted = msgspec.json.encode(config | {"max_age": 0, "num_replicas": 1})
-    return lifted, highway_hash_64(hashlib.sha256(name.encode()).digest(), lifted).hex()
 
 
 def recorded_max_age_s(data_dir: Path, name: str) -> float:

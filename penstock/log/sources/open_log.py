@@ -20,10 +20,9 @@ from penstock.infra.broker.datadir import DataDirBusy, DataDirUnusable, Lock, ho
 from penstock.infra.broker.server import NoServerBinary, ServerFailed
 from penstock.infra.bus.direct_get import LogFiles, Readable
 from penstock.launch.state import DeploymentState, read_state
-from penstock.log.sources.blocks import can_verify_much
 from penstock.log.sources.data_folder import StoredLog
 from penstock.log.sources.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces, stream_name
-from penstock.log.sources.stream import UnreadableFiles
+from penstock.log.sources.store_files import UnreadableFiles, can_verify_much, check_server, known_form, written_by
 from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects
 
@@ -187,7 +186,9 @@ async def open_log(
             names = [stream_name(Subjects(namespace), stream) for stream in streams]
             stored = _stored(data_dir, namespace, names, NotStarted(lock.path), source.verify) if files else None
             if stored is None and source.verify:
-                raise ValueError("--verify: the streams are encrypted or compressed, so that only a broker reads them")
+                raise ValueError(
+                    "--verify: only a broker reads these streams: encrypted, compressed or of a later nats-server"
+                )
             if stored is not None:
                 lock.release()
                 yield Log(stored, stopped=True)
@@ -229,10 +230,12 @@ def _check_verify(source: LogSource) -> None:
 async def _exported(
     source: LogSource, name: str, role: str, streams: Sequence[str], timeout_s: float, files: bool
 ) -> AsyncIterator[Log]:
-    # Modules that no other command which reads the log waits for, such as numpy.
+    # Modules that no other command which reads the log waits for.
     from penstock.log.sources.export_file import open_export
     from penstock.log.sources.restore import restore
 
+    if not files:
+        await asyncio.to_thread(check_server)
     with tempfile.TemporaryDirectory(prefix="penstock-log-") as folder:
         with open_export(source.file, skip_bad=source.skip_bad) as exported:
             namespace = source.namespace or exported.header.namespace
@@ -262,6 +265,8 @@ def _stored(
     verify: bool = False,
 ) -> StoredLog | None:
     """The streams of a folder as files; None: only a broker can read them."""
+    if not known_form(written_by(data_dir)):
+        return None
     try:
         return StoredLog(data_dir / STREAMS_DIR, Subjects(namespace), names, check, verify=verify)
     except UnreadableFiles:

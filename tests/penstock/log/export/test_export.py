@@ -15,7 +15,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, read
 from penstock.log.export import export, import_log, read_lines
 from penstock.log.requests import inspect, list_requests, tail
-from penstock.log.sources import restore
+from penstock.log.sources import store_files
 from penstock.log.sources.export_file import open_export
 from penstock.log.sources.log_copy import STREAMS_DIR, CopyFailed
 from penstock.log.sources.open_log import LogSource, open_log
@@ -169,6 +169,18 @@ async def test_an_import_keeps_times_in_a_folder_and_in_a_running_broker(
         assert "--namespace" in capsys.readouterr().err
 
 
+async def test_no_files_are_written_for_a_nats_server_that_was_not_tested(
+    bus: Bus, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await recorded(bus)
+    file = str(tmp_path / "all.jsonl")
+    assert await run(export.run, "--all", "-o", file) == 0
+    monkeypatch.setattr(store_files, "TESTED", (2, 14, 9))
+    assert await asyncio.to_thread(import_log.run, [file, "--data-dir", str(tmp_path / "new")]) == 1
+    assert "import into a running broker with --nats-url" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 async def test_a_damaged_line_is_named_and_can_be_left_out(
     bus: Bus,
     run: Run,
@@ -212,7 +224,7 @@ async def test_a_disk_without_room_for_a_file_is_named(
     def full(*_: object) -> bytes:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(restore, "checksums", full)
+    monkeypatch.setattr(store_files, "checksums", full)
     with pytest.raises(CopyFailed, match=r"No space left on device.*TMPDIR"):
         async with open_log(LogSource(tmp_path, file=str(tmp_path / "f")), name="test"):
             pass

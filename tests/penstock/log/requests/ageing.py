@@ -4,7 +4,7 @@ import hashlib
 import struct
 from pathlib import Path
 
-from penstock.log.sources.checksums import highway_hash_64
+from penstock.log.sources.highway_hash import highway_hash_64
 
 _HEADER = struct.Struct("<IQqH")  # length (top bit: has headers), sequence, time in ns, length of the subject
 _HAS_HEADERS = 1 << 31

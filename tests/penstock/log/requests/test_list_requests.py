@@ -17,7 +17,7 @@ from penstock.log.requests.find_requests import ended, summaries, unfinished
 from penstock.log.requests.list_requests import RequestLine, lines, run
 from penstock.log.sources.data_folder import StoredLog
 from penstock.log.sources.open_log import LogSource, open_log
-from penstock.log.sources.stream import Raw
+from penstock.log.sources.store_files import Raw
 from penstock.schemas.streams import ROUTER_ACK_WAIT_S
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.summary import Criteria, RequestSummary

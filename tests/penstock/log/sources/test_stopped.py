@@ -14,12 +14,12 @@ import pytest
 from penstock.infra.broker import datadir
 from penstock.infra.broker.apply import apply
 from penstock.infra.broker.datadir import DataDirUnusable, Lock
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.broker.server import TESTED, EmbeddedNats, dotted
 from penstock.infra.bus.connection import connect
 from penstock.infra.bus.direct_get import read
 from penstock.log.requests import inspect, leases
 from penstock.log.sources import log_copy
-from penstock.log.sources.checksums import highway_hash_64
+from penstock.log.sources.highway_hash import highway_hash_64
 from penstock.log.sources.log_copy import STREAMS_DIR, CopyFailed, namespaces
 from penstock.log.sources.open_log import LogSource, open_log
 from penstock.log.timeline.read import read_timeline
@@ -208,3 +208,15 @@ async def test_a_disk_without_room_for_the_copy_is_named(
 def test_highway_hash_gives_its_authors_results(length: int, expected: int) -> None:
     """Test vectors of google/highwayhash, ``highwayhash_test.cc``."""
     assert int.from_bytes(highway_hash_64(bytes(range(32)), bytes(range(length))), "little") == expected
+
+
+async def test_the_files_of_a_later_nats_server_are_left_to_a_broker(make_broker: Callable[..., EmbeddedNats]) -> None:
+    server = make_broker()
+    asked = await stored(server)
+    for version, by_files in ((dotted(TESTED), True), ("2.99.0", False)):
+        with (server.data_dir / "nats.log").open("a") as log_file:
+            log_file.write(f"[1] 2026/11/28 19:43:08.610075 [INF]   Version:  {version}\n")
+        async with open_log(LogSource(server.data_dir), name="test", files=True) as log:
+            assert (log.files is not None) == by_files
+            timeline = await read_timeline(log.reader, asked.id)
+        assert timeline.done is not None

@@ -13,11 +13,18 @@ from structlog.testing import capture_logs
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, Readable, get, get_last, get_last_of, get_next, read, read_backwards
-from penstock.log.sources.blocks import HEADER, message, parse_headers, records
 from penstock.log.sources.data_folder import StoredLog
 from penstock.log.sources.log_copy import STREAMS_DIR, CopyFailed
 from penstock.log.sources.open_log import LogSource, open_log
-from penstock.log.sources.stream import StoredStream, UnreadableFiles, subject_pattern
+from penstock.log.sources.store_files import (
+    HEADER,
+    StoredStream,
+    UnreadableFiles,
+    message,
+    parse_headers,
+    records,
+    subject_pattern,
+)
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 

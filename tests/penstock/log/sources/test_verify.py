@@ -12,10 +12,9 @@ from structlog.testing import capture_logs
 
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.log.requests import inspect, list_requests
-from penstock.log.sources import blocks
-from penstock.log.sources.blocks import HAS_HEADERS, HEADER, damaged, key_of, records
+from penstock.log.sources import store_files
 from penstock.log.sources.log_copy import STREAMS_DIR
-from penstock.log.sources.stream import StoredStream
+from penstock.log.sources.store_files import HAS_HEADERS, HEADER, StoredStream, damaged, key_of, records
 from penstock.schemas.requests import GenerateRequest
 from tests.infra.bus.support import opened
 from tests.penstock.log.requests.support import accept, assign, end, stream
@@ -57,7 +56,7 @@ def run(command: Callable[[list[str]], int], *argv: str) -> str:
 async def test_every_damaged_byte_of_a_message_is_noticed(
     stopped: tuple[Path, list[GenerateRequest]], monkeypatch: pytest.MonkeyPatch, few_bytes: int
 ) -> None:
-    monkeypatch.setattr(blocks, "_FEW_BYTES", few_bytes)
+    monkeypatch.setattr(store_files, "_FEW_BYTES", few_bytes)
     path = block_of(stopped[0], "DONE")
     block = path.read_bytes()
     key = key_of("ps_DONE", 1)
