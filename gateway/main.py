@@ -14,10 +14,10 @@ import structlog
 
 from penstock.configs import logs
 from penstock.configs.settings import GatewaySettings, served_names
-from penstock.gateway.base.metrics import Metrics
+from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.http.app import application
 from penstock.gateway.http.middleware import TrustedProxies, check_origins, with_access_log, with_cors, with_proxies
-from penstock.gateway.http.server import HttpServer, Limits
+from penstock.gateway.http.server import ConnectionLimits, HttpServer
 from penstock.gateway.http.tls import BadCertificate, Certificate
 from penstock.gateway.nats.api import NatsApi
 from penstock.gateway.service.model_store import report_ignored
@@ -148,7 +148,7 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
     publisher = Publisher(bus)
     await publisher.open()
     labels = {"namespace": settings.namespace, "process": settings.name}
-    metrics = Metrics(process_scope("gateway", labels).child("gateway"))
+    metrics = GatewayMetrics(process_scope("gateway", labels).child("gateway"))
     loop = asyncio.get_running_loop()
     metrics.tasks.set_function(lambda: count_tasks(loop))
     lag = loop_lag.gauge(metrics.scope)
@@ -193,14 +193,14 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
     return stop.status
 
 
-def limits_of(settings: GatewaySettings, metrics: Metrics) -> Limits:
+def limits_of(settings: GatewaySettings, metrics: GatewayMetrics) -> ConnectionLimits:
     """Limits of connections; no more connections than the process may have open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    connections, spare = settings.max_connections, Limits().spare
+    connections, spare = settings.max_connections, ConnectionLimits().spare
     if files != resource.RLIM_INFINITY and connections > files - OTHER_FILES:
         connections = max(1, files - OTHER_FILES)
         log.warning("connections_limited", max_connections=connections, files=files, action="raise ulimit -n")
@@ -208,7 +208,7 @@ def limits_of(settings: GatewaySettings, metrics: Metrics) -> Limits:
         spare = SPARE_FILES
     metrics.max_connections.set(connections)
     metrics.trusted_proxies.set(len(settings.trusted_proxies))
-    return Limits(
+    return ConnectionLimits(
         header_bytes=settings.max_header_bytes,
         header_s=settings.header_timeout_s,
         body_s=settings.body_timeout_s,

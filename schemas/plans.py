@@ -175,7 +175,7 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
     reasons: tuple[str, ...] = ()
 
 
-class Decision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class PlanDecision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One decision and all that it depends on. ``predicted``: by the model, of the workers that were ready."""
 
     demand: Demand
@@ -207,7 +207,7 @@ class Planned(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     at_ns: int
     connector: str
     rules: Rules
-    decision: Decision
+    decision: PlanDecision
     failure: str = ""
 
 

@@ -158,7 +158,7 @@ class TokenReassembler:
         return out
 
 
-class Progress(msgspec.Struct):
+class ChoiceProgress(msgspec.Struct):
     """The output of one choice so far: packed u32 ids, and how it ended, if it did."""
 
     tokens: bytes = b""
@@ -166,7 +166,7 @@ class Progress(msgspec.Struct):
     logprobs: tuple[Logprob, ...] = ()  # one per token, if requested
 
 
-def replay(items: Iterable[TokenItem], n: int = 1) -> list[Progress]:
+def replay(items: Iterable[TokenItem], n: int = 1) -> list[ChoiceProgress]:
     """A request's output by choice, from its items in stream order (of all attempts)."""
     fold = TokenReassembler(n)
     tokens: list[list[bytes]] = [[] for _ in range(n)]
@@ -181,7 +181,7 @@ def replay(items: Iterable[TokenItem], n: int = 1) -> list[Progress]:
             if due.finish is not None:
                 finishes[due.choice] = due.finish
     return [
-        Progress(b"".join(parts), finish, tuple(scores))
+        ChoiceProgress(b"".join(parts), finish, tuple(scores))
         for parts, finish, scores in zip(tokens, finishes, logprobs, strict=True)
     ]
 

@@ -54,7 +54,7 @@ class Paid(NamedTuple):
     reservation: Reservation
 
 
-class Standing(NamedTuple):
+class LimitStanding(NamedTuple):
     """How much of a limit is left; ``reset_s``: until nothing counts any more."""
 
     limit: int
@@ -149,7 +149,7 @@ class Limiter:
         paid.account.undo(paid.reservation, self._clock())
         self._give_up(paid.account)
 
-    def standing(self, key: ApiKey) -> tuple[Standing, Standing]:
+    def standing(self, key: ApiKey) -> tuple[LimitStanding, LimitStanding]:
         """Of requests and of tokens per minute."""
         now_ns = self._clock()
         now_s = now_ns // 1_000_000_000
@@ -159,8 +159,10 @@ class Limiter:
             totals = self._totals[key.id] = _totals(ledger, revision, now_s)
         unspent, requests, tokens = account.unspent(now_ns), key.requests_per_minute, key.tokens_per_minute
         return (
-            Standing(requests, min(requests, max(0, requests - totals.requests) + unspent.requests), totals.requests_s),
-            Standing(tokens, min(tokens, max(0, tokens - totals.tokens) + unspent.tokens), totals.tokens_s),
+            LimitStanding(
+                requests, min(requests, max(0, requests - totals.requests) + unspent.requests), totals.requests_s
+            ),
+            LimitStanding(tokens, min(tokens, max(0, tokens - totals.tokens) + unspent.tokens), totals.tokens_s),
         )
 
     # --- the bucket ---

@@ -39,7 +39,7 @@ class Claim(NamedTuple):
     revision: int = 0
 
 
-class Conflict(ServingError):
+class IdempotencyConflict(ServingError):
     """A key was used again for something else."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ def _digest(body: bytes | None) -> bytes:
 def _checked(stored: tuple[bytes, int], digest: bytes | None, request_id: str) -> Claim:
     stored_claim = _identity(stored[0])
     if digest and stored_claim.body and stored_claim.body != digest:
-        raise Conflict
+        raise IdempotencyConflict
     # Our own, if its acknowledgement was lost.
     return Claim(stored_claim.request, stored_claim.request == request_id, stored[1])
 

@@ -22,7 +22,7 @@ from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 
 from penstock.gateway.admission.storage import LogCapacity
-from penstock.gateway.base.metrics import Metrics
+from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.base.request_bodies import resolve_priority
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.infra.bus.connection import Bus
@@ -79,7 +79,7 @@ def by_model(total: int, held: Mapping[str, int], own: Mapping[str, int]) -> dic
     return {model: count for model, count in counts.items() if count}
 
 
-class QueueLimits:
+class QueueLevels:
     """The broker's counts at the last poll, and the requests accepted since.
 
     Args:
@@ -196,7 +196,7 @@ class QueueMonitor:
     def __init__(
         self,
         bus: Bus,
-        metrics: Metrics,
+        metrics: GatewayMetrics,
         limit: int,
         readers: Callable[[], Iterable[InflightRequest]],
         name_in: Callable[[bytes], str],
@@ -209,7 +209,7 @@ class QueueMonitor:
         self._readers = readers
         self._name_in = name_in
         self._log_capacity = LogCapacity(bus, metrics)
-        self._queues = QueueLimits(limit, self._unstarted)
+        self._queues = QueueLevels(limit, self._unstarted)
         self._delivered: dict[str, int] = {}
 
     async def run(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import structlog
 from nats.errors import Error as NatsError
 
-from penstock.gateway.base.metrics import Metrics
+from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get, get_next
@@ -140,7 +140,7 @@ MESSAGE_BYTES = 1_000  # of a request beside its prompt, about
 class LogCapacity:
     """Call ``refresh`` periodically; ``check`` uses the figures of the last call."""
 
-    def __init__(self, bus: Bus, metrics: Metrics) -> None:
+    def __init__(self, bus: Bus, metrics: GatewayMetrics) -> None:
         self._bus = bus
         self._metrics = metrics
         self._requests = StreamWatch(bus, bus.subjects.stream("REQUESTS"))
@@ -232,7 +232,7 @@ def retention_s(*, age_s: float, size: int, max_bytes: int, max_age_s: float) ->
 
 
 class Retention:
-    def __init__(self, bus: Bus, metrics: Metrics) -> None:
+    def __init__(self, bus: Bus, metrics: GatewayMetrics) -> None:
         self._bus = bus
         self._metrics = metrics
         self._warned = False

@@ -94,7 +94,7 @@ class ModelMetrics:
         self.load_seconds = scope.gauge("model_load_seconds", "that the last load of its tokenizer and template took")
 
 
-class Metrics:
+class GatewayMetrics:
     """
     Args:
         scope: of the process, with the prefix of a gateway's metrics.

@@ -24,7 +24,7 @@ class Reasoning(NamedTuple):
     max_tokens: int | None = None
 
 
-class Calls(NamedTuple):
+class CallRules(NamedTuple):
     """``must``: the answer has calls; otherwise it may have. ``one``: at most one."""
 
     grammar: CallGrammar
@@ -33,7 +33,9 @@ class Calls(NamedTuple):
     one: bool
 
 
-def write_answer(writer: GrammarWriter, content: str | None, calls: Calls | None, reasoning: Reasoning | None) -> str:
+def write_answer(
+    writer: GrammarWriter, content: str | None, calls: CallRules | None, reasoning: Reasoning | None
+) -> str:
     """The grammar.
 
     Args:
@@ -51,7 +53,7 @@ def write_answer(writer: GrammarWriter, content: str | None, calls: Calls | None
     return writer.text(_with_reasoning(writer, reasoning, following, free=following == ANYTHING))
 
 
-def _content_or_calls(writer: GrammarWriter, content: str | None, calls: Calls | None) -> str:
+def _content_or_calls(writer: GrammarWriter, content: str | None, calls: CallRules | None) -> str:
     if calls is None:
         return content or ANYTHING
     grammar = calls.grammar
@@ -91,7 +93,7 @@ def _with_reasoning(writer: GrammarWriter, reasoning: Reasoning, following: str,
     return f"({opening} {body} {following} | ({first} {following})?)"
 
 
-def _harmony(writer: GrammarWriter, content: str | None, calls: Calls | None, max_tokens: int | None) -> str:
+def _harmony(writer: GrammarWriter, content: str | None, calls: CallRules | None, max_tokens: int | None) -> str:
     """Messages in channels; a message's end token ends the answer."""
     analysis = writer.text_until("<|end|>", max_tokens=max_tokens)
     before = f"({writer.literal('<|channel|>analysis<|message|>')} {analysis} {writer.literal('<|start|>assistant')})?"

@@ -14,7 +14,7 @@ from penstock.gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWri
 from penstock.infra.constraints.constraints import quoted
 from penstock.infra.constraints.llguidance_releases import ESCAPES
 from penstock.infra.constraints.schema_rewriting import kinds, resolved, texts
-from penstock.infra.text.parsers.families import CHANNELS, TABLE, Calls
+from penstock.infra.text.parsers.families import CHANNELS, TABLE, CallFormat
 
 _TEXT_KEYWORDS = {"type", "enum", "const", "title", "description", "default", "examples", "minLength", "maxLength"}
 _KEY = re.compile(r"[^<>\n=,()\[\]{}\"']{1,128}")
@@ -312,7 +312,7 @@ def call_grammar(parser: str, token_id: Callable[[str], int | None]) -> CallGram
     return CallGrammar(call, before, form.between, after, opener, starts=form.starts)
 
 
-def _call(form: Calls, begin: str, end: str, *, headed: bool) -> Callable[[GrammarWriter, Tool], str]:
+def _call(form: CallFormat, begin: str, end: str, *, headed: bool) -> Callable[[GrammarWriter, Tool], str]:
     """One call between ``begin`` and ``end``."""
     if form.reader == "markup":
         return _markup(form, begin, end)
@@ -337,7 +337,7 @@ def _headed(head: str, end: str) -> Callable[[GrammarWriter, Tool], str]:
     return call
 
 
-def _markup(form: Calls, begin: str, end: str) -> Callable[[GrammarWriter, Tool], str]:
+def _markup(form: CallFormat, begin: str, end: str) -> Callable[[GrammarWriter, Tool], str]:
     """An element for each argument."""
 
     def lead(key: str, kind: str) -> str:

@@ -43,7 +43,7 @@ from penstock.gateway.http.asgi import (
     with_status_of_full,
 )
 from penstock.gateway.http.idempotency import submit_once
-from penstock.gateway.http.server import SCOPE, Connection
+from penstock.gateway.http.server import SCOPE, HttpConnection
 from penstock.gateway.log.inflight import GOES_ON, InflightRequest
 from penstock.gateway.service.service import Gateway
 from penstock.schemas.errors import Code, ServingError
@@ -70,7 +70,7 @@ HEAD_S = 0.05  # how long a stream's header waits for the first token: an error 
 _json = msgspec.json.encode
 
 
-class AcceptedRequest(NamedTuple):
+class HttpExchange(NamedTuple):
     """A request that is stored, and the client that waits for its answer.
 
     Attributes:
@@ -91,7 +91,7 @@ BatchAnswer = Callable[
     [Gateway, bytes, ClientIds, Callable[[bytes], Awaitable[PreparedRequest]], Scope, Send, float], Awaitable[str]
 ]
 # Sends the answer; returns the code for the metrics, "": the request is counted elsewhere.
-Answer = Callable[[Gateway, AcceptedRequest], Awaitable[str]]
+Answer = Callable[[Gateway, HttpExchange], Awaitable[str]]
 
 
 class Generations:
@@ -153,7 +153,7 @@ class Generations:
             model = scope[MODEL] = prepared.request.model
             gateway.metrics.of(model).prompt.inc(prepared.prompt_tokens)
             owner = not (names.key or prepared.detached)
-            code = await self._answer(gateway, AcceptedRequest(prepared, inflight, scope, send, began, owner))
+            code = await self._answer(gateway, HttpExchange(prepared, inflight, scope, send, began, owner))
         except ServingError as error:
             code = error.code.value
             if error.code is Code.rate_limit_exceeded and key is not None and len(reserved) < 2:
@@ -196,7 +196,7 @@ class Generations:
         return with_trace(prepared, from_http_headers(scope["headers"], self._gateway.settings.tracing))
 
 
-async def answer_text(gateway: Gateway, accepted: AcceptedRequest) -> str:
+async def answer_text(gateway: Gateway, accepted: HttpExchange) -> str:
     """Send the answer of a request for text; returns the code for the metrics.
 
     Raises:
@@ -336,7 +336,7 @@ class Responder:
         self._gateway = gateway
         self._metrics = gateway.metrics.of(inflight.request.model)
         self._inflight = inflight
-        self._connection: Connection = scope[SCOPE]
+        self._connection: HttpConnection = scope[SCOPE]
         self._send = send
         self._began = began
         self._release = gateway.cancel_unfinished if owner else gateway.release
@@ -453,7 +453,7 @@ async def send_error(send: Send, error: ServingError, request_id: str = "") -> N
 
 def show_limits(scope: MutableMapping[str, Any], limiter: Limiter, key: ApiKey) -> None:
     """Have the answer say what the key has left. Without a layer around ``send``, which every event would pass."""
-    connection: Connection = scope[SCOPE]
+    connection: HttpConnection = scope[SCOPE]
     connection.add_headers(limit_headers(limiter, key))
 
 

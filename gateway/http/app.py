@@ -58,7 +58,7 @@ from penstock.gateway.http.images import GeneratedFiles, ImageReattach, answer_i
 from penstock.gateway.http.openapi import document
 from penstock.gateway.http.prompt_batch import answer_prompts
 from penstock.gateway.http.request_list import final_state, status_of
-from penstock.gateway.http.server import SCOPE, Connection
+from penstock.gateway.http.server import SCOPE, HttpConnection
 from penstock.gateway.http.stored_responses import StoredResponses, answer_response
 from penstock.gateway.service.service import Gateway
 from penstock.gateway.service.text_model import TextModel
@@ -233,7 +233,7 @@ def application(gateway: Gateway) -> App:
         if direct is None:
             send = with_request_id(send, client_id)
         elif client_id:
-            connection: Connection = scope[SCOPE]
+            connection: HttpConnection = scope[SCOPE]
             connection.add_headers([(CLIENT_ID, client_id)])
         try:
             scope[CALLER] = gateway.guard.admit(path, scope["headers"])

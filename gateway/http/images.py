@@ -15,7 +15,7 @@ from starlette.responses import Response
 from penstock.gateway.access.guard import caller_of
 from penstock.gateway.apis.images import ImageAggregator, ImagesResponse, ImageStreamRenderer
 from penstock.gateway.base.event_stream import COMMENT
-from penstock.gateway.http.answers import HEAD_S, JSON, AcceptedRequest, IdleTimer, Responder
+from penstock.gateway.http.answers import HEAD_S, JSON, HttpExchange, IdleTimer, Responder
 from penstock.gateway.http.asgi import REQUEST_ID, Receive, Scope, Send
 from penstock.gateway.log.inflight import GOES_ON, InflightRequest
 from penstock.gateway.service.service import Gateway
@@ -164,7 +164,7 @@ class ImageResponder:
 _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]{1,255}")
 
 
-async def answer_images(gateway: Gateway, accepted: AcceptedRequest) -> str:
+async def answer_images(gateway: Gateway, accepted: HttpExchange) -> str:
     """Send the answer of an image or video generation; returns the code for the metrics.
 
     Raises:

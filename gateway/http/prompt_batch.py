@@ -12,7 +12,7 @@ from penstock.gateway.base.metrics import account
 from penstock.gateway.base.request_bodies import unsupported
 from penstock.gateway.http.answers import DISCONNECTED, HEAD_S, JSON, SSE_HEADERS, IdleTimer, StreamClock, id_headers
 from penstock.gateway.http.asgi import ClientIds, Scope, Send
-from penstock.gateway.http.server import SCOPE, Connection
+from penstock.gateway.http.server import SCOPE, HttpConnection
 from penstock.gateway.log.inflight import GOES_ON, InflightRequest
 from penstock.gateway.service.service import Gateway
 from penstock.infra.text.detokenizer import Detokenizer
@@ -57,7 +57,7 @@ async def _answer(gateway: Gateway, prepared: Sequence[PreparedRequest], scope: 
         ServingError: of the first request that failed.
     """
     inflights: list[InflightRequest] = []
-    connection: Connection = scope[SCOPE]
+    connection: HttpConnection = scope[SCOPE]
     try:
         for each in prepared:
             gateway.metrics.of(each.request.model).prompt.inc(each.prompt_tokens)

@@ -1,7 +1,7 @@
 """The HTTP server of a gateway: it accepts connections within bounds, serves each within limits, and stops in order.
 
-uvicorn's protocol without its ``Server``, which cancels what it cannot finish, and with limits on headers, on time and
-on unread output. All deadlines are checked by the server's sweep, so that a request needs no timer.
+uvicorn's protocol without its ``ConnectionOwner``, which cancels what it cannot finish, and with limits on headers, on
+time and on unread output. All deadlines are checked by the server's sweep, so that a request needs no timer.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ _json = msgspec.json.encode
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ConnectionLimits:
     """Bytes and seconds."""
 
     header_bytes: int = 32_768
@@ -56,19 +56,19 @@ class Limits:
     per_address: int = 0  # 0: no limit
 
 
-class Server(Protocol):
+class ConnectionOwner(Protocol):
     """What a connection uses of its server."""
 
     config: Config
     state: ServerState
-    limits: Limits
+    limits: ConnectionLimits
     turns: TurnBudget
     draining: bool
 
-    def opened(self, connection: "Connection") -> ServingError | None:
+    def opened(self, connection: "HttpConnection") -> ServingError | None:
         """Count a new connection; returns why it is refused, or None."""
 
-    def closed(self, connection: "Connection") -> None: ...
+    def closed(self, connection: "HttpConnection") -> None: ...
 
 
 class CloseDelimitedCycle(RequestResponseCycle):
@@ -86,14 +86,14 @@ class CloseDelimitedCycle(RequestResponseCycle):
         await super().send(message)
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """From ``connection_made`` to ``connection_lost``.
 
     Attributes:
         on_lost: called when the client has disconnected; set by the code that answers it.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ConnectionOwner) -> None:
         super().__init__(server.config, server.state, {}, asyncio.get_running_loop())
         self.on_lost: Callable[[], None] | None = None
         self.lost = False
@@ -410,7 +410,7 @@ class HttpServer:
         self,
         app: Any,
         listeners: Sequence[socket.socket],
-        limits: Limits,
+        limits: ConnectionLimits,
         tasks: Tasks,
         *,
         tls: Certificate | None = None,
@@ -440,7 +440,7 @@ class HttpServer:
         self._tasks = tasks.group("http")
         self._by_address: Counter[str] = Counter()
         # When each was accepted whose TLS handshake is not done. asyncio does not tell of one that fails, so weakly.
-        self._handshakes: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
+        self._handshakes: WeakKeyDictionary[HttpConnection, float] = WeakKeyDictionary()
         self._servers: list[asyncio.Server] = []
 
     async def start(self) -> None:
@@ -453,19 +453,19 @@ class HttpServer:
             self._servers.append(await loop.create_server(self._accepted, sock=listener, backlog=BACKLOG, **secured))
         self._tasks.spawn(self._check(), name="connections")
 
-    def _accepted(self) -> Connection:
-        connection = Connection(self)
+    def _accepted(self) -> HttpConnection:
+        connection = HttpConnection(self)
         if self._tls is not None:
             self._handshakes[connection] = asyncio.get_running_loop().time()
         return connection
 
     @property
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[HttpConnection]:
         return list(self.state.connections)  # type: ignore[arg-type]
 
     # --- bounds ---
 
-    def opened(self, connection: Connection) -> ServingError | None:
+    def opened(self, connection: HttpConnection) -> ServingError | None:
         self._handshakes.pop(connection, None)
         limits, count = self.limits, len(self.state.connections)
         if limits.per_address and not (self._proxies and self._proxies.trusts(connection.address)):
@@ -476,13 +476,13 @@ class HttpServer:
             return self._full(connection, f"{limits.connections} (--max-connections)")
         return None
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: HttpConnection) -> None:
         if connection.address in self._by_address:
             self._by_address[connection.address] -= 1
             if self._by_address[connection.address] <= 0:
                 del self._by_address[connection.address]
 
-    def _full(self, connection: Connection, limit: str) -> ServingError:
+    def _full(self, connection: HttpConnection, limit: str) -> ServingError:
         self.refused += 1
         now = time.monotonic()
         if now - self._warned >= WARN_S:  # also of those that are reset, whose clients see no reason

@@ -16,7 +16,7 @@ from penstock.gateway.apis.responses.objects import Response as ResponseObject
 from penstock.gateway.apis.responses.record import PREFIX, input_items, read_stored
 from penstock.gateway.apis.responses.render import ResponseBuilder, ResponseRenderer, response
 from penstock.gateway.base.request_bodies import RESPONSE, invalid
-from penstock.gateway.http.answers import JSON, AcceptedRequest, Responder, answer_text, id_headers, send_error
+from penstock.gateway.http.answers import JSON, HttpExchange, Responder, answer_text, id_headers, send_error
 from penstock.gateway.http.asgi import Receive, Scope, Send
 from penstock.gateway.http.request_list import running_progress
 from penstock.gateway.log.lookup import StoredRequest
@@ -37,7 +37,7 @@ PAGE, MOST = 20, 100  # input items
 _json = msgspec.json.encode
 
 
-async def answer_response(gateway: Gateway, accepted: AcceptedRequest) -> str:
+async def answer_response(gateway: Gateway, accepted: HttpExchange) -> str:
     """Send the answer of a response; returns the code for the metrics. In the background, it is only announced.
 
     Raises:
@@ -60,7 +60,7 @@ async def answer_response(gateway: Gateway, accepted: AcceptedRequest) -> str:
     return ""
 
 
-async def _count(gateway: Gateway, accepted: AcceptedRequest) -> None:
+async def _count(gateway: Gateway, accepted: HttpExchange) -> None:
     """Count a response that runs in the background when it ends, as one with a client is."""
     inflight, metrics = accepted.inflight, gateway.metrics.of(accepted.inflight.request.model)
     tokens, cached, open_, code, started = 0, 0, inflight.request.n, "ok", False

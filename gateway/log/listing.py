@@ -38,7 +38,7 @@ def progress_of(inflight: InflightRequest) -> control.Progress:
     return control.Progress(fold.attempt, sum(fold.position(choice) for choice in range(inflight.request.n)))
 
 
-class Progress:
+class ProgressReader:
     """``readers_of``: this gateway's open answers of a request."""
 
     def __init__(self, bus: Bus, gateway: str, readers_of: ReadersOf) -> None:
@@ -116,7 +116,7 @@ class _Cursor(NamedTuple):
 class RequestListing:
     """``from_log``: the progress of a request that no gateway follows, from its tokens in the log."""
 
-    def __init__(self, bus: Bus, records: Records, progress: Progress, from_log: FromLog) -> None:
+    def __init__(self, bus: Bus, records: Records, progress: ProgressReader, from_log: FromLog) -> None:
         self._bus = bus
         self._records = records
         self._progress = progress

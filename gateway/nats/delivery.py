@@ -24,7 +24,7 @@ from penstock.gateway.apis.endpoints import aggregator_for, encode_answer
 from penstock.gateway.base.metrics import account
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.lookup import has_output, is_whole
-from penstock.gateway.nats.messages import AnswerMessage, StreamMessages, failure
+from penstock.gateway.nats.messages import DeliveredMessage, StreamMessages, failure
 from penstock.gateway.service.service import Gateway
 from penstock.infra.bus.connection import Bus
 from penstock.schemas.done import Done, items
@@ -110,11 +110,11 @@ class ReplyPublisher:
         if ignored:
             self._headers[HEADER_IGNORED] = ignored
 
-    def is_last(self, message: AnswerMessage) -> bool:
+    def is_last(self, message: DeliveredMessage) -> bool:
         """Whether no later message is to be sent."""
         return message.final or (self.until is not None and message.number >= self.until)
 
-    def ended_before_first(self, message: AnswerMessage) -> bool:
+    def ended_before_first(self, message: DeliveredMessage) -> bool:
         """Whether the answer ends with this message, before the first that is to be sent."""
         return message.final and not message.record and message.number < self.first
 
@@ -130,7 +130,7 @@ class ReplyPublisher:
     def waits_for_subscriber(self) -> bool:
         return self._subscriber_required
 
-    async def send(self, message: AnswerMessage) -> None:
+    async def send(self, message: DeliveredMessage) -> None:
         in_range = message.number >= self.first or message.number < 0 or message.record
         if self.unread or not in_range or (self.until is not None and message.number > self.until):
             return
@@ -147,7 +147,7 @@ class ReplyPublisher:
         for subject in self._subjects:
             await self._bus.nc.publish(subject, message.body, reply=reply, headers=headers)
 
-    async def refuse(self, refusal: AnswerMessage, *, at_once: bool = False) -> None:
+    async def refuse(self, refusal: DeliveredMessage, *, at_once: bool = False) -> None:
         """Send why there is no answer, whichever of its messages were wanted.
 
         If the connection to the broker broke meanwhile, the client may not be back yet, and is waited for unless
@@ -299,7 +299,7 @@ class AnswerDelivery:
 
     async def _send_messages(self, accepted: AcceptedRequest, replies: ReplyPublisher, links: int) -> str | None:
         code = "ok"
-        late: AnswerMessage | None = None
+        late: DeliveredMessage | None = None
         inflight = accepted.inflight
         if inflight is None:
             inflight, late = await self._reopen(accepted.request, accepted.record)
@@ -329,7 +329,7 @@ class AnswerDelivery:
 
     async def _reopen(
         self, request: GenerateRequest, record: Done | None
-    ) -> tuple[InflightRequest, AnswerMessage | None]:
+    ) -> tuple[InflightRequest, DeliveredMessage | None]:
         """A reader of the answer from its beginning; or the whole answer, if its chunks are no longer known."""
         usable = record is not None and has_output(record)
         if record is not None and usable and is_whole(record):
@@ -342,7 +342,7 @@ class AnswerDelivery:
         collector = aggregator_for(request, await self._gateway.fleet.detokenizer(request), late=True)
         collector.push(items(record))
         try:
-            return inflight, AnswerMessage(0, await encode_answer(collector), record=True)
+            return inflight, DeliveredMessage(0, await encode_answer(collector), record=True)
         except ServingError as error:
             return inflight, failure(error)._replace(record=True)
 
@@ -362,8 +362,8 @@ def _ended(last: int, wanted: int) -> ServingError:
 
 
 async def _messages(
-    gateway: Gateway, inflight: InflightRequest, late: AnswerMessage | None, *, counted: bool
-) -> AsyncIterator[AnswerMessage]:
+    gateway: Gateway, inflight: InflightRequest, late: DeliveredMessage | None, *, counted: bool
+) -> AsyncIterator[DeliveredMessage]:
     """``counted``: its tokens are counted when it has ended: it is sent for the first time."""
     if late is not None:
         yield late
@@ -390,7 +390,7 @@ def _smaller(request: GenerateRequest) -> str:
     return "ask for stream: true" if request.embedding is None else "ask for fewer inputs at once"
 
 
-async def _whole(gateway: Gateway, inflight: InflightRequest, *, counted: bool) -> AnswerMessage:
+async def _whole(gateway: Gateway, inflight: InflightRequest, *, counted: bool) -> DeliveredMessage:
     collector = aggregator_for(inflight.request, await gateway.fleet.detokenizer(inflight.request))
     limit = gateway.bus.max_message
     try:
@@ -409,7 +409,7 @@ async def _whole(gateway: Gateway, inflight: InflightRequest, *, counted: bool) 
         if error.code is Code.broker_unavailable:
             raise
         return failure(error)
-    return AnswerMessage(0, body)
+    return DeliveredMessage(0, body)
 
 
 @dataclass(slots=True)

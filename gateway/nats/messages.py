@@ -72,7 +72,7 @@ class ChoiceInterleaver:
 _json = msgspec.json.encode
 
 
-class AnswerMessage(NamedTuple):
+class DeliveredMessage(NamedTuple):
     """One message of an answer. ``number`` -1: it is not part of an answer, but an error instead of one."""
 
     number: int
@@ -98,9 +98,9 @@ class AnswerMessage(NamedTuple):
         return out
 
 
-def failure(error: ServingError, number: int = 0) -> AnswerMessage:
+def failure(error: ServingError, number: int = 0) -> DeliveredMessage:
     """The last message of an answer that failed. ``number`` -1: a call failed, not the request."""
-    return AnswerMessage(number, _json(error_body(error)), error=error.code.value)
+    return DeliveredMessage(number, _json(error_body(error)), error=error.code.value)
 
 
 class StreamMessages:
@@ -124,15 +124,15 @@ class StreamMessages:
         """For the metrics, once it is done."""
         return self._renderer.error.code.value if self._renderer.error is not None else "ok"
 
-    def push(self, items: Iterable[TokenItem]) -> list[AnswerMessage]:
+    def push(self, items: Iterable[TokenItem]) -> list[DeliveredMessage]:
         return self._messages(
             self._renderer.push(self._interleaver.push(items) if self._interleaver is not None else items)
         )
 
-    def fail(self, error: ServingError) -> list[AnswerMessage]:
+    def fail(self, error: ServingError) -> list[DeliveredMessage]:
         return self._messages(self._renderer.fail(error))
 
-    def _messages(self, data: bytes) -> list[AnswerMessage]:
+    def _messages(self, data: bytes) -> list[DeliveredMessage]:
         events = data.removesuffix(DONE).split(b"\n\n")[:-1]
         out = []
         for place, event in enumerate(events, 1):
@@ -140,6 +140,6 @@ class StreamMessages:
             final = self.done and place == len(events)
             error = self.code if final and self._renderer.error is not None else ""
             event_id = head.removeprefix(b"id: ").strip().decode()
-            out.append(AnswerMessage(self._next, body, final, event_id, error))
+            out.append(DeliveredMessage(self._next, body, final, event_id, error))
             self._next += 1
         return out

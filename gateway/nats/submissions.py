@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import structlog
 from nats.errors import Error as NatsError
 
-from penstock.gateway.admission.idempotency import Conflict, digest_of
+from penstock.gateway.admission.idempotency import IdempotencyConflict, digest_of
 from penstock.gateway.admission.queues import class_of
 from penstock.gateway.base.chat_objects import stopping
 from penstock.gateway.log.lookup import unknown
 from penstock.gateway.nats.acceptor import RequestAcceptor
 from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery, KeyedSlots, ReplyPublisher
-from penstock.gateway.nats.messages import AnswerMessage, failure
+from penstock.gateway.nats.messages import DeliveredMessage, failure
 from penstock.gateway.nats.protocol import (
     MAX_MESSAGE_ID,
     Origin,
@@ -124,11 +124,11 @@ class _Delivery:
         self.body = body  # digest
         self.candidate = new_request_id()  # the request's id, if none was accepted before
         # None: accepted; else why it was not.
-        self.decided: asyncio.Future[AnswerMessage | None] = asyncio.get_running_loop().create_future()
+        self.decided: asyncio.Future[DeliveredMessage | None] = asyncio.get_running_loop().create_future()
         self.ended = 0.0
         self.first_seen = 0.0  # when it was received from the subject; 0: it was not, or the stream delivered it again
 
-    def decide(self, refusal: AnswerMessage | None) -> None:
+    def decide(self, refusal: DeliveredMessage | None) -> None:
         if not self.decided.done():
             self.decided.set_result(refusal)
 
@@ -434,7 +434,7 @@ class Submissions:
                 if accepted is not None:
                     await self._delivery.deliver(accepted, replies)
                 elif seen.body != entry.body:
-                    raise Conflict
+                    raise IdempotencyConflict
                 elif refusal is not None:
                     await replies.refuse(refusal)
                 else:

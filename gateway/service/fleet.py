@@ -24,7 +24,7 @@ from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.guard import ANYONE, Caller
 from penstock.gateway.apis.embeddings import PATH as EMBEDDINGS
 from penstock.gateway.apis.images import PATHS as IMAGE_PATHS
-from penstock.gateway.base.metrics import Metrics
+from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.base.request_bodies import BOM, PrepareContext, decode_body, model_missing, model_not_found
 from penstock.gateway.service.model_store import ModelStore, Source
 from penstock.gateway.service.text_model import TextModel
@@ -176,7 +176,7 @@ class FleetView:
         models: Sequence[tuple[tuple[str, ...], ModelDir]],
         gateway: str,
         settings: GatewaySettings,
-        metrics: Metrics,
+        metrics: GatewayMetrics,
         tasks: Tasks,
         open_models: Callable[[], Collection[str]] = frozenset,
     ) -> None:

@@ -27,11 +27,11 @@ from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.images import PATHS
 from penstock.gateway.apis.responses.objects import InputTokens
 from penstock.gateway.base.chat_objects import stopping
-from penstock.gateway.base.metrics import Metrics
+from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.base.request_bodies import BOM, PrepareContext
 from penstock.gateway.log.completion import Completion
 from penstock.gateway.log.inflight import InflightRequest
-from penstock.gateway.log.listing import Progress, RequestListing, progress_of
+from penstock.gateway.log.listing import ProgressReader, RequestListing, progress_of
 from penstock.gateway.log.lookup import Records, RequestFinder, RequestLookup, StoredRequest, is_whole
 from penstock.gateway.log.subscriptions import TokenSubscription, TokenSubscriptions
 from penstock.gateway.log.unstored import UnstoredRequests
@@ -81,7 +81,12 @@ class Gateway:
     """
 
     def __init__(
-        self, bus: Bus, publisher: Publisher, models: Sequence[ModelDir], settings: GatewaySettings, metrics: Metrics
+        self,
+        bus: Bus,
+        publisher: Publisher,
+        models: Sequence[ModelDir],
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
     ) -> None:
         self.id = f"{settings.name or 'gateway'}-{secrets.token_hex(4)}"
         self.bus = bus
@@ -133,7 +138,7 @@ class Gateway:
         )
         loader = MediaLoader(bus, settings, metrics, self.unstored.keep_medium)
         self._preparer = RequestPreparer(self.fleet, loader, self.conversations, self.id, settings, bus.clock.now_ns)
-        self.progress = Progress(bus, self.id, self._subscriptions.readers_of)
+        self.progress = ProgressReader(bus, self.id, self._subscriptions.readers_of)
         self.listing = RequestListing(bus, self.records, self.progress, self._progress_in_log)
         self._retention = Retention(bus, metrics)
         self._store_check = StoreCheck(bus, self.id, self.tasks)

@@ -28,7 +28,7 @@ EVERY_S = 1.0
 REST_S = 30.0  # between two restarts: a disk without inodes, or over a quota, has free bytes and is full nevertheless
 
 
-class Server(Protocol):
+class WatchedServer(Protocol):
     """The broker that is watched; see ``EmbeddedNats``."""
 
     log_path: Path
@@ -44,7 +44,7 @@ class DiskWatch:
     """Runs from ``async with`` to its end."""
 
     def __init__(
-        self, server: Server, every_s: float = EVERY_S, *, clock: Callable[[], float] = time.monotonic
+        self, server: WatchedServer, every_s: float = EVERY_S, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._server = server
         self._every_s = every_s

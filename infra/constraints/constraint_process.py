@@ -26,13 +26,13 @@ _SPECIAL = re.compile(r"<[^<>\s\[\]/]{1,128}>")
 PREFIX = 4  # bytes of a frame's length
 
 
-class Job(msgspec.Struct, array_like=True):
+class TrialJob(msgspec.Struct, array_like=True):
     kind: str
     text: str
     cpu_s: float
 
 
-class Answer(msgspec.Struct, array_like=True):
+class TrialAnswer(msgspec.Struct, array_like=True):
     """``ended``: "" as it should, "cpu" by the limit, "crash" by a signal."""
 
     ended: str
@@ -53,7 +53,7 @@ def main() -> None:
         vocabulary = _Vocabulary(_TOKENS)
     with open(0, "rb", buffering=0) as source, open(1, "wb", buffering=0) as sink:
         while frame := _read(source, PREFIX):
-            job = msgspec.msgpack.decode(_read(source, int.from_bytes(frame, "big")), type=Job)
+            job = msgspec.msgpack.decode(_read(source, int.from_bytes(frame, "big")), type=TrialJob)
             sink.write(framed(msgspec.msgpack.encode(_forked(job, vocabulary))))
 
 
@@ -65,9 +65,9 @@ def _read(source: Any, size: int) -> bytes:
     return data
 
 
-def _forked(job: Job, vocabulary: "_Vocabulary | None") -> Answer:
+def _forked(job: TrialJob, vocabulary: "_Vocabulary | None") -> TrialAnswer:
     if vocabulary is None:
-        return Answer("", "", _estimated(job.text))
+        return TrialAnswer("", "", _estimated(job.text))
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -81,8 +81,8 @@ def _forked(job: Job, vocabulary: "_Vocabulary | None") -> Answer:
         data = results.read()
     _, status = os.waitpid(pid, 0)
     if data:
-        return msgspec.msgpack.decode(data, type=Answer)
-    return Answer("cpu" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF else "crash")
+        return msgspec.msgpack.decode(data, type=TrialAnswer)
+    return TrialAnswer("cpu" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF else "crash")
 
 
 def _limit(cpu_s: float) -> None:
@@ -98,19 +98,19 @@ def _limit(cpu_s: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
 
-def _compile(job: Job, vocabulary: "_Vocabulary") -> Answer:
+def _compile(job: TrialJob, vocabulary: "_Vocabulary") -> TrialAnswer:
     constraint = Constraint(job.kind, job.text)
     try:
         size = vocabulary.compiled_bytes(constraint)
     except constraints.ConstraintError as error:
-        return Answer("", str(error))
+        return TrialAnswer("", str(error))
     except constraints.LibraryError:
-        return Answer("", "", _estimated(job.text))  # the workers compile with theirs
+        return TrialAnswer("", "", _estimated(job.text))  # the workers compile with theirs
     except MemoryError:
-        return Answer("crash")
+        return TrialAnswer("crash")
     except BaseException as error:  # also of the library's own, which are no Exception
-        return Answer("", f"{type(error).__name__}: {error}"[: constraints.MAX_MESSAGE])
-    return Answer("", "", size)
+        return TrialAnswer("", f"{type(error).__name__}: {error}"[: constraints.MAX_MESSAGE])
+    return TrialAnswer("", "", size)
 
 
 class _Vocabulary:

@@ -23,7 +23,7 @@ import msgspec
 from blake3 import blake3
 
 from penstock.infra.bounded import FairQueue, QueueLimits
-from penstock.infra.constraints.constraint_process import PREFIX, QUICK_S, Answer, Job, framed
+from penstock.infra.constraints.constraint_process import PREFIX, QUICK_S, TrialAnswer, TrialJob, framed
 from penstock.schemas.requests import Constraint
 
 CPU_S = 5.0  # of a compilation
@@ -201,7 +201,7 @@ class ConstraintTrials:
                 raise
 
     async def _try(self, lane: _Lane, key: tuple[str, bytes], entry: _Entry) -> None:
-        job = Job(entry.constraint.kind, entry.constraint.text, lane.cpu_s)
+        job = TrialJob(entry.constraint.kind, entry.constraint.text, lane.cpu_s)
         answer = await lane.process.ask(job)
         if answer.ended == "cpu" and lane is self._quick and lane.cpu_s < self._cpu_s:
             if not self._enqueue(self._slow, key, entry):
@@ -248,7 +248,7 @@ def digest_of(constraint: Constraint) -> bytes:
     return blake3(f"{constraint.kind}\0{constraint.text}".encode()).digest()
 
 
-def _verdict(answer: Answer, cpu_s: float) -> Trial:
+def _verdict(answer: TrialAnswer, cpu_s: float) -> Trial:
     if answer.ended:
         return Trial(TOO_LONG.format(cpu_s) if answer.ended == "cpu" else CRASHED, lasting=False)
     if not answer.reason and answer.size_bytes > MOST_BYTES:
@@ -263,7 +263,7 @@ class _Process:
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
 
-    async def ask(self, job: Job) -> Answer:
+    async def ask(self, job: TrialJob) -> TrialAnswer:
         """
         Raises:
             OSError, EOFError, TimeoutError: the process cannot start, or has failed.
@@ -283,7 +283,7 @@ class _Process:
             self._process.stdin.write(framed(msgspec.msgpack.encode(job)))
             await self._process.stdin.drain()
             size = int.from_bytes(await self._process.stdout.readexactly(PREFIX), "big")
-            return msgspec.msgpack.decode(await self._process.stdout.readexactly(size), type=Answer)
+            return msgspec.msgpack.decode(await self._process.stdout.readexactly(size), type=TrialAnswer)
 
     async def stop(self) -> None:
         process, self._process = self._process, None

@@ -217,7 +217,7 @@ RESERVE_BYTES = 3 * GIB  # CUDA context, NCCL, graphs, workspaces: a rough value
 ACTIVATION_BYTES = 2
 
 
-class Memory(Struct, frozen=True, kw_only=True):
+class GpuMemory(Struct, frozen=True, kw_only=True):
     """Memory of one GPU, bytes. ``sequences``: how many of ``length`` tokens fit at once."""
 
     gpu: int
@@ -293,7 +293,7 @@ def activation_bytes(args: EngineArgs, shape: Shape) -> int:
     return tokens * (6 * shape.hidden + wide) * ACTIVATION_BYTES + logits
 
 
-def estimate(args: EngineArgs, shape: Shape, gpu_bytes: int, *, length: int, draft_bytes: int = 0) -> Memory:
+def estimate(args: EngineArgs, shape: Shape, gpu_bytes: int, *, length: int, draft_bytes: int = 0) -> GpuMemory:
     """
     Args:
         length: tokens of one context, prompt and output.
@@ -323,7 +323,7 @@ def estimate(args: EngineArgs, shape: Shape, gpu_bytes: int, *, length: int, dra
     if kv.max_gpu_total_bytes:
         pool = min(pool, kv.max_gpu_total_bytes)
     per_sequence = math.ceil(kept * per_layer / pp)
-    return Memory(
+    return GpuMemory(
         gpu=gpu_bytes,
         weights=weights,
         reserve=reserve,

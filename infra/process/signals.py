@@ -12,8 +12,8 @@ RESUME = signal.SIGUSR1
 _ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Stop:
-    """Within ``with Stop() as stop``, signals set ``stop.asked``, then ``stop.insisted``.
+class StopSignals:
+    """Within ``with StopSignals() as stop``, signals set ``stop.asked``, then ``stop.insisted``.
 
     Args:
         resume: called on SIGUSR1.
@@ -24,7 +24,7 @@ class Stop:
         self.asked = asyncio.Event()
         self.insisted = asyncio.Event()
 
-    def __enter__(self) -> "Stop":
+    def __enter__(self) -> "StopSignals":
         loop = asyncio.get_running_loop()
         for number in _ALL:
             loop.add_signal_handler(number, self._on_signal)

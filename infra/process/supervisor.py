@@ -42,7 +42,7 @@ class Child(Protocol):
 
 
 @dataclass(slots=True)
-class Backoff:
+class RestartBackoff:
     """How long to wait before the next start: doubling, from the first again once a run lasted."""
 
     first_s: float = 0.2
@@ -87,7 +87,7 @@ class Keeper:
         self._changed = changed or (lambda _: None)
         self._give_up = give_up or (lambda _: False)
         self._on_ended = ended
-        self._backoff = Backoff()
+        self._backoff = RestartBackoff()
         self._stopping = False
         self._wake = asyncio.Event()  # ends the pause before the next start
         self._task: asyncio.Task[None] | None = None

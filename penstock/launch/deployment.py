@@ -32,7 +32,7 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.engine_args.tree import BadArguments, Tree, parse_yaml
 from penstock.infra.model.embedding_model import makes_vectors
 from penstock.infra.process.child import Process
-from penstock.infra.process.signals import Stop
+from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen
 from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.launch.groups import PlanError, assign, fleet_of, with_name
@@ -256,7 +256,7 @@ class Deployment:
         began = time.monotonic()
         self._lock.acquire("penstock up")
         self._failed = asyncio.get_running_loop().create_future()
-        with Stop(resume=self._resume) as stop:
+        with StopSignals(resume=self._resume) as stop:
             signal = asyncio.create_task(stop.asked.wait(), name="signal")
             try:
                 starting = asyncio.create_task(self._start(), name="start")
@@ -496,7 +496,7 @@ class Deployment:
     def _write_state(self) -> None:
         write_state(self.data_dir / "state.json", self._state())
 
-    async def _stop(self, stop: Stop) -> bool:
+    async def _stop(self, stop: StopSignals) -> bool:
         """Stop all processes that run. Returns whether a second signal cut it short."""
         if not self._keepers:
             self._listeners.close()

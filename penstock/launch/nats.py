@@ -25,7 +25,7 @@ from penstock.infra.broker.server import MINIMUM, EmbeddedNats, NoServerBinary, 
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import Refused, authenticate, note_refusal, refusals, why_unreachable
-from penstock.infra.process.signals import Stop
+from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen
 from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.schemas.errors import ServingError
@@ -147,7 +147,7 @@ async def _serve(settings: NatsSettings) -> int:
         host=settings.nats_host,
     )
     keeper = Keeper(broker)
-    with Stop() as stop:
+    with StopSignals() as stop:
         try:
             await keeper.start()
             url, size = broker.url("operator"), settings.store_size

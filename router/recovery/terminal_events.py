@@ -17,7 +17,7 @@ from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.metrics import Metrics
 from penstock.schemas import done, summary, wire
 from penstock.schemas.errors import Code
-from penstock.schemas.reassembly import Progress
+from penstock.schemas.reassembly import ChoiceProgress
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenBatch, TokenItem
@@ -47,7 +47,7 @@ class InterruptedAttempt(msgspec.Struct):
     work_seq: int
     raw: bytes = b""
     request: GenerateRequest | None = None
-    progress: list[Progress] = []
+    progress: list[ChoiceProgress] = []
     revision: str = ""
     scores: tuple[Logprob, ...] = ()
     reason: str = ""
@@ -104,7 +104,7 @@ def completed(
     attempt: int,
     worker: str,
     *,
-    progress: Sequence[Progress],
+    progress: Sequence[ChoiceProgress],
     scores: Sequence[Logprob],
     now_ns: int,
     streamed_ns: int = 0,

@@ -47,7 +47,7 @@ def scopes() -> dict[str, MetricScope]:
     """The metrics of each role, as its processes make them."""
     by_role = {role: MetricScope() for role in ("gateway", "router", "worker")}
     gateway_scope, router_scope = by_role["gateway"].child("gateway"), by_role["router"].child("router")
-    penstock.gateway.base.metrics.Metrics(gateway_scope).of("model")
+    penstock.gateway.base.metrics.GatewayMetrics(gateway_scope).of("model")
     penstock.router.state.metrics.Metrics(router_scope)
     worker_scope = penstock.workers.metrics.worker.WorkerMetrics(by_role["worker"]).scope
     for scope in (gateway_scope, router_scope, worker_scope):

@@ -19,9 +19,9 @@ from penstock.infra.broker.roles import (
     subscribes,
     table,
 )
-from penstock.infra.engine_args.memory_estimate import GIB, Memory, estimate
+from penstock.infra.engine_args.memory_estimate import GIB, GpuMemory, estimate
 from penstock.infra.engine_args.rules.check import RULES
-from penstock.infra.text.parsers.families import PACKAGED, Calls, Family, read_rows
+from penstock.infra.text.parsers.families import PACKAGED, CallFormat, Family, read_rows
 from penstock.launch.recipes.catalogue import FOLDER, Recipe, RecipeEntry, context_of, load, members
 from penstock.launch.recipes.command import hardware
 from penstock.schemas.subjects import Subjects
@@ -208,7 +208,7 @@ def _row(row: Family) -> tuple[str, ...]:
     return _code(row.name), row.models, reasoning, _calls(row.calls), aliases, row.checked
 
 
-def _calls(form: Calls | None) -> str:
+def _calls(form: CallFormat | None) -> str:
     if form is None:
         return ""
     if form.reader == "channels":
@@ -224,7 +224,7 @@ def _code(text: str) -> str:
     return f"`` {shown} ``" if "`" in shown else f"`{shown}`"
 
 
-def memory_of(recipe: Recipe) -> Memory | None:
+def memory_of(recipe: Recipe) -> GpuMemory | None:
     """The memory estimate on a recipe's GPU; None: its model's shape is unknown."""
     context = context_of(recipe)
     if context.shape is None or context.gpu_bytes is None:

@@ -537,7 +537,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
                 gpu_budget=8,
                 bounds={"decode": plans.Bounds(2, 9)},
             ),
-            decision=plans.Decision(
+            decision=plans.PlanDecision(
                 demand=plans.Demand(1.5, 4000.0, 500.0, 0.25),
                 observed=plans.Observation(
                     seconds=10.0,

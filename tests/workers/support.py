@@ -24,7 +24,7 @@ from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import blocks, control, done, fleet, jobs, kv, tokens, transfer, wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.jobs import Decision, Job, Stage
-from penstock.schemas.reassembly import Progress, replay
+from penstock.schemas.reassembly import ChoiceProgress, replay
 from penstock.schemas.requests import GenerateRequest, Sampling, Stop
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, MEMORY, Subjects
 from penstock.schemas.tokens import Finish, TokenBatch, TokenItem
@@ -188,7 +188,7 @@ class LogClient:
     def items(self) -> list[TokenItem]:
         return [item for batch in self.batches for item in batch.items]
 
-    def progress(self, asked: GenerateRequest) -> list[Progress]:
+    def progress(self, asked: GenerateRequest) -> list[ChoiceProgress]:
         """What a client of the request has seen."""
         return replay([item for item in self.items if item.request == asked.id], asked.n)
 

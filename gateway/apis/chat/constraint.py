@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, CompletionRequest, ToolChoice, resolve_tool_choice
 from penstock.gateway.base.request_bodies import PrepareContext, invalid, unsupported
-from penstock.gateway.grammars.answers import Calls, Reasoning, write_answer
+from penstock.gateway.grammars.answers import CallRules, Reasoning, write_answer
 from penstock.gateway.grammars.calls import Tool, call_grammar
 from penstock.gateway.grammars.structural_tags import BadTag, write_tags
 from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
@@ -134,7 +134,7 @@ def _written(
     content = None if asked is None or (choice is not None and choice.must) else _content_rule(writer, asked[1])
     calls = None
     if choice is not None:
-        calls = Calls(call_grammar(parsing.tools, token_id), choice.tools, choice.must, choice.one)
+        calls = CallRules(call_grammar(parsing.tools, token_id), choice.tools, choice.must, choice.one)
     text = write_answer(writer, content, calls, reasoning)
     if content == "@answer":
         assert asked is not None

@@ -47,7 +47,7 @@ class Segment:
         return "".join(self.parts)
 
 
-class Change(NamedTuple):
+class SegmentChange(NamedTuple):
     """What happened to a segment. ``text`` and ``scored``: what it grew by."""
 
     what: Literal["opened", "grew", "closed"]
@@ -109,9 +109,9 @@ class SegmentedAnswer:
         if not self.done:
             self._state.error = error
 
-    def push(self, items: Iterable[TokenItem]) -> list[Change]:
+    def push(self, items: Iterable[TokenItem]) -> list[SegmentChange]:
         """What these items, in order, change."""
-        out: list[Change] = []
+        out: list[SegmentChange] = []
         for item in items:
             if self.done:
                 break
@@ -119,7 +119,7 @@ class SegmentedAnswer:
                 self._item(out, item)
         return out
 
-    def _item(self, out: list[Change], item: TokenItem) -> None:
+    def _item(self, out: list[SegmentChange], item: TokenItem) -> None:
         choice, state = self._choice, self._state
         tokens = unpack_tokens(item.tokens)
         shown = len(tokens) - state.hides_last(item.finish)
@@ -131,16 +131,16 @@ class SegmentedAnswer:
         if item.finish is not None and state.end(choice, item.finish):
             self._end(out, choice.stream.finish(), cut_off=item.finish.reason == "length")
 
-    def _text(self, out: list[Change], text: str) -> None:
+    def _text(self, out: list[SegmentChange], text: str) -> None:
         delta = self._parser.push(text) if self._parser is not None else Delta(content=text) if text else None
         self._change(out, text, delta)
 
-    def _change(self, out: list[Change], text: str, delta: Delta | None) -> None:
+    def _change(self, out: list[SegmentChange], text: str, delta: Delta | None) -> None:
         self._scored = self._choice.content_scores(text) if self._scores else []
         if delta is not None:
             self._delta(out, delta)
 
-    def _end(self, out: list[Change], rest: str, *, cut_off: bool) -> None:
+    def _end(self, out: list[SegmentChange], rest: str, *, cut_off: bool) -> None:
         if self._parser is None:
             self._change(out, rest, Delta(content=rest) if rest else None)
         else:
@@ -149,7 +149,7 @@ class SegmentedAnswer:
         if not cut_off:
             self._close(out)
 
-    def _delta(self, out: list[Change], delta: Delta) -> None:
+    def _delta(self, out: list[SegmentChange], delta: Delta) -> None:
         calls = delta.tool_calls or ()
         for call in calls:  # the rest of a call comes before what follows it
             if call.id is None and call.function.arguments:
@@ -166,7 +166,7 @@ class SegmentedAnswer:
                 if call.function.arguments:
                     self._grow(out, "call", call.function.arguments)
 
-    def _grow(self, out: list[Change], kind: Kind, text: str) -> None:
+    def _grow(self, out: list[SegmentChange], kind: Kind, text: str) -> None:
         segment = self._open
         if segment is None or segment.kind != kind:
             self._close(out)
@@ -176,19 +176,19 @@ class SegmentedAnswer:
             scored, self._scored = tuple(self._scored), []
             segment.scored += scored
         segment.parts.append(text)
-        out.append(Change("grew", segment, text, scored))
+        out.append(SegmentChange("grew", segment, text, scored))
 
-    def _begin(self, out: list[Change], kind: Kind, call_id: str = "", name: str = "") -> Segment:
+    def _begin(self, out: list[SegmentChange], kind: Kind, call_id: str = "", name: str = "") -> Segment:
         segment = Segment(len(self.segments), kind, call_id, name)
         self.segments.append(segment)
-        out.append(Change("opened", segment))
+        out.append(SegmentChange("opened", segment))
         return segment
 
-    def _close(self, out: list[Change]) -> None:
+    def _close(self, out: list[SegmentChange]) -> None:
         segment = self._open
         if segment is not None:
             segment.closed = True
-            out.append(Change("closed", segment))
+            out.append(SegmentChange("closed", segment))
 
 
 class WholeAnswer:

@@ -30,7 +30,7 @@ class ToolUseBlock(Struct, frozen=True, tag_field="type", tag="tool_use"):
 Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
-class OutputTokensDetails(Struct, frozen=True):
+class MessageOutputDetails(Struct, frozen=True):
     thinking_tokens: int
 
 
@@ -40,7 +40,7 @@ class MessageUsage(Struct, frozen=True):
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: MessageOutputDetails
     cache_creation_input_tokens: int = 0
 
 

@@ -46,7 +46,7 @@ from penstock.schemas.errors import ServingError
 _json = msgspec.json.encode
 
 
-class Conversation:
+class MessagesConversation:
     """Chat messages made of messages with blocks. Results of tools become messages of their own.
 
     Attributes:
@@ -199,14 +199,14 @@ NAMES = {
 }
 
 
-class Chat(NamedTuple):
+class MessagesChat(NamedTuple):
     """``places``: names of the chat's fields -> the client's, for errors."""
 
     body: ChatCompletionRequest
     places: dict[str, str]
 
 
-def chat_of(body: MessagesRequest) -> Chat:
+def chat_of(body: MessagesRequest) -> MessagesChat:
     """
     Raises:
         ServingError: something in the body is not supported; names the field.
@@ -249,10 +249,10 @@ def chat_of(body: MessagesRequest) -> Chat:
         worker=body.worker,
         cache_salt=body.cache_salt,
     )
-    return Chat(chat, {**NAMES, **talk.places, **tool_places})
+    return MessagesChat(chat, {**NAMES, **talk.places, **tool_places})
 
 
-def counted_chat(body: CountTokensRequest) -> Chat:
+def counted_chat(body: CountTokensRequest) -> MessagesChat:
     """The chat whose prompt is counted.
 
     Raises:
@@ -269,7 +269,7 @@ def counted_chat(body: CountTokensRequest) -> Chat:
         chat_template_kwargs=_variables(body),
         continue_final_message=_is_prefilled(talk.messages) or None,
     )
-    return Chat(chat, {**NAMES, **talk.places, **tool_places})
+    return MessagesChat(chat, {**NAMES, **talk.places, **tool_places})
 
 
 def _is_prefilled(messages: Sequence[ChatMessage]) -> bool:
@@ -278,8 +278,8 @@ def _is_prefilled(messages: Sequence[ChatMessage]) -> bool:
     return last.role == "assistant" and not last.tool_calls and isinstance(last.content, str) and bool(last.content)
 
 
-def _conversation(body: MessagesRequest | CountTokensRequest) -> Conversation:
-    talk = Conversation()
+def _conversation(body: MessagesRequest | CountTokensRequest) -> MessagesConversation:
+    talk = MessagesConversation()
     if body.system is not None:
         talk.instruct(body.system)
     for number, message in enumerate(body.messages):

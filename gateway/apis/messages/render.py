@@ -5,15 +5,15 @@ from typing import Any
 
 import msgspec
 
-from penstock.gateway.apis.chat.segments import Change, Segment, SegmentedAnswer
+from penstock.gateway.apis.chat.segments import Segment, SegmentChange, SegmentedAnswer
 from penstock.gateway.apis.messages.objects import (
     Block,
     InputDelta,
     Message,
     MessageDelta,
     MessageEvent,
+    MessageOutputDetails,
     MessageUsage,
-    OutputTokensDetails,
     StopReason,
     TextBlock,
     TextDelta,
@@ -118,7 +118,7 @@ class MessageRenderer:
             return
         self._begun = True
         request = self._request
-        usage = MessageUsage(request.prompt_tokens, 0, 0, OutputTokensDetails(0))
+        usage = MessageUsage(request.prompt_tokens, 0, 0, MessageOutputDetails(0))
         self._event(
             "message_start",
             message=Message(
@@ -132,7 +132,7 @@ class MessageRenderer:
         )
         self._event("ping")
 
-    def _change(self, change: Change) -> None:
+    def _change(self, change: SegmentChange) -> None:
         index = change.segment.index
         if change.what == "grew":
             self._event("content_block_delta", index=index, delta=_delta(change))
@@ -175,7 +175,7 @@ def _input(arguments: str) -> Any:
         return {"arguments": arguments}
 
 
-def _delta(change: Change) -> TextDelta | ThinkingDelta | InputDelta:
+def _delta(change: SegmentChange) -> TextDelta | ThinkingDelta | InputDelta:
     if change.segment.kind == "text":
         return TextDelta(change.text)
     return ThinkingDelta(change.text) if change.segment.kind == "reasoning" else InputDelta(change.text)
@@ -196,5 +196,5 @@ def _ended(request: GenerateRequest, answer: SegmentedAnswer) -> MessageDelta:
 def _usage(answer: SegmentedAnswer) -> MessageUsage:
     usage = answer.usage
     cached = usage.prompt_tokens_details.cached_tokens
-    details = OutputTokensDetails(answer.reasoning_tokens)
+    details = MessageOutputDetails(answer.reasoning_tokens)
     return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached, details)

@@ -22,7 +22,7 @@ FUNCTION, NAMESPACE = "function", "namespace"
 LEFT_OUT = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
 
 
-class Function(NamedTuple):
+class FunctionTool(NamedTuple):
     """``place``: in the client's body. ``namespace``: "": none."""
 
     place: str
@@ -88,11 +88,11 @@ def left_out(tools: Iterable[dict[str, Any]]) -> list[str]:
     return [f"tools[{number}]" for number, tool in enumerate(tools) if tool.get("type") in LEFT_OUT]
 
 
-def _functions(tools: Iterable[dict[str, Any]], place: str = "tools", namespace: str = "") -> Iterator[Function]:
+def _functions(tools: Iterable[dict[str, Any]], place: str = "tools", namespace: str = "") -> Iterator[FunctionTool]:
     for number, tool in enumerate(tools):
         at = f"{place}[{number}]"
         if tool.get("type") == FUNCTION:
-            yield Function(at, namespace, str(tool.get("name")), tool)
+            yield FunctionTool(at, namespace, str(tool.get("name")), tool)
         elif tool.get("type") == NAMESPACE and not namespace:
             yield from _functions(_inner(tool), f"{at}.tools", str(tool.get("name")))
 

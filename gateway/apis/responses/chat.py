@@ -61,7 +61,7 @@ def decode_summary(content: str, at: str) -> str:
     return found.text
 
 
-class Conversation:
+class ResponsesConversation:
     """Chat messages made of items.
 
     Consecutive items of a turn of the assistant (reasoning, text, calls) become one message, as chat templates expect.
@@ -224,14 +224,14 @@ class Turn(NamedTuple):
     output: Sequence[InputItem]
 
 
-class Chat(NamedTuple):
+class ResponsesChat(NamedTuple):
     """``places``: names of the chat's fields -> the client's, for errors."""
 
     body: ChatCompletionRequest
     places: dict[str, str]
 
 
-def chat_of(body: ResponsesRequest, history: Iterable[Turn] = ()) -> Chat:
+def chat_of(body: ResponsesRequest, history: Iterable[Turn] = ()) -> ResponsesChat:
     """
     Args:
         history: the responses that this one continues, the oldest first.
@@ -239,7 +239,7 @@ def chat_of(body: ResponsesRequest, history: Iterable[Turn] = ()) -> Chat:
         ServingError: something in the body is not supported; names the field.
     """
     names = ToolNames(body.tools or ())
-    talk = Conversation(names)
+    talk = ResponsesConversation(names)
     if body.instructions is not None:
         talk.instruct(body.instructions)
     for turn in history:
@@ -288,10 +288,10 @@ def chat_of(body: ResponsesRequest, history: Iterable[Turn] = ()) -> Chat:
         cache_salt=body.cache_salt,
         prompt_cache_key=body.prompt_cache_key,
     )
-    return Chat(chat, places)
+    return ResponsesChat(chat, places)
 
 
-def _add(talk: Conversation, given: str | Sequence[InputItem], place: str) -> None:
+def _add(talk: ResponsesConversation, given: str | Sequence[InputItem], place: str) -> None:
     if isinstance(given, str):
         talk.say(given, place)
     else:

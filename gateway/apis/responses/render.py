@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET
 
 from penstock.gateway.apis.chat.logprobs import LogprobFormatter
-from penstock.gateway.apis.chat.segments import Change, Segment, SegmentedAnswer
+from penstock.gateway.apis.chat.segments import Segment, SegmentChange, SegmentedAnswer
 from penstock.gateway.apis.chat.stream_renderer import Scored
 from penstock.gateway.apis.responses.bodies import ResponsesRequest, ToolNames
 from penstock.gateway.apis.responses.objects import (
@@ -234,7 +234,7 @@ class ResponseRenderer:
             self._event("response.queued", response=self._state("queued"))
         self._event("response.in_progress", response=self._state("in_progress"))
 
-    def _change(self, change: Change) -> None:
+    def _change(self, change: SegmentChange) -> None:
         segment = change.segment
         if change.what == "grew":
             self._grow(segment, change)
@@ -250,7 +250,7 @@ class ResponseRenderer:
             part = OutputText("") if segment.kind == "text" else ReasoningText("")
             self._of("response.content_part.added", segment, part=part)
 
-    def _grow(self, segment: Segment, change: Change) -> None:
+    def _grow(self, segment: Segment, change: SegmentChange) -> None:
         match segment.kind:
             case "text":
                 logprobs = self._builder.logprobs(change.scored)

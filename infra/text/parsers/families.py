@@ -65,7 +65,7 @@ class Thoughts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return text[len(opening) :]
 
 
-class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CallFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How calls are written: exactly so by constraints. Readers ignore white space at the ends of each text.
 
     Attributes:
@@ -154,7 +154,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True, eq=False):
     checked: str
     aliases: tuple[str, ...] = ()
     thoughts: Thoughts | None = None
-    calls: Calls | None = None
+    calls: CallFormat | None = None
     frame: tuple[str, str] = ("", "")
     layout: tuple[str, ...] = ()
 
@@ -255,7 +255,7 @@ class Table:
         row = self._by_name.get(name)
         return row.thoughts if row is not None else None
 
-    def calls(self, name: str) -> Calls | None:
+    def calls(self, name: str) -> CallFormat | None:
         """As ``thoughts``."""
         row = self._by_name.get(name)
         return row.calls if row is not None else None
@@ -282,7 +282,7 @@ class Table:
     def detected(self, template: str, part: Literal["thoughts", "calls"]) -> str:
         """The name of the row whose marks a chat template has; "": none."""
         for row in self.rows:
-            found: Thoughts | Calls | None = getattr(row, part)
+            found: Thoughts | CallFormat | None = getattr(row, part)
             if found is not None and found.template and _fits(template, found.template, found.unless):
                 return row.name
         return ""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from penstock.infra.text.parsers.delta_builder import DeltaBuilder
-from penstock.infra.text.parsers.families import Calls
+from penstock.infra.text.parsers.families import CallFormat
 from penstock.infra.text.parsers.json_text import string, value
 from penstock.infra.text.parsers.reader import (
     TOKEN,
@@ -36,7 +36,7 @@ _KIMI_CHARS = re.compile(r"[A-Za-z0-9_.\-/:]*")
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_\-]*")
 
 
-def json_calls(form: Calls, marks: Marks) -> CallReader:
+def json_calls(form: CallFormat, marks: Marks) -> CallReader:
     """A reader of the calls of a row, with the marks of one vocabulary."""
     close = marks.within(form.section[1].strip())
     begin, end = (marks.within(each.strip()) for each in form.call)
@@ -74,7 +74,7 @@ def json_calls(form: Calls, marks: Marks) -> CallReader:
     return calls
 
 
-def listed_calls(form: Calls) -> Callable[[Reader, DeltaBuilder], Steps[None]]:
+def listed_calls(form: CallFormat) -> Callable[[Reader, DeltaBuilder], Steps[None]]:
     """A reader of ``{...}, {...}]`` behind its "[". It raises MalformedCall where what follows is not a call."""
     one = _one_call(form)
 
@@ -91,7 +91,7 @@ def listed_calls(form: Calls) -> Callable[[Reader, DeltaBuilder], Steps[None]]:
     return listed
 
 
-def _one_call(form: Calls) -> Callable[[Reader, DeltaBuilder], Steps[None]]:
+def _one_call(form: CallFormat) -> Callable[[Reader, DeltaBuilder], Steps[None]]:
     """A reader of a call behind its "{"."""
     keys = tuple(dict.fromkeys((form.arguments_key, *_ARGUMENTS)))
 
@@ -240,7 +240,7 @@ class _Head:
         fence: what else stands around the arguments; "": nothing.
     """
 
-    def __init__(self, form: Calls, marks: Marks) -> None:
+    def __init__(self, form: CallFormat, marks: Marks) -> None:
         before, _, after = form.head.partition("{name}")
         self._lead = marks.within(before).strip().lstrip("abcdefghijklmnopqrstuvwxyz.")  # its words are not certain
         self._after = marks.within(after.partition("{number}")[2] if "{number}" in after else after).strip()

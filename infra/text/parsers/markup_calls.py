@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.infra.text.parsers.delta_builder import DeltaBuilder
-from penstock.infra.text.parsers.families import Calls
+from penstock.infra.text.parsers.families import CallFormat
 from penstock.infra.text.parsers.json_text import encode
 from penstock.infra.text.parsers.reader import TOKEN, MalformedCall, Markers, Marks, NotACall, Reader, Steps
 from penstock.infra.text.parsers.tool_formats import CallReader, Offered, end_call, parse_name, read_closing
@@ -26,13 +26,13 @@ _DEEPEST = 64  # elements within elements; deeper ones could not be written as J
 _WORDS = {"true": b"true", "false": b"false", "null": b"null", "none": b"null"}
 
 
-def markup_calls(form: Calls, marks: Marks) -> CallReader:
+def markup_calls(form: CallFormat, marks: Marks) -> CallReader:
     """A reader of the calls of a row, with the marks of one vocabulary."""
     return _Markup(form, marks).read
 
 
 class _Markup:
-    def __init__(self, form: Calls, marks: Marks) -> None:
+    def __init__(self, form: CallFormat, marks: Marks) -> None:
         self._types = form.types
         self._close = marks.within(form.section[1].strip())
         self._begin, end = (marks.within(each.strip()) for each in form.call)
@@ -158,7 +158,7 @@ class _Values:
         following: what may come behind an argument.
     """
 
-    def __init__(self, form: Calls, marks: Marks, following: tuple[str, str, str]) -> None:
+    def __init__(self, form: CallFormat, marks: Marks, following: tuple[str, str, str]) -> None:
         self._key_begin, end, close = following
         self.following = tuple(dict.fromkeys(filter(None, following)))
         self._end = marks.within(form.value_end.strip())

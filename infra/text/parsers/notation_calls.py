@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.infra.text.parsers.delta_builder import DeltaBuilder
-from penstock.infra.text.parsers.families import Calls
+from penstock.infra.text.parsers.families import CallFormat
 from penstock.infra.text.parsers.json_text import encode
 from penstock.infra.text.parsers.reader import MalformedCall, Markers, Marks, Reader, Steps
 from penstock.infra.text.parsers.tool_formats import (
@@ -26,7 +26,7 @@ _SCALAR = re.compile(r"[^,\[\]{}]*")
 _KEY = re.compile(r"[^:,\[\]{}]*")
 
 
-def notation_calls(form: Calls, marks: Marks) -> CallReader:
+def notation_calls(form: CallFormat, marks: Marks) -> CallReader:
     """A reader of the calls of a row, with the marks of one vocabulary."""
     close = marks.within(form.section[1].strip())
     begin = marks.within(form.call[0].strip())

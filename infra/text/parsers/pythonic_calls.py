@@ -10,7 +10,7 @@ import warnings
 from typing import Any
 
 from penstock.infra.text.parsers.delta_builder import DeltaBuilder
-from penstock.infra.text.parsers.families import Calls
+from penstock.infra.text.parsers.families import CallFormat
 from penstock.infra.text.parsers.json_calls import listed_calls
 from penstock.infra.text.parsers.json_text import PYTHON, Nesting, encode
 from penstock.infra.text.parsers.reader import MalformedCall, Marks, Reader, Steps
@@ -60,7 +60,7 @@ def _literal(node: ast.expr | None) -> Any:
     raise MalformedCall
 
 
-def pythonic_calls(form: Calls, marks: Marks) -> CallReader:
+def pythonic_calls(form: CallFormat, marks: Marks) -> CallReader:
     """A reader of the calls of a row, with the marks of one vocabulary. In a list, calls may also be JSON objects."""
     close = marks.within(form.section[1].strip())
     separators = (",", "]") if form.list else tuple(filter(None, (close, ",", ";")))

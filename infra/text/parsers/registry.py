@@ -10,7 +10,7 @@ from penstock.infra.constraints.schema_rewriting import kinds
 from penstock.infra.text.detokenizer import Detokenizer, StopSearch, TextStream
 from penstock.infra.text.parsers import reader as mark_tokens
 from penstock.infra.text.parsers.answer_parser import AnswerFormat, AnswerParser, ThoughtMarks
-from penstock.infra.text.parsers.families import CHANNELS, TABLE, Calls, Family
+from penstock.infra.text.parsers.families import CHANNELS, TABLE, CallFormat, Family
 from penstock.infra.text.parsers.harmony import HarmonyMarks
 from penstock.infra.text.parsers.json_calls import json_calls
 from penstock.infra.text.parsers.markup_calls import markup_calls
@@ -118,7 +118,7 @@ def _format(reasoning: Family | None, tools: Family | None, marks: Marks) -> Ans
     )
 
 
-def _tool_format(calls: Calls, marks: Marks) -> ToolFormat:
+def _tool_format(calls: CallFormat, marks: Marks) -> ToolFormat:
     openers = tuple(map(marks.within, calls.openers))
     firsts: tuple[str, ...] = ()
     if openers and openers[0] != calls.openers[0]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.infra.engine_args import memory_estimate as memories
-from penstock.infra.engine_args.memory_estimate import GIB, Memory
+from penstock.infra.engine_args.memory_estimate import GIB, GpuMemory
 from penstock.infra.engine_args.rules.base import Context, Finding, Level, Role, up
 from penstock.infra.engine_args.rules.check import check
 from penstock.infra.engine_args.schema import EngineArgs
@@ -111,7 +111,7 @@ def _drafts(args: EngineArgs) -> str:
 class Advice(NamedTuple):
     name: str
     findings: list[Finding]
-    memory: Memory | None
+    memory: GpuMemory | None
 
 
 def advise(recipe: Recipe, context: Context) -> Advice:
@@ -151,7 +151,7 @@ def finding_lines(finding: Finding) -> tuple[str, str]:
     )
 
 
-def memory_line(memory: Memory) -> str:
+def memory_line(memory: GpuMemory) -> str:
     used = (
         f"weights {memory.weights / GIB:.1f} + reserve {memory.reserve / GIB:.1f} of {memory.gpu / GIB:.1f} GiB per GPU"
     )

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from penstock.infra.engine_args.memory_estimate import GIB, NVFP4_BITS, Memory, Shape, estimate
+from penstock.infra.engine_args.memory_estimate import GIB, NVFP4_BITS, GpuMemory, Shape, estimate
 from penstock.infra.engine_args.rules.base import Context, Role, up
 from penstock.infra.engine_args.rules.check import check
 from penstock.infra.engine_args.rules.parallelism import moe_backend
@@ -75,7 +75,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
 class Generated(Struct, frozen=True, kw_only=True):
     tree: Tree
     args: EngineArgs
-    memory: Memory
+    memory: GpuMemory
     warnings: tuple[str, ...]
 
 

@@ -30,10 +30,10 @@ from penstock.schemas.plans import (
     Bounds,
     Change,
     Correction,
-    Decision,
     Demand,
     Latency,
     Observation,
+    PlanDecision,
     Predictor,
     Role,
     Rules,
@@ -111,7 +111,7 @@ class Planner:
         first = _FIRST[self.rules.percentile]
         return PlannerState(correction=Correction(first, first))
 
-    def step(self, state: PlannerState, seen: Observation, now_s: float) -> tuple[PlannerState, Decision | None]:
+    def step(self, state: PlannerState, seen: Observation, now_s: float) -> tuple[PlannerState, PlanDecision | None]:
         """The state after an interval, and what to do; None: no request was seen yet, so nothing is known."""
         state = _learnt(state, seen)
         if not state.osl:
@@ -126,7 +126,7 @@ class Planner:
         changes = self._within_budget(changes)
         for role, change in changes.items():
             state = _remembered(state, role, change, now_s)
-        return state, Decision(
+        return state, PlanDecision(
             demand=demand, observed=seen, correction=state.correction, predicted=predicted, changes=changes
         )
 

@@ -26,7 +26,7 @@ from penstock.measure.planner.core import HISTORY, Planner, PlannerState
 from penstock.measure.planner.observe import LoadReader
 from penstock.schemas import plans
 from penstock.schemas.errors import ServingError
-from penstock.schemas.plans import Decision, Planned, Role, Rules
+from penstock.schemas.plans import PlanDecision, Planned, Role, Rules
 from penstock.schemas.subjects import HEADER_LAST_ON_SUBJECT
 from penstock.schemas.wire import encode
 
@@ -277,7 +277,7 @@ class PlannerLoop:
             log.warning("decision_not_stored", error=str(error))
         return True
 
-    async def _apply(self, decision: Decision) -> str:
+    async def _apply(self, decision: PlanDecision) -> str:
         """Why workers could not be changed; "": they were, or nothing was to be done."""
         if not decision.moves:
             return ""
@@ -290,7 +290,7 @@ class PlannerLoop:
         return ""
 
 
-def moved(decision: Decision) -> Mapping[Role, int]:
+def moved(decision: PlanDecision) -> Mapping[Role, int]:
     """The targets that differ from what there is."""
     return {role: change.target for role, change in decision.changes.items() if change.target != change.current}
 

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.infra.engine_args import memory_estimate
-from penstock.infra.engine_args.memory_estimate import GIB, Memory, Shape, UnknownShape
+from penstock.infra.engine_args.memory_estimate import GIB, GpuMemory, Shape, UnknownShape
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.infra.engine_args.tree import decode
 from penstock.measure.profile import grid
@@ -146,7 +146,7 @@ class RooflineEngine(Struct, frozen=True):
             tree["moe_expert_parallel_size"] = mapping.ep
         return decode(tree)
 
-    def memory(self, length: int) -> Memory:
+    def memory(self, length: int) -> GpuMemory:
         """Of one GPU."""
         gpu_bytes = int(self.gpu.memory_gib * GIB)
         return memory_estimate.estimate(self.arguments(length), self.shape, gpu_bytes, length=length)

@@ -7,7 +7,7 @@ import pytest
 from nats.aio.client import Client
 
 from penstock.gateway.admission.storage import LogCapacity
-from penstock.gateway.base.metrics import Metrics
+from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.infra.broker.apply import apply
 from penstock.infra.bus.connection import Bus
 from penstock.infra.metrics.scope import MetricScope
@@ -24,7 +24,7 @@ class SubmittingGateway:
     """Stores requests as a gateway does, while its capacity check accepts them."""
 
     def __init__(self, nc: Client, subjects: Subjects) -> None:
-        self.metrics = Metrics(MetricScope())
+        self.metrics = GatewayMetrics(MetricScope())
         self.nc, self.subjects = nc, subjects
         self.bus = Bus(nc, subjects)
         self.capacity = LogCapacity(self.bus, self.metrics)

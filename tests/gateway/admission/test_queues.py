@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.gateway.admission.queues import QueueLimits, class_of
+from penstock.gateway.admission.queues import QueueLevels, class_of
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Priority
 
@@ -15,25 +15,25 @@ def counts(**waiting: int) -> dict[Priority, int]:
     return {priority: waiting.get(priority.value, 0) for priority in Priority}
 
 
-def before(queues: QueueLimits) -> dict[Priority, int]:
+def before(queues: QueueLevels) -> dict[Priority, int]:
     """What a poll that begins now remembers."""
     return {priority: queues.since(priority) for priority in Priority}
 
 
 @pytest.fixture
-def queues() -> QueueLimits:
+def queues() -> QueueLevels:
     return made(lambda _: 1000)
 
 
-def made(unstarted: Callable[[Priority], int]) -> QueueLimits:
-    return QueueLimits(10, unstarted)
+def made(unstarted: Callable[[Priority], int]) -> QueueLevels:
+    return QueueLevels(10, unstarted)
 
 
-def refused(queues: QueueLimits) -> list[Priority]:
+def refused(queues: QueueLevels) -> list[Priority]:
     return [priority for priority in Priority if _refusal(queues, priority) is not None]
 
 
-def _refusal(queues: QueueLimits, priority: Priority) -> ServingError | None:
+def _refusal(queues: QueueLevels, priority: Priority) -> ServingError | None:
     try:
         queues.check(priority)
     except ServingError as error:
@@ -41,7 +41,7 @@ def _refusal(queues: QueueLimits, priority: Priority) -> ServingError | None:
     return None
 
 
-def test_a_flood_of_one_class_refuses_no_other(queues: QueueLimits) -> None:
+def test_a_flood_of_one_class_refuses_no_other(queues: QueueLevels) -> None:
     for _ in range(10):
         assert refused(queues) == []
         queues.accepted(BATCH)
@@ -60,7 +60,7 @@ def test_a_flood_of_one_class_refuses_no_other(queues: QueueLimits) -> None:
     assert queues.full
 
 
-def test_what_was_accepted_during_a_look_still_counts_after_it(queues: QueueLimits) -> None:
+def test_what_was_accepted_during_a_look_still_counts_after_it(queues: QueueLevels) -> None:
     earlier = before(queues)
     for _ in range(10):
         queues.accepted(STANDARD)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.admission.queues import QueueLimits, by_model
+from penstock.gateway.admission.queues import QueueLevels, by_model
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Priority
 
@@ -40,7 +40,7 @@ def test_each_request_is_counted_once(total: int, held: Mapping[str, int], own: 
     assert all(counts.values())
 
 
-def refused(queues: QueueLimits, model: str) -> bool:
+def refused(queues: QueueLevels, model: str) -> bool:
     try:
         queues.check(Priority.standard, model)
     except ServingError as error:
@@ -49,7 +49,7 @@ def refused(queues: QueueLimits, model: str) -> bool:
 
 
 def test_a_flood_of_one_model_leaves_the_others_their_share() -> None:
-    queues = QueueLimits(10, lambda _: 1_000)
+    queues = QueueLevels(10, lambda _: 1_000)
     waiting = dict.fromkeys(Priority, 0) | {Priority.standard: 10}
     queues.polled(waiting, dict.fromkeys(Priority, 0))
     queues.polled_models({"a": 9, "b": 1})
@@ -63,14 +63,14 @@ def test_a_flood_of_one_model_leaves_the_others_their_share() -> None:
 
 
 def test_all_models_together_get_at_most_as_much_again() -> None:
-    queues = QueueLimits(10, lambda _: 1_000)
+    queues = QueueLevels(10, lambda _: 1_000)
     queues.polled(dict.fromkeys(Priority, 0) | {Priority.standard: 20}, dict.fromkeys(Priority, 0))
     queues.polled_models({"a": 20, "b": 0})
     assert refused(queues, "b")
 
 
 def test_one_model_has_the_whole_queue_and_no_more() -> None:
-    queues = QueueLimits(10, lambda _: 1_000)
+    queues = QueueLevels(10, lambda _: 1_000)
     queues.polled(dict.fromkeys(Priority, 0) | {Priority.standard: 10}, dict.fromkeys(Priority, 0))
     queues.polled_models({})
     assert refused(queues, "a")

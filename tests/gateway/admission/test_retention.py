@@ -8,7 +8,7 @@ from nats.aio.client import Client
 from structlog.testing import capture_logs
 
 from penstock.gateway.admission.storage import DAY, Retention, retention_s
-from penstock.gateway.base.metrics import Metrics
+from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.infra.broker.apply import apply
 from penstock.infra.bus.connection import Bus
 from penstock.infra.metrics.scope import MetricScope
@@ -40,7 +40,7 @@ async def test_a_stream_that_fills_too_fast_is_named_once_with_the_fix(nc: Clien
 
     await apply(nc, dataclasses.replace(whole, streams=tuple(map(shrink, whole.streams))))
     bus = Bus(nc, subjects)
-    metrics = Metrics(MetricScope())
+    metrics = GatewayMetrics(MetricScope())
     retention = Retention(bus, metrics)
 
     async def store(start: int, count: int) -> list[Any]:

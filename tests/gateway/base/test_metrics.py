@@ -2,12 +2,12 @@
 
 from prometheus_client import generate_latest
 
-from penstock.gateway.base.metrics import MAX_MODELS, Metrics
+from penstock.gateway.base.metrics import MAX_MODELS, GatewayMetrics
 from penstock.infra.metrics.scope import MetricScope
 
 
 def test_what_names_no_model_is_the_only_one_s_and_apart_where_there_are_several() -> None:
-    metrics = Metrics(MetricScope())
+    metrics = GatewayMetrics(MetricScope())
     one = metrics.of("one")
     assert metrics.of("") is one
     two = metrics.of("two")
@@ -22,7 +22,7 @@ def test_what_names_no_model_is_the_only_one_s_and_apart_where_there_are_several
 
 
 def test_a_model_that_is_served_no_more_has_no_series() -> None:
-    metrics = Metrics(MetricScope())
+    metrics = GatewayMetrics(MetricScope())
     metrics.of("one").open.set(1)
     metrics.of("two").open.set(1)
     metrics.forget("one")
@@ -35,7 +35,7 @@ def test_a_model_that_is_served_no_more_has_no_series() -> None:
 
 
 def test_models_beyond_the_limit_are_counted_without_their_names() -> None:
-    metrics = Metrics(MetricScope())
+    metrics = GatewayMetrics(MetricScope())
     for number in range(MAX_MODELS):
         metrics.of(f"m{number}")
     assert metrics.of("further") is metrics.of("")

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from tokenizers import Tokenizer
 
 from penstock.gateway.base.chat_objects import AnswerMessage, message_of
-from penstock.gateway.grammars.answers import Calls, Reasoning, write_answer
+from penstock.gateway.grammars.answers import CallRules, Reasoning, write_answer
 from penstock.gateway.grammars.calls import NO_PARAMETERS, Tool, call_grammar
 from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
 from penstock.infra.constraints.constraints import LARK
@@ -114,7 +114,7 @@ def written(name: str, *, must: bool = True, one: bool = False, tokens: bool = T
         return MODEL.added_tokens.get(mark) if tokens else None
 
     writer = GrammarWriter(token_id, format_tokens(Parsing(tools=name), MODEL.added_tokens))
-    calls = Calls(call_grammar(name, token_id), tools, must, one)
+    calls = CallRules(call_grammar(name, token_id), tools, must, one)
     return write_answer(writer, None, calls, None)
 
 
@@ -142,7 +142,7 @@ def test_where_the_marks_are_tokens_calls_have_them(name: str, must: bool) -> No
     end = added["<|im_end|>"]
     compiler = ConstraintCompiler(lambda: ModelTokens(tokenizer, tokenizer.get_vocab_size(), (end,)))
     writer = GrammarWriter(added.get, format_tokens(Parsing(tools=name), added))
-    grammar = write_answer(writer, None, Calls(call_grammar(name, added.get), TOOLS_GIVEN, must, False), None)
+    grammar = write_answer(writer, None, CallRules(call_grammar(name, added.get), TOOLS_GIVEN, must, False), None)
     detokenizer = Detokenizer(tokenizer)
     closing = [end, *added.values(), *tokenizer.encode('"}])></|\n', add_special_tokens=False).ids]
     request = GenerateRequest("id", "m", "g", b"", Stop(1), 0, 0, parsing=Parsing(tools=name, texts=TEXTS))
@@ -196,7 +196,7 @@ def test_a_spelled_opener_is_no_text() -> None:
 def test_newer_mistral_vocabularies_have_the_newer_format() -> None:
     grammar = call_grammar("mistral", {"[ARGS]": 5}.get)
     writer = GrammarWriter({"[ARGS]": 5, "[TOOL_CALLS]": 6}.get, ("[ARGS]", "[TOOL_CALLS]"))
-    assert '<[6]> "stop" <[5]>' in write_answer(writer, None, Calls(grammar, TOOLS_GIVEN, True, False), None)
+    assert '<[6]> "stop" <[5]>' in write_answer(writer, None, CallRules(grammar, TOOLS_GIVEN, True, False), None)
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -226,7 +226,7 @@ def test_reasoning_that_ends_in_words_precedes_the_content_and_has_no_budget() -
 @pytest.mark.parametrize("name", HARMONY)
 def test_harmony_calls_follow_an_analysis(name: str) -> None:
     writer = GrammarWriter(lambda mark: None, HARMONY_MARKS)
-    calls = Calls(call_grammar(name, lambda mark: None), TOOLS_GIVEN, True, False)
+    calls = CallRules(call_grammar(name, lambda mark: None), TOOLS_GIVEN, True, False)
     grammar = write_answer(writer, None, calls, Reasoning(None))
     matcher = COMPILER.matcher(Constraint(LARK, grammar), 0, Stop(max_tokens=99))
     analysis = "<|channel|>analysis<|message|>They stop.<|end|><|start|>assistant"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.http.server import SCOPE, Connection, HttpServer, Limits
+from penstock.gateway.http.server import SCOPE, ConnectionLimits, HttpConnection, HttpServer
 from penstock.gateway.main import listen
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.process import turns
@@ -115,7 +115,7 @@ async def serve() -> AsyncIterator[Serve]:
         tasks, app = Tasks("test"), Application()
         listener = listen("127.0.0.1", 0)
         port = listener.getsockname()[1]
-        server = HttpServer(app, [listener], Limits(**limits), tasks)
+        server = HttpServer(app, [listener], ConnectionLimits(**limits), tasks)
         await server.start()
         started.append((server, tasks))
         return Serving(server, app, port)
@@ -534,14 +534,14 @@ async def test_of_requests_that_come_together_each_is_read_whole_and_in_order(
     ends = b"".join(sent[:3]) + GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
     async with asyncio.timeout(10), AsyncExitStack() as clients:
         opened = [await clients.enter_async_context(serving.client()) for _ in range(22)]
-        waited: list[Connection] = []
-        read_on = Connection._read_on
+        waited: list[HttpConnection] = []
+        read_on = HttpConnection._read_on
 
-        def note(connection: Connection) -> None:
+        def note(connection: HttpConnection) -> None:
             waited.append(connection)
             read_on(connection)
 
-        monkeypatch.setattr(Connection, "_read_on", note)
+        monkeypatch.setattr(HttpConnection, "_read_on", note)
         for (_, writer), request in zip(opened, [*sent, ends, sent[0]], strict=True):
             writer.write(request)
         opened[-1][1].transport.abort()

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.gateway.http.request_list import parse
 from penstock.gateway.log import listing
-from penstock.gateway.log.listing import Page, Progress, RequestListing
+from penstock.gateway.log.listing import Page, ProgressReader, RequestListing
 from penstock.gateway.log.lookup import Records
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
@@ -32,7 +32,7 @@ def requests(bus: Bus) -> RequestListing:
     async def none_yet(request: GenerateRequest) -> control.Progress:
         return control.Progress(-1, 0)
 
-    return RequestListing(bus, Records(bus), Progress(bus, "gw-test", lambda request_id: []), none_yet)
+    return RequestListing(bus, Records(bus), ProgressReader(bus, "gw-test", lambda request_id: []), none_yet)
 
 
 async def pages(requests: RequestListing, criteria: Criteria, limit: int) -> list[str]:

@@ -14,7 +14,7 @@ from blake3 import blake3
 from PIL import Image, ImageFile
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.base.metrics import Metrics
+from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.base.request_bodies import CHAT
 from penstock.gateway.media import loader as media_loader
 from penstock.gateway.media.loader import MediaLoader
@@ -58,7 +58,7 @@ def settings_for(**more: Any) -> GatewaySettings:
 
 def gateway_on(bus: Bus, **more: Any) -> Gateway:
     model = load(MODELS / "demo-vision")
-    return Gateway(bus, Publisher(bus), [model], settings_for(**more), Metrics(MetricScope()))
+    return Gateway(bus, Publisher(bus), [model], settings_for(**more), GatewayMetrics(MetricScope()))
 
 
 async def kept_nowhere(owner: str, digest: bytes, data: bytes, keep_s: float) -> None:
@@ -66,7 +66,7 @@ async def kept_nowhere(owner: str, digest: bytes, data: bytes, keep_s: float) ->
 
 
 def loader(bus: Bus, **more: Any) -> MediaLoader:
-    return MediaLoader(bus, settings_for(**more), Metrics(MetricScope()), kept_nowhere)
+    return MediaLoader(bus, settings_for(**more), GatewayMetrics(MetricScope()), kept_nowhere)
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ async def test_an_embedding_file_is_stored_and_has_its_own_number_of_tokens(bus:
 
 async def test_the_same_image_again_costs_no_upload(bus: Bus, uploads: list[str]) -> None:
     clock = [1000.0]
-    own = MediaLoader(bus, settings_for(), Metrics(MetricScope()), kept_nowhere, clock=lambda: clock[0])
+    own = MediaLoader(bus, settings_for(), GatewayMetrics(MetricScope()), kept_nowhere, clock=lambda: clock[0])
     part = MediaPart("f", data_url(PNG))
     first = await own.load([part, part], VISION, 600)
     assert first[0] == first[1]
@@ -174,7 +174,7 @@ async def test_the_same_image_again_costs_no_upload(bus: Bus, uploads: list[str]
 
 async def test_what_will_not_live_as_long_as_a_request_is_asked_for_again(bus: Bus, uploads: list[str]) -> None:
     clock = [1000.0]
-    own = MediaLoader(bus, settings_for(), Metrics(MetricScope()), kept_nowhere, clock=lambda: clock[0])
+    own = MediaLoader(bus, settings_for(), GatewayMetrics(MetricScope()), kept_nowhere, clock=lambda: clock[0])
     part = MediaPart("f", data_url(PNG))
     await own.load([part], VISION, 600)
     clock[0] += 200  # of two hours and five minutes

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from nats.aio.msg import Msg
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.base.metrics import Metrics
+from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.nats.api import NatsApi
 from penstock.gateway.nats.protocol import key_of
 from penstock.gateway.service.service import Gateway
@@ -105,7 +105,7 @@ async def gateway_on(
             publisher,
             [model],
             GatewaySettings(served_model_name="tiny", name=f"gw{id(bus)}", **settings),
-            Metrics(MetricScope()),
+            GatewayMetrics(MetricScope()),
         )
         one = Running(gateway, NatsApi(gateway, bus.tasks.group("nats-api")))
         await gateway.open()

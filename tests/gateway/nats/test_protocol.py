@@ -6,7 +6,7 @@ import re
 import msgspec
 import pytest
 
-from penstock.gateway.nats.messages import AnswerMessage, StreamMessages, failure
+from penstock.gateway.nats.messages import DeliveredMessage, StreamMessages, failure
 from penstock.gateway.nats.protocol import (
     Origin,
     key_of,
@@ -146,7 +146,7 @@ def test_numbers_do_not_depend_on_how_tokens_arrived(cut: int) -> None:
     request = request_of(oracle, "stream+usage")
     tokens = oracle.tokens({"prompt": "The harbour is", "temperature": 0}, 8)
     chunks = StreamMessages(request, oracle.model.detokenizer)
-    out: list[AnswerMessage] = []
+    out: list[DeliveredMessage] = []
     for start in range(0, 8, cut):
         part = tokens[start : start + cut]
         finish = Finish("length") if start + cut >= 8 else None

@@ -10,7 +10,7 @@ from nats.aio.client import Client
 
 from penstock.gateway.nats import delivery
 from penstock.gateway.nats.delivery import ReplyPublisher
-from penstock.gateway.nats.messages import AnswerMessage
+from penstock.gateway.nats.messages import DeliveredMessage
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.schemas.subjects import Subjects
@@ -30,8 +30,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "TRACED_S", 0.0)
 
 
-def message(number: int) -> AnswerMessage:
-    return AnswerMessage(number, b"%d" % number, final=False)
+def message(number: int) -> DeliveredMessage:
+    return DeliveredMessage(number, b"%d" % number, final=False)
 
 
 async def send_until_unread(replies: ReplyPublisher, bus: Bus, most: int, first: int = 0) -> int:

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.guard import ANYONE, Caller
-from penstock.gateway.base.metrics import Metrics
+from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.service.fleet import FleetView
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import connect
@@ -29,7 +29,7 @@ DETECTED = ParserNames("basic", "hermes")  # what any worker says of this model'
 @pytest.fixture
 async def view(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[FleetView]:
     bus = await connect(broker.url("operator"), role="gateway", name="test", namespace=pipeline.namespace)
-    yield FleetView(bus, [(("demo",), MODEL)], "gw1", GatewaySettings(), Metrics(MetricScope()), bus.tasks)
+    yield FleetView(bus, [(("demo",), MODEL)], "gw1", GatewaySettings(), GatewayMetrics(MetricScope()), bus.tasks)
     await bus.close()
 
 
@@ -104,7 +104,7 @@ FOLDERS = {"demo": MODEL, "small": SMALL}
 async def learner(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[FleetView]:
     """Of a gateway that was told of no model."""
     bus = await connect(broker.url("operator"), role="gateway", name="test", namespace=pipeline.namespace)
-    view = FleetView(bus, [], "gw1", GatewaySettings(), Metrics(MetricScope()), bus.tasks)
+    view = FleetView(bus, [], "gw1", GatewaySettings(), GatewayMetrics(MetricScope()), bus.tasks)
     yield view
     view.store.close()
     await bus.close()

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from penstock.deploy.monitoring import ALERTS, LATE, run, targets_of, wrong_url
-from penstock.gateway.base.metrics import Metrics
+from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.infra.metrics.scope import MetricScope
 from penstock.launch.state import DeploymentState, Running
 from tests.generated import dashboards
@@ -170,7 +170,7 @@ def test_the_hosts_of_the_page_have_the_alert_of_their_brokers_disk(
 
 def test_late_first_tokens_are_counted_by_a_bucket_that_gateways_have() -> None:
     scope = MetricScope()
-    Metrics(scope.child("gateway")).of("m").ttft.observe(2.5)
+    GatewayMetrics(scope.child("gateway")).of("m").ttft.observe(2.5)
     (family,) = [each for each in scope.registry.collect() if each.name == "penstock_gateway_ttft_seconds"]
     bounds = {sample.labels["le"] for sample in family.samples if "le" in sample.labels}
     for late in LATE:

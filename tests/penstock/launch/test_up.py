@@ -22,7 +22,7 @@ from penstock.configs.settings import GatewaySettings, RouterSettings, TraceSett
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.broker.datadir import DataDirBusy
 from penstock.infra.process.child import Process
-from penstock.infra.process.supervisor import Backoff, Keeper
+from penstock.infra.process.supervisor import Keeper, RestartBackoff
 from penstock.launch.deployment import Deployment, UpFailed
 from penstock.launch.groups import fleet_of
 from penstock.launch.plan import PlannedProcess, plan
@@ -322,7 +322,7 @@ async def test_output_is_echoed_and_kept_when_asked(tmp_path: Path, capfdbinary:
 
 @given(st.lists(st.floats(min_value=0, max_value=29), min_size=1, max_size=20))
 def test_pauses_double_up_to_ten_seconds_and_start_again_after_a_lasting_run(lives: list[float]) -> None:
-    backoff = Backoff()
+    backoff = RestartBackoff()
     pauses = [backoff.after(alive) for alive in lives]
     assert pauses[0] == 0.2
     assert all(b == min(10.0, 2 * a) for a, b in itertools.pairwise(pauses))

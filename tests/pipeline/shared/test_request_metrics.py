@@ -8,7 +8,7 @@ import httpx
 import nats
 import pytest
 
-from penstock.gateway.base.metrics import Metrics as GatewayMetrics
+from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.infra.metrics.scope import MetricScope
 from penstock.router.state.metrics import Metrics as RouterMetrics
 from penstock.schemas.streams import LONGEST_DEADLINE_S

@@ -9,7 +9,7 @@ import pytest
 from nats.aio.client import Client
 
 from penstock.gateway.admission.storage import LogCapacity
-from penstock.gateway.base.metrics import Metrics
+from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.infra.broker.apply import apply
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
@@ -43,7 +43,7 @@ class CapacityProbe:
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.stream = bus.subjects.stream("REQUESTS")
-        self.room = LogCapacity(bus, Metrics(MetricScope()))
+        self.room = LogCapacity(bus, GatewayMetrics(MetricScope()))
 
     async def passes(self, count: int) -> None:
         """Requests that are finished as soon as they are stored: no router's consumer is behind them."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.base.metrics import Metrics
+from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.service.service import Gateway
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.direct_get import Entry
@@ -187,7 +187,7 @@ async def test_renewals_that_change_nothing_cost_next_to_nothing(
     cluster = one.router.cluster
     model = modeldir.load(modeldir.TINY, name=MODEL)
     gateway = Gateway(
-        *(one.bus, Publisher(one.bus), [model], GatewaySettings(served_model_name=MODEL), Metrics(MetricScope()))
+        *(one.bus, Publisher(one.bus), [model], GatewaySettings(served_model_name=MODEL), GatewayMetrics(MetricScope()))
     )
     for entry in renewals(pipeline, 1):
         gateway.fleet.watch._on_entry(entry)

@@ -14,9 +14,9 @@ from penstock.measure.simulation.fleet import SimulatedRequest
 from penstock.measure.simulation.placement import PlacementPolicy
 from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target
 from penstock.measure.simulation.trace import Request
-from penstock.schemas.plans import Decision, Observation, Pool, Role
+from penstock.schemas.plans import Observation, PlanDecision, Pool, Role
 
-Decide = Callable[[Observation, float], Decision | None]
+Decide = Callable[[Observation, float], PlanDecision | None]
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Step:
 
     at_s: float
     observed: Observation
-    decision: Decision | None
+    decision: PlanDecision | None
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from penstock.measure.simulation.engine import MAX_SEQUENCES
 from penstock.measure.simulation.fleet import SimulatedRequest, Simulation
 from penstock.measure.simulation.policy import SimulatedFleet, WorkerSpec
 from penstock.measure.simulation.trace import RequestTrace
-from penstock.schemas.plans import Decision, Observation, Role, Rules
+from penstock.schemas.plans import Observation, PlanDecision, Role, Rules
 
 _UNKNOWN_TOKENS = 1 << 24  # of KV cache, where a profile does not tell
 
@@ -174,7 +174,7 @@ class _Decider:
         self._planner = planner
         self._state = planner.begin()
 
-    def __call__(self, seen: Observation, now_s: float) -> Decision | None:
+    def __call__(self, seen: Observation, now_s: float) -> PlanDecision | None:
         self._state, decision = self._planner.step(self._state, seen, now_s)
         return decision
 

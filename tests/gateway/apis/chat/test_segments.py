@@ -3,14 +3,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.gateway.apis.chat.aggregator import AnswerAggregator
-from penstock.gateway.apis.chat.segments import Change, Segment, SegmentedAnswer
+from penstock.gateway.apis.chat.segments import Segment, SegmentChange, SegmentedAnswer
 from penstock.schemas.requests import GenerateRequest, Sampling
 from penstock.schemas.tokens import Finish, TokenItem
 from tests.gateway.answers import CALL, DETOKENIZER, LENGTH, STOP, TEXTS, items, request
 from tests.properties import examples
 
 
-def read(asked: GenerateRequest, given: list[TokenItem]) -> tuple[SegmentedAnswer, list[Change]]:
+def read(asked: GenerateRequest, given: list[TokenItem]) -> tuple[SegmentedAnswer, list[SegmentChange]]:
     answer = SegmentedAnswer(asked, DETOKENIZER)
     changes = [change for item in given for change in answer.push([item])]
     assert answer.done

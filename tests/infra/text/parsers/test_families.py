@@ -21,7 +21,7 @@ from penstock.infra.text.parsers.families import (
     HARMONY_MARKS,
     PACKAGED,
     TABLE,
-    Calls,
+    CallFormat,
     Family,
     Table,
     UnknownFamily,
@@ -49,7 +49,7 @@ def named(row: Family) -> str:
     return row.name
 
 
-def written(form: Calls) -> str:
+def written(form: CallFormat) -> str:
     """The calls as constraints have them."""
     each = form.each and not (form.list and not form.head)
     before, after = ("", "") if form.starts else form.section
@@ -63,7 +63,7 @@ def written(form: Calls) -> str:
     return joined if each else before + joined + after
 
 
-def _call(form: Calls, name: str, arguments: dict[str, Any], number: int) -> str:
+def _call(form: CallFormat, name: str, arguments: dict[str, Any], number: int) -> str:
     if form.reader == "json":
         said = json.dumps(arguments, ensure_ascii=False)
         if form.head:

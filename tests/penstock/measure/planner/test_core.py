@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.measure.planner.capacity import EngineTiming, latency
 from penstock.measure.planner.core import Planner, PlannerState
-from penstock.schemas.plans import Bounds, Decision, Observation, Pool, Role, Rules, Times
+from penstock.schemas.plans import Bounds, Observation, PlanDecision, Pool, Role, Rules, Times
 from tests.penstock.measure.planner.engines import engine
 
 RULES = Rules(
@@ -57,7 +57,7 @@ class Run:
         self.now = 0.0
         self.counts = dict.fromkeys(timings, start)
 
-    def interval(self, rate: float, **more: object) -> Decision:
+    def interval(self, rate: float, **more: object) -> PlanDecision:
         self.now += 10.0
         pools = {role: Pool(count) for role, count in self.counts.items()}
         self.state, decision = self.planner.step(self.state, seen(rate, pools, **more), self.now)  # type: ignore[arg-type]
@@ -207,5 +207,5 @@ def test_a_budget_is_shared_by_what_each_role_lacks() -> None:
 def test_a_decision_holds_all_that_it_depends_on() -> None:
     """It goes into the log: reading it back gives the same."""
     decision = Run().interval(5.0)
-    again = msgspec.msgpack.decode(msgspec.msgpack.encode(decision), type=Decision)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(decision), type=PlanDecision)
     assert again == decision
