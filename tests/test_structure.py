@@ -118,6 +118,19 @@ BY_CHANCE = {
     "tests/chaos/builds.py: infra.cli",  # of older builds
     "tests/chaos/test_builds.py: infra.cli",
 }
+# Public classes of two top-level folders: a message and the process that is about it (Deletion, Load), or an object of
+# an API on both sides (ToolCall).
+SHARED_NAMES = {
+    "Deletion",
+    "Link",
+    "Load",
+    "Message",
+    "Pool",
+    "SchedulerConfig",
+    "Stop",
+    "ToolCall",
+    "Usage",
+}
 MAKES_MODELS = (
     "tests/demo_model/tiny.py",
     "tests/demo_model/",
@@ -144,6 +157,7 @@ class Module(NamedTuple):
     docstring: bool
     imports: list[tuple[int, str, list[str]]]
     hidden_types: list[tuple[str, set[str]]]
+    public_classes: list[str]
 
 
 @cache
@@ -152,7 +166,8 @@ def module(path: Path) -> Module:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     parts = path.relative_to(ROOT).parent.parts
     package = parts if parts[:1] == ("penstock",) else ("penstock", *parts)
-    found = Module(ast.get_docstring(tree) is not None, [], [])
+    public = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    found = Module(ast.get_docstring(tree) is not None, [], [], public)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.imports.append((node.lineno, "", [within(alias.name) for alias in node.names]))
@@ -334,6 +349,17 @@ def test_the_command_line_itself_imports_nothing_heavy() -> None:
 def test_every_folder_is_a_package_and_says_what_it_is_for() -> None:
     paths = [path for folder in OURS for path in sources(folder)]
     assert [str(path.relative_to(ROOT)) for path in paths if path.stat().st_size and not module(path).docstring] == []
+
+
+def test_a_public_class_name_stands_for_one_thing() -> None:
+    """Search finds one class, and a reader who meets a name knows which."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name, path in every_module().items():
+        for each in module(path).public_classes:
+            found.setdefault(each, {}).setdefault(name.partition(".")[0], []).append(name)
+    repeated = {name: folders for name, folders in found.items() if any(len(each) > 1 for each in folders.values())}
+    assert repeated == {}, "within a top-level folder, say what each is of"
+    assert {name for name, folders in found.items() if len(folders) > 1} == SHARED_NAMES
 
 
 def test_no_field_or_method_hides_a_type_of_the_fields_of_its_class() -> None:
