@@ -111,14 +111,14 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     reasoning_parser: str = ""  # "": unknown
     tool_call_parser: str = ""
     max_batched_tokens: int = 0  # per step, on each rank; 0: unknown
-    tokenizer: str = ""  # digest of the tokenizer; "": an older build, or no tokenizer
+    tokenizer: str = ""  # digest of the tokenizer; "": no tokenizer
     silent_cache: bool = False  # reuses KV across requests without ``kv_events``: routers predict what it caches
     embedder: Embedder | None = None  # of role "embed"
     pair_only: bool = False  # a prefill or decode worker whose engine cannot compute the other stage
     ignored_options: tuple[str, ...] = ()  # of clients that its engine does not apply; answers name them
     device: str = ""  # what it computes on, as in "2x NVIDIA H100 80GB HBM3"; "": unknown
     inbox: str = ""  # subjects below it, by request: where contents of its jobs may be sent; "": it asks for them
-    source: str = ""  # of the model: folder on ``host``, a bundled model, or Hugging Face id; "": an older build
+    source: str = ""  # of the model: folder on ``host``, a bundled model, or Hugging Face id; "": it does not say
 
     @property
     def output(self) -> str:

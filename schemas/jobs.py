@@ -87,7 +87,7 @@ class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
     learnt: int = 0  # computed prompts that the learnt costs came from
     shared_blocks: int = 0  # leading blocks of the prompt that many prompts begin with
     block_size: int = 0  # tokens
-    links: tuple[Link, ...] = ()  # of each candidate; empty: all run whole requests, or an older build
+    links: tuple[Link, ...] = ()  # of each candidate; empty: all run whole requests
     pair_only: tuple[int, ...] = ()  # positions of the candidates that run a request only as one of a pair
     session: tuple[tuple[str, int], ...] = ()  # worker and rank of each stage of its session's last request
     on_gpu: tuple[int, ...] = ()  # positions of the candidates whose KV is in the memory of a GPU
@@ -109,7 +109,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
     scored: int = 0  # leading prompt tokens whose log-probabilities were streamed; 0: none
     logprobs: tuple[tuple[Logprob, ...], ...] = ()  # of the tokens in ``resume``, for the record; may be left out
     scores: tuple[Logprob, ...] = ()  # of the prompt's tokens 1 .. ``scored``, for the record; may be left out
-    inputs: DecisionInputs | None = None  # of ``decision``; None: an older build, or a later stage
+    inputs: DecisionInputs | None = None  # of ``decision``; None: a later stage
     streamed_ns: int = 0  # when the first token in ``resume`` was stored, Unix time
     suspect: str = ""  # SUSPECT or ALONE: it may be what ended the workers of earlier attempts; "": it is not suspected
     lost: tuple[tuple[int, str], ...] = ()  # earlier attempts whose worker was lost, and that worker

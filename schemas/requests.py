@@ -188,7 +188,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     parsing: Parsing | None = None  # None: the text is not parsed
     trace: Trace | None = None
     revision: str = ""  # of the model that must answer; "": the one that serves when the request is placed
-    tokenizer: str = ""  # digest of the tokenizer that made the prompt; "": an older build, or no tokens
+    tokenizer: str = ""  # digest of the tokenizer that made the prompt; "": no tokens
     tenant: str = "default"
     form: str = ""  # how the NATS API answers: "stream", "stream+usage"; "": in one message
     client_request_id: str = ""  # the client's own id for it

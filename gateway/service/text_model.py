@@ -279,7 +279,7 @@ class TextModel:
         """Why it cannot be served, however many workers it has; "": it can, or was not tried."""
         source = self.source
         if source is None:
-            return "its workers are of an earlier release and do not say where it can be read; use --model"
+            return "its workers do not say where it can be read; use --model"
         return self._store.why_not(source)
 
     @property
@@ -386,7 +386,7 @@ class TextModel:
 def _nowhere(name: str) -> ServingError:
     return ServingError(
         Code.model_unavailable,
-        f"model {name[:200]!r} cannot be served at the moment: its workers are of an earlier release and do not say "
+        f"model {name[:200]!r} cannot be served at the moment: its workers do not say "
         f"where it can be read; start the gateway with --model {name}=FOLDER",
         param="model",
         retry_after=10.0,

@@ -278,7 +278,7 @@ async def _warn_of(args: argparse.Namespace, models: Sequence[str]) -> None:
     try:
         async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
             warning = unserved(await registrations(log.bus), models)
-    except ServingError:  # the broker's permissions are of an earlier release, or it has just gone: the key is made
+    except ServingError:  # the broker has just gone: the key is made
         return
     if warning:
         print(f"warning: {warning}", file=sys.stderr)

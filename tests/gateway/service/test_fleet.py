@@ -169,7 +169,7 @@ async def test_the_canonical_name_of_a_model_goes_before_another_ones_alias(lear
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"source": ""}, "are of an earlier release"),
+        ({"source": ""}, "do not say where it can be read"),
         ({"source": "/nonexistent/m", "host": "gpu-7"}, "as the worker on host gpu-7 names it"),
         ({"tokenizer": "f" * 32}, "another tokenizer"),
     ],
