@@ -68,7 +68,7 @@ start split "$HTTP_PORT" --prefill "$PREFILL" --decode "$DECODE"
 run bench sweep --endpoint "split=$FOLDER/split/state.json" "${load[@]}"
 
 say "2. Plots, a comparison, and what each GPU serves at which cost"
-run bench plot "$FOLDER/results" --title "An afternoon"
+run bench plot "$FOLDER/results"
 run bench compare "$FOLDER/results/aggregated" "$FOLDER/results/split" || true
 cat > "$FOLDER/prices.yaml" << END
 currency: USD

@@ -1,11 +1,8 @@
-"""``penstock bench plot``: plots, a page and a summary of the results of ``penstock bench sweep``.
+"""``penstock bench plot``: plots and a summary of the results of ``penstock bench sweep``.
 
 Plots of results: one line per endpoint, one point per level. matplotlib comes with ``penstock[bench]``.
-
-One self-contained HTML page of a sweep: plots, tables and remarks.
 """
 
-import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,17 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from jinja2 import Environment
 from rich.console import Console
 
 from penstock.configs.flags import Parser
 from penstock.measure.plots import PlotsMissing
-from penstock.measure.sweep.report import knee_of, print_report, remarks
+from penstock.measure.sweep.report import knee_of, print_report
 from penstock.measure.sweep.results import (
     BadResults,
     EndpointSeries,
     LevelResult,
-    LevelRun,
     mean,
     read_series,
     values_of,
@@ -50,7 +45,6 @@ STYLE = {
     "legend.frameon": False,
     "lines.linewidth": 1.8,
     "lines.markersize": 4.5,
-    "svg.hashsalt": "penstock",
 }
 
 
@@ -123,14 +117,8 @@ _AXES = {
 }
 
 
-class Drawn(NamedTuple):
-    name: str
-    title: str
-    svg: str
-
-
-def draw(series: Sequence[EndpointSeries], folder: Path) -> list[Drawn]:
-    """Write all plots that have data as PNG; the same as SVG is returned, for a page.
+def draw(series: Sequence[EndpointSeries], folder: Path) -> int:
+    """Write all plots that have data as PNG; their number.
 
     Args:
         series: of one kind of load.
@@ -145,7 +133,7 @@ def draw(series: Sequence[EndpointSeries], folder: Path) -> list[Drawn]:
         raise PlotsMissing("plots need matplotlib: pip install 'penstock[bench]'") from None
     folder.mkdir(parents=True, exist_ok=True)
     kind = series[0].results[0].level.kind
-    drawn = []
+    count = 0
     with matplotlib.rc_context(STYLE):
         for name, title, paint in _painters(series, kind):
             figure = Figure(figsize=(6.4, 3.8), layout="constrained")
@@ -155,10 +143,8 @@ def draw(series: Sequence[EndpointSeries], folder: Path) -> list[Drawn]:
             if len(series) > 1 or len(axis.get_legend_handles_labels()[0]) > 1:
                 axis.legend(fontsize=8.5, handlelength=2.4)
             figure.savefig(folder / f"{name}.png", dpi=160)
-            text = io.StringIO()
-            figure.savefig(text, format="svg")
-            drawn.append(Drawn(name, title, text.getvalue()[text.getvalue().index("<svg") :]))
-    return drawn
+            count += 1
+    return count
 
 
 def _painters(series: Sequence[EndpointSeries], kind: str) -> Iterator[tuple[str, str, Callable[[Any], None]]]:
@@ -255,112 +241,7 @@ def _pace(result: LevelResult, per_gpu: bool) -> tuple[float, float] | None:
     return None if pace is None or throughput is None else (pace, throughput)
 
 
-_TEMPLATE = Path(__file__).with_name("page.html")
-_PARTS = ("mean", "p50", "p95", "p99")
-_PERCENT, _GIB = 100.0, 1 << 30
-
-
-class _Column(NamedTuple):
-    group: str
-    head: str
-    figure: str
-    part: str = ""
-    decimals: int = 0
-    scale: float = 1.0
-
-
-_CLIENT = (
-    _Column("throughput", "req/s", "requests_per_s", decimals=2),
-    _Column("throughput", "tok/s", "output_tokens_per_s"),
-    _Column("throughput", "per user", "tokens_per_s_per_user", decimals=1),
-    _Column("throughput", "per GPU", "tokens_per_s_per_gpu", decimals=1),
-    *(_Column("TTFT, ms", part, "ttft_ms", part) for part in _PARTS),
-    *(_Column("ITL, ms", part, "itl_ms", part, 1) for part in _PARTS),
-    *(_Column("gap, ms", part, "gap_ms", part, 1) for part in ("p95", "p99")),
-    *(_Column("latency, ms", part, "latency_ms", part) for part in _PARTS),
-    *(_Column("ISL seen", part, "isl", part, 1) for part in ("mean", "stddev")),
-    *(_Column("OSL seen", part, "osl", part, 1) for part in ("mean", "stddev")),
-)
-_SERVER = (
-    _Column("server", "running", "running", "mean", 1),
-    _Column("server", "batch", "batch", "mean", 1),
-    _Column("server", "waiting", "waiting", "mean", 1),
-    _Column("server", "KV use, %", "kv_usage", "max", 0, _PERCENT),
-    _Column("server", "KV hit, %", "kv_hit_rate", "", 0, _PERCENT),
-    _Column("server", "GPU mem, GiB", "gpu_memory_bytes", "max", 1, 1 / _GIB),
-    _Column("server", "GPU, %", "gpu_utilisation", "mean", 0, _PERCENT),
-)
-
-
-def render(title: str, series: Sequence[EndpointSeries], groups: Sequence[tuple[str, Sequence[Drawn]]]) -> str:
-    """
-    Args:
-        groups: plots by heading.
-    """
-    environment = Environment(autoescape=True)
-    first = min(run.began for each in series for result in each.results for run in result.runs)
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        title=title,
-        about=f"Measured by penstock bench sweep from {first}. Times in milliseconds, means over repeated runs.",
-        cards=[_card(each, number) for number, each in enumerate(series)],
-        groups=[{"title": heading, "plots": plots} for heading, plots in groups],
-        tables=[_table(each) for each in series],
-    )
-
-
-def _card(series: EndpointSeries, number: int) -> dict[str, Any]:
-    first = series.results[0]
-    load = f"trace {first.trace}" if first.trace else f"ISL {first.workload.isl}, OSL {first.workload.osl} tokens"
-    shared = f", {first.workload.shared_prefix:.0%} shared" if first.workload.shared_prefix else ""
-    gpus = f", {first.gpus} GPU{'s' if first.gpus > 1 else ''}" if first.gpus else ""
-    return {
-        "name": series.name,
-        "colour": COLOURS[number % len(COLOURS)],
-        "where": f"{first.model} at {first.url} ({first.generator}); {load}{shared}{gpus}",
-        "remarks": remarks(series),
-    }
-
-
-def _table(series: EndpointSeries) -> dict[str, Any]:
-    """A table of levels. Columns without values are left out; those of the server say that they are absent."""
-    client = [
-        each for each in _CLIENT if any(mean(result, each.figure, each.part) is not None for result in series.results)
-    ]
-    heads: list[tuple[str, bool]] = [("load", False), ("requests", True), ("failed", False)]
-    groups: list[list[Any]] = [["", 1], ["requests", 2]]
-    for column in (*client, *_SERVER):
-        new = groups[-1][0] != column.group
-        heads.append((column.head, new))
-        if new:
-            groups.append([column.group, 1])
-        else:
-            groups[-1][1] += 1
-    rows = []
-    for result in series.results:
-        cells = [_number(mean(result, each.figure, each.part), each) for each in client]
-        cells += [_number(_of_server(result, each), each) for each in _SERVER]
-        counts = [sum(getattr(run.figures, name) for run in result.runs) for name in ("requests", "failed")]
-        rows.append([f"{result.level.value:g}", *map(str, counts), *cells])
-    return {"name": series.name, "groups": groups, "heads": heads, "rows": rows}
-
-
-def _of_server(result: LevelResult, column: _Column) -> float | None:
-    def value(run: LevelRun) -> float | None:
-        figure: Any = getattr(run.server, column.figure)
-        if figure is not None and column.part:
-            figure = getattr(figure, column.part)
-        return None if figure is None else float(figure)
-
-    figures = [measured for run in result.complete if (measured := value(run)) is not None]
-    return sum(figures) / len(figures) if figures else None
-
-
-def _number(value: float | None, column: _Column) -> str:
-    return "–" if value is None else f"{value * column.scale:,.{column.decimals}f}"
-
-
 _WIDTH = 220
-_HEADINGS = {"concurrency": "By concurrency", "rate": "By request rate", "speed": "By speed of the trace"}
 _SUMMARISED = (
     "requests_per_s",
     "output_tokens_per_s",
@@ -376,25 +257,22 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser(prog="penstock bench plot", description="plot what `penstock bench sweep` has measured")
     parser.add_argument("results", metavar="DIR", nargs="+", help="--out of a sweep, or the folder of one endpoint")
     parser.add_argument("--out", metavar="FOLDER", default="", help="for the files; default: plots in the first DIR")
-    parser.add_argument("--title", default="Benchmark", help="of the page (default: Benchmark)")
     args = parser.parse_args(argv)
     folders = [Path(each) for each in args.results]
     out = Path(args.out) if args.out else folders[0] / "plots"
     try:
         series = [part for each in read_series(folders) for part in by_kind(each)]
-        groups = []
-        for kind, heading in _HEADINGS.items():
-            if same := [each for each in series if each.results[0].level.kind == kind]:
-                groups.append((heading, draw(same, out)))
+        count = 0
+        for kind in dict.fromkeys(each.results[0].level.kind for each in series):
+            count += draw([each for each in series if each.results[0].level.kind == kind], out)
     except (BadResults, PlotsMissing) as error:
         print(f"penstock bench plot: {error}", file=sys.stderr)
         return 1
-    (out / "index.html").write_text(render(args.title, series, groups), encoding="utf-8")
     with (out / "summary.txt").open("w", encoding="utf-8") as file:
         print_report(series, Console(file=file, width=_WIDTH))
     (out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary(series)), indent=2) + b"\n")
     print_report(series)
-    print(f"\n{sum(len(plots) for _, plots in groups)} plots, summary.txt, summary.json and index.html in {out}")
+    print(f"\n{count} plots, summary.txt and summary.json in {out}")
     return 0
 
 
