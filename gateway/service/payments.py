@@ -30,7 +30,7 @@ class Payments:
         self._finder = finder
         self._tasks = tasks
         self._clock = clock
-        self._reserved: dict[str, Paid] = {}  # of requests that are not in the log yet
+        self.reserved: dict[str, Paid] = {}  # of requests that are not in the log yet
 
     async def reserve(self, caller: Caller, prepared: PreparedRequest) -> None:
         """
@@ -41,30 +41,29 @@ class Payments:
             return
         request = prepared.request
         output = 0 if request.output else request.n * request.stop.max_tokens
-        self._reserved[request.id] = await self._limiter.reserve(caller.key, prompt_tokens(request) + output)
+        self.reserved[request.id] = await self._limiter.reserve(caller.key, prompt_tokens(request) + output)
 
     def began(self, inflight: InflightRequest) -> None:
         """The request is being put into the log."""
-        if self._reserved:
-            inflight.paid = self._reserved.pop(inflight.request.id, None)
+        inflight.paid = self.reserved.pop(inflight.request.id, None)
 
     def abandon(self, request_id: str) -> None:
         """A request was prepared; if it was not put into the log, it has cost nothing."""
-        paid = self._reserved.pop(request_id, None)
+        paid = self.reserved.pop(request_id, None)
         if paid is not None:
             self._limiter.undo(paid)
 
     def rename(self, request_id: str, new: str) -> None:
         """A reserved request gets another id."""
-        paid = self._reserved.pop(request_id, None)
+        paid = self.reserved.pop(request_id, None)
         if paid is not None:
-            self._reserved[new] = paid
+            self.reserved[new] = paid
 
     def repeated(self, inflight: InflightRequest) -> None:
         """The log had the request already, so nothing runs for what this one has taken: it is reserved again."""
         paid, inflight.paid = inflight.paid, None
         if paid is not None:
-            self._reserved[inflight.request.id] = paid
+            self.reserved[inflight.request.id] = paid
 
     def ended(self, inflight: InflightRequest) -> None:
         """This gateway follows the request no longer. If it still runs, its record says when it has ended."""

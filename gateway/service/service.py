@@ -311,7 +311,8 @@ class Gateway:
         inflight.turns = self.turns
         self._verdicts.follow(inflight)
         subscription.subscribe(inflight)  # before publishing: the first token may overtake the acknowledgement
-        self.payments.began(inflight)
+        if self.payments.reserved:
+            self.payments.began(inflight)
         timeout = min(ACCEPT_S, max(0.1, (request.deadline_ns - self.bus.clock.now_ns()) / 1e9))
         kept: asyncio.Future[Ack] | None = None
         try:

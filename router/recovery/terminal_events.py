@@ -144,7 +144,11 @@ POLL_S = 0.1
 
 
 class TerminalPublisher:
-    """Publishes in the background. ``in``: whether the end of a request is being published."""
+    """Publishes in the background.
+
+    Attributes:
+        ending: requests whose end is being published.
+    """
 
     def __init__(
         self,
@@ -162,28 +166,25 @@ class TerminalPublisher:
         self._cluster = cluster
         self._background = background
         self._metrics = metrics
-        self._ending: set[str] = set()
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._ending
+        self.ending: set[str] = set()
 
     def end(self, pending: PendingRequest, code: Code, message: str) -> None:
         """End a request with an error, in the background."""
         request_id = pending.request.id
-        if request_id not in self._ending:
-            self._ending.add(request_id)
+        if request_id not in self.ending:
+            self.ending.add(request_id)
             self._background.spawn(self._publish_end(pending, code, message), f"end-{request_id}")
 
     def complete(self, attempt: InterruptedAttempt) -> None:
         """Publish the terminal event that a lost worker could not: all choices had finished in the token log."""
-        if attempt.request_id not in self._ending:
-            self._ending.add(attempt.request_id)
+        if attempt.request_id not in self.ending:
+            self.ending.add(attempt.request_id)
             self._background.spawn(self._publish_completed(attempt), f"end-{attempt.request_id}")
 
     async def drain(self, seconds: float) -> None:
         """Wait until all ends are stored, or for ``seconds``."""
         deadline = time.monotonic() + seconds
-        while self._ending and time.monotonic() < deadline:  # noqa: ASYNC110 - rare, and bounded
+        while self.ending and time.monotonic() < deadline:  # noqa: ASYNC110 - rare, and bounded
             await asyncio.sleep(POLL_S)
 
     async def _publish_end(self, pending: PendingRequest, code: Code, message: str) -> None:
@@ -211,7 +212,7 @@ class TerminalPublisher:
             if pending.reply:
                 await self._bus.nc.publish(pending.reply, ACK)
         finally:
-            self._ending.discard(request.id)
+            self.ending.discard(request.id)
         self._cluster.tracker.finish(request.id)
         self._metrics.ended.labels(code.value).inc()
         log.info("request_ended_by_router", request=request.id, code=code.value)
@@ -231,7 +232,7 @@ class TerminalPublisher:
             )
             await self._publish_event(attempt.request, event)
         finally:
-            self._ending.discard(attempt.request_id)
+            self.ending.discard(attempt.request_id)
 
     async def _publish_event(self, request: GenerateRequest, event: done.Done) -> bool:
         """False: the request had another end already."""

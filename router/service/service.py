@@ -205,7 +205,7 @@ class Router:
         if active is not None or self.cluster.tracker.ended(request.id):  # its acknowledgement was lost
             await self._bus.nc.publish(message.reply, ACK)
             return
-        if request.id in self._terminal or self._held.delivered_again(request.id, message.reply):
+        if request.id in self._terminal.ending or self._held.delivered_again(request.id, message.reply):
             return
         await self.place(PendingRequest(request, message.data, message.reply, self._bus.clock.now_ns()))
         await self._time_slice.yield_if_spent()
@@ -371,14 +371,12 @@ class Router:
             self._terminal.end(pending, failure.code, failure.message)
             return
         self._placed += 1
-        self._metrics.placed(
-            pending.reason,
-            decision.kind,
-            first.role == ENCODE,
-            load.cached_tokens,
-            load.prompt_tokens,
-            now_ns - pending.since_ns,
-        )
+        metrics = self._metrics
+        metrics.decisions.labels(pending.reason.partition(":")[0]).inc()
+        metrics.routes.labels(decision.kind, "yes" if first.role == ENCODE else "no").inc()
+        metrics.overlap.inc(load.cached_tokens)
+        metrics.prompt.inc(load.prompt_tokens)
+        metrics.wait.observe((now_ns - pending.since_ns) / 1e9)
         stored.add_done_callback(functools.partial(self._on_job_stored, pending))
 
     async def _encode(self, request: GenerateRequest, job: jobs.Job, now_ns: int) -> tuple[bytes, str]:

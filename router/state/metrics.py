@@ -87,12 +87,3 @@ class Metrics:
         for worker, factor in slowness.items():
             self.slowness.labels(worker).set(factor)
         self._paced = set(slowness)
-
-    def placed(
-        self, reason: str, kind: str, encode: bool, cached_tokens: int, prompt_tokens: int, waited_ns: int
-    ) -> None:
-        self.decisions.labels(reason.partition(":")[0]).inc()
-        self.routes.labels(kind, "yes" if encode else "no").inc()
-        self.overlap.inc(cached_tokens)
-        self.prompt.inc(prompt_tokens)
-        self.wait.observe(waited_ns / 1e9)

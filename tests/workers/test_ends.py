@@ -13,7 +13,7 @@ from penstock.schemas import contents, done, wire
 from penstock.schemas.requests import Sampling
 from penstock.schemas.subjects import HEADER_SUMMARY, Subjects
 from penstock.schemas.summary import header_of
-from penstock.workers.session.outbox import Unconfirmed
+from penstock.workers.session.lease import Unconfirmed
 from tests.infra.bus.support import eventually
 from tests.workers.support import LogClient, WorkerHarness, answer, engine, request, run_worker
 

@@ -3,12 +3,11 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from penstock.workers.engine_loop.loop import BlockWait, EngineLoop
+from penstock.workers.engine_loop.loop import EngineLoop
 from penstock.workers.engines.base import Engine
-from penstock.workers.session.request_table import RequestTable
-from penstock.workers.session.requests import RunningRequest
+from penstock.workers.session.requests import RequestTable, RunningRequest
 
 T = TypeVar("T")
 
@@ -23,7 +22,6 @@ class BlockReserver:
         self._engine = engine
         self._requests = requests
         self._quarantine_s = quarantine_s
-        self._waits: dict[int, BlockWait[Any]] = {}  # by the identity of a RunningRequest
 
     async def reserve(
         self,
@@ -33,15 +31,14 @@ class BlockReserver:
         take: Callable[[Engine], T | None],
         undo: Callable[[Engine, T], object],
     ) -> T | None:
-        """What ``take`` returns once there are blocks, in turn.
+        """What ``take`` returns once there are blocks, in turn. Who removes the request cancels its ``block_wait``.
 
         Returns: None if there were none within that time or the request ended meanwhile.
 
         Raises:
             RequestError: raised by ``take``; there can never be enough.
         """
-        wait = self._engine.wait(pool, take)
-        self._waits[id(running)] = wait
+        running.block_wait = wait = self._engine.wait(pool, take)
         timer = asyncio.get_running_loop().call_later(max(0.0, within_s), self._engine.cancel_wait, wait)
 
         def undo_answer(answer: "Future[T | None]") -> None:
@@ -57,17 +54,11 @@ class BlockReserver:
             raise
         finally:
             timer.cancel()
-            del self._waits[id(running)]
+            running.block_wait = None
         if result is not None and not self._requests.is_current(running):
             undo_answer(wait.answer)
             return None
         return result
-
-    def cancel_wait(self, running: RunningRequest) -> None:
-        """The request was removed: cancel its wait."""
-        wait = self._waits.get(id(running))
-        if wait is not None:
-            self._engine.cancel_wait(wait)
 
     def free(self, free: Callable[[Engine], object]) -> None:
         self._engine.call(free)

@@ -287,10 +287,6 @@ class DisaggCoordinator:
             self._reader.record_fetched(ticket, 0.0)
             self._reader.release(ticket)
 
-    def cancel_wait(self, running: RunningRequest) -> None:
-        """The request was removed."""
-        self._reserver.cancel_wait(running)
-
     async def _fetch_kv(self, running: RunningRequest, ticket: Ticket) -> BlockReservation | None:
         """Blocks with the prompt's KV; None: there are no free blocks, or the transfer failed."""
         request, size = running.request, self._info.block_size

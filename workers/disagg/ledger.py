@@ -12,7 +12,7 @@ from penstock.schemas import wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.transfer import Handoff, Handoffs, Ticket
 from penstock.workers.metrics.worker import WorkerMetrics
-from penstock.workers.session.outbox import Outbox
+from penstock.workers.session.lease import Outbox
 
 log = structlog.get_logger("handoff")
 

@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from penstock.workers.engine_loop.sequence_state import CacheSnapshot, Flush, SequenceState
-from penstock.workers.engine_loop.step_output import StepOutput
+from penstock.workers.engine_loop.step_output import CacheSnapshot, Flush, SequenceState, StepOutput
 from penstock.workers.engines.base import Engine, EngineError, RequestError, SequenceRequest
 
 T = TypeVar("T")

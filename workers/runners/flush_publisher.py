@@ -13,7 +13,7 @@ import structlog
 
 from penstock.schemas import done, kv
 from penstock.workers.engine_loop.loop import EngineLoop
-from penstock.workers.engine_loop.sequence_state import CacheSnapshot, Flush, SequenceState
+from penstock.workers.engine_loop.step_output import CacheSnapshot, Flush, SequenceState
 from penstock.workers.session.request_runner import SessionContext
 from penstock.workers.session.requests import RunningRequest
 

@@ -29,7 +29,7 @@ from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.kv import KvDump
 from penstock.schemas.requests import Diffusion
 from penstock.schemas.tokens import File, Finish, TokenItem
-from penstock.workers.engine_loop.sequence_state import SequenceState
+from penstock.workers.engine_loop.step_output import SequenceState
 from penstock.workers.engines.base import RequestError
 from penstock.workers.engines.diffusion.base import DiffusionEngine, Interrupted
 from penstock.workers.engines.diffusion.encode import encode, media_type

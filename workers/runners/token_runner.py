@@ -30,7 +30,7 @@ from penstock.schemas.tokens import Finish, TokenItem
 from penstock.schemas.transfer import Endpoint, Memory, Prefilled
 from penstock.workers.disagg.disaggregation import DisaggCoordinator
 from penstock.workers.engine_loop.loop import EngineLoop, StepPace
-from penstock.workers.engine_loop.sequence_state import SequenceState
+from penstock.workers.engine_loop.step_output import SequenceState
 from penstock.workers.engines.base import (
     BlockReservation,
     Engine,
@@ -346,7 +346,8 @@ class TokenRunner:
 
     def free(self, running: RunningRequest, cancel: bool) -> None:
         self._pace.count(running, time.time_ns())
-        self._disagg.cancel_wait(running)
+        if running.block_wait is not None:
+            self._engine.cancel_wait(running.block_wait)
         self._publisher.forget(running)
         if cancel:
             self._engine.cancel(running.sequences)

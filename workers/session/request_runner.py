@@ -19,10 +19,8 @@ from penstock.schemas.control import Ok, Push, Pushed, Release
 from penstock.schemas.kv import KvDump
 from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.workers.metrics.worker import WorkerMetrics
-from penstock.workers.session.lease import Lease
-from penstock.workers.session.outbox import Outbox
-from penstock.workers.session.request_table import RequestTable
-from penstock.workers.session.requests import RunningRequest
+from penstock.workers.session.lease import Lease, Outbox
+from penstock.workers.session.requests import RequestTable, RunningRequest
 from penstock.workers.session.terminal_events import Reporter, TerminalEvents
 
 StageInput = Prefilled | Encoded

@@ -30,13 +30,10 @@ from penstock.schemas.kv import KvDump
 from penstock.schemas.subjects import HEADER_PART
 from penstock.schemas.trace import wanted
 from penstock.workers.metrics.worker import WorkerMetrics
-from penstock.workers.session import request_table
 from penstock.workers.session.crash_journal import CrashJournal
-from penstock.workers.session.lease import Lease
-from penstock.workers.session.outbox import Outbox
+from penstock.workers.session.lease import Lease, Outbox
 from penstock.workers.session.request_runner import RequestRunner, ServedModel, SessionContext, StageInput
-from penstock.workers.session.request_table import Admission, Housekeeping, RequestTable
-from penstock.workers.session.requests import RunningRequest
+from penstock.workers.session.requests import ACK_WAIT_S, Admission, Housekeeping, RequestTable, RunningRequest
 from penstock.workers.session.terminal_events import SETTLE_S, Reporter, TerminalEvents
 
 log = structlog.get_logger("worker")
@@ -436,7 +433,7 @@ class WorkerSession:
             filter_subject=self._bus.subjects.work(self._settings.role, self.id),
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
-            ack_wait=request_table.ACK_WAIT_S,
+            ack_wait=ACK_WAIT_S,
             max_ack_pending=4 * (self._runner.slots + self._runner.queue),
             # The server removes it: a permission to delete consumers would cover those of all workers.
             inactive_threshold=CONSUMER_TTL_S,

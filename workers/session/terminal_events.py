@@ -23,9 +23,8 @@ from penstock.schemas.errors import Code
 from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from penstock.workers.metrics.worker import WorkerMetrics
-from penstock.workers.session.outbox import Outbox
-from penstock.workers.session.request_table import RequestTable
-from penstock.workers.session.requests import RunningRequest, terminal
+from penstock.workers.session.lease import Outbox
+from penstock.workers.session.requests import RequestTable, RunningRequest, terminal
 
 log = structlog.get_logger("worker")
 

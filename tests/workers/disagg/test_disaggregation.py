@@ -28,7 +28,7 @@ from penstock.schemas.tokens import PROMPT as PROMPT_ITEM
 from penstock.schemas.trace import Trace
 from penstock.schemas.transfer import Prefilled
 from penstock.workers.disagg import disaggregation
-from penstock.workers.engine_loop.sequence_state import SequenceState
+from penstock.workers.engine_loop.step_output import SequenceState
 from penstock.workers.engines import mock
 from penstock.workers.engines.base import BlockReservation
 from penstock.workers.engines.mock.executor import expected_tokens

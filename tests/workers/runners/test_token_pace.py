@@ -4,7 +4,7 @@ from array import array
 
 from penstock.schemas.tokens import Finish
 from penstock.workers.engine_loop.loop import StepPace
-from penstock.workers.engine_loop.sequence_state import SequenceState, token_item
+from penstock.workers.engine_loop.step_output import SequenceState, token_item
 from penstock.workers.runners.token_runner import KNOWN_S, LEAST_PROMPTS, LEAST_TOKENS, TokenPace
 from penstock.workers.session.requests import RunningRequest
 from tests.workers.support import request as make_request

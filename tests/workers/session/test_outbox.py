@@ -11,8 +11,8 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.direct_get import read
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import Subjects
-from penstock.workers.session import outbox as module
-from penstock.workers.session.outbox import KEEP_S, Outbox
+from penstock.workers.session import lease as module
+from penstock.workers.session.lease import KEEP_S, Outbox
 from tests.infra.bus.support import eventually, opened
 
 

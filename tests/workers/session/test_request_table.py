@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.workers.session.request_table import REMEMBERED, Admission, RequestTable
-from penstock.workers.session.requests import RunningRequest
+from penstock.workers.session.requests import REMEMBERED, Admission, RequestTable, RunningRequest
 from tests.workers.support import request
 
 

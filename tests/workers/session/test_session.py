@@ -22,11 +22,11 @@ from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import Finish
 from penstock.schemas.trace import Trace
 from penstock.workers.engine_loop import loop as engine_loop
-from penstock.workers.engine_loop.sequence_state import SequenceState
+from penstock.workers.engine_loop.step_output import SequenceState
 from penstock.workers.engines.mock.executor import MockVocabulary
 from penstock.workers.runners import token_runner
-from penstock.workers.session import request_table as module
-from penstock.workers.session import terminal_events
+from penstock.workers.session import requests as module
+from penstock.workers.session import session, terminal_events
 from penstock.workers.session.lease import Lease
 from tests.infra.bus.support import eventually
 from tests.workers.support import DRAWN, GATEWAY, LogClient, WorkerHarness, answer, engine, ids, request, run_worker
@@ -475,7 +475,8 @@ async def test_a_request_whose_deadline_passed_on_its_way_is_not_started(log: Lo
 async def test_a_job_that_is_delivered_again_runs_once(
     broker: EmbeddedNats, pipeline: Subjects, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "ACK_WAIT_S", 0.3)
+    for each in (module, session):
+        monkeypatch.setattr(each, "ACK_WAIT_S", 0.3)
     async with run_worker(broker, pipeline) as worker:
         monkeypatch.setattr(module, "ACK_WAIT_S", 300)  # the consumer is made; from now on nothing is renewed
         worker.engine.hold()
@@ -551,7 +552,8 @@ async def test_a_revoked_attempt_is_dropped_without_a_word(log: LogClient, worke
 async def test_a_long_job_is_not_delivered_again_while_it_runs(
     broker: EmbeddedNats, pipeline: Subjects, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "ACK_WAIT_S", 0.5)
+    for each in (module, session):
+        monkeypatch.setattr(each, "ACK_WAIT_S", 0.5)
     async with run_worker(broker, pipeline) as worker:
         worker.engine.hold()
         asked = request()

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from penstock.workers.session import outbox as module
-from penstock.workers.session.outbox import RESEND_S, Outbox
+from penstock.workers.session import lease as module
+from penstock.workers.session.lease import RESEND_S, Outbox
 
 
 class Answer(NamedTuple):

@@ -28,19 +28,19 @@ def matcher_of(request: SequenceRequest, grammars: ConstraintCompiler | None) ->
 
 
 class RunningConstraints:
-    """Matchers by the key of their sequence."""
+    """
+    Attributes:
+        matchers: by the key of their sequence.
+    """
 
     def __init__(self) -> None:
-        self._matchers: dict[object, Matcher] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._matchers)
+        self.matchers: dict[object, Matcher] = {}
 
     def add(self, key: object, matcher: Matcher) -> None:
-        self._matchers[key] = matcher
+        self.matchers[key] = matcher
 
     def remove(self, key: object) -> None:
-        self._matchers.pop(key, None)
+        self.matchers.pop(key, None)
 
     def ended(self, result: StepResult) -> list[Failure]:
         """Forget the sequences that a step has ended; returns those that cannot match their constraint any more."""
@@ -49,7 +49,7 @@ class RunningConstraints:
                 self.remove(output.key)
         for failure in result.failures:
             self.remove(failure.key)
-        unmatched = [(key, matcher) for key, matcher in self._matchers.items() if matcher.error]
+        unmatched = [(key, matcher) for key, matcher in self.matchers.items() if matcher.error]
         for key, _ in unmatched:
             self.remove(key)
         return [_failure(key, matcher) for key, matcher in unmatched]

@@ -176,7 +176,8 @@ class ScheduledEngine:
             self.vision.check(request.media, len(request.prompt), adopted=request.reservation is not None)
             self._may_lack_embeddings = self._may_lack_embeddings or not all(span.slots for span in request.media)
         matcher = matcher_of(request, self.grammars) if request.constraint is not None else None
-        self._scheduler.submit(request, self._processors.chain(request), matcher)
+        named = self._processors.defaults or request.sampling.logits_processors
+        self._scheduler.submit(request, self._processors.chain(request) if named else None, matcher)
         if matcher is not None:
             self._constrained.add(request.key, matcher)
 
@@ -217,7 +218,7 @@ class ScheduledEngine:
 
     def _result(self, result: StepResult, failures: list[Failure]) -> StepResult:
         """The result of a step, with further failures, among them of sequences that cannot match their constraint."""
-        if self._constrained:
+        if self._constrained.matchers:
             unmatched = self._constrained.ended(result)
             for failure in unmatched:
                 self._scheduler.cancel(failure.key)

@@ -1,19 +1,252 @@
-"""The running sequences: how their blocks grow, which one is preempted for that, and when blocks are freed. Pure.
+"""The running sequences: their limits, how their blocks grow, which one is preempted for that, and when they are freed.
 
-Plans that were made and not yet committed, and what must wait for them. Pure.
+Pure. With them: the plans that were made and not yet committed (``InflightPlans``), what is reported of sequences
+besides tokens (``StepReport``), their KV (``KvCacheManager``), and the names (digests) of their blocks, under which the
+prefix cache finds them again.
 
-What a scheduler reports besides tokens: admissions, failures, measurements of single sequences, and totals. Pure.
+A sequence may ask for log-probabilities of its prompt, from position ``score`` on. Each scored token is a row of logits
+as wide as the vocabulary, so their number per step is bounded (``PromptScoring``).
 """
 
+from array import array
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 
+import msgspec
+
+from penstock.schemas.blocks import chain, extend, split
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.base import Failure, Output, SequenceMeasurements, Started
-from penstock.workers.engines.core.config import SequenceLimits, wants_scores
-from penstock.workers.engines.core.kv_cache import KvCacheManager
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.base import (
+    Failure,
+    Output,
+    RequestError,
+    Scored,
+    SequenceMeasurements,
+    SequenceRequest,
+    Started,
+    check_length,
+)
+from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.queue import HeldBlocks, Queue
-from penstock.workers.engines.core.sequence import Sequence
+from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
+from penstock.workers.engines.core.windows import WindowRows
+
+MAX_SCORED_TOKENS = 512  # per step
+
+
+def wants_scores(sequence: Sequence) -> bool:
+    """Whether prompt tokens remain to be scored."""
+    return sequence.score < sequence.prompt_len
+
+
+class PromptScoring:
+    """The sequences to be scored in the step that is being planned.
+
+    Args:
+        max_tokens: prompt tokens per step of sequences whose prompts are scored.
+    """
+
+    def __init__(self, max_tokens: int = MAX_SCORED_TOKENS) -> None:
+        self.max_tokens = max_tokens
+        self.sequences: list[ScheduledSequence] = []
+
+    def begin(self) -> None:
+        """Start planning a step; those of the last one stay with their plan."""
+        self.sequences = []
+
+    def limit(self, sequence: Sequence, count: int) -> int:
+        """How many of ``count`` tokens may be computed in this step; 0: wait for the next."""
+        if not wants_scores(sequence):
+            return count
+        return min(count, self.max_tokens - sum(scheduled.count for scheduled in self.sequences))
+
+    def add(self, scheduled: ScheduledSequence) -> None:
+        if wants_scores(scheduled.sequence):
+            self.sequences.append(scheduled)
+
+
+def collect(sequences: Seq[ScheduledSequence]) -> list[Scored]:
+    """Take the scores that the executor has stored in the sequences of a step."""
+    scores = []
+    for scheduled in sequences:
+        sequence = scheduled.sequence
+        if sequence.scores:
+            scores.append(Scored(sequence.key, sequence.score, sequence.scores))
+            sequence.score += len(sequence.scores)
+            sequence.scores = []
+    return scores
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    Attributes:
+        block_size: tokens per KV block.
+        max_running: sequences that run at once.
+        max_batched_tokens: tokens computed per step, prompt and decode.
+        max_model_len: prompt + output of one sequence, tokens.
+        eos_token_ids: end a sequence, unless it ignores them.
+        max_scored_tokens: prompt tokens per step of sequences whose prompts are scored.
+        no_evict: admit a sequence only if all blocks that it may need are available. Sequences with a reservation are
+            exempt: it was made without knowing their output.
+
+    Raises:
+        ValueError: a size is below 1.
+    """
+
+    block_size: int
+    max_running: int
+    max_batched_tokens: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_scored_tokens: int = MAX_SCORED_TOKENS
+    no_evict: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_running", "max_batched_tokens", "max_model_len", "max_scored_tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+
+
+class SequenceLimits:
+    """How long a sequence may become on one engine.
+
+    Args:
+        total_blocks: of the KV pool.
+    """
+
+    def __init__(self, config: SchedulerConfig, total_blocks: int) -> None:
+        self.block_size = config.block_size
+        self.max_model_len = config.max_model_len
+        self.eos = frozenset(config.eos_token_ids)
+        self.pool_tokens = total_blocks * config.block_size
+        self.pool_limit = (
+            f"this worker's KV pool holds {self.pool_tokens} tokens ({total_blocks} blocks of {config.block_size})"
+        )
+
+    def check(self, request: SequenceRequest, prompt_len: int, known: int) -> None:
+        """
+        Args:
+            known: tokens of the prompt and of earlier attempts.
+
+        Raises:
+            RequestError: it can never run here; the message names the limit.
+        """
+        generated, max_tokens = known - prompt_len, request.stop.max_tokens
+        check_length(prompt_len, generated, max_tokens=max_tokens, max_model_len=self.max_model_len)
+        if known >= self.pool_tokens:
+            raise RequestError(
+                Code.out_of_blocks, f"{known} tokens leave no room for a new one: {self.pool_limit}, output included"
+            )
+
+
+def block_digests(request: SequenceRequest, prompt: "array[int]", tokens: list[int], size: int) -> list[bytes]:
+    """Names of all full blocks of ``tokens``; the prompt's own are taken from the request if it has them."""
+    digests = list(request.digests)
+    if len(digests) != len(prompt) // size:  # none given, or of another block size
+        digests = split(chain(pack_tokens(prompt), size, request.root, request.extra))
+    if len(tokens) // size > len(digests):
+        parent = digests[-1] if digests else request.root
+        done = len(digests)  # the prompt's last block, not full, may end with a medium
+        extra = {block - done: media for block, media in request.extra.items() if block >= done}
+        digests += split(chain(pack_tokens(tokens[done * size :]), size, parent, extra))
+    return digests
+
+
+def name_blocks(blocks: BlockManager, sequence: Sequence, computed: int, size: int, *, leaving: bool = False) -> None:
+    """Enter a sequence's complete blocks, those of ``computed`` leading tokens, into the prefix cache.
+
+    Args:
+        leaving: see ``BlockManager.name``.
+    """
+    full = computed // size
+    if full <= sequence.named:
+        return
+    digests = sequence.digests
+    while len(digests) < full:
+        done = len(digests)
+        parent = digests[-1] if digests else sequence.root
+        tokens = pack_tokens(sequence.tokens[done * size : (done + 1) * size])
+        digests.append(extend(parent, tokens, sequence.extra.get(done, b"")))
+    sequence.named = blocks.name(sequence.blocks, digests, sequence.named, full, leaving=leaving)
+
+
+class KvCacheManager:
+    """Allocates blocks and rows for sequences as they grow, names full blocks, frees all at the end. Never preempts.
+
+    Args:
+        windows: rows of the sliding-window layers; None: they have no pool of their own.
+        fair: no sequence gets more rows than it needs to decode.
+    """
+
+    def __init__(self, blocks: BlockManager, block_size: int, windows: WindowRows | None, *, fair: bool) -> None:
+        self.blocks = blocks
+        self.windows = windows
+        self._block_size = block_size
+        self._fair = fair
+
+    @property
+    def pool(self) -> BlockManager | WindowRows:
+        """The pool that limits how many tokens are held."""
+        return self.windows if self.windows is not None and self.windows.only else self.blocks
+
+    @property
+    def in_one_pool(self) -> bool:
+        """Whether all KV of a block is in one pool, and only there, so that other workers can read and write it."""
+        return self.windows is None and self.blocks.host is None
+
+    def admit(self, sequence: Sequence, computed: int) -> None:
+        """A sequence starts behind ``computed`` cached tokens; its blocks are allocated."""
+        if self.windows is not None:
+            self.windows.admit(sequence, computed)
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Allocate one more block; False: all are held."""
+        return self.blocks.grow(sequence.blocks)
+
+    def cover(self, sequence: Sequence, start: int, count: int) -> int:
+        """Allocate rows for as many of ``count`` tokens from ``start`` on as possible; returns how many.
+
+        Without ``windows`` that is all of them.
+        """
+        if self.windows is None:
+            return count
+        covered = self.windows.fit(sequence, start, count, fair=self._fair)
+        if covered:
+            self.windows.cover(sequence, start + covered)
+        return covered
+
+    def draft_room(self, scheduled: ScheduledSequence, wanted: int) -> int:
+        """Allocate for up to ``wanted`` proposed tokens behind a planned one; returns for how many."""
+        sequence, start = scheduled.sequence, scheduled.start
+        if scheduled.count != 1 or not scheduled.samples or sequence.lockstep:
+            return 0
+        wanted = min(wanted, sequence.limit - start - 2)  # one more token is drawn than proposed
+        size, blocks = self._block_size, sequence.blocks
+        while wanted > 0 and start + 1 + wanted > len(blocks) * size and self.blocks.grow(blocks):
+            pass
+        room = min(wanted, len(blocks) * size - start - 1)
+        return max(self.cover(sequence, start, 1 + room) - 1, 0) if room > 0 else 0
+
+    def cache_blocks(self, sequence: Sequence, computed: int) -> None:
+        """Enter the full blocks of ``computed`` leading tokens into the prefix cache."""
+        if self.blocks.prefix_cache:
+            name_blocks(self.blocks, sequence, computed, self._block_size)
+
+    def free(self, sequence: Sequence, *, held: bool) -> None:
+        """Free the blocks of a sequence. Computed blocks stay in the prefix cache while there is room.
+
+        Args:
+            held: another table of the same blocks stays in use.
+        """
+        if self.blocks.prefix_cache:
+            name_blocks(self.blocks, sequence, sequence.computed, self._block_size, leaving=not held)
+        if self.windows is not None:
+            self.windows.release(sequence)
+        self.blocks.release(sequence.blocks)
+        sequence.blocks = []
 
 
 class InflightPlans:

@@ -26,11 +26,20 @@ from penstock.schemas.requests import Sampling
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.base import Output, RequestError, SequenceRequest, StepResult
 from penstock.workers.engines.core.blocks import BlockManager
-from penstock.workers.engines.core.config import PromptScoring, SchedulerConfig, SequenceLimits, collect
 from penstock.workers.engines.core.drafts import DraftCounts
-from penstock.workers.engines.core.kv_cache import KvCacheManager, block_digests, name_blocks
 from penstock.workers.engines.core.queue import HeldBlocks, Queue, Reservations
-from penstock.workers.engines.core.running import InflightPlans, RunningSequences, StepReport
+from penstock.workers.engines.core.running import (
+    InflightPlans,
+    KvCacheManager,
+    PromptScoring,
+    RunningSequences,
+    SchedulerConfig,
+    SequenceLimits,
+    StepReport,
+    block_digests,
+    collect,
+    name_blocks,
+)
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence
 from penstock.workers.engines.core.windows import WindowRows
 

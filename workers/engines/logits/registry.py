@@ -79,9 +79,9 @@ class Registry:
             if name in self._entries:
                 raise ProcessorError(f"--logits-processor {spec}: the name {name!r} is used twice; choose another")
             self._entries[name] = entry
-        self._defaults = tuple(defaults)
+        self.defaults = tuple(defaults)
         try:  # an invalid default would fail every request
-            self._instances(self._defaults, prompt_len=1)
+            self._instances(self.defaults, prompt_len=1)
         except RequestError as error:
             raise ProcessorError(f"--default-logits-processors: {error.message}") from error
 
@@ -95,7 +95,7 @@ class Registry:
         Raises:
             RequestError: a name is not registered, or a constructor refuses its arguments.
         """
-        selected = self._defaults + request.sampling.logits_processors
+        selected = self.defaults + request.sampling.logits_processors
         if not selected:
             return None
         from penstock.workers.engines.logits.apply import Chain

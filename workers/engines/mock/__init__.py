@@ -14,10 +14,10 @@ from penstock.infra.text.detokenizer import REPLACEMENT
 from penstock.workers.engines.base import EngineInfo
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler, ModelTokens, working
 from penstock.workers.engines.core.blocks import BlockManager
-from penstock.workers.engines.core.config import MAX_SCORED_TOKENS, SchedulerConfig
 from penstock.workers.engines.core.data_parallel import DataParallelEngine
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.core.running import MAX_SCORED_TOKENS, SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, closing_tokens
 from penstock.workers.engines.mock.memory import BLOCK_BYTES, MockBlocks, MockVisionEncoder

@@ -23,9 +23,9 @@ from penstock.workers.engines import budgets
 from penstock.workers.engines.base import EngineError, EngineInfo, SequenceRequest
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler
 from penstock.workers.engines.core.blocks import BlockCopies, BlockManager, HostCache
-from penstock.workers.engines.core.config import SchedulerConfig
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine, Speculator
+from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Executor, OverlapExecutor
 from penstock.workers.engines.logits.registry import Registry

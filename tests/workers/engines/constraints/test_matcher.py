@@ -161,7 +161,7 @@ def test_a_constraint_that_no_text_matches_is_the_clients_error(constraint: Cons
     (failure,) = running.ended(StepResult([], [], [], [], 0))
     assert (failure.key, failure.code) == ("key", Code.invalid_request)
     assert "no text matches the constraint" in failure.message
-    assert not running
+    assert not running.matchers
 
 
 def test_a_grammar_that_never_ends_is_the_clients_error() -> None:

@@ -10,7 +10,7 @@ from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.base import Failure, Output, SequenceRequest, StepResult
 from penstock.workers.engines.core.blocks import BlockManager
-from penstock.workers.engines.core.config import SchedulerConfig
+from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Executor, Sampled, ScheduledSequence
 

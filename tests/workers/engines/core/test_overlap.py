@@ -13,8 +13,8 @@ from penstock.schemas.transfer import Memory
 from penstock.workers.engines.base import EngineInfo, RequestError, StepResult
 from penstock.workers.engines.constraints.matcher import Matcher
 from penstock.workers.engines.core.blocks import BlockManager
-from penstock.workers.engines.core.config import SchedulerConfig
 from penstock.workers.engines.core.engine import ScheduledEngine, scheduler_stats
+from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence
 from penstock.workers.engines.core.sequence import Sequence as Running

@@ -8,8 +8,8 @@ from penstock.schemas.kv import Removed, Stored
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.base import Failure, Output, RequestError, Started
 from penstock.workers.engines.core.blocks import BlockManager
-from penstock.workers.engines.core.config import SchedulerConfig
 from penstock.workers.engines.core.engine import scheduler_stats
+from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples

@@ -13,9 +13,8 @@ from penstock.schemas.tokens import Logprob
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.base import EngineInfo, SequenceRequest, StepResult
 from penstock.workers.engines.core.blocks import BlockManager
-from penstock.workers.engines.core.config import SchedulerConfig
 from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.core.kv_cache import block_digests
+from penstock.workers.engines.core.running import SchedulerConfig, block_digests
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import ScheduledSequence, scored_to
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary

@@ -12,9 +12,9 @@ from penstock.schemas.requests import Sampling
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.base import EngineInfo, Output, StepResult
 from penstock.workers.engines.core.blocks import BlockManager
-from penstock.workers.engines.core.config import SchedulerConfig
 from penstock.workers.engines.core.drafts import NgramDrafter, accepted
 from penstock.workers.engines.core.engine import Drafter, ScheduledEngine, Speculator
+from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence
 from penstock.workers.engines.core.windows import WindowRows

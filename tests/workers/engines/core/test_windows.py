@@ -9,8 +9,8 @@ from msgspec.structs import astuple
 
 from penstock.workers.engines.base import EngineInfo, RequestError, StepResult
 from penstock.workers.engines.core.blocks import BlockManager
-from penstock.workers.engines.core.config import SchedulerConfig
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence
 from penstock.workers.engines.core.windows import WindowRows

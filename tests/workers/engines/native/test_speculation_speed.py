@@ -6,8 +6,8 @@ import pytest
 
 from penstock.workers.engines.base import EngineInfo
 from penstock.workers.engines.core.blocks import BlockManager
-from penstock.workers.engines.core.config import SchedulerConfig
 from penstock.workers.engines.core.engine import Speculator
+from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import PendingStep, Sampled, ScheduledSequence
 from penstock.workers.engines.native import build
