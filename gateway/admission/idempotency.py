@@ -15,7 +15,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last
 from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE, compare_and_set
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import time_of
+from penstock.schemas.requests import time_of
 from penstock.schemas.wire import decoder, encode
 
 KEEP_S = 86_400

@@ -47,9 +47,8 @@ from penstock.gateway.http.server import SCOPE, HttpConnection
 from penstock.gateway.log.inflight import GOES_ON, InflightRequest
 from penstock.gateway.service.service import Gateway
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import new_request_id, request_of_answer
 from penstock.schemas.keys import ApiKey
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, new_request_id, request_of_answer
 from penstock.schemas.tokens import TokenItem
 from penstock.schemas.wire import TOKEN_BYTES
 

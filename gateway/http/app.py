@@ -64,8 +64,7 @@ from penstock.gateway.service.service import Gateway
 from penstock.gateway.service.text_model import TextModel
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Diffuser, Embedder
-from penstock.schemas.ids import new_request_id, request_of_answer
-from penstock.schemas.requests import EMBEDDING
+from penstock.schemas.requests import EMBEDDING, new_request_id, request_of_answer
 
 _INLINE = re.compile(rb"<(style|script)>(.*?)</\1>", re.DOTALL)
 

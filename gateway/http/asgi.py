@@ -15,7 +15,7 @@ import msgspec
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.base.request_bodies import BOM, read_switch
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import new_request_id
 from penstock.schemas.trace import Trace, asked
 
 Scope = MutableMapping[str, Any]

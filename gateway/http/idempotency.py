@@ -18,7 +18,7 @@ from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.lookup import StoredRequest
 from penstock.gateway.service.service import Gateway, submit_claimed
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import time_of
+from penstock.schemas.requests import time_of
 
 WHOLE_BYTES = 65_536  # of JSON that is sorted in one call, which holds the interpreter for 0.4 ms at most
 DEPTH = 4  # objects and arrays within each other that are taken apart; each is scanned once more

@@ -27,8 +27,7 @@ from penstock.infra.bus.forget import DeletedRequests
 from penstock.infra.bus.memory import find_request, lost
 from penstock.schemas import done, requests
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import time_of
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS
 from penstock.schemas.subjects import request_of
 

@@ -40,8 +40,7 @@ from penstock.infra.bus.forget import Eraser
 from penstock.infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller, config_of, make_again
 from penstock.infra.bus.tasks import Tasks, as_serving_error
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import new_request_id
-from penstock.schemas.requests import Priority
+from penstock.schemas.requests import Priority, new_request_id
 from penstock.schemas.streams import submissions
 from penstock.schemas.subjects import HEADER_MSG_ID
 

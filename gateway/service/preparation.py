@@ -41,8 +41,7 @@ from penstock.gateway.service.fleet import FleetView, named_in
 from penstock.infra.bounded import FairQueue, QueueLimits
 from penstock.infra.text.template_sandbox import cpu_budget
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import new_request_id
-from penstock.schemas.requests import EMBEDDING
+from penstock.schemas.requests import EMBEDDING, new_request_id
 from penstock.schemas.subjects import DEFAULT_TENANT
 
 T = TypeVar("T")
@@ -199,16 +198,28 @@ class RequestPreparer:
         context = await self._context(body, caller)
         if no_store and not context.no_store:
             context = context._replace(no_store=True)
-        prepared = await self._text(endpoint, body, context, caller.sees, now_ns=now_ns, request_id=request_id)
-        if prepared.wanted is not None:
+        while True:
+            if endpoint in (RESPONSE, COMPACTION):
+                prepared = await self._response(
+                    endpoint, body, context, caller.sees, now_ns=now_ns, request_id=request_id
+                )
+            elif endpoint == MESSAGE:
+                prepared = await self._message(body, context, now_ns=now_ns, request_id=request_id)
+            else:
+                work = prepare_chat if endpoint == CHAT else prepare_completion
+                found = await self._render_for(
+                    body, work, body, context, now_ns=now_ns, request_id=request_id, tenant=context.tenant
+                )
+                prepared = await self._with_media(found, context) if isinstance(found, PendingMediaRequest) else found
+            if prepared.wanted is None:
+                return prepared
             field = rename(prepared.wanted.field, _NAMES.get(endpoint, {}))
-            tenant = prepared.request.tenant
-            if loosened := await self._constraints.check(prepared.wanted, tenant, field):
-                context = context._replace(loosened=loosened)
-                prepared = await self._text(endpoint, body, context, caller.sees, now_ns=now_ns, request_id=request_id)
-                if prepared.wanted is not None and await self._constraints.check(prepared.wanted, tenant, field):
-                    raise invalid("tools", "the tools' schemas cannot be compiled; make them simpler")
-        return prepared
+            loosened = await self._constraints.check(prepared.wanted, prepared.request.tenant, field)
+            if not loosened:
+                return prepared
+            if context.loosened:
+                raise invalid("tools", "the tools' schemas cannot be compiled; make them simpler")
+            context = context._replace(loosened=loosened)
 
     async def _embedding(
         self, body: bytes, caller: Caller, *, now_ns: int, request_id: str, no_store: bool
@@ -231,28 +242,6 @@ class RequestPreparer:
             checked = partial(_checked, body, MAX_VALUES, work, "the most that embeddings take")
             prepared = await self._in_thread(caller.tenant, len(body), checked)
         return prepared._replace(request=caller.own(prepared.request))
-
-    async def _text(
-        self,
-        endpoint: str,
-        body: bytes,
-        context: PrepareContext,
-        sees: str | None,
-        *,
-        now_ns: int,
-        request_id: str,
-    ) -> PreparedRequest:
-        if endpoint in (RESPONSE, COMPACTION):
-            return await self._response(endpoint, body, context, sees, now_ns=now_ns, request_id=request_id)
-        if endpoint == MESSAGE:
-            return await self._message(body, context, now_ns=now_ns, request_id=request_id)
-        prepare = prepare_chat if endpoint == CHAT else prepare_completion
-        prepared = await self._render_for(
-            body, prepare, body, context, now_ns=now_ns, request_id=request_id, tenant=context.tenant
-        )
-        if isinstance(prepared, PendingMediaRequest):
-            prepared = await self._with_media(prepared, context)
-        return prepared
 
     async def _response(
         self,

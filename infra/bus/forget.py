@@ -45,7 +45,7 @@ from penstock.infra.bus.tasks import Tasks
 from penstock.schemas import deletions, wire
 from penstock.schemas.deletions import Deletion
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import time_of
+from penstock.schemas.requests import time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS
 from penstock.schemas.subjects import HEADER_NO_STORE, request_of
 

@@ -20,9 +20,9 @@ from typing import Any, Self
 import structlog
 from nats.errors import Error as NatsError
 
+from penstock.infra.bus.client import Frame, Headers, read_republished
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get_last, read, stream_end
-from penstock.infra.bus.wire_protocol import Frame, Headers, read_republished
 from penstock.schemas.errors import ServingError
 
 log = structlog.get_logger("bus")

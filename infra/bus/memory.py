@@ -20,12 +20,12 @@ from blake3 import blake3
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
+from penstock.infra.bus.client import Frame, Headers, has_status
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import BATCH_BYTES, get_last, parse_time, read
 from penstock.infra.bus.jetstream import STREAM_NOT_FOUND, ApiError
 from penstock.infra.bus.object_store import CHUNK, PUT_S
 from penstock.infra.bus.publisher import Ack, Publisher
-from penstock.infra.bus.wire_protocol import Frame, Headers, has_status
 from penstock.schemas import contents, requests
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, Media

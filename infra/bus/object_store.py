@@ -24,7 +24,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, format_time, get_last, read
 from penstock.infra.bus.jetstream import BUSY, WRONG_LAST_SEQUENCE, Message, decode_publish_reply
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import new_request_id
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import HEADER_LAST_ON_SUBJECT, HEADER_MSG_ID
 

@@ -15,9 +15,9 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
+from penstock.infra.bus.client import Frame
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.jetstream import BUSY, FINAL, WRONG_LAST_SEQUENCE, decode_publish_reply
-from penstock.infra.bus.wire_protocol import Frame
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import HEADER_LAST_ON_SUBJECT, HEADER_MSG_ID
 

@@ -20,6 +20,7 @@ import enum
 import json
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -39,18 +40,14 @@ FLUSH_S = 2  # a round trip to the server
 class PullSubscription:
     """Delivers messages in order, with the generation that they belong to."""
 
-    def __init__(self, bus: Bus, generation: int, handle: Callable[[Message, int], Awaitable[None]]) -> None:
+    def __init__(self, bus: Bus, generation: int, handle: Callable[[int, Message], Awaitable[None]]) -> None:
         self.inbox: str = bus.nc.new_inbox()
-        self.generation = generation
         self._bus = bus
-        self._handle = handle
+        self._handle = partial(handle, generation)
         self._sub: Any = None
 
     async def open(self) -> None:
-        self._sub = await self._bus.nc.subscribe(self.inbox, cb=self._on_message)
-
-    async def _on_message(self, message: Message) -> None:
-        await self._handle(message, self.generation)
+        self._sub = await self._bus.nc.subscribe(self.inbox, cb=self._handle)
 
     async def drain(self) -> None:
         """Return when no message is in flight any more and all received ones have been delivered."""
@@ -258,7 +255,7 @@ class Puller:
         if batch:
             await self._bus.nc.publish(self._subject, pull_request(batch, self._expires_s), reply=self._subs[-1].inbox)
 
-    async def _on_message(self, message: Message, generation: int) -> None:
+    async def _on_message(self, generation: int, message: Message) -> None:
         if self._over:
             return
         match self._window.receive(message, generation, time.monotonic()):

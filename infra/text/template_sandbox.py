@@ -168,14 +168,23 @@ class _MeteredCode(CodeGenerator):
         self.write(")")
 
 
+def _check_size(size: int) -> None:
+    if size > LARGEST:
+        raise TooLarge(f"the template makes a text or list of {size} characters or entries; the limit is {LARGEST}")
+
+
+def _concat(pieces: Iterable[str]) -> str:
+    pieces = pieces if isinstance(pieces, list) else list(pieces)
+    if (size := sum(map(len, pieces))) > LARGEST:
+        _check_size(size)
+    return "".join(pieces)
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     code_generator_class = _MeteredCode
     context_class = _MeteredContext
     intercepted_binops = frozenset(("*", "**", "%"))
-
-    @staticmethod
-    def concat(pieces: Iterable[str]) -> str:
-        return _concat(pieces)
+    concat = staticmethod(_concat)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
@@ -222,17 +231,6 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         elif kind is str and attribute in _GROWING:
             return partial(_GROWING[attribute], super().getattr(obj, attribute), obj)
         return super().getattr(obj, attribute)
-
-
-def _concat(pieces: Iterable[str]) -> str:
-    pieces = pieces if isinstance(pieces, list) else list(pieces)
-    _check_size(sum(map(len, pieces)))
-    return "".join(pieces)
-
-
-def _check_size(size: int) -> None:
-    if size > LARGEST:
-        raise TooLarge(f"the template makes a text or list of {size} characters or entries; the limit is {LARGEST}")
 
 
 def _check_numbers(values: Iterable[Any]) -> None:

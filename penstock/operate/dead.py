@@ -23,7 +23,7 @@ from penstock.log.sources.open_log import REQUEST_STREAMS, Log, LogSource, add_f
 from penstock.log.timeline.read import read_timeline
 from penstock.log.timeline.request_timeline import RequestTimeline
 from penstock.schemas.errors import Code
-from penstock.schemas.ids import request_of_answer, time_of
+from penstock.schemas.requests import request_of_answer, time_of
 from penstock.schemas.summary import Criteria, RequestSummary
 
 DEAD = (Code.worker_lost, Code.poisoned_request)

@@ -21,7 +21,7 @@ from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.forget import Ended, Eraser, check_stores, find_ended, forget_messages
 from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.schemas.errors import ServingError
-from penstock.schemas.ids import request_of_answer, time_of
+from penstock.schemas.requests import request_of_answer, time_of
 from penstock.schemas.subjects import HEADER_NO_STORE
 
 WHAT = 1000  # characters of ids in the audit log

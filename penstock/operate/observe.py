@@ -19,8 +19,8 @@ from nats.errors import Error as NatsError
 from penstock.cli.figures import quantile
 from penstock.infra.broker import retention
 from penstock.infra.broker.retention import StreamUse
+from penstock.infra.bus.client import Frame, Headers
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.wire_protocol import Frame, Headers
 from penstock.operate.workers import registrations, routers
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Registration

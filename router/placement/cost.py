@@ -305,8 +305,9 @@ def reuse(size: Any, blocks: Any, block_size: Any, ops: Any, overlap_weight: flo
 def target_costs(context: RoutingContext) -> Mapping[TargetId, TargetCost]:
     """The costs at all targets of a context."""
     size, weights = size_of(context.request), context.weights
-    costs = {
-        target.id: target_cost(
+    costs: dict[TargetId, TargetCost] = {}
+    for target in context.targets:
+        costs[target.id] = target_cost(
             size,
             context.overlaps.get(target.id, 0),
             context.leading.get(target.id, 0),
@@ -314,8 +315,6 @@ def target_costs(context: RoutingContext) -> Mapping[TargetId, TargetCost]:
             overlap_weight=weights.overlap,
             prefill_weight=weights.prefill,
         )
-        for target in context.targets
-    }
     for target_id in context.request.session:
         if target_id in costs:
             costs[target_id] = favoured(costs[target_id], favour_tokens(size))

@@ -43,9 +43,8 @@ from penstock.router.state.target_loads import ENCODE
 from penstock.schemas import contents, jobs, requests, wire
 from penstock.schemas.blocks import keys_text
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import time_of
 from penstock.schemas.jobs import DecisionInputs
-from penstock.schemas.requests import GenerateRequest, Priority
+from penstock.schemas.requests import GenerateRequest, Priority, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS
 
 log = structlog.get_logger("router")

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.gateway.log.lookup import erased
 from penstock.infra.bus.memory import lost
-from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import new_request_id
 from penstock.schemas.tokens import WHOLE_REQUEST, TokenItem
 from tests.chaos.log import Fold
 from tests.chaos.nats_clients import named_in

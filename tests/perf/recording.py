@@ -27,9 +27,8 @@ from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.model.modeldir import TINY, load_tokenizer
 from penstock.schemas import blocks, jobs, wire
 from penstock.schemas.done import Done, Outcome, Returned, Timings, Usage, encode_within, returned_header
-from penstock.schemas.ids import new_request_id
 from penstock.schemas.jobs import Candidate, Decision, Job, Stage
-from penstock.schemas.requests import GenerateRequest, Priority, Stop
+from penstock.schemas.requests import GenerateRequest, Priority, Stop, new_request_id
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_RETURNED, Subjects
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem

@@ -30,9 +30,9 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.infra.bus.client import Frame
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.loop_lag import EVERY_S, WINDOW_S
-from penstock.infra.bus.wire_protocol import Frame
 from penstock.infra.model.modeldir import TINY
 from penstock.launch.state import DeploymentState, read_state
 from penstock.schemas import kv, wire

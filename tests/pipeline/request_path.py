@@ -22,8 +22,14 @@ FOLDERS = ("configs", "gateway", "infra", "penstock", "router", "schemas", "work
 FOLDER = "REQUEST_PATH"
 
 
+RUNNERS = (f"{os.sep}uvloop{os.sep}__init__.py", f"{os.sep}asyncio{os.sep}runners.py")
+
+
 class Call(NamedTuple):
-    """A function that was called, and how many functions of ours were on the stack at most, itself included."""
+    """A function that was called, and how many functions of ours were on the stack at most, itself included.
+
+    Those that started the event loop are not counted: they are below every call, and no part of a request's way.
+    """
 
     module: str
     name: str
@@ -53,7 +59,7 @@ class Recorder:
         if event != "call" or not self._is_ours(code):
             return
         depth, outer = 1, frame.f_back
-        while outer is not None:
+        while outer is not None and not outer.f_code.co_filename.endswith(RUNNERS):
             depth += self._is_ours(outer.f_code)
             outer = outer.f_back
         if depth > self.calls.get(code, 0):
@@ -96,6 +102,12 @@ def without(calls: Iterable[Call], idle: Iterable[Call]) -> list[Call]:
     """What a process does not call when it has nothing to do."""
     known = {(call.module, call.name, call.line) for call in idle}
     return [call for call in calls if (call.module, call.name, call.line) not in known]
+
+
+def in_both(calls: Iterable[Call], again: Iterable[Call]) -> list[Call]:
+    """What happens each time: what a process does now and then is left out."""
+    known = {(call.module, call.name, call.line) for call in again}
+    return [call for call in calls if (call.module, call.name, call.line) in known]
 
 
 if __name__ == "__main__":

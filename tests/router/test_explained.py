@@ -10,8 +10,7 @@ from penstock.log.requests.inspect import show
 from penstock.log.requests.inspection import inspect
 from penstock.log.timeline.read import read_timeline
 from penstock.schemas import jobs, wire
-from penstock.schemas.ids import new_request_id
-from penstock.schemas.requests import Media
+from penstock.schemas.requests import Media, new_request_id
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from penstock.schemas.transfer import Handoff, Handoffs, Memory
 from tests.infra.bus.support import eventually

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from penstock.schemas.ids import new_request_id, request_of_answer, time_of
+from penstock.schemas.requests import new_request_id, request_of_answer, time_of
 
 
 def _bits(text: str) -> int:

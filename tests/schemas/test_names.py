@@ -11,7 +11,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas import blocks, fleet, ids, jobs, subjects
+from penstock.schemas import blocks, fleet, jobs, requests, subjects
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Priority
 from penstock.schemas.streams import HEADROOM, MAX_PAYLOAD, Topology, topology
@@ -96,33 +96,33 @@ def test_half_a_digest_is_refused() -> None:
 
 @given(st.integers(0, 253_402_300_799 * 10**9), st.binary(min_size=10, max_size=10))
 def test_request_ids_are_uuid7_and_have_their_time(now_ns: int, randomness: bytes) -> None:
-    text = ids.new_request_id(now_ns, randomness)
+    text = requests.new_request_id(now_ns, randomness)
     parsed = uuid.UUID(text)
     assert str(parsed) == text
     assert parsed.version == 7
     assert parsed.variant == uuid.RFC_4122
-    assert ids.time_of(text) == now_ns // 1_000_000 * 1_000_000
-    assert text == ids.new_request_id(now_ns, randomness)
+    assert requests.time_of(text) == now_ns // 1_000_000 * 1_000_000
+    assert text == requests.new_request_id(now_ns, randomness)
 
 
 def test_an_id_of_a_year_that_no_log_can_be_asked_for_is_none() -> None:
     with pytest.raises(ValueError, match="year 9999"):
-        ids.time_of("ffffffff-ffff-7fff-bfff-ffffffffffff")
+        requests.time_of("ffffffff-ffff-7fff-bfff-ffffffffffff")
 
 
 @given(st.integers(0, 2**60), st.integers(1_000_000, 2**50))
 def test_later_ids_sort_behind_earlier_ones(now_ns: int, later_ns: int) -> None:
-    assert ids.new_request_id(now_ns) < ids.new_request_id(now_ns + later_ns)
+    assert requests.new_request_id(now_ns) < requests.new_request_id(now_ns + later_ns)
 
 
 def test_ids_of_one_moment_differ() -> None:
-    assert len({ids.new_request_id(10**18) for _ in range(1000)}) == 1000
+    assert len({requests.new_request_id(10**18) for _ in range(1000)}) == 1000
 
 
 @pytest.mark.parametrize("text", ["", "x", str(uuid.UUID(int=0)), "9849f5ed-c8a2-4c68-ae2b-b92fd6983451"])
 def test_other_ids_have_no_time(text: str) -> None:
     with pytest.raises(ValueError):
-        ids.time_of(text)
+        requests.time_of(text)
 
 
 # --- codes ---

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import new_request_id
 from penstock.schemas.trace import MAX_STATE, Trace, asked, headers, read_parent, span_id, stage_name, trace_id, wanted
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

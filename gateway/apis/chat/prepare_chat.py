@@ -110,7 +110,7 @@ class GenerationOptions(NamedTuple):
 
 
 def prepare_chat(
-    data: bytes,
+    body: bytes | ChatCompletionRequest,
     context: PrepareContext,
     *,
     now_ns: int,
@@ -118,25 +118,13 @@ def prepare_chat(
     seed: Callable[[], int] = random_seed,
 ) -> PreparedRequest | PendingMediaRequest:
     """
+    Args:
+        body: as it came; or a chat that ``check_chat`` accepts, in whichever API it was written.
     Raises:
         ServingError: the body cannot be served; names the field and the limit.
     """
-    return prepare_chat_body(parse_chat(data), context, now_ns=now_ns, request_id=request_id, seed=seed)
-
-
-def prepare_chat_body(
-    body: ChatCompletionRequest,
-    context: PrepareContext,
-    *,
-    now_ns: int,
-    request_id: str,
-    seed: Callable[[], int] = random_seed,
-) -> PreparedRequest | PendingMediaRequest:
-    """A chat that ``check_chat`` accepts, in whichever API it was written.
-
-    Raises:
-        ServingError: the body cannot be served; names the field and the limit.
-    """
+    if not isinstance(body, ChatCompletionRequest):
+        body = parse_chat(body)
     context.check_model(body.model)
     prompt = truncated(chat_prompt(body, context), body, context)
     options = resolve_options(

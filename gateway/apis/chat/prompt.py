@@ -188,17 +188,23 @@ def chat_prompt(body: ChatCompletionRequest, context: PrepareContext) -> Prompt:
     if len(messages) > _FEW_MESSAGES and template.keeps_texts:
         _check_texts(messages, context)
     vision = context.model.vision
-    if vision is None:
-        if media:
-            raise unsupported(media[0].field, f"images are not supported: {context.model.no_vision}")
-        tokens = _template_tokens(body, messages, context)
-        return Prompt(tokens, (), len(tokens))
+    if vision is None and media:
+        raise unsupported(media[0].field, f"images are not supported: {context.model.no_vision}")
     if len(media) > context.max_images:
         raise invalid(
             media[context.max_images].field,
             f"the request has {len(media)} images; the limit is {context.max_images} (--max-images)",
         )
-    tokens = _template_tokens(body, messages, context)
+    only_image = not context.special_tokens_as_text
+    try:
+        if context.model.plain.found(messages, _given(body), body.chat_template_kwargs, only_image=only_image):
+            tokens = _escaped_template_tokens(body, messages, context)
+        else:
+            tokens = encode(_render_template(body, messages, context), context, special=False)
+    except RecursionError:
+        raise invalid("messages", "tools, arguments or variables are nested too deeply") from None
+    if vision is None:
+        return Prompt(tokens, (), len(tokens))
     if (placeholders := tokens.count(vision.image_token_id)) != len(media):
         raise invalid(
             media[0].field if media else "messages",
@@ -294,17 +300,6 @@ def encode(text: str, context: PrepareContext, *, special: bool) -> list[int]:
     """
     _check_length(text, context, special=special)
     return context.model.encoder.encode(text, special=special)
-
-
-def _template_tokens(body: ChatCompletionRequest, messages: list[dict[str, Any]], context: PrepareContext) -> list[int]:
-    try:
-        if context.model.plain.found(
-            messages, _given(body), body.chat_template_kwargs, only_image=not context.special_tokens_as_text
-        ):
-            return _escaped_template_tokens(body, messages, context)
-        return encode(_render_template(body, messages, context), context, special=False)
-    except RecursionError:
-        raise invalid("messages", "tools, arguments or variables are nested too deeply") from None
 
 
 def _escaped_template_tokens(

@@ -20,12 +20,7 @@ from penstock.gateway.apis.chat.bodies import (
     ToolCall,
     check_chat,
 )
-from penstock.gateway.apis.chat.prepare_chat import (
-    PendingMediaRequest,
-    PreparedRequest,
-    count_prompt,
-    prepare_chat_body,
-)
+from penstock.gateway.apis.chat.prepare_chat import PendingMediaRequest, PreparedRequest, count_prompt, prepare_chat
 from penstock.gateway.apis.messages.bodies import (
     ContentBlock,
     CountTokensRequest,
@@ -391,7 +386,7 @@ def prepare_message(data: bytes, context: PrepareContext, *, now_ns: int, reques
         body = msgspec.structs.replace(chat.body, max_completion_tokens=None)
         if context.parsers is None or not context.parsers.reasoning:  # whoever does not think keeps within any budget
             body = msgspec.structs.replace(body, max_thinking_tokens=None)
-        prepared = prepare_chat_body(body, context, now_ns=now_ns, request_id=request_id)
+        prepared = prepare_chat(body, context, now_ns=now_ns, request_id=request_id)
     except ServingError as error:
         raise renamed(error, chat.places) from None
     if isinstance(prepared, PendingMediaRequest):

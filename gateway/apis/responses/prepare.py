@@ -9,12 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, ChatMessage, ContentPart, check_chat
-from penstock.gateway.apis.chat.prepare_chat import (
-    PendingMediaRequest,
-    PreparedRequest,
-    count_prompt,
-    prepare_chat_body,
-)
+from penstock.gateway.apis.chat.prepare_chat import PendingMediaRequest, PreparedRequest, count_prompt, prepare_chat
 from penstock.gateway.apis.chat.segments import SegmentedAnswer
 from penstock.gateway.apis.responses.bodies import InputItem, ResponsesRequest
 from penstock.gateway.apis.responses.chat import Turn, chat_of, encode_summary
@@ -113,7 +108,7 @@ def prepare_response(
     try:
         check_chat(chat.body)
         prepared = _fitting(
-            lambda each: prepare_chat_body(each, context, now_ns=now_ns, request_id=request_id),
+            lambda each: prepare_chat(each, context, now_ns=now_ns, request_id=request_id),
             chat.body,
             body.truncation,
         )

@@ -37,8 +37,7 @@ from penstock.log.sources.log_line import (
 from penstock.log.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_log, run_command
 from penstock.schemas import fleet
 from penstock.schemas.errors import ServingError
-from penstock.schemas.ids import request_of_answer, time_of
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, request_of_answer, time_of
 
 SAMPLED = 200  # records from which the models are known
 

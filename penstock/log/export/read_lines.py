@@ -7,7 +7,7 @@ from penstock.log.sources.data_folder import StoredLog
 from penstock.log.sources.log_line import LogLine, Selection
 from penstock.log.sources.open_log import Log
 from penstock.log.sources.store_files import message, parse_headers
-from penstock.schemas.ids import time_of
+from penstock.schemas.requests import time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 
 BATCH = 1_000

@@ -29,8 +29,7 @@ from penstock.log.sources.open_log import Log, LogSource, open_log, running
 from penstock.schemas import control, wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.fleet import Registration
-from penstock.schemas.ids import new_request_id
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, new_request_id
 from penstock.schemas.subjects import HEADER_MSG_ID
 
 CHECK_S = 1.0  # an end that was missed live is looked up

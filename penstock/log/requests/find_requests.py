@@ -17,9 +17,8 @@ from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, get_last, g
 from penstock.log.sources.data_folder import StoredLog
 from penstock.log.sources.store_files import Place, Raw, StoredStream, message, message_id, subject_of
 from penstock.schemas import done, jobs, requests
-from penstock.schemas.ids import time_of
 from penstock.schemas.jobs import Job, Revoke
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 from penstock.schemas.subjects import KEPT
 from penstock.schemas.summary import QUEUED, RUNNING, Criteria, RequestSummary, of_done, of_encoded_done, of_request

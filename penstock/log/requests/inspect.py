@@ -22,7 +22,7 @@ from penstock.log.requests.inspection import Content, InspectedEvent, Inspection
 from penstock.log.sources.open_log import REQUEST_STREAMS, LogSource, add_flags, add_verify_flag, open_log, run_command
 from penstock.log.timeline.read import read_timeline
 from penstock.log.timeline.request_timeline import RequestTimeline
-from penstock.schemas.ids import request_of_answer
+from penstock.schemas.requests import request_of_answer
 from penstock.schemas.summary import as_dict
 
 WIDEST = 64  # columns of the waterfall, at most

@@ -16,7 +16,7 @@ from penstock.configs.flags import Parser, closest
 from penstock.infra.bus.direct_get import Entry, Readable, format_time, get_last, read, read_backwards
 from penstock.log.requests.describe import Described, describe, plain
 from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
-from penstock.schemas.ids import request_of_answer, time_of
+from penstock.schemas.requests import request_of_answer, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS
 
 POLL_S = 0.25

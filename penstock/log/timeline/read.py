@@ -15,8 +15,7 @@ from penstock.log.sources.data_folder import StoredLog
 from penstock.log.timeline.request_timeline import RequestTimeline
 from penstock.schemas import done, jobs, requests, tokens
 from penstock.schemas.errors import ServingError
-from penstock.schemas.ids import time_of
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS
 from penstock.schemas.subjects import HEADER_MSG_ID, KEPT
 from penstock.schemas.transfer import Handoff, decode_ledger

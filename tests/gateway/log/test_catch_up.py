@@ -19,8 +19,7 @@ from penstock.infra.bus.tasks import Tasks
 from penstock.infra.process import turns
 from penstock.schemas import wire
 from penstock.schemas.errors import ServingError
-from penstock.schemas.ids import new_request_id
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, new_request_id
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import Finish, TokenBatch, TokenItem
 from penstock.schemas.wire import pack_tokens

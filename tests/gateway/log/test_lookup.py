@@ -11,7 +11,7 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.schemas import contents, deletions, done, wire
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import new_request_id
 from penstock.schemas.subjects import Subjects
 from tests.gateway.log.test_inflight import request_of
 from tests.infra.bus.support import opened

@@ -18,9 +18,8 @@ from penstock.infra.bus.clock import BrokerClock
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas.done import Done, Usage
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import new_request_id
 from penstock.schemas.keys import ApiKey
-from penstock.schemas.requests import Embedding, GenerateRequest, Stop
+from penstock.schemas.requests import Embedding, GenerateRequest, Stop, new_request_id
 from penstock.schemas.wire import pack_tokens
 from tests.infra.bus.support import eventually
 

@@ -10,8 +10,7 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import DIFFUSION, Diffuser, Registration, State
-from penstock.schemas.ids import new_request_id
-from penstock.schemas.requests import EMBEDDING
+from penstock.schemas.requests import EMBEDDING, new_request_id
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode
 from tests.gateway.log.test_inflight import request_of

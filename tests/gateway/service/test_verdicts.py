@@ -18,8 +18,7 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import new_request_id
-from penstock.schemas.requests import Diffusion, GenerateRequest, Sampling
+from penstock.schemas.requests import Diffusion, GenerateRequest, Sampling, new_request_id
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem

@@ -9,9 +9,8 @@ from nats.errors import BadSubjectError, Error, NoRespondersError
 
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import client
-from penstock.infra.bus.client import BusClient
+from penstock.infra.bus.client import BusClient, Frame, Headers
 from penstock.infra.bus.connection import connect as bus_connect
-from penstock.infra.bus.wire_protocol import Frame, Headers
 from penstock.schemas.errors import ServingError
 from tests.conftest import Connect
 from tests.infra.bus.support import eventually

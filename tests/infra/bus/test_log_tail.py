@@ -13,11 +13,11 @@ from nats.errors import NoRespondersError
 from penstock.infra.broker.apply import apply
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import log_tail as module
+from penstock.infra.bus.client import Frame, Headers
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, read
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.publisher import Publisher
-from penstock.infra.bus.wire_protocol import Frame, Headers
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects

@@ -11,14 +11,7 @@ from nats.js.api import Header
 from nats.protocol.command import hpub_cmd, pub_cmd
 from nats.protocol.parser import Parser
 
-from penstock.infra.bus.wire_protocol import (
-    Frame,
-    FrameReader,
-    Headers,
-    publish_command,
-    read_headers,
-    read_republished,
-)
+from penstock.infra.bus.client import Frame, FrameReader, Headers, publish_command, read_headers, read_republished
 
 SUBJECT = st.text("abc.-_$", min_size=1, max_size=12).filter(lambda name: name.strip("."))
 HEADERS = st.dictionaries(st.text("abcXYZ-", min_size=1, max_size=8), st.text("xyz 09:;{}", max_size=12), max_size=4)

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import new_request_id
 
 CONFIGURATION = Path("infra/deploy/cells/haproxy.cfg").read_text()
 GATEWAYS = Path("docs/cells.md").read_text().partition("```text\nlisten ")[2].partition("```")[0]

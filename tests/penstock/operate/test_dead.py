@@ -11,7 +11,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.operate.dead import run
 from penstock.schemas import wire
 from penstock.schemas.done import Returned
-from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import new_request_id
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.infra.bus.support import opened
 from tests.penstock.log.requests.support import accept, assign, end

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last, read
-from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import new_request_id
 from penstock.schemas.subjects import HEADER_MSG_ID
 from tests.pipeline.support import Deployment, Oracle, until, words
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from penstock.infra.bus.connection import Bus
-from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import new_request_id
 from tests.pipeline.support import ROOT, Deployment, ending, words
 
 TEXT: dict[str, Any] = {"model": "tiny", "prompt": words(200, 501), "temperature": 0, "max_tokens": 9}

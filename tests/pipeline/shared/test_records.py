@@ -17,8 +17,7 @@ from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import read
 from penstock.schemas import done, requests, wire
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import new_request_id
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, new_request_id
 from penstock.schemas.subjects import HEADER_MSG_ID
 from penstock.schemas.tokens import Finish, TokenBatch, TokenItem
 from tests.pipeline.conftest import NewDeployment

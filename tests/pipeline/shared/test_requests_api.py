@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from penstock.infra.bus.connection import Bus
-from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import new_request_id
 from tests.pipeline.support import (
     Deployment,
     Event,

@@ -19,8 +19,7 @@ from penstock.router.state import cluster_state
 from penstock.router.state.lost_workers import RegistrationRemoval
 from penstock.schemas import deletions, done, jobs, tokens, wire
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import new_request_id
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, new_request_id
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT, Subjects
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from tests.infra.bus.support import eventually

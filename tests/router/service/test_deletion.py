@@ -25,8 +25,7 @@ from penstock.operate.forget import forget
 from penstock.router.service import deletion
 from penstock.schemas import control, deletions, wire
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import new_request_id
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, new_request_id
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.cluster_support import LocalCluster, three_nodes

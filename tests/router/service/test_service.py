@@ -21,9 +21,8 @@ from penstock.router.state.prefix_index import PrefixIndex
 from penstock.schemas import contents, control, fleet, jobs, kv, wire
 from penstock.schemas.blocks import keys_of
 from penstock.schemas.errors import Code
-from penstock.schemas.ids import new_request_id
 from penstock.schemas.jobs import Stage
-from penstock.schemas.requests import GenerateRequest, Priority
+from penstock.schemas.requests import GenerateRequest, Priority, new_request_id
 from penstock.schemas.streams import CLOCK_SKEW_NS, ROUTER_ACK_WAIT_S
 from penstock.schemas.subjects import HEADER_LOAD, Subjects
 from penstock.schemas.tenants import Limits

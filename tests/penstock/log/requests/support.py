@@ -7,9 +7,8 @@ import msgspec
 
 from penstock.infra.bus.connection import Bus
 from penstock.schemas.done import Done, Outcome, Timings, Usage
-from penstock.schemas.ids import new_request_id
 from penstock.schemas.jobs import Stage
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, new_request_id
 from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, HEADER_SUMMARY
 from penstock.schemas.summary import header_of
 from penstock.schemas.tokens import TokenBatch, TokenItem

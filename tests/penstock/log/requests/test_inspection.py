@@ -22,8 +22,8 @@ from penstock.log.timeline.events import TokensStored
 from penstock.log.timeline.read import read_timeline
 from penstock.log.timeline.request_timeline import RequestTimeline
 from penstock.schemas.done import Done, Outcome, Timings, Usage, request_of, without_content
-from penstock.schemas.ids import new_request_id
 from penstock.schemas.jobs import Stage
+from penstock.schemas.requests import new_request_id
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
 from penstock.schemas.wire import encode, pack_tokens

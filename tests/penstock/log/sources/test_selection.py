@@ -5,8 +5,8 @@ import msgspec
 from penstock.log.sources.log_line import LogLine, Selection
 from penstock.schemas import tokens, transfer
 from penstock.schemas.done import Done
-from penstock.schemas.ids import new_request_id
 from penstock.schemas.jobs import Stage
+from penstock.schemas.requests import new_request_id
 from penstock.schemas.tokens import TokenBatch, TokenItem
 from penstock.schemas.transfer import Handoff, Handoffs
 from penstock.schemas.wire import encode

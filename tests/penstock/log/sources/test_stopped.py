@@ -26,8 +26,7 @@ from penstock.log.timeline.read import read_timeline
 from penstock.log.traces.follow import Following, TracePosition
 from penstock.operate import streams
 from penstock.schemas.done import Done, Timings
-from penstock.schemas.ids import new_request_id
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, new_request_id
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import HEADER_MSG_ID
 from penstock.schemas.transfer import Handoff, Handoffs

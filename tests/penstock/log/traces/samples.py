@@ -6,9 +6,8 @@ import msgspec
 
 from penstock.log.timeline.request_timeline import RequestTimeline
 from penstock.schemas.done import Done, Outcome, Returned, Timings, Usage
-from penstock.schemas.ids import new_request_id
 from penstock.schemas.jobs import Candidate, Decision, Job, Stage
-from penstock.schemas.requests import GenerateRequest, Sampling, Stop
+from penstock.schemas.requests import GenerateRequest, Sampling, Stop, new_request_id
 from penstock.schemas.trace import Stamps, Trace
 from penstock.schemas.transfer import Encoded, Endpoint, Handoff, Prefilled, Ticket
 from penstock.schemas.wire import encode, pack_tokens

@@ -16,9 +16,8 @@ from penstock.log.traces.follow import Following, PositionStore, TracePosition, 
 from penstock.log.traces.span import Span
 from penstock.schemas.done import KILLED, Done, Returned, Timings
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.ids import new_request_id
 from penstock.schemas.jobs import Job, Stage
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, new_request_id
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from penstock.schemas.trace import Trace, trace_id
 from penstock.schemas.wire import encode
