@@ -1,8 +1,8 @@
 """``penstock doctor --engine trtllm``: what an installed TensorRT-LLM does otherwise than the adapter expects.
 
-The adapter was written from TensorRT-LLM's public source. This compares the installed release with what it knows, and
-runs each of its ways on a model: whole requests, prefill and decode apart, images, constraints, cancelling, a token
-for an idle engine. Meant for the first day with a real GPU, and after each upgrade.
+The adapter was written from TensorRT-LLM's public source. This runs each of its ways on a model: whole requests,
+prefill and decode apart, images, constraints, cancelling, a token for an idle engine. Meant for the first day with a
+real GPU, and after each upgrade.
 """
 
 import re
@@ -32,7 +32,7 @@ from penstock.workers.engines.base import (
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
 from penstock.workers.engines.support import ServedOptions
 from penstock.workers.engines.trtllm import api as apis
-from penstock.workers.engines.trtllm import encoder_from_settings, from_settings, interface
+from penstock.workers.engines.trtllm import encoder_from_settings, from_settings
 from penstock.workers.engines.trtllm.adapter import TrtllmAdapter
 
 REPORT = "report it with this page, and with the worker's log at --log-level debug"
@@ -124,14 +124,6 @@ class Doctor:
         yield ok("model", f"{self._path}, at most {self._model.max_model_len:,} tokens")
         for note in apis.notes(api.version):
             yield warning("release", note, "1.2.1 is what the adapter was written for")
-        differences = interface.differences()
-        for each in differences:
-            if each.used:
-                yield problem("interface", f"{each.where} {each.what}", f"use another release; {REPORT}")
-            else:
-                yield warning("interface", f"{each.where} {each.what}", "nothing, unless a check below fails")
-        if not differences:
-            yield ok("interface", "classes, arguments and defaults are as known")
 
     def _trial(self, name: str, check: Callable[[], Iterator[CheckResult]]) -> Iterator[CheckResult]:
         self._began(name)

@@ -206,7 +206,7 @@ def notes(version: str) -> Iterator[str]:
     elif not version.startswith("1.2."):
         yield (
             f"written for 1.2.1; {version} is used as far as its signatures agree: "
-            "`penstock doctor --engine trtllm` shows what differs"
+            "`penstock doctor --engine trtllm` tries what workers do with it"
         )
 
 

@@ -61,7 +61,6 @@ def test_the_page_of_a_release_that_is_as_known(capsys: pytest.CaptureFixture[st
     for name in (
         "release",
         "model",
-        "interface",
         "start",
         "aggregated",
         "kv events",
@@ -73,20 +72,6 @@ def test_the_page_of_a_release_that_is_as_known(capsys: pytest.CaptureFixture[st
     assert "✓ prefill and decode:" in page
     assert "– encode: this model takes no images" in page
     assert "0 problems" in page
-
-
-def test_what_is_missing_or_has_another_default_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorrt_llm import LLM
-    from tensorrt_llm.llmapi import TorchLlmArgs
-
-    def generate_async(self: Any, inputs: Any, sampling_params: Any = None, streaming: bool = True) -> None: ...
-
-    monkeypatch.setattr(LLM, "generate_async", generate_async)
-    monkeypatch.delattr(LLM.__mro__[1], "get_stats")
-    monkeypatch.setattr(TorchLlmArgs.model_fields["stream_interval"], "default", 5)
-    found = {(each.where, each.used) for each in doctor.interface.differences()}
-    assert {("LLM.generate_async(cache_salt)", True), ("LLM.get_stats", True), ("stream_interval", False)} <= found
-    assert ("LLM.generate_async streaming", False) in found
 
 
 def test_each_way_that_fails_is_reported_and_the_others_run_on(

@@ -40,6 +40,12 @@ def test_without_the_package_the_error_says_what_to_run(monkeypatch: pytest.Monk
         from_settings(settings(), MODEL)
 
 
+def test_a_release_without_a_part_that_is_needed_is_refused(standin: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorrt_llm.SamplingParams", dict)
+    with pytest.raises(EngineError, match=r"SamplingParams of tensorrt_llm 1\.2\.1 lacks add_special_tokens, .*seed"):
+        from_settings(settings(), MODEL)
+
+
 def test_the_worker_builds_it_by_its_name(standin: None) -> None:
     engine = build_engine(settings(), MODEL)
     assert engine.info.name == "trtllm"
