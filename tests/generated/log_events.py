@@ -415,7 +415,6 @@ MEANINGS = {
     "snapshot_failed": "the dashboard could not read the broker",
     "snapshot_not_saved": "a router's state could not be stored: a slower next start",
     "span_export_failed": "the collector does not take traces",
-    "speculation_off": "draft tokens would make answers slower",
     "stale_registrations_ignored": "registrations from before the broker's restart are not used",
     "stale_registrations_removed": "registrations that a killed broker had brought back were removed",
     "start_failed": "the process cannot start",

@@ -26,7 +26,6 @@ from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.native import build as engine_build
-from penstock.workers.engines.native import build as speculation_speed
 from penstock.workers.engines.native import executors
 from penstock.workers.engines.native.build import assemble, build
 from penstock.workers.engines.native.model import attention
@@ -210,7 +209,7 @@ def same(name: str, path: Path, running: int = 8, blocks: int = 400, few: bool =
                 warm=kernels and not INTERPRETED,
                 **more if kernels else {},
             )
-            with keeping_speculation(), interpreted() if kernels and INTERPRETED else contextlib.nullcontext():
+            with interpreted() if kernels and INTERPRETED else contextlib.nullcontext():
                 engine = build(str(path), options)
                 vocab = vocab or engine.info.vocab_size
                 found.append(answers(engine, vocab, sampling))
@@ -224,11 +223,6 @@ def same(name: str, path: Path, running: int = 8, blocks: int = 400, few: bool =
             + ("" if alike == len(one) else "   <--"),
             flush=True,
         )
-
-
-def keeping_speculation() -> Any:
-    """Speculation stays on where it is too slow."""
-    return mock.patch.object(speculation_speed, "can_pay", return_value=True)
 
 
 @contextlib.contextmanager

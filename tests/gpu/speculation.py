@@ -7,7 +7,6 @@ model that resembles it is made: the last layers add little to the residual stre
 """
 
 import argparse
-import contextlib
 import statistics
 import time
 from typing import Any
@@ -23,7 +22,6 @@ from penstock.workers.engines.native.model.loading import describe
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.demo_model import task_mix
 from tests.demo_model.template import prompt
-from tests.gpu.native import keeping_speculation
 
 TASKS = ("copying", "counting", "facts", "json", "needle", "thinking")
 DRAFT = str(modeldir.DEMO.parent / "demo-draft")
@@ -65,11 +63,9 @@ def demo() -> None:
     plain: dict[int, dict[Any, list[int]]] = {}
     for dtype in ("float32",):
         for name, options in (("none", {}), ("n-gram", {"speculative_model": "ngram"}),
-                              ("draft model", {"speculative_model": DRAFT}),
-                              ("draft model, if faster", {"speculative_model": DRAFT})):  # fmt: skip
+                              ("draft model", {"speculative_model": DRAFT})):  # fmt: skip
             made = NativeOptions(device="cuda", dtype=dtype, kv_blocks=2000, max_running=32, warm=True, **options)  # type: ignore[arg-type]
-            with contextlib.nullcontext() if "if faster" in name else keeping_speculation():
-                engine = build(str(modeldir.DEMO), made)
+            engine = build(str(modeldir.DEMO), made)
             run(engine, asked("first"), 8)
             for together in (1, 8):
                 before = engine.stats()

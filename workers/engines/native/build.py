@@ -2,34 +2,28 @@
 
 The pool of offloaded KV blocks in host memory.
 
-Whether speculation can be faster than none on this device, by measured steps of one short request.
-
 The engine of an encode worker: vision tower, projector and embeddings, without the language model.
 """
 
 import functools
 import os
-import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import structlog
 import torch
 
-from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines import budgets
-from penstock.workers.engines.base import EngineError, EngineInfo, SequenceRequest
+from penstock.workers.engines.base import EngineError, EngineInfo
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler
 from penstock.workers.engines.core.blocks import BlockCopies, BlockManager, HostCache
 from penstock.workers.engines.core.embeddings import EncodeEngine
-from penstock.workers.engines.core.engine import ScheduledEngine, Speculator
+from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
-from penstock.workers.engines.core.sequence import Executor, OverlapExecutor
 from penstock.workers.engines.logits.registry import Registry
-from penstock.workers.engines.native.executors import make_executor, make_speculation, prepared, scratch_scheduler
+from penstock.workers.engines.native.executors import make_executor, make_speculation, prepared
 from penstock.workers.engines.native.model import vision
 from penstock.workers.engines.native.model.draft import load_draft
 from penstock.workers.engines.native.model.executor import TorchExecutor, device_errors
@@ -48,9 +42,6 @@ from penstock.workers.engines.native.model.pool import KvPool, out_of_memory, ze
 from penstock.workers.engines.native.model.pools import KvPools, make_pools
 from penstock.workers.engines.native.model.quantize import quantize
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
-
-if TYPE_CHECKING:
-    from penstock.workers.engines.native.cuda.executor import CudaExecutor
 
 
 class HostPool:
@@ -87,53 +78,6 @@ class HostPool:
 
 
 log = structlog.get_logger("engine")
-
-PROMPT, ANSWER = 2, 40  # tokens
-SKIPPED = 4  # steps: those of the prompt, and the first that decode
-
-
-class BothExecutor(Executor, OverlapExecutor, Protocol):
-    """Computes steps at once, or launches them."""
-
-
-def can_pay(
-    executor: BothExecutor,
-    speculation: Speculator,
-    tokens: int,
-    info: EngineInfo,
-    make_scheduler: Callable[[], Scheduler],
-) -> bool:
-    """Whether a step with ``tokens`` proposals is shorter than the steps of as many tokens without them.
-
-    One sequence is measured, for which proposals pay most. A False is logged: with every proposal right, answers would
-    be slower than without speculation.
-
-    Args:
-        executor: of the target model.
-        make_scheduler: of a pool that nothing uses yet.
-    """
-    plain = _step_seconds(ScheduledEngine(info, make_scheduler(), None, ahead=executor))
-    proposing = _step_seconds(ScheduledEngine(info, make_scheduler(), executor, speculation=speculation))
-    if proposing < plain * (tokens + 1):
-        return True
-    log.warning(
-        "speculation_off",
-        reason=f"a step with {tokens} proposed tokens takes {proposing * 1e3:.2f} ms, one without {plain * 1e3:.2f}: "
-        "answers would be slower even if every proposal were right",
-    )
-    return False
-
-
-def _step_seconds(engine: ScheduledEngine) -> float:
-    """Median time of a step of one sequence. The engine is not closed: its executor is another's."""
-    sampling = Sampling(temperature=0.0)
-    engine.submit(SequenceRequest("speed", [0] * PROMPT, sampling, Stop(ANSWER, ignore_eos=True)))
-    times = []
-    while engine.has_work():
-        began = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[SKIPPED:] or times)
 
 
 def build(
@@ -250,32 +194,11 @@ def assemble(
     executor = make_executor(target, pools, encoder, options, limit)
     info = _info(loaded, options, pools, limit, processors, time.perf_counter() - started)
     info = msgspec.structs.replace(info, constraints=ALL_CONSTRAINTS if grammars is not None else ())
-    if speculation is not None and not isinstance(executor, TorchExecutor) and options.warm:
-        speculation = _if_faster(speculation, executor, info, pools, options, limit)
     if isinstance(executor, TorchExecutor) or speculation is not None:  # proposals follow from the last step's tokens
         return ScheduledEngine(
             info, scheduler, executor, encoder, processors, None, speculation, copier, grammars=grammars
         )
     return ScheduledEngine(info, scheduler, None, encoder, processors, executor, None, copier, grammars=grammars)
-
-
-def _if_faster(
-    speculation: Speculator,
-    executor: "CudaExecutor",
-    info: EngineInfo,
-    pools: KvPools,
-    options: NativeOptions,
-    limit: int,
-) -> Speculator | None:
-    """The speculation, or None, and its drafter closed, if it cannot be faster than none."""
-    tokens, count = PROMPT + ANSWER, options.num_speculative_tokens
-    if min(pools.kv.blocks * options.block_size, limit) <= tokens:
-        return speculation
-    make = functools.partial(scratch_scheduler, pools, options.block_size, tokens)
-    if can_pay(executor, speculation, count, info, make):
-        return speculation
-    speculation.drafter.close()
-    return None
 
 
 def _info(

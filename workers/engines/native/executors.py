@@ -145,16 +145,13 @@ def make_speculation(
     return Speculator(CudaDraftModel(executor, loop), options.num_speculative_tokens)
 
 
-def scratch_scheduler(pools: KvPools, block_size: int, tokens: int) -> Scheduler:
-    """A scheduler for a sequence of so many tokens, which leaves nothing in metrics and prefix cache."""
-    blocks = BlockManager(pools.kv.blocks, prefix_cache=False)
-    config = SchedulerConfig(block_size=block_size, max_running=1, max_batched_tokens=tokens, max_model_len=tokens)
-    return Scheduler(blocks, config, pools.window_rows(blocks))
-
-
 def _warm_up(executor: Executor, pools: KvPools, block_size: int, *, temperatures: tuple[float, ...]) -> None:
-    """Compute a short request per temperature."""
-    scheduler = scratch_scheduler(pools, block_size, WARM_TOKENS)
+    """Compute a short request per temperature, with a scheduler that leaves nothing in metrics and prefix cache."""
+    blocks = BlockManager(pools.kv.blocks, prefix_cache=False)
+    config = SchedulerConfig(
+        block_size=block_size, max_running=1, max_batched_tokens=WARM_TOKENS, max_model_len=WARM_TOKENS
+    )
+    scheduler = Scheduler(blocks, config, pools.window_rows(blocks))
     half = WARM_TOKENS // 2
     for temperature in temperatures:  # on CUDA each way of sampling has its own kernel
         sampling = Sampling(temperature=temperature)
