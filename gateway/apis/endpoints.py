@@ -10,15 +10,15 @@ import msgspec
 
 from penstock.gateway.apis.chat.aggregator import AnswerAggregator
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, CompletionRequest
-from penstock.gateway.apis.chat.segments import SegmentedAnswer, WholeAnswer
+from penstock.gateway.apis.chat.segments import SegmentedAnswer, SegmentRenderer, WholeAnswer
 from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
 from penstock.gateway.apis.embeddings import EmbeddingAggregator, EmbeddingRequest
 from penstock.gateway.apis.images import IMAGE, VIDEO, ImageGenerationRequest, VideoGenerationRequest
 from penstock.gateway.apis.messages.bodies import MessagesRequest
-from penstock.gateway.apis.messages.render import MessageRenderer, message
+from penstock.gateway.apis.messages.render import MessageEvents, message
 from penstock.gateway.apis.responses.bodies import CompactionRequest, ResponsesRequest, left_out
 from penstock.gateway.apis.responses.prepare import compacted
-from penstock.gateway.apis.responses.render import ResponseRenderer, response
+from penstock.gateway.apis.responses.render import ResponseEvents, response
 from penstock.gateway.base.chat_objects import UsageBody
 from penstock.gateway.base.request_bodies import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE, invalid, unsupported
 from penstock.infra.text.detokenizer import Detokenizer
@@ -241,9 +241,9 @@ def renderer_for(request: GenerateRequest, detokenizer: Detokenizer | None, *, i
     if request.endpoint == COMPACTION:
         raise unsupported("stream", "compactions are not streamed: read the answer with GET /v1/requests/" + request.id)
     if request.endpoint == RESPONSE:
-        return ResponseRenderer(request, detokenizer)
+        return SegmentRenderer(request, detokenizer, ResponseEvents(request, detokenizer))
     if request.endpoint == MESSAGE:
-        return MessageRenderer(request, detokenizer)
+        return SegmentRenderer(request, detokenizer, MessageEvents(request))
     return StreamRenderer(request, detokenizer, include_usage=include_usage)
 
 

@@ -31,6 +31,16 @@ def unsupported(field: str, message: str) -> ServingError:
     return ServingError(Code.unsupported, message, param=field)
 
 
+def needed(value: str | None, at: str) -> str:
+    """
+    Raises:
+        ServingError: invalid_request: it is not given. ``at``: the name of its field.
+    """
+    if value is None:
+        raise invalid(at, f"{at} is missing")
+    return value
+
+
 def prompt_too_long(amount: str, max_model_len: int) -> ServingError:
     """``amount`` is the prompt's length with its unit, as in "at least 5000 tokens"."""
     return ServingError(

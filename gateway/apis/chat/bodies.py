@@ -306,6 +306,24 @@ class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
     continue_final_message: Annotated[bool, Meta(description="continue the text of the last message")] | None = None
 
 
+class TranslatedChat(NamedTuple):
+    """Another API's body as a chat. ``places``: names of the chat's fields -> the client's, for errors."""
+
+    body: ChatCompletionRequest
+    places: dict[str, str]
+
+
+_SHARED = (
+    *("model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "ignore_eos", "seed", "stream", "priority", "timeout_s", "deadline_s", "worker", "cache_salt"),
+)
+
+
+def shared_options(body: CommonOptions) -> dict[str, Any]:
+    """Options of another API's body that mean the same in a chat, under the same names."""
+    return {name: getattr(body, name) for name in _SHARED}
+
+
 class CompletionRequest(TextOptions, frozen=True, kw_only=True):
     """POST /v1/completions."""
 

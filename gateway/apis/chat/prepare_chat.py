@@ -15,6 +15,8 @@ from penstock.gateway.apis.chat.bodies import (
     ChatMessage,
     CompletionRequest,
     TextOptions,
+    TranslatedChat,
+    check_chat,
     parse_chat,
     parse_completion,
 )
@@ -27,6 +29,8 @@ from penstock.gateway.base.request_bodies import (
     invalid,
     prompt_too_long,
     random_seed,
+    rename,
+    renamed,
     resolve_deadline_s,
     resolve_priority,
     resolve_seed,
@@ -186,6 +190,38 @@ def prepare_completion(
     prompt = truncated(completion_prompt(body, context), body, context)
     options = resolve_options(body, prompt.tokens, prompt.min_tokens, context, seed)
     return _prepared(body, COMPLETION, prompt.tokens, options, context, now_ns=now_ns, request_id=request_id)
+
+
+def prepare_translated(
+    chat: TranslatedChat, prepare: Callable[[ChatCompletionRequest], PreparedRequest | PendingMediaRequest]
+) -> PreparedRequest | PendingMediaRequest:
+    """What ``prepare`` makes of another API's body. Errors and media have the names of the client's fields.
+
+    Raises:
+        ServingError: the body cannot be served; names the field and the limit.
+    """
+    try:
+        check_chat(chat.body)
+        prepared = prepare(chat.body)
+    except ServingError as error:
+        raise renamed(error, chat.places) from None
+    if isinstance(prepared, PendingMediaRequest):
+        media = [part._replace(field=rename(part.field, chat.places)) for part in prepared.prompt.media]
+        return prepared._replace(prompt=prepared.prompt._replace(media=media))
+    return prepared
+
+
+def count_translated(chat: TranslatedChat, context: PrepareContext) -> int:
+    """Tokens of the prompt of another API's body.
+
+    Raises:
+        ServingError: the body cannot be served; names the field and the limit.
+    """
+    try:
+        check_chat(chat.body)
+        return count_prompt(chat.body, context)
+    except ServingError as error:
+        raise renamed(error, chat.places) from None
 
 
 def _prepared(

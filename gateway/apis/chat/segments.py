@@ -5,12 +5,13 @@ their changes are a function of the tokens, however the items that bring them ar
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from penstock.gateway.apis.chat.stream_renderer import AnswerState, Scored
 from penstock.gateway.base.chat_objects import UsageBody
+from penstock.gateway.base.event_stream import EventWriter
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.infra.text.parsers.delta_builder import Delta
 from penstock.schemas.errors import ServingError
@@ -233,3 +234,88 @@ class WholeAnswer:
         if self.answer.error is not None:
             raise self.answer.error
         return msgspec.json.encode(self._body(self._request, self.answer))
+
+
+class SegmentEvents(Protocol):
+    """What an API shows of an answer's segments, as server-sent events. ``ping``: says nothing between them."""
+
+    ping: bytes
+
+    def begin(self, writer: EventWriter) -> None:
+        """The answer begins."""
+
+    def change(self, writer: EventWriter, change: SegmentChange) -> None:
+        """A segment has changed."""
+
+    def end(self, writer: EventWriter, answer: SegmentedAnswer) -> None:
+        """It has ended, or failed."""
+
+    def left(self, writer: EventWriter, error: ServingError) -> bytes:
+        """What ends a stream whose answer goes on elsewhere: no event of the answer."""
+
+
+class SegmentRenderer:
+    """A streamed answer, as the events of one API."""
+
+    def __init__(self, request: GenerateRequest, detokenizer: Detokenizer, events: SegmentEvents) -> None:
+        self._events = events
+        self._answer = SegmentedAnswer(request, detokenizer)
+        self._writer = EventWriter()
+        self._begun = self._closed = False
+
+    @property
+    def done(self) -> bool:
+        return self._answer.done
+
+    @property
+    def usage(self) -> UsageBody:
+        return self._answer.usage
+
+    @property
+    def error(self) -> ServingError | None:
+        return self._answer.error
+
+    @property
+    def ping(self) -> bytes:
+        """Has no number: it is not part of the answer."""
+        return b"" if self.done else self._events.ping
+
+    def resume(self, last_event_id: str) -> None:
+        """Skip what the client has seen; then push all items from the first on.
+
+        Raises:
+            ServingError: not the id of an event.
+        """
+        self._writer.resume(last_event_id)
+
+    def push(self, items: Iterable[TokenItem]) -> bytes:
+        """Events for these items, and the end of the stream once nothing more can follow."""
+        self._begin()
+        for change in self._answer.push(items):
+            self._events.change(self._writer, change)
+        if self._answer.done:
+            self._close()
+        return self._writer.take()
+
+    def fail(self, error: ServingError, *, finished: bool = True) -> bytes:
+        """End the stream with an error event; b"" if it has ended. ``finished``: the request has ended too."""
+        if self._closed:
+            return b""
+        self._answer.fail(error)
+        if finished:
+            self._begin()
+            self._close()
+        else:
+            self._closed = True
+            self._writer.write_apart(b"error", self._events.left(self._writer, error))
+        return self._writer.take()
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._events.begin(self._writer)
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._events.end(self._writer, self._answer)

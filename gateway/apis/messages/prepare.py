@@ -18,9 +18,16 @@ from penstock.gateway.apis.chat.bodies import (
     ResponseFormat,
     SchemaFormat,
     ToolCall,
-    check_chat,
+    TranslatedChat,
+    shared_options,
 )
-from penstock.gateway.apis.chat.prepare_chat import PendingMediaRequest, PreparedRequest, count_prompt, prepare_chat
+from penstock.gateway.apis.chat.prepare_chat import (
+    PendingMediaRequest,
+    PreparedRequest,
+    count_translated,
+    prepare_chat,
+    prepare_translated,
+)
 from penstock.gateway.apis.messages.bodies import (
     ContentBlock,
     CountTokensRequest,
@@ -35,8 +42,7 @@ from penstock.gateway.apis.messages.bodies import (
 )
 from penstock.gateway.apis.messages.objects import TokenCount
 from penstock.gateway.apis.messages.render import ClientBody
-from penstock.gateway.base.request_bodies import PrepareContext, invalid, rename, renamed, unsupported
-from penstock.schemas.errors import ServingError
+from penstock.gateway.base.request_bodies import PrepareContext, invalid, needed, unsupported
 
 _json = msgspec.json.encode
 
@@ -103,13 +109,13 @@ class MessagesConversation:
             content = [self._result_part(part, f"{at}.content[{number}]") for number, part in enumerate(block.content)]
         else:
             content = block.content or ""
-        call = _needed(block.tool_use_id, f"{at}.tool_use_id")
+        call = needed(block.tool_use_id, f"{at}.tool_use_id")
         self._append(ChatMessage("tool", content, tool_call_id=call), at)
 
     def _result_part(self, block: ContentBlock, at: str) -> ContentPart:
         if block.type != "tool_reference":
             return _part(block, at)
-        name = _needed(block.tool_name, f"{at}.tool_name")
+        name = needed(block.tool_name, f"{at}.tool_name")
         self.references.add(name)
         return ContentPart("text", name)
 
@@ -121,14 +127,14 @@ class MessagesConversation:
             here = f"{at}[{number}]"
             match block.type:
                 case "text":
-                    texts.append(_needed(block.text, f"{here}.text"))
+                    texts.append(needed(block.text, f"{here}.text"))
                 case "thinking":
-                    thoughts.append(_needed(block.thinking, f"{here}.thinking"))
+                    thoughts.append(needed(block.thinking, f"{here}.thinking"))
                 case "redacted_thinking":
                     pass  # nothing of ours: reasoning is never redacted here
                 case "tool_use":
-                    name, arguments = _needed(block.name, f"{here}.name"), _json(block.input or {}).decode()
-                    calls.append(ToolCall(FunctionCall(name, arguments), id=_needed(block.id, f"{here}.id")))
+                    name, arguments = needed(block.name, f"{here}.name"), _json(block.input or {}).decode()
+                    calls.append(ToolCall(FunctionCall(name, arguments), id=needed(block.id, f"{here}.id")))
                 case other:
                     raise _unsupported(other, here, "'text', 'thinking' or 'tool_use'")
         self._append(
@@ -150,12 +156,12 @@ def _texts(blocks: Sequence[ContentBlock], at: str) -> str:
     for number, block in enumerate(blocks):
         if block.type != "text":
             raise _unsupported(block.type, f"{at}[{number}]", "'text'")
-    return "\n".join(_needed(block.text, f"{at}[{number}].text") for number, block in enumerate(blocks))
+    return "\n".join(needed(block.text, f"{at}[{number}].text") for number, block in enumerate(blocks))
 
 
 def _part(block: ContentBlock, at: str) -> ContentPart:
     if block.type == "text":
-        return ContentPart("text", _needed(block.text, f"{at}.text"))
+        return ContentPart("text", needed(block.text, f"{at}.text"))
     if block.type == "image":
         if block.source is None:
             raise invalid(f"{at}.source", f"{at}.source is missing")
@@ -165,23 +171,17 @@ def _part(block: ContentBlock, at: str) -> ContentPart:
 
 def _url(source: ImageSource, at: str) -> str:
     if source.type == "url":
-        return _needed(source.url, f"{at}.url")
+        return needed(source.url, f"{at}.url")
     if source.type == "base64":
-        kind = _needed(source.media_type, f"{at}.media_type")
+        kind = needed(source.media_type, f"{at}.media_type")
         if not kind.startswith("image/") or "," in kind or ";" in kind:
             raise invalid(f"{at}.media_type", f"{at}.media_type {kind[:40]!r} is not the media type of an image")
-        return f"data:{kind};base64,{_needed(source.data, f'{at}.data')}"
+        return f"data:{kind};base64,{needed(source.data, f'{at}.data')}"
     raise unsupported(f"{at}.type", f"{at}.type {source.type[:40]!r} is not supported; use 'base64' or 'url'")
 
 
 def _unsupported(kind: str, at: str, known: str) -> Exception:
     return unsupported(f"{at}.type", f"{at}: blocks of type {kind[:40]!r} are not supported here; use {known}")
-
-
-def _needed(value: str | None, at: str) -> str:
-    if value is None:
-        raise invalid(at, f"{at} is missing")
-    return value
 
 
 NAMES = {
@@ -194,14 +194,7 @@ NAMES = {
 }
 
 
-class MessagesChat(NamedTuple):
-    """``places``: names of the chat's fields -> the client's, for errors."""
-
-    body: ChatCompletionRequest
-    places: dict[str, str]
-
-
-def chat_of(body: MessagesRequest) -> MessagesChat:
+def chat_of(body: MessagesRequest) -> TranslatedChat:
     """
     Raises:
         ServingError: something in the body is not supported; names the field.
@@ -213,41 +206,25 @@ def chat_of(body: MessagesRequest) -> MessagesChat:
     if answer_format is not None and prefilled:
         raise invalid("output_config.format", "output_config.format excludes a last message of the assistant's")
     chat = ChatCompletionRequest(
-        model=body.model,
+        **shared_options(body),
         messages=talk.messages,
         tools=tools or None,
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         max_completion_tokens=body.max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=body.logit_bias,
         stop=body.stop_sequences,
-        ignore_eos=body.ignore_eos,
         reasoning_effort=_effort(body),
         max_thinking_tokens=body.thinking.budget_tokens if body.thinking is not None else None,
         response_format=answer_format,
         chat_template_kwargs=_variables(body),
         continue_final_message=prefilled or None,
-        seed=body.seed,
-        stream=body.stream,
         user=body.user or (body.metadata.user_id if body.metadata is not None else None),
-        priority=body.priority,
-        timeout_s=body.timeout_s,
-        deadline_s=body.deadline_s,
         no_store=body.no_store,
-        worker=body.worker,
-        cache_salt=body.cache_salt,
     )
-    return MessagesChat(chat, {**NAMES, **talk.places, **tool_places})
+    return TranslatedChat(chat, {**NAMES, **talk.places, **tool_places})
 
 
-def counted_chat(body: CountTokensRequest) -> MessagesChat:
+def counted_chat(body: CountTokensRequest) -> TranslatedChat:
     """The chat whose prompt is counted.
 
     Raises:
@@ -264,7 +241,7 @@ def counted_chat(body: CountTokensRequest) -> MessagesChat:
         chat_template_kwargs=_variables(body),
         continue_final_message=_is_prefilled(talk.messages) or None,
     )
-    return MessagesChat(chat, {**NAMES, **talk.places, **tool_places})
+    return TranslatedChat(chat, {**NAMES, **talk.places, **tool_places})
 
 
 def _is_prefilled(messages: Sequence[ChatMessage]) -> bool:
@@ -381,17 +358,14 @@ def prepare_message(data: bytes, context: PrepareContext, *, now_ns: int, reques
     chat = chat_of(asked)
     # The output may be as long as the context has room for, so the limit is a default and not a demand.
     context = context._replace(default_max_tokens=asked.max_tokens)
-    try:
-        check_chat(chat.body)
-        body = msgspec.structs.replace(chat.body, max_completion_tokens=None)
+
+    def prepare(body: ChatCompletionRequest) -> PreparedRequest | PendingMediaRequest:
+        body = msgspec.structs.replace(body, max_completion_tokens=None)
         if context.parsers is None or not context.parsers.reasoning:  # whoever does not think keeps within any budget
             body = msgspec.structs.replace(body, max_thinking_tokens=None)
-        prepared = prepare_chat(body, context, now_ns=now_ns, request_id=request_id)
-    except ServingError as error:
-        raise renamed(error, chat.places) from None
-    if isinstance(prepared, PendingMediaRequest):
-        media = [part._replace(field=rename(part.field, chat.places)) for part in prepared.prompt.media]
-        prepared = prepared._replace(prompt=prepared.prompt._replace(media=media))
+        return prepare_chat(body, context, now_ns=now_ns, request_id=request_id)
+
+    prepared = prepare_translated(chat, prepare)
     return PreparedMessage(prepared, context, msgspec.json.encode(ClientBody(asked.max_tokens)))
 
 
@@ -401,9 +375,4 @@ def count_message(data: bytes, context: PrepareContext) -> TokenCount:
     Raises:
         ServingError: the body cannot be served; names the field and the limit.
     """
-    chat = counted_chat(parse_count(data))
-    try:
-        check_chat(chat.body)
-        return TokenCount(count_prompt(chat.body, context))
-    except ServingError as error:
-        raise renamed(error, chat.places) from None
+    return TokenCount(count_translated(counted_chat(parse_count(data)), context))

@@ -1,6 +1,5 @@
 """Answers of the Messages API: one JSON body, or server-sent events that are the same on every gateway. Pure."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -22,15 +21,11 @@ from penstock.gateway.apis.messages.objects import (
     ToolUseBlock,
     message_error,
 )
-from penstock.gateway.base.chat_objects import UsageBody
 from penstock.gateway.base.event_stream import EventWriter
-from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.tokens import TokenItem
 
 PREFIX = "msg_"
-PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 _json = msgspec.json.Encoder().encode
 _object = msgspec.json.Decoder(dict[str, Any]).decode
@@ -58,68 +53,22 @@ def message(request: GenerateRequest, answer: SegmentedAnswer) -> Message:
     )
 
 
-class MessageRenderer:
-    """A streamed message."""
+class MessageEvents:
+    """Implements ``penstock.gateway.apis.chat.segments.SegmentEvents``."""
 
-    def __init__(self, request: GenerateRequest, detokenizer: Detokenizer) -> None:
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def __init__(self, request: GenerateRequest) -> None:
         self._request = request
-        self._answer = SegmentedAnswer(request, detokenizer)
-        self._writer = EventWriter()
-        self._begun = self._closed = False
 
-    @property
-    def done(self) -> bool:
-        return self._answer.done
+    def left(self, writer: EventWriter, error: ServingError) -> bytes:
+        return _json(message_error(error, self._request.id))
 
-    @property
-    def usage(self) -> UsageBody:
-        return self._answer.usage
-
-    @property
-    def error(self) -> ServingError | None:
-        return self._answer.error
-
-    @property
-    def ping(self) -> bytes:
-        """Has no number: it is not part of the answer."""
-        return b"" if self.done else PING
-
-    def resume(self, last_event_id: str) -> None:
-        """Skip what the client has seen; then push all items from the first on.
-
-        Raises:
-            ServingError: not the id of an event.
-        """
-        self._writer.resume(last_event_id)
-
-    def push(self, items: Iterable[TokenItem]) -> bytes:
-        """Events for these items, and the end of the stream once nothing more can follow."""
-        self._begin()
-        for change in self._answer.push(items):
-            self._change(change)
-        if self._answer.done and not self._closed:
-            self._close()
-        return self._writer.take()
-
-    def fail(self, error: ServingError, *, finished: bool = True) -> bytes:
-        """End the stream with an error event; b"" if it has ended. ``finished``: the request has ended too."""
-        if self._closed:
-            return b""
-        self._answer.fail(error)
-        if finished:
-            self._close()
-        else:
-            self._closed = True
-            self._writer.write_apart(b"error", _json(message_error(error, self._request.id)))
-        return self._writer.take()
-
-    def _begin(self) -> None:
-        if self._begun:
-            return
-        self._begun = True
+    def begin(self, writer: EventWriter) -> None:
         request = self._request
         usage = MessageUsage(request.prompt_tokens, 0, 0, MessageOutputDetails(0))
-        self._event(
+        _event(
+            writer,
             "message_start",
             message=Message(
                 id=PREFIX + request.id,
@@ -130,32 +79,30 @@ class MessageRenderer:
                 usage=usage,
             ),
         )
-        self._event("ping")
+        _event(writer, "ping")
 
-    def _change(self, change: SegmentChange) -> None:
+    def change(self, writer: EventWriter, change: SegmentChange) -> None:
         index = change.segment.index
         if change.what == "grew":
-            self._event("content_block_delta", index=index, delta=_delta(change))
+            _event(writer, "content_block_delta", index=index, delta=_delta(change))
         elif change.what == "opened":
-            self._event("content_block_start", index=index, content_block=_block(change.segment, empty=True))
+            _event(writer, "content_block_start", index=index, content_block=_block(change.segment, empty=True))
         else:
-            self._event("content_block_stop", index=index)
+            _event(writer, "content_block_stop", index=index)
 
-    def _close(self) -> None:
-        self._closed = True
-        answer, writer = self._answer, self._writer
+    def end(self, writer: EventWriter, answer: SegmentedAnswer) -> None:
         if answer.error is not None:
             if writer.wanted:
                 writer.write(b"error", _json(message_error(answer.error, self._request.id)))
             return
         if answer.segments and not answer.segments[-1].closed:
-            self._event("content_block_stop", index=answer.segments[-1].index)
-        self._event("message_delta", delta=_ended(self._request, answer), usage=_usage(answer))
-        self._event("message_stop")
+            _event(writer, "content_block_stop", index=answer.segments[-1].index)
+        _event(writer, "message_delta", delta=_ended(self._request, answer), usage=_usage(answer))
+        _event(writer, "message_stop")
 
-    def _event(self, kind: str, **fields: Any) -> None:
-        writer = self._writer
-        writer.write(kind.encode(), _json(MessageEvent(kind, **fields)) if writer.wanted else b"")
+
+def _event(writer: EventWriter, kind: str, **fields: Any) -> None:
+    writer.write(kind.encode(), _json(MessageEvent(kind, **fields)) if writer.wanted else b"")
 
 
 def _block(segment: Segment, *, empty: bool = False) -> Block:

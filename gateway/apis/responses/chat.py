@@ -18,9 +18,11 @@ from penstock.gateway.apis.chat.bodies import (
     ResponseFormat,
     SchemaFormat,
     ToolCall,
+    TranslatedChat,
+    shared_options,
 )
 from penstock.gateway.apis.responses.bodies import InputItem, InputPart, ResponsesRequest, ToolNames, chat_tools
-from penstock.gateway.base.request_bodies import invalid, unsupported
+from penstock.gateway.base.request_bodies import invalid, needed, unsupported
 
 ROLES = ("system", "developer", "user", "assistant")
 SUMMARY = "Summary of the conversation so far:\n\n"  # in front of what a compaction item holds
@@ -100,13 +102,13 @@ class ResponsesConversation:
             case "message":
                 self._message(item, at)
             case "function_call":
-                name = self._names.shown(item.namespace, _needed(item.name, f"{at}.name"))
-                call = ToolCall(FunctionCall(name, item.arguments), id=_needed(item.call_id, f"{at}.call_id"))
+                name = self._names.shown(item.namespace, needed(item.name, f"{at}.name"))
+                call = ToolCall(FunctionCall(name, item.arguments), id=needed(item.call_id, f"{at}.call_id"))
                 self._calls.add(call.id or "")
                 self._grow(at, ChatMessage("assistant", None, tool_calls=[call]))
             case "function_call_output":
                 content = _content(item.output, f"{at}.output")
-                call_id = _needed(item.call_id, f"{at}.call_id")
+                call_id = needed(item.call_id, f"{at}.call_id")
                 if call_id not in self._calls:
                     known = "send its function_call too, or continue its response with previous_response_id"
                     raise invalid(f"{at}.call_id", f"{at}.call_id {call_id[:80]!r} is of no call before it: {known}")
@@ -118,7 +120,7 @@ class ResponsesConversation:
             case "compaction":
                 place = f"{at}.encrypted_content"
                 # As the user's: every template has that role, and a forged summary gets no authority by it.
-                summary = decode_summary(_needed(item.encrypted_content, place), place)
+                summary = decode_summary(needed(item.encrypted_content, place), place)
                 self._append(ChatMessage("user", SUMMARY + summary), at, place)
             case "item_reference":
                 raise unsupported(
@@ -132,7 +134,7 @@ class ResponsesConversation:
                 )
 
     def _message(self, item: InputItem, at: str) -> None:
-        role = _needed(item.role, f"{at}.role")
+        role = needed(item.role, f"{at}.role")
         if role not in ROLES:
             raise invalid(f"{at}.role", f"{at}.role {role[:40]!r} is not known; use {', '.join(ROLES)}")
         content = _content(item.content, f"{at}.content")
@@ -187,23 +189,17 @@ def _content(content: str | list[InputPart] | None, at: str) -> str | list[Conte
 
 def _part(part: InputPart, at: str) -> ContentPart:
     if part.type in _TEXTS:
-        return ContentPart("text", _needed(part.text, f"{at}.text"))
+        return ContentPart("text", needed(part.text, f"{at}.text"))
     if part.type == "refusal":
-        return ContentPart("text", _needed(part.refusal, f"{at}.refusal"))
+        return ContentPart("text", needed(part.refusal, f"{at}.refusal"))
     if part.type == "input_image":
         if part.file_id is not None:
             raise unsupported(f"{at}.file_id", f"{at}.file_id is not supported; send the image in image_url")
-        return ContentPart("image_url", image_url=_needed(part.image_url, f"{at}.image_url"))
+        return ContentPart("image_url", image_url=needed(part.image_url, f"{at}.image_url"))
     raise unsupported(
         f"{at}.type",
         f"{at}: content of type {part.type[:40]!r} is not supported; use 'input_text', 'output_text' or 'input_image'",
     )
-
-
-def _needed(value: str | None, at: str) -> str:
-    if value is None:
-        raise invalid(at, f"{at} is missing")
-    return value
 
 
 NAMES = {
@@ -224,14 +220,7 @@ class Turn(NamedTuple):
     output: Sequence[InputItem]
 
 
-class ResponsesChat(NamedTuple):
-    """``places``: names of the chat's fields -> the client's, for errors."""
-
-    body: ChatCompletionRequest
-    places: dict[str, str]
-
-
-def chat_of(body: ResponsesRequest, history: Iterable[Turn] = ()) -> ResponsesChat:
+def chat_of(body: ResponsesRequest, history: Iterable[Turn] = ()) -> TranslatedChat:
     """
     Args:
         history: the responses that this one continues, the oldest first.
@@ -254,41 +243,25 @@ def chat_of(body: ResponsesRequest, history: Iterable[Turn] = ()) -> ResponsesCh
         places["no_store"] = "store"
     logprobs = "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
     chat = ChatCompletionRequest(
-        model=body.model,
+        **shared_options(body),
         messages=talk.messages,
         tools=tools or None,
         tool_choice=_tool_choice(body.tool_choice, names),
         parallel_tool_calls=body.parallel_tool_calls,
         max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
         min_tokens=body.min_tokens,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=body.logit_bias,
         stop=body.stop,
-        ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         top_logprobs=body.top_logprobs if logprobs else None,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         response_format=_format(body),
         chat_template_kwargs=_variables(body),
-        seed=body.seed,
-        stream=body.stream,
         user=body.user or body.safety_identifier,
-        priority=body.priority,
         service_tier=body.service_tier,
-        timeout_s=body.timeout_s,
-        deadline_s=body.deadline_s,
         no_store=not body.kept,
-        worker=body.worker,
-        cache_salt=body.cache_salt,
         prompt_cache_key=body.prompt_cache_key,
     )
-    return ResponsesChat(chat, places)
+    return TranslatedChat(chat, places)
 
 
 def _add(talk: ResponsesConversation, given: str | Sequence[InputItem], place: str) -> None:

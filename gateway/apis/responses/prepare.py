@@ -8,15 +8,21 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, ChatMessage, ContentPart, check_chat
-from penstock.gateway.apis.chat.prepare_chat import PendingMediaRequest, PreparedRequest, count_prompt, prepare_chat
+from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, ChatMessage, ContentPart
+from penstock.gateway.apis.chat.prepare_chat import (
+    PendingMediaRequest,
+    PreparedRequest,
+    count_translated,
+    prepare_chat,
+    prepare_translated,
+)
 from penstock.gateway.apis.chat.segments import SegmentedAnswer
 from penstock.gateway.apis.responses.bodies import InputItem, ResponsesRequest
 from penstock.gateway.apis.responses.chat import Turn, chat_of, encode_summary
 from penstock.gateway.apis.responses.objects import CompactedResponse, CompactionItem
 from penstock.gateway.apis.responses.record import MAX_BYTES, PREFIX, input_items, too_large
 from penstock.gateway.apis.responses.render import usage_of
-from penstock.gateway.base.request_bodies import PrepareContext, decode_body, rename, renamed
+from penstock.gateway.base.request_bodies import PrepareContext, decode_body
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 
@@ -102,22 +108,15 @@ def prepare_response(
     Raises:
         ServingError: the body cannot be served; names the field and the limit.
     """
-    chat = chat_of(body, history)
+    chat, truncation = chat_of(body, history), body.truncation
     if compacts:
         chat = chat._replace(body=msgspec.structs.replace(chat.body, messages=with_instruction(chat.body.messages)))
-    try:
-        check_chat(chat.body)
-        prepared = _fitting(
-            lambda each: prepare_chat(each, context, now_ns=now_ns, request_id=request_id),
-            chat.body,
-            body.truncation,
-        )
-    except ServingError as error:
-        raise renamed(error, chat.places) from None
-    if isinstance(prepared, PendingMediaRequest):
-        media = [part._replace(field=rename(part.field, chat.places)) for part in prepared.prompt.media]
-        return prepared._replace(prompt=prepared.prompt._replace(media=media))
-    return prepared
+    return prepare_translated(
+        chat,
+        lambda body: _fitting(
+            lambda each: prepare_chat(each, context, now_ns=now_ns, request_id=request_id), body, truncation
+        ),
+    )
 
 
 def count_prompt_of(body: ResponsesRequest, history: Sequence[Turn], context: PrepareContext) -> int:
@@ -126,12 +125,7 @@ def count_prompt_of(body: ResponsesRequest, history: Sequence[Turn], context: Pr
     Raises:
         ServingError: the body cannot be served; names the field and the limit.
     """
-    chat = chat_of(body, history)
-    try:
-        check_chat(chat.body)
-        return count_prompt(chat.body, context)
-    except ServingError as error:
-        raise renamed(error, chat.places) from None
+    return count_translated(chat_of(body, history), context)
 
 
 def _fitting(prepare: Callable[[ChatCompletionRequest], T], chat: ChatCompletionRequest, truncation: str | None) -> T:

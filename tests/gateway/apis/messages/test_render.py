@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.apis.chat.segments import WholeAnswer
+from penstock.gateway.apis.chat.segments import SegmentRenderer, WholeAnswer
 from penstock.gateway.apis.messages.objects import message_error, status_of
-from penstock.gateway.apis.messages.render import ClientBody, MessageRenderer, message
+from penstock.gateway.apis.messages.render import ClientBody, MessageEvents, message
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.tokens import Finish, TokenItem
@@ -56,7 +56,7 @@ def events_of(raw: bytes) -> list[dict[str, Any]]:
 
 
 def streamed(made: GenerateRequest, given: list[TokenItem], *, after: int | None = None) -> list[dict[str, Any]]:
-    renderer = MessageRenderer(made, DETOKENIZER)
+    renderer = SegmentRenderer(made, DETOKENIZER, MessageEvents(made))
     if after is not None:
         renderer.resume(str(after))
     raw = renderer.push([]) + b"".join(renderer.push([item]) for item in given)
@@ -142,7 +142,8 @@ def test_tokens_from_the_cache_are_not_counted_as_input() -> None:
 
 
 def test_a_failure_ends_the_stream_with_an_error() -> None:
-    renderer = MessageRenderer(asked(), DETOKENIZER)
+    made = asked()
+    renderer = SegmentRenderer(made, DETOKENIZER, MessageEvents(made))
     raw = renderer.push(items("Look: it", None)) + renderer.fail(ServingError(Code.worker_lost, "why"))
     *_, last = events_of(raw)
     assert last["type"] == "error"

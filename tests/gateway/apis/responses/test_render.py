@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from penstock.gateway.apis.chat.segments import WholeAnswer
+from penstock.gateway.apis.chat.segments import SegmentRenderer, WholeAnswer
 from penstock.gateway.apis.responses.bodies import ResponsesRequest
 from penstock.gateway.apis.responses.record import encode_stored
-from penstock.gateway.apis.responses.render import ResponseRenderer, response
+from penstock.gateway.apis.responses.render import ResponseEvents, response
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, Sampling
 from penstock.schemas.tokens import Finish, TokenItem
@@ -29,6 +29,10 @@ def asked(**fields: Any) -> GenerateRequest:
     return request("response", encode_stored(body), sampling=Sampling(temperature=0.0, logprobs=scores))
 
 
+def renderer_of(made: GenerateRequest) -> SegmentRenderer:
+    return SegmentRenderer(made, DETOKENIZER, ResponseEvents(made, DETOKENIZER))
+
+
 def events_of(raw: bytes) -> list[dict[str, Any]]:
     found = []
     for block in raw.decode().split("\n\n")[:-1]:
@@ -41,7 +45,7 @@ def events_of(raw: bytes) -> list[dict[str, Any]]:
 
 
 def streamed(made: GenerateRequest, given: list[TokenItem], *, after: int | None = None) -> list[dict[str, Any]]:
-    renderer = ResponseRenderer(made, DETOKENIZER)
+    renderer = renderer_of(made)
     if after is not None:
         renderer.resume(str(after))
     raw = renderer.push([]) + b"".join(renderer.push([item]) for item in given)
@@ -122,7 +126,7 @@ def test_an_answer_without_text_is_an_empty_message() -> None:
 
 @pytest.mark.parametrize(("code", "status"), [(Code.worker_lost, "failed"), (Code.cancelled, "cancelled")])
 def test_a_failure_ends_the_stream_with_what_there_was(code: Code, status: str) -> None:
-    renderer = ResponseRenderer(asked(), DETOKENIZER)
+    renderer = renderer_of(asked())
     raw = renderer.push(items("Look: it", None)) + renderer.fail(ServingError(code, "why"))
     *_, last = events_of(raw)
     EVENT.validate_python(last)
@@ -134,7 +138,7 @@ def test_a_failure_ends_the_stream_with_what_there_was(code: Code, status: str) 
 
 
 def test_a_gateway_that_stops_says_so_without_ending_the_response() -> None:
-    renderer = ResponseRenderer(asked(), DETOKENIZER)
+    renderer = renderer_of(asked())
     renderer.push(items("Look: it", None))
     raw = renderer.fail(ServingError(Code.shutting_down, "elsewhere"), finished=False)
     event = json.loads(raw.decode().split("data: ")[1])
