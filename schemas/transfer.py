@@ -109,5 +109,4 @@ class Handoffs(msgspec.Struct, frozen=True, omit_defaults=True):
     events: tuple[Handoff, ...]
 
 
-OPEN_STATES = frozenset({"offered", "leased", "read", "failed"})  # the owner still holds the blocks
 decode_ledger = decoder(Handoffs)

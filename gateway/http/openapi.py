@@ -188,13 +188,7 @@ OPERATIONS = (
         "Count the tokens of a response's prompt",
         body=ResponsesRequest,
         response=InputTokens,
-        errors=(
-            Code.invalid_request,
-            Code.unsupported,
-            Code.model_not_found,
-            Code.body_too_large,
-            Code.unsupported_encoding,
-        ),
+        errors=_COUNT,
     ),
     Operation(
         "post",
@@ -211,13 +205,7 @@ OPERATIONS = (
         "Count the tokens of a message's prompt",
         body=CountTokensRequest,
         response=TokenCount,
-        errors=(
-            Code.invalid_request,
-            Code.unsupported,
-            Code.model_not_found,
-            Code.body_too_large,
-            Code.unsupported_encoding,
-        ),
+        errors=_COUNT,
     ),
     Operation(
         "post",

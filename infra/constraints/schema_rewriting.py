@@ -15,7 +15,6 @@ Schema = dict[str, Any]
 TEXT = "string"
 ALL = frozenset(("null", "boolean", "number", "string", "array", "object"))
 _DEPTH = 32  # of references and combinations
-_OF_TEXTS = ("enum", "const", "minLength", "maxLength", "pattern", "format")
 _ASIDE = ("title", "description", "default", "examples", "$comment", "deprecated", "$defs", "definitions")
 
 

@@ -21,8 +21,6 @@ from penstock.infra.text.parsers.families import TABLE, Table
 from penstock.launch.recipes import advice
 from penstock.launch.recipes.catalogue import RecipeEntry
 
-Roles = Mapping[str, int]
-
 BLOCK_SIZE: int = UpSettings().block_size
 EXTERNAL = ("trtllm", "vllm", "sglang")  # engines with arguments of their own, whose GPUs are theirs alone
 _EXTERNAL_NAMES = f"{', '.join(EXTERNAL[:-1])} and {EXTERNAL[-1]}"

@@ -8,13 +8,6 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
-class ItemLogprob(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[Any]
-
-
 class OutputText(Struct, frozen=True, tag_field="type", tag="output_text"):
     text: str
     annotations: tuple[()] = ()

@@ -93,7 +93,6 @@ def _print(planned: Planned, console: Console, *, as_json: bool) -> None:
 
 log = structlog.get_logger("plan")
 
-FLEET_S = 30.0  # to wait for the first workers
 
 
 def run(settings: PlannerSettings) -> int:
