@@ -107,7 +107,7 @@ def test_an_engine_without_pictures_is_refused_for_them() -> None:
 
 def test_vllm_s_adapter_takes_text_only_as_it_says() -> None:
     args = pytest.importorskip("penstock.workers.engines.vllm.args")
-    wanted = args.VllmSettings(role="encode", block_size=32, max_running=1, max_batched_tokens=32, max_model_len=32)
+    wanted = args.VllmSettings(WorkerSettings(engine="vllm", role="encode"), 32)
     with pytest.raises(BadArguments, match="takes text only"):
         args.resolve(wanted, {}, ())
     assert not SUPPORT["vllm"].encode

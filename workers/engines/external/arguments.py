@@ -8,6 +8,8 @@ from typing import Any
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree, merge, parse_json, parse_yaml
 
+EVENT_STEPS = 10_000  # KV event messages that are kept for replay
+
 
 def extra(settings: WorkerSettings) -> str:
     """The text of ``--extra-engine-args``.
@@ -43,6 +45,31 @@ def length(settings: WorkerSettings, model_len: int) -> int:
     if settings.max_model_len > model_len:
         raise BadArguments([f"max_model_len: {settings.max_model_len} is too long; this model takes {model_len}"])
     return settings.max_model_len or model_len
+
+
+def event_publisher(settings: WorkerSettings, events: str, replay: str) -> Tree | None:
+    """Configuration of an engine's publisher of KV events over ZMQ; None: the worker reads none.
+
+    Args:
+        events: endpoint; empty: none are published.
+        replay: endpoint of their replays.
+    """
+    if not (settings.prefix_cache and settings.publish_events_and_metrics and events):
+        return None
+    return {
+        "publisher": "zmq",
+        "endpoint": events,
+        "replay_endpoint": replay,
+        "buffer_steps": EVENT_STEPS,
+        "topic": "",
+    }
+
+
+def uneven(ranks: int, nodes: int) -> list[str]:
+    """Why ranks cannot be shared by so many machines; empty: they can."""
+    return [f"--nodes {nodes}: the engine's {ranks} ranks (TP x PP) cannot be shared evenly by them"] * (
+        ranks % nodes > 0
+    )
 
 
 def refused(

@@ -16,7 +16,6 @@ import functools
 import os
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -28,7 +27,7 @@ import structlog
 
 from penstock.configs.settings import WorkerSettings
 from penstock.workers.engines.base import EngineError, NodeLost
-from penstock.workers.engines.external.runtime import EngineFailed, Inbox, LoopThread, ProcessGuard, children
+from penstock.workers.engines.external.runtime import EngineFailed, Inbox, LoopThread, ProcessGuard, children, in_thread
 
 _SIOCGIFADDR = 0x8915  # Linux
 
@@ -398,15 +397,7 @@ class Leader:
         Raises:
             EngineError: a machine was lost; the function goes on in a thread of its own.
         """
-        answer: Future[T] = Future()
-
-        def call() -> None:
-            try:
-                answer.set_result(work())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=call, name="engine-start", daemon=True).start()
+        answer = in_thread(work, "engine-start")
         either: list[Future[Any]] = [answer, self._failure]
         wait(either, return_when=FIRST_COMPLETED)
         if not answer.done():

@@ -25,6 +25,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.workers.engines.base import EngineError
+
 log = structlog.get_logger("engine")
 
 
@@ -99,6 +102,8 @@ class LoopThread:
         return ended and not self._thread.is_alive()
 
 
+START_S = 3600.0  # weights of the largest models
+WARM_UP_S = 600.0  # the first request compiles and captures
 CLOSE_S = 5.0
 SHUT_DOWN_S = 60.0
 
@@ -158,6 +163,20 @@ class EngineRuntime(Generic[A]):
     inbox: Inbox = field(default_factory=Inbox)
 
 
+def in_thread(function: Callable[[], R], name: str) -> "Future[R]":
+    """Call a function that may never return in a thread of its own."""
+    answer: Future[R] = Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return answer
+
+
 def bounded(function: Callable[..., R], *arguments: Any, seconds: float, **more: Any) -> R:
     """Call a function that may never return, for example of an engine that hangs.
 
@@ -165,16 +184,7 @@ def bounded(function: Callable[..., R], *arguments: Any, seconds: float, **more:
         TimeoutError: it has not returned in time; it goes on in a thread of its own.
         Exception: its own.
     """
-    answer: Future[R] = Future()
-
-    def call() -> None:
-        try:
-            answer.set_result(function(*arguments, **more))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=call, name="bounded-call", daemon=True).start()
-    return answer.result(seconds)
+    return in_thread(lambda: function(*arguments, **more), "bounded-call").result(seconds)
 
 
 def shut_down(llm: Any, seconds: float = SHUT_DOWN_S) -> None:
@@ -183,6 +193,37 @@ def shut_down(llm: Any, seconds: float = SHUT_DOWN_S) -> None:
         bounded(llm.shutdown, seconds=seconds)
     except Exception as error:
         log.error("engine_shutdown_failed", error=repr(error))
+
+
+def first_request(title: str, loop: LoopThread, work: Coroutine[Any, Any, R]) -> R:
+    """Compute an engine's first request.
+
+    Raises:
+        EngineError: it failed.
+    """
+    try:
+        answer: R = loop.run(work, WARM_UP_S)
+        return answer
+    except Exception as error:
+        raise EngineError(f"{title} started but failed its first request: {error!r}") from error
+
+
+@contextlib.contextmanager
+def starting(title: str, version: str) -> Iterator[None]:
+    """Where an engine is constructed.
+
+    Raises:
+        BadArguments: it refuses an argument.
+        EngineError: it does not start.
+    """
+    try:
+        yield
+    except EngineError:
+        raise
+    except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
+        raise BadArguments([f"{title} {version} refuses its arguments: {error}"]) from error
+    except (Exception, SystemExit) as error:
+        raise EngineError(f"{title} {version} did not start: {error!r}") from error
 
 
 GRACE_S = 5  # from SIGTERM to SIGKILL

@@ -3,6 +3,7 @@
 Checks of a request that hold for all external engines. Pure.
 """
 
+from collections import Counter
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -42,6 +43,19 @@ def shape(sampling: Sampling) -> dict[str, Any]:
         arguments["presence_penalty"] = sampling.presence_penalty
         arguments["frequency_penalty"] = sampling.frequency_penalty
     return arguments
+
+
+def bias(sampling: Sampling, earlier: Seq[int]) -> dict[int, float]:
+    """The bias of each token, with the penalties for generated tokens that the engine sees as prompt.
+
+    Exact for ``frequency_penalty``, and for ``presence_penalty`` until one of the tokens is drawn again.
+    """
+    found = dict(sampling.logit_bias)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        for token, count in Counter(earlier).items():
+            penalty = sampling.presence_penalty + sampling.frequency_penalty * count
+            found[token] = found.get(token, 0.0) - penalty
+    return found
 
 
 def check(request: SequenceRequest, info: EngineInfo) -> None:

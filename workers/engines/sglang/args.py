@@ -8,12 +8,12 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree, merge
-from penstock.workers.engines.external.arguments import refused
+from penstock.workers.engines.external.arguments import event_publisher, refused, uneven
 
 PAIR = ("prefill", "decode")  # roles whose engines work together on a request
 GRAMMARS = "llguidance"
-EVENT_STEPS = 10_000  # KV event messages that are kept for replay
 # SGLang keeps one token free of a sequence's context, and takes prompts only up to 6 tokens below it.
 CONTEXT_MARGIN = 6
 
@@ -61,40 +61,25 @@ ALIASES: Mapping[str, str] = {
 
 
 class SglangSettings(NamedTuple):
-    """The worker's settings that become arguments. Sizes are in tokens; 0: not set.
+    """The worker's settings, and what follows from them for the engine.
 
     Attributes:
-        kv_blocks: blocks of the pool; 0: as many as fit into free memory.
+        max_model_len: tokens of the longest sequence.
         events: endpoint of KV events; empty: none are published.
         replay: endpoint of their replays.
-        otlp: where the engine exports its own spans; empty: nowhere.
-        device: "auto": the one that SGLang finds.
         host: where a prefill engine's bootstrap server listens.
         bootstrap_port: the port.
         constraints: the engine applies constraints (structured output); it then reads the model's tokenizer.
-        nodes: machines of the engine.
-        meeting: address and port where their ranks meet.
+        meeting: address and port where the ranks of several machines meet.
     """
 
-    role: str
-    block_size: int
-    max_running: int
-    max_batched_tokens: int
+    worker: WorkerSettings
     max_model_len: int
-    kv_blocks: int = 0
-    prefix_cache: bool = True
-    publish: bool = True
     events: str = ""
     replay: str = ""
-    tensor_parallel_size: int = 0
-    dtype: str = "auto"
-    device: str = "auto"
-    otlp: str = ""
-    log_level: str = "error"
     host: str = "127.0.0.1"
     bootstrap_port: int = 0
     constraints: bool = False
-    nodes: int = 1
     meeting: str = ""
 
 
@@ -123,51 +108,39 @@ class ResolvedSglangArgs(NamedTuple):
         return self.tree.get("grammar_backend") == GRAMMARS and not self.tree["skip_tokenizer_init"]
 
 
-def publisher(wanted: SglangSettings) -> Tree | None:
-    """``kv_events_config``: over ZMQ, if the worker reads them."""
-    if not (wanted.prefix_cache and wanted.publish and wanted.events):
-        return None
-    return {
-        "publisher": "zmq",
-        "endpoint": wanted.events,
-        "replay_endpoint": wanted.replay,
-        "buffer_steps": EVENT_STEPS,
-        "topic": "",
-    }
-
-
 def defaults(wanted: SglangSettings) -> Tree:
     """Our default arguments."""
+    worker = wanted.worker
     tree: Tree = {
         "skip_tokenizer_init": not wanted.constraints,  # it sees token ids only; grammars need their texts
         "incremental_streaming_output": True,
-        "page_size": wanted.block_size,
-        "max_running_requests": wanted.max_running,
-        "chunked_prefill_size": wanted.max_batched_tokens,
+        "page_size": worker.block_size,
+        "max_running_requests": worker.max_running,
+        "chunked_prefill_size": worker.max_batched_tokens,
         "context_length": wanted.max_model_len + CONTEXT_MARGIN,
-        "disable_radix_cache": not wanted.prefix_cache,
-        "enable_metrics": wanted.publish,
-        "log_level": wanted.log_level,
-        "disaggregation_mode": wanted.role if wanted.role in PAIR else "null",
+        "disable_radix_cache": not worker.prefix_cache,
+        "enable_metrics": worker.publish_events_and_metrics,
+        "log_level": worker.log_level,
+        "disaggregation_mode": worker.role if worker.role in PAIR else "null",
     }
-    if wanted.role in PAIR:
+    if worker.role in PAIR:
         tree["disaggregation_transfer_backend"] = "nixl"
-    if wanted.role == "prefill":
+    if worker.role == "prefill":
         tree |= {"host": wanted.host, "disaggregation_bootstrap_port": wanted.bootstrap_port}
-    if wanted.nodes > 1:
-        tree |= {"nnodes": wanted.nodes, "node_rank": 0, "dist_init_addr": wanted.meeting}
+    if worker.nodes > 1:
+        tree |= {"nnodes": worker.nodes, "node_rank": 0, "dist_init_addr": wanted.meeting}
     if wanted.constraints:
         tree["grammar_backend"] = GRAMMARS
-    if wanted.kv_blocks:
-        tree["max_total_tokens"] = wanted.kv_blocks * wanted.block_size
-    if wanted.dtype != "auto":
-        tree["dtype"] = wanted.dtype
-    if wanted.device != "auto":
-        tree["device"] = wanted.device
-    if wanted.tensor_parallel_size:
-        tree["tp_size"] = wanted.tensor_parallel_size
-    if wanted.otlp:
-        tree |= {"enable_trace": True, "otlp_traces_endpoint": wanted.otlp}
+    if worker.kv_blocks:
+        tree["max_total_tokens"] = worker.kv_blocks * worker.block_size
+    if worker.dtype != "auto":
+        tree["dtype"] = worker.dtype
+    if worker.device != "auto":
+        tree["device"] = worker.device
+    if worker.tensor_parallel_size:
+        tree["tp_size"] = worker.tensor_parallel_size
+    if worker.otlp_endpoint:
+        tree |= {"enable_trace": True, "otlp_traces_endpoint": worker.otlp_endpoint}
     return tree
 
 
@@ -181,7 +154,8 @@ def resolve(wanted: SglangSettings, given: Mapping[str, Any], known: Collection[
     Raises:
         BadArguments: one line per problem, each with its fix.
     """
-    if wanted.role == "encode":
+    worker = wanted.worker
+    if worker.role == "encode":
         raise BadArguments(["--role encode: the SGLang adapter takes text only; use --engine native or trtllm"])
     problems = refused(given, RESERVED, known, ALIASES)
     if problems:
@@ -190,12 +164,12 @@ def resolve(wanted: SglangSettings, given: Mapping[str, Any], known: Collection[
     problems = _contradictions(tree, wanted)
     if problems:
         raise BadArguments(problems)
-    events = publisher(wanted)
+    events = event_publisher(worker, wanted.events, wanted.replay)
     if tree["disable_radix_cache"] or (
-        wanted.role == "decode" and not tree.get("disaggregation_decode_enable_radix_cache")
+        worker.role == "decode" and not tree.get("disaggregation_decode_enable_radix_cache")
     ):
         events = None  # without a prefix cache there are none
-    elif wanted.nodes > 1 and ranks_of(tree) > 1:
+    elif worker.nodes > 1 and ranks_of(tree) > 1:
         events = None  # ranks on other machines publish there; the router then reckons what they cache
     if events is not None:
         tree["kv_events_config"] = json.dumps(events)
@@ -208,29 +182,27 @@ def ranks_of(tree: Mapping[str, Any]) -> int:
 
 
 def _contradictions(tree: Tree, wanted: SglangSettings) -> list[str]:
+    worker = wanted.worker
     problems = []
     context = wanted.max_model_len + CONTEXT_MARGIN
-    if tree["page_size"] != wanted.block_size:
-        problems.append(f"page_size: {tree['page_size']}, the worker has {wanted.block_size}; use --block-size")
+    if tree["page_size"] != worker.block_size:
+        problems.append(f"page_size: {tree['page_size']}, the worker has {worker.block_size}; use --block-size")
     if tree["context_length"] != context:
         problems.append(f"context_length: {tree['context_length']}; use --max-model-len, which the worker registers")
-    if wanted.role in PAIR and tree["disaggregation_transfer_backend"] == "fake":
+    if worker.role in PAIR and tree["disaggregation_transfer_backend"] == "fake":
         problems.append("disaggregation_transfer_backend: fake moves no KV; use nixl")
-    if wanted.nodes > 1:
-        problems += _across(tree, wanted.nodes)
-    if wanted.kv_blocks and tree["max_total_tokens"] != wanted.kv_blocks * wanted.block_size:
+    if worker.nodes > 1:
+        problems += _across(tree, worker.nodes)
+    if worker.kv_blocks and tree["max_total_tokens"] != worker.kv_blocks * worker.block_size:
         problems.append(f"max_total_tokens: {tree['max_total_tokens']}; use --kv-blocks, or remove one of them")
-    if tree["disable_radix_cache"] == wanted.prefix_cache:
+    if tree["disable_radix_cache"] == worker.prefix_cache:
         problems.append("disable_radix_cache: use --no-prefix-cache, which the worker registers")
     return problems
 
 
 def _across(tree: Tree, nodes: int) -> list[str]:
     """What an engine over several machines cannot do."""
-    problems = []
-    ranks = int(tree.get("tp_size") or 1) * int(tree.get("pp_size") or 1)
-    if ranks % nodes:
-        problems.append(f"--nodes {nodes}: the engine's {ranks} ranks (TP x PP) cannot be shared evenly by them")
+    problems = uneven(int(tree.get("tp_size") or 1) * int(tree.get("pp_size") or 1), nodes)
     if int(tree.get("dp_size") or 1) > 1 and not tree.get("enable_dp_attention"):
         problems.append(
             f"dp_size: not with --nodes {nodes} unless enable_dp_attention is on; start a worker for each rank"

@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.engine_args.tree import BadArguments, Tree
+from penstock.infra.engine_args.tree import Tree
 from penstock.infra.model import modeldir
 from penstock.schemas import blocks
 from penstock.workers.engines.base import EngineError, EngineInfo
@@ -27,12 +27,15 @@ from penstock.workers.engines.external.metrics import MULTIPROCESS
 from penstock.workers.engines.external.nodes import address, environ, free_ports
 from penstock.workers.engines.external.runtime import (
     CLOSE_S,
+    START_S,
     EngineRuntime,
     Inbox,
     LoopThread,
     ProcessGuard,
     children,
+    first_request,
     shut_down,
+    starting,
 )
 from penstock.workers.engines.sglang import api as apis
 from penstock.workers.engines.sglang import metrics, plugin
@@ -47,8 +50,6 @@ from penstock.workers.engines.support import ServedOptions
 
 log = structlog.get_logger("engine")
 
-START_S = 3600.0  # weights of the largest models
-WARM_UP_S = 600.0
 WARM_UP_TOKENS = 2  # fewer than a block
 # The context is a few tokens longer than the model's, and no sequence gets there: see ``args.CONTEXT_MARGIN``.
 OWN_ADDRESS = "SGLANG_HOST_IP"  # where the ranks of other machines reach this one
@@ -152,32 +153,20 @@ def info_of(
 
 
 def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int) -> SglangSettings:
-    """The worker's settings that become arguments of the engine.
+    """The worker's settings, and what follows from them for the engine.
 
     Raises:
         BadArguments: ``max_model_len`` is more than the model supports.
     """
     events, replay = channels(folder, ranks)
     return SglangSettings(
-        role=settings.role,
-        block_size=settings.block_size,
-        max_running=settings.max_running,
-        max_batched_tokens=settings.max_batched_tokens,
+        settings,
         max_model_len=user_arguments.length(settings, model_len),
-        kv_blocks=settings.kv_blocks,
-        prefix_cache=settings.prefix_cache,
-        publish=settings.publish_events_and_metrics,
         events=events if settings.use_kv_events else "",
         replay=replay,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        dtype=settings.dtype,
-        device=settings.device,
-        otlp=settings.otlp_endpoint,
-        log_level=settings.log_level,
         # A prefill engine's ranks on other machines look for its bootstrap server at the address where they meet.
         host=settings.leader_address if settings.nodes > 1 else address(settings.nats_url),
         bootstrap_port=free_ports(1) if settings.role == "prefill" else 0,
-        nodes=settings.nodes,
         meeting=nodes.meeting(nodes.place_of(settings)),
     )
 
@@ -192,12 +181,8 @@ def construct(api: SglangApi, model: str, tree: Tree, loop: LoopThread) -> Any:
     async def make() -> Any:  # in the loop: the engine takes the running one as its own
         return api.construct(model, tree)
 
-    try:
+    with starting("SGLang", api.version):
         return loop.run(make(), START_S)
-    except (ValueError, TypeError) as error:
-        raise BadArguments([f"SGLang {api.version} refuses its arguments: {error}"]) from error
-    except (Exception, SystemExit) as error:
-        raise EngineError(f"SGLang {api.version} did not start: {error!r}") from error
 
 
 def close(llm: Any, loop: LoopThread) -> None:
@@ -239,7 +224,4 @@ def warm_up(llm: Any, loop: LoopThread, loads: RankLoads, *, pair: bool) -> None
                 raise EngineError(str(reason.get("message")))
         loads.take(await llm.tokenizer_manager.get_loads())
 
-    try:
-        loop.run(generate(), WARM_UP_S)
-    except Exception as error:
-        raise EngineError(f"SGLang started but failed its first request: {error!r}") from error
+    first_request("SGLang", loop, generate())

@@ -4,10 +4,9 @@ import time
 from pathlib import Path
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.engine_args.tree import BadArguments, Tree
-from penstock.workers.engines.base import EngineError
+from penstock.infra.engine_args.tree import Tree
 from penstock.workers.engines.external.nodes import environ, reached_at, towards
-from penstock.workers.engines.external.runtime import shut_down
+from penstock.workers.engines.external.runtime import shut_down, starting
 from penstock.workers.engines.sglang import api as apis
 from penstock.workers.engines.sglang.args import follower_tree
 from penstock.workers.engines.sglang.build import OWN_ADDRESS, VARIABLES
@@ -42,13 +41,8 @@ class SglangNode:
         """
         variables = VARIABLES | reached_at(towards(self._settings.leader_address), OWN_ADDRESS)
         variables[NO_WAIT] = "0"
-        try:
-            with environ(variables):
-                llm = self._llm = self._api.construct(self._model, follower_tree(tree, self._settings.node_rank))
-        except (ValueError, TypeError) as error:
-            raise BadArguments([f"SGLang {self._api.version} refuses its arguments: {error}"]) from error
-        except (Exception, SystemExit) as error:
-            raise EngineError(f"SGLang {self._api.version} did not start: {error!r}") from error
+        with environ(variables), starting("SGLang", self._api.version):
+            llm = self._llm = self._api.construct(self._model, follower_tree(tree, self._settings.node_rank))
         pids = sorted(llm.get_all_child_pids())
         while not self._closing:
             for pid in pids:

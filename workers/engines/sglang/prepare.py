@@ -21,7 +21,6 @@ A decode engine cannot compute a prompt. Without a state that it can use the att
 the request on another pair.
 """
 
-from collections import Counter
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ from penstock.workers.engines.base import EngineInfo, RequestError, SequenceRequ
 from penstock.workers.engines.external import constrained, handoff_state
 from penstock.workers.engines.external import sampling as requests
 from penstock.workers.engines.external.handoff_state import ConsumedStates
-from penstock.workers.engines.external.sampling import greedy, seed_of, shape, stop_ids
+from penstock.workers.engines.external.sampling import bias, greedy, seed_of, shape, stop_ids
 from penstock.workers.engines.sglang.plugin import behind
 
 BARRED = -1e9  # bias of a token that must not be drawn; below any logit, and finite in each data type
@@ -55,8 +54,7 @@ def sampling_arguments(
     Args:
         max_tokens: tokens that are still to be generated.
         earlier: generated tokens that the engine sees as prompt. It counts penalties over its own output only, so
-            those of ``earlier`` are passed as a bias: exact for ``frequency_penalty``, for ``presence_penalty`` until
-            one of the tokens is drawn again, and not at all for ``repetition_penalty``.
+            those of ``earlier`` are passed as a bias, ``repetition_penalty`` excepted.
         ends: token ids that end the output, besides the model's own; empty: nothing does.
         barred: token ids that are not drawn.
         grammar: what the output matches, in llguidance's dialect of Lark.
@@ -76,19 +74,9 @@ def sampling_arguments(
     if shaped.get("top_k", 1) <= 0:
         del shaped["top_k"]  # all tokens
     parameters |= shaped
-    if bias := _bias(sampling, earlier, barred):
-        parameters["logit_bias"] = bias
+    if biases := bias(sampling, earlier) | dict.fromkeys(barred, BARRED):
+        parameters["logit_bias"] = {str(token): value for token, value in biases.items()}
     return parameters
-
-
-def _bias(sampling: Sampling, earlier: Seq[int], barred: Collection[int]) -> dict[str, float]:
-    bias = dict(sampling.logit_bias)
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        for token, count in Counter(earlier).items():
-            penalty = sampling.presence_penalty + sampling.frequency_penalty * count
-            bias[token] = bias.get(token, 0.0) - penalty
-    bias |= dict.fromkeys(barred, BARRED)
-    return {str(token): value for token, value in bias.items()}
 
 
 FAKE_HOST = "2.2.2.2"  # SGLang's: a request with it runs without the other engine, and its answer is worthless

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import structlog
 from blake3 import blake3
 
+from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.rules.base import Context, Finding
 from penstock.infra.engine_args.rules.check import check
 from penstock.infra.engine_args.schema import EngineArgs
@@ -75,33 +76,19 @@ _ENCODER_KEYS = frozenset(
 
 
 class TrtllmSettings(NamedTuple):
-    """The worker's settings that become arguments. Sizes are in tokens; 0: not set.
+    """The worker's settings, and what follows from them for the engine.
 
     Attributes:
-        backend: "pytorch" or "autodeploy".
-        kv_blocks: blocks of the pool; 0: as many as fit into free memory.
-        handoff_s: KV that was not fetched after this may be freed.
+        max_model_len: tokens of the longest sequence.
         images: the model takes images.
-        otlp: where the engine exports its own spans; empty: nowhere.
         constraints: the engine applies constraints (structured output), unless its other arguments exclude that.
         processors: requests run logits processors, which see a token one step late with the overlap scheduler.
         choose_sampler: the default sampler of this release drops penalties, min_p and seeds in silence.
     """
 
-    role: str
-    backend: str
-    block_size: int
-    max_running: int
-    max_batched_tokens: int
+    worker: WorkerSettings
     max_model_len: int
-    kv_blocks: int = 0
-    prefix_cache: bool = True
-    publish: bool = True
-    handoff_s: float = 30.0
-    tensor_parallel_size: int = 0
-    dtype: str = "auto"
     images: bool = False
-    otlp: str = ""
     constraints: bool = False
     processors: bool = False
     choose_sampler: bool = False
@@ -137,39 +124,40 @@ AS_1_2 = Installed()
 
 def defaults(wanted: TrtllmSettings) -> Tree:
     """Our default arguments."""
-    block = wanted.block_size
+    worker = wanted.worker
+    block = worker.block_size
     longest = _up(wanted.max_model_len, block)
     kv: Tree = {
-        "enable_block_reuse": wanted.prefix_cache,
+        "enable_block_reuse": worker.prefix_cache,
         "free_gpu_memory_fraction": FREE_MEMORY,
         "tokens_per_block": block,
-        "event_buffer_max_size": EVENT_BUFFER if wanted.publish and wanted.prefix_cache else 0,
+        "event_buffer_max_size": EVENT_BUFFER if worker.publish_events_and_metrics and worker.prefix_cache else 0,
     }
-    if wanted.kv_blocks:
-        kv["max_tokens"] = wanted.kv_blocks * block
+    if worker.kv_blocks:
+        kv["max_tokens"] = worker.kv_blocks * block
     tree: Tree = {
-        "max_batch_size": wanted.max_running,
-        "max_num_tokens": _up(wanted.max_batched_tokens, block),
+        "max_batch_size": worker.max_running,
+        "max_num_tokens": _up(worker.max_batched_tokens, block),
         "max_seq_len": wanted.max_model_len,
         "enable_chunked_prefill": True,  # otherwise a prompt longer than one step is refused
         "skip_tokenizer_init": not wanted.images,  # it sees token ids only, except with images
         "kv_cache_config": kv,
         "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
-        "enable_iter_perf_stats": wanted.publish,
+        "enable_iter_perf_stats": worker.publish_events_and_metrics,
     }
-    if wanted.dtype != "auto":
-        tree["dtype"] = wanted.dtype
-    if wanted.tensor_parallel_size:
-        tree["tensor_parallel_size"] = wanted.tensor_parallel_size
-    if wanted.otlp:  # its spans are made from the performance metrics
-        tree |= {"otlp_traces_endpoint": wanted.otlp, "return_perf_metrics": True}
-    if wanted.role in ("prefill", "decode"):
+    if worker.dtype != "auto":
+        tree["dtype"] = worker.dtype
+    if worker.tensor_parallel_size:
+        tree["tensor_parallel_size"] = worker.tensor_parallel_size
+    if worker.otlp_endpoint:  # its spans are made from the performance metrics
+        tree |= {"otlp_traces_endpoint": worker.otlp_endpoint, "return_perf_metrics": True}
+    if worker.role in ("prefill", "decode"):
         tree["cache_transceiver_config"] = {
             "backend": TRANSFER,
             "max_tokens_in_buffer": longest,
-            "kv_transfer_timeout_ms": max(1, int(wanted.handoff_s * 1000)),
+            "kv_transfer_timeout_ms": max(1, int(worker.handoff_lease_s * 1000)),
         }
-    if wanted.role == "prefill" or (wanted.role == "aggregated" and wanted.processors):
+    if worker.role == "prefill" or (worker.role == "aggregated" and wanted.processors):
         tree["disable_overlap_scheduler"] = True
     return tree
 
@@ -194,6 +182,7 @@ def resolve(
     Raises:
         BadArguments: one line per problem, each with its fix.
     """
+    worker = wanted.worker
     user_args = parse_yaml(extra_yaml) if extra_yaml else {}
     if override_json:
         user_args = merge(user_args, parse_json(override_json))
@@ -203,16 +192,16 @@ def resolve(
     tree = merge(_without_removed(defaults(wanted), installed), user_args)
     if wanted.constraints and _takes_grammars(tree, wanted):
         tree = {"guided_decoding_backend": GRAMMARS} | tree
-    if wanted.choose_sampler and wanted.backend == "pytorch" and not tree.get("speculative_config"):
+    if wanted.choose_sampler and worker.trtllm_backend == "pytorch" and not tree.get("speculative_config"):
         tree = {"sampler_type": SAMPLER} | tree
     tree = _drop_reserved(tree, wanted)
-    if wanted.backend == "autodeploy":
+    if worker.trtllm_backend == "autodeploy":
         tree = prune(tree, known)
     else:
         _drop_default_backend(tree)
     tree = _explicit_transport(tree)
     args = decode(_known_here(tree, installed))
-    context = context or Context(role=_role(wanted.role), router_block_size=wanted.block_size)
+    context = context or Context(role=_role(worker.role), router_block_size=worker.block_size)
     _report(check(args, context))
     kv = args.kv_cache_config
     return ResolvedTrtllmArgs(tree, args, bool(kv.enable_block_reuse and kv.event_buffer_max_size), layout(args))
@@ -302,10 +291,13 @@ def _takes_grammars(tree: Tree, wanted: TrtllmSettings) -> bool:
     if policy == "MAX_UTILIZATION":
         log.warning("structured_output_off", reason="MAX_UTILIZATION starts the grammar of an evicted request anew")
         return False
-    return wanted.backend == "pytorch" and not tree.get("enable_lora") and not tree.get("speculative_config")
+    return (
+        wanted.worker.trtllm_backend == "pytorch" and not tree.get("enable_lora") and not tree.get("speculative_config")
+    )
 
 
 def _drop_reserved(tree: Tree, wanted: TrtllmSettings) -> Tree:
+    worker = wanted.worker
     kept = dict(tree)
     for key, instead in _RESERVED.items():
         if kept.pop(key, None):
@@ -319,9 +311,9 @@ def _drop_reserved(tree: Tree, wanted: TrtllmSettings) -> Tree:
     if kept.get("backend") not in (None, "pytorch", AUTODEPLOY):
         return kept  # the schema refuses it
     backend = "autodeploy" if kept.get("backend") == AUTODEPLOY else "pytorch"
-    if kept.get("backend") is not None and backend != wanted.backend:
+    if kept.get("backend") is not None and backend != worker.trtllm_backend:
         raise BadArguments(
-            [f"backend: the file has {kept['backend']}, the worker {wanted.backend}; use --trtllm-backend"]
+            [f"backend: the file has {kept['backend']}, the worker {worker.trtllm_backend}; use --trtllm-backend"]
         )
     return kept
 

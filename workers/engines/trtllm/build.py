@@ -28,7 +28,6 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.memory_estimate import Shape, UnknownShape, shape_of
 from penstock.infra.engine_args.rules.base import Context
 from penstock.infra.engine_args.schema import EngineArgs
-from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
 from penstock.schemas import blocks
 from penstock.schemas.requests import Sampling, Stop
@@ -37,7 +36,15 @@ from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, Co
 from penstock.workers.engines.external import arguments as user_arguments
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
-from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread, bounded, shut_down
+from penstock.workers.engines.external.runtime import (
+    WARM_UP_S,
+    EngineRuntime,
+    LoopThread,
+    bounded,
+    first_request,
+    shut_down,
+    starting,
+)
 from penstock.workers.engines.support import ServedOptions
 from penstock.workers.engines.trtllm import api as apis
 from penstock.workers.engines.trtllm import follower, prepare
@@ -161,7 +168,6 @@ async def find(ask: Ask, prompt_len: int, eos: Seq[int]) -> ServedOptions:
 log = structlog.get_logger("engine")
 
 STAT_S = 2.0
-WARM_UP_S = 600.0  # the first request compiles and captures
 WARM_UP_TOKENS = 4  # fewer than a block; a single token looks like an attention-DP dummy request
 WARM_UP_SALT = "penstock-warm-up"
 
@@ -282,7 +288,7 @@ def _options(
         scheduling=api.scheduling if info.dp_size > 1 else None,
         logprob=api.logprob,
         vocab_size=info.vocab_size,
-        publish=plan.wanted.publish,
+        publish=plan.wanted.worker.publish_events_and_metrics,
         trace_headers=bool(args.otlp_traces_endpoint) and "trace_headers" in api.call,
         abort_hold_s=settings.handoff_lease_s,
         processors=processors,
@@ -293,7 +299,7 @@ def _options(
 
 def _continuing(plan: _Plan, info: EngineInfo) -> Callable[[SequenceRequest], Any] | None:
     """Logits processors do not work in disaggregated serving, nor in time with the overlap scheduler."""
-    if not info.constraints or plan.wanted.role != "aggregated" or plan.overlaps:
+    if not info.constraints or plan.wanted.worker.role != "aggregated" or plan.overlaps:
         return None
     from penstock.workers.engines.trtllm.logits_processors import Continuing  # imports torch
 
@@ -302,7 +308,7 @@ def _continuing(plan: _Plan, info: EngineInfo) -> Callable[[SequenceRequest], An
 
 def _metrics(plan: _Plan) -> NativeMetrics:
     labels = {"model_name": plan.model.name, "engine_type": "trtllm"}
-    return NativeMetrics(plan.api.collector if plan.wanted.publish else None, labels)
+    return NativeMetrics(plan.api.collector if plan.wanted.worker.publish_events_and_metrics else None, labels)
 
 
 def prompt_limit(args: EngineArgs, model_len: int) -> int:
@@ -330,7 +336,7 @@ def info_of(
         max_model_len=args.max_seq_len or wanted.max_model_len,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        kv_events=resolved.kv_events and wanted.publish,
+        kv_events=resolved.kv_events and wanted.worker.publish_events_and_metrics,
         load_seconds=load_seconds,
         dp_size=ranks,
         handoff_layout=resolved.layout if args.cache_transceiver_config is not None else "",
@@ -341,26 +347,15 @@ def info_of(
 
 
 def wanted_of(settings: WorkerSettings, model_len: int, *, images: bool = False) -> TrtllmSettings:
-    """The worker's settings that become arguments of the engine.
+    """The worker's settings, and what follows from them for the engine.
 
     Raises:
         BadArguments: ``max_model_len`` is more than the model supports.
     """
     return TrtllmSettings(
-        role=settings.role,
-        backend=settings.trtllm_backend,
-        block_size=settings.block_size,
-        max_running=settings.max_running,
-        max_batched_tokens=settings.max_batched_tokens,
+        settings,
         max_model_len=user_arguments.length(settings, model_len),
-        kv_blocks=settings.kv_blocks,
-        prefix_cache=settings.prefix_cache,
-        publish=settings.publish_events_and_metrics,
-        handoff_s=settings.handoff_lease_s,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        dtype=settings.dtype,
         images=images,
-        otlp=settings.otlp_endpoint,
     )
 
 
@@ -375,9 +370,9 @@ def arguments(settings: WorkerSettings, wanted: TrtllmSettings, api: TrtllmApi, 
     draft = speculation.get("speculative_model") or speculation.get("speculative_model_dir") or ""
     local = draft.startswith(("/", ".", "~")) or draft.count("/") > 1
     context = Context(
-        role=wanted.role,  # type: ignore[arg-type]  # a Literal in the settings
+        role=wanted.worker.role,  # type: ignore[arg-type]  # a Literal in the settings
         model_len=wanted.max_model_len if "max_seq_len" not in user_args else None,
-        router_block_size=wanted.block_size,
+        router_block_size=wanted.worker.block_size,
         shape=_shape(path),
         draft=_shape(Path(draft).expanduser()) if draft else None,
         missing=frozenset([draft] if local and not Path(draft).expanduser().is_dir() else ()),
@@ -429,12 +424,8 @@ def construct(api: TrtllmApi, model: str, resolved: ResolvedTrtllmArgs) -> Any:
         BadArguments: the engine refuses an argument.
         EngineError: it does not start.
     """
-    try:
+    with starting("TensorRT-LLM", api.version):
         return api.construct(model, resolved.tree)
-    except ValueError as error:  # pydantic's errors are ValueErrors
-        raise BadArguments([f"TensorRT-LLM {api.version} refuses its arguments: {error}"]) from error
-    except Exception as error:
-        raise EngineError(f"TensorRT-LLM {api.version} did not start: {error!r}") from error
 
 
 def one_token(api: TrtllmApi) -> dict[str, Any]:
@@ -490,13 +481,10 @@ def warm_up(plan: _Plan, llm: Any, loop: LoopThread) -> WarmedUp:
         await llm.generate_async(**one_token(api)).aresult()
         return await find(ask, WARM_UP_TOKENS, model.eos_token_ids)
 
-    try:
-        served: ServedOptions = loop.run(all_requests(), WARM_UP_S)
-    except Exception as error:
-        raise EngineError(f"TensorRT-LLM started but failed its first request: {error!r}") from error
+    served = first_request("TensorRT-LLM", loop, all_requests())
     log.info("trtllm_sampling", **served._asdict())
     stat = None
-    if plan.wanted.publish:
+    if plan.wanted.worker.publish_events_and_metrics:
         stat = bounded(_latest_stat, llm, seconds=WARM_UP_S)
     return WarmedUp(served, stat)
 

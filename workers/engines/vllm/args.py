@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
+from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree, merge
-from penstock.workers.engines.external.arguments import refused
+from penstock.workers.engines.external.arguments import event_publisher, refused, uneven
 
-EVENT_STEPS = 10_000  # KV event messages that are kept for replay
 GRAMMARS = "guidance"  # vLLM's name for llguidance
 CPU_BLOCK = 32  # tokens; vLLM's CPU attention kernel takes multiples of it
 
@@ -59,42 +59,24 @@ MULTIMODAL = ("language_model_only", "mm_encoder_only", "enable_mm_embeds", "ena
 
 
 class VllmSettings(NamedTuple):
-    """The worker's settings that become arguments. Sizes are in tokens; 0: not set.
+    """The worker's settings, and what follows from them for the engine.
 
     Attributes:
-        connectors: as in the setting; empty: by role.
-        kv_blocks: blocks of the pool; 0: as many as fit into free memory.
+        max_model_len: tokens of the longest sequence.
         events: endpoint of KV events; empty: none are published.
         replay: endpoint of their replays.
-        lease_s: KV that was not fetched after this may be freed.
-        otlp: where the engine exports its own spans; empty: nowhere.
         cpu_bytes: size of the KV cache if vLLM computes on CPUs; 0: on an accelerator.
         constraints: the engine applies constraints (structured output); it then reads the model's tokenizer.
-        nodes: machines of the engine.
-        leader: address of the first one.
-        leader_port: where its ranks meet there.
+        leader_port: where the ranks of several machines meet at the first one.
         transfer_id: name of the engine for others that fetch its KV, equal on all nodes; empty: vLLM's choice.
     """
 
-    role: str
-    block_size: int
-    max_running: int
-    max_batched_tokens: int
+    worker: WorkerSettings
     max_model_len: int
-    connectors: Seq[str] = ()
-    kv_blocks: int = 0
-    prefix_cache: bool = True
-    publish: bool = True
     events: str = ""
     replay: str = ""
-    lease_s: float = 30.0
-    tensor_parallel_size: int = 0
-    dtype: str = "auto"
-    otlp: str = ""
     cpu_bytes: int = 0
     constraints: bool = False
-    nodes: int = 1
-    leader: str = ""
     leader_port: int = 0
     transfer_id: str = ""
 
@@ -150,56 +132,43 @@ def _connector(name: str, lease_s: float) -> Tree:
     return tree
 
 
-def events(wanted: VllmSettings) -> Tree | None:
-    """``kv_events_config``: over ZMQ, if the worker reads them."""
-    if not (wanted.prefix_cache and wanted.publish and wanted.events):
-        return None
-    return {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": wanted.events,
-        "replay_endpoint": wanted.replay,
-        "buffer_steps": EVENT_STEPS,
-        "topic": "",
-    }
-
-
 def defaults(wanted: VllmSettings) -> Tree:
     """Our default arguments."""
+    worker = wanted.worker
     tree: Tree = {
         "skip_tokenizer_init": not wanted.constraints,  # it sees token ids only; grammars need their texts
-        "block_size": wanted.block_size,
-        "max_num_seqs": wanted.max_running,
-        "max_num_batched_tokens": wanted.max_batched_tokens,
+        "block_size": worker.block_size,
+        "max_num_seqs": worker.max_running,
+        "max_num_batched_tokens": worker.max_batched_tokens,
         "max_model_len": wanted.max_model_len,
-        "enable_prefix_caching": wanted.prefix_cache,
+        "enable_prefix_caching": worker.prefix_cache,
         "enable_chunked_prefill": True,  # otherwise a prompt longer than one step is refused
-        "disable_log_stats": not wanted.publish,
+        "disable_log_stats": not worker.publish_events_and_metrics,
     }
-    if wanted.kv_blocks:
-        tree["num_gpu_blocks_override"] = wanted.kv_blocks + 1  # one is vLLM's null block
-    if wanted.dtype != "auto":
-        tree["dtype"] = wanted.dtype
-    if wanted.tensor_parallel_size:
-        tree["tensor_parallel_size"] = wanted.tensor_parallel_size
+    if worker.kv_blocks:
+        tree["num_gpu_blocks_override"] = worker.kv_blocks + 1  # one is vLLM's null block
+    if worker.dtype != "auto":
+        tree["dtype"] = worker.dtype
+    if worker.tensor_parallel_size:
+        tree["tensor_parallel_size"] = worker.tensor_parallel_size
     if wanted.constraints:
         tree["structured_outputs_config"] = {"backend": GRAMMARS}
-    if wanted.otlp:
-        tree["otlp_traces_endpoint"] = wanted.otlp
-    moved = transfer(wanted.connectors, wanted.role, wanted.lease_s)
+    if worker.otlp_endpoint:
+        tree["otlp_traces_endpoint"] = worker.otlp_endpoint
+    moved = transfer(worker.connector, worker.role, worker.handoff_lease_s)
     if moved is not None:
         tree["kv_transfer_config"] = moved | ({"engine_id": wanted.transfer_id} if wanted.transfer_id else {})
-    if wanted.nodes > 1:
+    if worker.nodes > 1:
         tree |= {
-            "nnodes": wanted.nodes,
+            "nnodes": worker.nodes,
             "node_rank": 0,
-            "master_addr": wanted.leader,
+            "master_addr": worker.leader_address,
             "master_port": wanted.leader_port,
             "distributed_executor_backend": "mp",
         }
-    config = events(wanted)
-    if config is not None:
-        tree["kv_events_config"] = config
+    events = event_publisher(worker, wanted.events, wanted.replay)
+    if events is not None:
+        tree["kv_events_config"] = {"enable_kv_cache_events": True} | events
     return tree
 
 
@@ -213,7 +182,7 @@ def resolve(wanted: VllmSettings, given: Mapping[str, Any], known: Collection[st
     Raises:
         BadArguments: one line per problem, each with its fix.
     """
-    if wanted.role == "encode":
+    if wanted.worker.role == "encode":
         raise BadArguments(["--role encode: the vLLM adapter takes text only; use --engine native or trtllm"])
     problems = refused(given, RESERVED, known)
     on = [key for key in MULTIMODAL if given.get(key)]
@@ -245,10 +214,11 @@ def resolve(wanted: VllmSettings, given: Mapping[str, Any], known: Collection[st
 
 
 def _contradictions(tree: Tree, wanted: VllmSettings) -> list[str]:
+    worker = wanted.worker
     problems = []
     config = tree.get("kv_transfer_config")
-    if wanted.role in ("prefill", "decode") and not _moves(config):
-        problems.append(f"kv_transfer_config: --role {wanted.role} needs NixlConnector in it")
+    if worker.role in ("prefill", "decode") and not _moves(config):
+        problems.append(f"kv_transfer_config: --role {worker.role} needs NixlConnector in it")
     if isinstance(config, Mapping) and config.get("kv_connector") and config.get("kv_role") not in ("kv_both", None):
         problems.append("kv_transfer_config.kv_role: must be kv_both; --role sets what the worker does")
     grammars = tree.get("structured_outputs_config") or {}
@@ -256,8 +226,8 @@ def _contradictions(tree: Tree, wanted: VllmSettings) -> list[str]:
         problems.append(f"structured_outputs_config.backend: must be {GRAMMARS}, which takes the worker's grammars")
     if grammars.get("reasoning_parser"):
         problems.append("structured_outputs_config.reasoning_parser: the gateway parses answers; --reasoning-parser")
-    if tree["block_size"] != wanted.block_size:
-        problems.append(f"block_size: {tree['block_size']}, the worker has {wanted.block_size}; use --block-size")
+    if tree["block_size"] != worker.block_size:
+        problems.append(f"block_size: {tree['block_size']}, the worker has {worker.block_size}; use --block-size")
     if wanted.cpu_bytes and tree["block_size"] % CPU_BLOCK:
         problems.append(f"block_size: {tree['block_size']}: vLLM takes multiples of {CPU_BLOCK} on CPUs; --block-size")
     if tree["max_model_len"] != wanted.max_model_len:
@@ -267,13 +237,13 @@ def _contradictions(tree: Tree, wanted: VllmSettings) -> list[str]:
             f"max_num_batched_tokens: {tree['max_num_batched_tokens']} without enable_chunked_prefill refuses prompts "
             f"up to max_model_len ({tree['max_model_len']}); raise it or leave chunked prefill on"
         )
-    if wanted.kv_blocks and wanted.kv_blocks * wanted.block_size < wanted.max_model_len:
+    if worker.kv_blocks and worker.kv_blocks * worker.block_size < wanted.max_model_len:
         problems.append(
-            f"kv_blocks: {wanted.kv_blocks} of {wanted.block_size} tokens, but one sequence may have "
+            f"kv_blocks: {worker.kv_blocks} of {worker.block_size} tokens, but one sequence may have "
             f"{wanted.max_model_len}; raise --kv-blocks or lower --max-model-len"
         )
-    if wanted.nodes > 1:
-        problems += _across(tree, wanted.nodes)
+    if worker.nodes > 1:
+        problems += _across(tree, worker.nodes)
     events_config = tree.get("kv_events_config") or {}
     if events_config.get("enable_kv_cache_events") and not tree.get("enable_prefix_caching"):
         problems.append("kv_events_config: events need prefix caching; enable it, or remove kv_events_config")
@@ -282,13 +252,11 @@ def _contradictions(tree: Tree, wanted: VllmSettings) -> list[str]:
 
 def _across(tree: Tree, nodes: int) -> list[str]:
     """What an engine over several machines cannot do."""
-    problems = []
     ranks = math.prod(
         tree.get(key) or 1
         for key in ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
     )
-    if ranks % nodes:
-        problems.append(f"--nodes {nodes}: the engine's {ranks} ranks (TP x PP) cannot be shared evenly by them")
+    problems = uneven(ranks, nodes)
     if (tree.get("data_parallel_size") or 1) > 1:
         problems.append(f"data_parallel_size: not with --nodes {nodes}; start a worker for each rank")
     if tree["distributed_executor_backend"] != "mp":

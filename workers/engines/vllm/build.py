@@ -29,12 +29,15 @@ from penstock.workers.engines.external.event_streams import channels, subscribe
 from penstock.workers.engines.external.nodes import address, environ, free_ports, is_free
 from penstock.workers.engines.external.runtime import (
     CLOSE_S,
+    START_S,
     EngineRuntime,
     Inbox,
     LoopThread,
     ProcessGuard,
     children,
+    first_request,
     shut_down,
+    starting,
 )
 from penstock.workers.engines.vllm import api as apis
 from penstock.workers.engines.vllm import plugin
@@ -46,8 +49,6 @@ from penstock.workers.engines.vllm.prepare import VllmOptions
 
 log = structlog.get_logger("engine")
 
-START_S = 3600.0  # weights of the largest models
-WARM_UP_S = 600.0
 WARM_UP_TOKENS = 2  # fewer than a block
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 OWN_ADDRESS = "VLLM_HOST_IP"  # where the ranks of other machines reach this one
@@ -171,30 +172,17 @@ def close(llm: Any, loop: LoopThread) -> None:
 
 
 def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int) -> VllmSettings:
-    """The worker's settings that become arguments of the engine.
+    """The worker's settings, and what follows from them for the engine.
 
     Raises:
         BadArguments: ``max_model_len`` is more than the model supports.
     """
     events, replay = channels(folder, ranks)
     return VllmSettings(
-        role=settings.role,
-        block_size=settings.block_size,
-        max_running=settings.max_running,
-        max_batched_tokens=settings.max_batched_tokens,
+        settings,
         max_model_len=user_arguments.length(settings, model_len),
-        connectors=settings.connector,
-        kv_blocks=settings.kv_blocks,
-        prefix_cache=settings.prefix_cache,
-        publish=settings.publish_events_and_metrics,
         events=events if settings.use_kv_events else "",
         replay=replay,
-        lease_s=settings.handoff_lease_s,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        dtype=settings.dtype,
-        otlp=settings.otlp_endpoint,
-        nodes=settings.nodes,
-        leader=settings.leader_address,
         leader_port=nodes.place_of(settings).engine_port,
         transfer_id=str(uuid.uuid4()) if settings.nodes > 1 else "",
     )
@@ -219,7 +207,7 @@ def on_device(settings: WorkerSettings, cpu: bool) -> dict[str, str]:
 
 def cpu_bytes(wanted: VllmSettings, given: Tree) -> int:
     """Bytes of the KV cache of one engine process. Each takes memory of one NUMA node, by default nearly all of it."""
-    tensor = given.get("tensor_parallel_size") or wanted.tensor_parallel_size or 1
+    tensor = given.get("tensor_parallel_size") or wanted.worker.tensor_parallel_size or 1
     processes = tensor * (given.get("data_parallel_size") or 1)
     return max(1, budgets.share(budgets.free_bytes() // max(budgets.numa_nodes(), processes)))
 
@@ -234,12 +222,8 @@ def construct(api: VllmApi, model: str, tree: Tree, scheduler: SchedulerStats, l
     async def make() -> Any:  # in the loop: the engine's output task is bound to the running one
         return api.construct(model, tree, [scheduler.factory])
 
-    try:
+    with starting("vLLM", api.version):
         return loop.run(make(), START_S)
-    except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
-        raise BadArguments([f"vLLM {api.version} refuses its arguments: {error}"]) from error
-    except Exception as error:
-        raise EngineError(f"vLLM {api.version} did not start: {error!r}") from error
 
 
 def warm_up(llm: Any, api: VllmApi, loop: LoopThread) -> None:
@@ -255,10 +239,7 @@ def warm_up(llm: Any, api: VllmApi, loop: LoopThread) -> None:
         async for _ in llm.generate(prompt, params, "penstock-warm-up"):
             pass
 
-    try:
-        loop.run(generate(), WARM_UP_S)
-    except Exception as error:
-        raise EngineError(f"vLLM started but failed its first request: {error!r}") from error
+    first_request("vLLM", loop, generate())
 
 
 def side_channel(nats_url: str, ranks: int = 1) -> dict[str, str]:

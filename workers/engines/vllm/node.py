@@ -3,10 +3,9 @@
 from pathlib import Path
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.engine_args.tree import BadArguments, Tree
-from penstock.workers.engines.base import EngineError
+from penstock.infra.engine_args.tree import Tree
 from penstock.workers.engines.external.nodes import environ, reached_at, towards
-from penstock.workers.engines.external.runtime import shut_down
+from penstock.workers.engines.external.runtime import shut_down, starting
 from penstock.workers.engines.vllm import api as apis
 from penstock.workers.engines.vllm.api import Ranks
 from penstock.workers.engines.vllm.args import follower_tree
@@ -40,13 +39,8 @@ class VllmNode:
         """
         variables = on_device(self._settings, self._api.cpu)
         variables |= reached_at(towards(self._settings.leader_address), OWN_ADDRESS)
-        try:
-            with environ(variables):
-                ranks = self._ranks = self._api.ranks(self._model, follower_tree(tree, self._settings.node_rank))
-        except (ValueError, TypeError) as error:
-            raise BadArguments([f"vLLM {self._api.version} refuses its arguments: {error}"]) from error
-        except Exception as error:
-            raise EngineError(f"vLLM {self._api.version} did not start: {error!r}") from error
+        with environ(variables), starting("vLLM", self._api.version):
+            ranks = self._ranks = self._api.ranks(self._model, follower_tree(tree, self._settings.node_rank))
         ranks.start_worker_monitor(inline=True)
         return ENDED
 

@@ -10,7 +10,6 @@ token, and this way it always names the one that ended an output. The worker han
 vLLM's NIXL connector moves the KV; the params locate it. Pure.
 """
 
-from collections import Counter
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from penstock.workers.engines.external import handoff_state
 from penstock.workers.engines.external import sampling as requests
 from penstock.workers.engines.external.constrained import ends, grammar_text
 from penstock.workers.engines.external.handoff_state import ConsumedStates
-from penstock.workers.engines.external.sampling import greedy, seed_of, shape, stop_ids
+from penstock.workers.engines.external.sampling import bias, greedy, seed_of, shape, stop_ids
 from penstock.workers.engines.vllm.plugin import EARLIER
 
 
@@ -44,8 +43,7 @@ def sampling_arguments(
     Args:
         max_tokens, min_tokens: of the tokens that are still to be generated.
         earlier: generated tokens that the engine sees as prompt. It counts them for ``repetition_penalty`` only, so the
-            other penalties are passed as a bias: exact for ``frequency_penalty``, and for ``presence_penalty`` until
-            one of the tokens is drawn again.
+            other penalties are passed as a bias.
         score: return the prompt's log-probabilities; the engine then ignores cached blocks.
 
     Raises:
@@ -67,22 +65,13 @@ def sampling_arguments(
     if greedy(sampling):
         parameters["temperature"] = 0.0
     parameters |= shape(sampling)
-    if bias := _bias(sampling, earlier):
-        parameters["logit_bias"] = bias
+    if biases := bias(sampling, earlier):
+        parameters["logit_bias"] = biases
     if sampling.logprobs is not None:
         parameters["logprobs"] = sampling.logprobs  # 0: the chosen token's only
     if score:
         parameters["prompt_logprobs"] = sampling.prompt_logprobs or 0
     return parameters
-
-
-def _bias(sampling: Sampling, earlier: Seq[int]) -> dict[int, float]:
-    bias = dict(sampling.logit_bias)
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        for token, count in Counter(earlier).items():
-            penalty = sampling.presence_penalty + sampling.frequency_penalty * count
-            bias[token] = bias.get(token, 0.0) - penalty
-    return bias
 
 
 # Have a prefill engine compute, keep the blocks and return their location.

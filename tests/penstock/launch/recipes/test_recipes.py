@@ -108,10 +108,7 @@ def test_the_worker_takes_the_recipe_and_the_command_that_is_shown(name: str) ->
     recipe, settings = of(name), shown(name)
     path = str(FOLDER / f"{name}.yaml")
     assert (settings.role, settings.engine, settings.extra_engine_args) == (recipe.role, "trtllm", path)
-    wanted = args.TrtllmSettings(
-        role=settings.role, backend="pytorch", block_size=settings.block_size, max_running=settings.max_running,
-        max_batched_tokens=settings.max_batched_tokens, max_model_len=settings.max_model_len or 32768,
-    )  # fmt: skip
+    wanted = args.TrtllmSettings(settings, settings.max_model_len or 32768)
     resolved = args.resolve(wanted, recipe.text)
     assert resolved.args.tensor_parallel_size == recipe.args.tensor_parallel_size
     assert resolved.args.speculative_config == recipe.args.speculative_config
@@ -121,10 +118,7 @@ def test_vllm_takes_its_recipe_and_its_draft() -> None:
     args = pytest.importorskip("penstock.workers.engines.vllm.args")
     settings = shown("llama3-eagle3-vllm")
     assert (settings.engine, settings.role, settings.block_size) == ("vllm", "aggregated", 32)
-    wanted = args.VllmSettings(
-        role=settings.role, block_size=settings.block_size, max_running=settings.max_running,
-        max_batched_tokens=settings.max_batched_tokens, max_model_len=131072,
-    )  # fmt: skip
+    wanted = args.VllmSettings(settings, 131072)
     given = parse_yaml(Path(settings.extra_engine_args).read_text(encoding="utf-8"))
     with installed():
         from vllm._standin.fields import FIELDS  # type: ignore[import-not-found]

@@ -3,8 +3,10 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
+from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.workers.engines.sglang.args import (
     CONTEXT_MARGIN,
@@ -18,7 +20,18 @@ from penstock.workers.engines.sglang.args import (
 from tests.standins.sglang_signatures import recorded
 
 KNOWN = frozenset(recorded()["ServerArgs"])
-WANTED = SglangSettings("aggregated", 32, 8, 64, 512, events="ipc:///tmp/e", replay="ipc:///tmp/r")
+WORKER = WorkerSettings(engine="sglang", block_size=32, max_running=8, max_batched_tokens=64)
+
+
+def wanting(**changes: Any) -> SglangSettings:
+    """``changes``: of the worker's settings, or of what follows from them."""
+    derived = {name: changes.pop(name) for name in [*changes] if name in SglangSettings._fields}
+    return SglangSettings(msgspec.structs.replace(WORKER, **changes), 512, "ipc:///tmp/e", "ipc:///tmp/r")._replace(
+        **derived
+    )
+
+
+WANTED = wanting()
 
 
 def resolved(wanted: SglangSettings = WANTED, **given: Any) -> ResolvedSglangArgs:
@@ -26,14 +39,14 @@ def resolved(wanted: SglangSettings = WANTED, **given: Any) -> ResolvedSglangArg
 
 
 def test_defaults_are_the_worker_s_settings_under_sglang_s_names() -> None:
-    tree = resolved(WANTED._replace(kv_blocks=10, dtype="bfloat16", device="cuda", tensor_parallel_size=2)).tree
+    tree = resolved(wanting(kv_blocks=10, dtype="bfloat16", device="cuda", tensor_parallel_size=2)).tree
     assert set(tree) <= KNOWN
     assert (tree["page_size"], tree["max_running_requests"], tree["chunked_prefill_size"]) == (32, 8, 64)
     assert (tree["max_total_tokens"], tree["context_length"]) == (320, 512 + CONTEXT_MARGIN)
     assert (tree["dtype"], tree["device"], tree["tp_size"]) == ("bfloat16", "cuda", 2)
     assert tree["incremental_streaming_output"]
     assert tree["disaggregation_mode"] == "null"
-    spans = resolved(WANTED._replace(otlp="http://c:4317")).tree
+    spans = resolved(wanting(otlp_endpoint="http://c:4317")).tree
     assert (spans["enable_trace"], spans["otlp_traces_endpoint"]) == (True, "http://c:4317")
 
 
@@ -48,7 +61,7 @@ def test_what_the_user_gives_goes_over_the_defaults() -> None:
     ("wanted", "given", "there"),
     [
         ({}, {}, True),
-        ({"publish": False}, {}, False),
+        ({"publish_events_and_metrics": False}, {}, False),
         ({"prefix_cache": False}, {}, False),
         ({"events": ""}, {}, False),
         ({"role": "prefill"}, {}, True),
@@ -59,7 +72,7 @@ def test_what_the_user_gives_goes_over_the_defaults() -> None:
 def test_kv_events_are_published_wherever_there_is_a_prefix_cache(
     wanted: dict[str, Any], given: dict[str, Any], there: bool
 ) -> None:
-    found = resolved(WANTED._replace(**wanted), **given)
+    found = resolved(wanting(**wanted), **given)
     assert (found.events is not None) == there == ("kv_events_config" in found.tree)
     if there:
         config = json.loads(found.tree["kv_events_config"])
@@ -94,13 +107,13 @@ def test_what_contradicts_the_worker_is_refused_with_its_fix(given: dict[str, An
 
 def test_sizes_of_the_pool_that_differ_and_encode_workers_are_refused() -> None:
     with pytest.raises(BadArguments, match="use --kv-blocks"):
-        resolved(WANTED._replace(kv_blocks=10), max_total_tokens=64)
+        resolved(wanting(kv_blocks=10), max_total_tokens=64)
     with pytest.raises(BadArguments, match="takes text only"):
-        resolved(WANTED._replace(role="encode"))
+        resolved(wanting(role="encode"))
 
 
 def test_nodes_share_the_ranks_and_get_the_same_arguments() -> None:
-    spread = WANTED._replace(nodes=2, meeting="10.0.0.1:29501", events="ipc:///e", replay="ipc:///r")
+    spread = wanting(nodes=2, meeting="10.0.0.1:29501", events="ipc:///e", replay="ipc:///r")
     found = resolved(spread, tp_size=16)
     assert {"nnodes": 2, "node_rank": 0, "dist_init_addr": "10.0.0.1:29501"}.items() <= found.tree.items()
     assert found.events is not None
@@ -126,7 +139,7 @@ def test_ranks_are_replicas_or_attention_groups() -> None:
 
 
 def test_only_engines_with_the_same_kv_can_hand_it_over() -> None:
-    tree = resolved(WANTED._replace(role="decode")).tree
+    tree = resolved(wanting(role="decode")).tree
     base = layout("0.5.23", tree, "a" * 40)
     assert base == layout("0.5.23", dict(tree), "a" * 40)
     others = [

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.rules.base import Context
 from penstock.infra.engine_args.schema import EngineArgs, KvCacheConfig
 from penstock.infra.engine_args.tree import BadArguments
@@ -21,16 +23,18 @@ from penstock.workers.engines.trtllm.args import (
     resolve,
 )
 
-PLAIN = TrtllmSettings("aggregated", "pytorch", 32, 64, 8000, 4096)
+WORKER = WorkerSettings(engine="trtllm", block_size=32, max_running=64, max_batched_tokens=8000)
 
 
 def wanted(**changes: Any) -> TrtllmSettings:
-    return PLAIN._replace(**changes)
+    """``changes``: of the worker's settings, or of what follows from them."""
+    derived = {name: changes.pop(name) for name in [*changes] if name in TrtllmSettings._fields}
+    return TrtllmSettings(msgspec.structs.replace(WORKER, **changes), 4096)._replace(**derived)
 
 
 def resolved(yaml: str = "", json: str = "", context: Context | None = None, **changes: Any) -> Any:
     want = wanted(**changes)
-    context = context or Context(role=want.role, model_len=want.max_model_len, router_block_size=32)  # type: ignore[arg-type]
+    context = context or Context(role=want.worker.role, model_len=want.max_model_len, router_block_size=32)  # type: ignore[arg-type]
     return resolve(want, yaml, json, context=context)
 
 
@@ -54,15 +58,18 @@ def test_what_nobody_mentions_is_left_to_the_engine() -> None:
 
 
 def test_with_an_export_endpoint_requests_are_measured_and_without_one_they_are_not() -> None:
-    tree = resolved(otlp="http://c:4317").tree
+    tree = resolved(otlp_endpoint="http://c:4317").tree
     assert (tree["otlp_traces_endpoint"], tree["return_perf_metrics"]) == ("http://c:4317", True)
-    assert resolved(json='{"return_perf_metrics": false}', otlp="http://c:4317").tree["return_perf_metrics"] is False
+    assert (
+        resolved(json='{"return_perf_metrics": false}', otlp_endpoint="http://c:4317").tree["return_perf_metrics"]
+        is False
+    )
     assert resolved().tree.keys().isdisjoint({"otlp_traces_endpoint", "return_perf_metrics"})
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_roles_that_hand_off_get_a_transceiver_with_room_for_the_longest_prompt(role: str) -> None:
-    tree = resolved(role=role, max_model_len=4090, handoff_s=12.5).tree
+    tree = resolved(role=role, max_model_len=4090, handoff_lease_s=12.5).tree
     assert tree["cache_transceiver_config"] == {
         "backend": "NIXL",
         "max_tokens_in_buffer": 4096,
@@ -86,7 +93,7 @@ def test_the_default_transport_is_named(asked: str, given: str) -> None:
 def test_kv_events_are_on_with_the_prefix_cache_and_can_be_switched_off() -> None:
     assert resolved().kv_events
     assert resolved().tree["kv_cache_config"]["event_buffer_max_size"] == 100_000
-    assert not resolved(publish=False).kv_events
+    assert not resolved(publish_events_and_metrics=False).kv_events
     assert not resolved(prefix_cache=False).kv_events
     assert not resolved("kv_cache_config: {event_buffer_max_size: 0}").kv_events
     with capture_logs() as lines:
@@ -178,7 +185,7 @@ def test_the_sampler_that_reads_all_options_is_chosen_where_nothing_forbids_it()
     ):
         assert resolve(wanted(choose_sampler=True), yaml).tree.get("sampler_type") == sampler
     assert "sampler_type" not in resolve(wanted()).tree  # from 1.3 on
-    assert "sampler_type" not in resolve(wanted(choose_sampler=True, backend="autodeploy")).tree
+    assert "sampler_type" not in resolve(wanted(choose_sampler=True, trtllm_backend="autodeploy")).tree
 
 
 def test_with_logits_processors_the_overlap_scheduler_is_off() -> None:
@@ -208,7 +215,7 @@ def test_autodeploy_loses_what_it_does_not_take_with_one_warning_each() -> None:
         "tensor_parallel_size: 2\npipeline_parallel_size: 2\nenable_attention_dp: true\nmoe_expert_parallel_size: -1\n"
     )
     with capture_logs() as lines:
-        tree = resolved(yaml, backend="autodeploy").tree
+        tree = resolved(yaml, trtllm_backend="autodeploy").tree
     assert tree["backend"] == "_autodeploy"
     assert tree["world_size"] == 4
     assert not tree.keys() & {"tensor_parallel_size", "pipeline_parallel_size", "enable_attention_dp"}
@@ -217,7 +224,7 @@ def test_autodeploy_loses_what_it_does_not_take_with_one_warning_each() -> None:
 
 
 def test_autodeploy_keeps_its_own_keys_and_a_world_size_that_was_named() -> None:
-    tree = resolved("world_size: 8\ncompile_backend: torch-cudagraph\n", backend="autodeploy").tree
+    tree = resolved("world_size: 8\ncompile_backend: torch-cudagraph\n", trtllm_backend="autodeploy").tree
     assert (tree["world_size"], tree["compile_backend"]) == (8, "torch-cudagraph")
 
 

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.configs.flags import parse
@@ -43,9 +44,13 @@ KVBM = {
 }
 
 
+WORKER = WorkerSettings(engine="vllm", block_size=16, max_running=8, max_batched_tokens=2048)
+
+
 def wanted(**changes: Any) -> VllmSettings:
-    base = VllmSettings("aggregated", 16, 8, 2048, 4096, events="ipc:///e", replay="ipc:///r")
-    return base._replace(**changes)
+    """``changes``: of the worker's settings, or of what follows from them."""
+    derived = {name: changes.pop(name) for name in [*changes] if name in VllmSettings._fields}
+    return VllmSettings(msgspec.structs.replace(WORKER, **changes), 4096, "ipc:///e", "ipc:///r")._replace(**derived)
 
 
 def resolved(given: dict[str, Any] | None = None, **changes: Any) -> ResolvedVllmArgs:
@@ -101,12 +106,12 @@ def test_lists_that_contradict_themselves_are_refused(names: tuple[str, ...], ro
     ("given", "changes", "backend"),
     [
         ({}, {"role": "prefill"}, "mp"),
-        ({}, {"connectors": ("lmcache", "nixl")}, "mp"),
+        ({}, {"connector": ("lmcache", "nixl")}, "mp"),
         ({"tensor_parallel_size": 1}, {"role": "decode"}, "mp"),
         ({}, {"role": "prefill", "tensor_parallel_size": 2}, None),
         ({"pipeline_parallel_size": 2}, {"role": "prefill"}, None),
         ({"distributed_executor_backend": "ray"}, {"role": "prefill"}, "ray"),
-        ({}, {"connectors": ("lmcache",)}, None),
+        ({}, {"connector": ("lmcache",)}, None),
         ({}, {}, None),
     ],
 )
@@ -125,14 +130,14 @@ def test_kv_events_are_on_by_default_over_zmq() -> None:
         "buffer_steps": 10_000,
         "topic": "",
     }
-    for off in ({"publish": False}, {"prefix_cache": False}, {"events": ""}):
+    for off in ({"publish_events_and_metrics": False}, {"prefix_cache": False}, {"events": ""}):
         assert not resolved(**off).kv_events
         assert "kv_events_config" not in resolved(**off).tree
     assert not resolved({"kv_events_config": {"publisher": "null"}}).kv_events
 
 
 def test_its_own_spans_go_to_the_configured_endpoint() -> None:
-    assert resolved(otlp="http://c:4317").tree["otlp_traces_endpoint"] == "http://c:4317"
+    assert resolved(otlp_endpoint="http://c:4317").tree["otlp_traces_endpoint"] == "http://c:4317"
     assert "otlp_traces_endpoint" not in resolved().tree
 
 
@@ -319,7 +324,7 @@ def test_grammars_need_vllm_s_tokenizer_and_the_backend_that_takes_ours() -> Non
 
 
 def test_nodes_share_the_ranks_and_followers_publish_no_events() -> None:
-    spread = {"nodes": 2, "leader": "10.0.0.1", "leader_port": 29501, "transfer_id": "same", "role": "prefill"}
+    spread = {"nodes": 2, "leader_address": "10.0.0.1", "leader_port": 29501, "transfer_id": "same", "role": "prefill"}
     tree = resolved({"tensor_parallel_size": 8, "pipeline_parallel_size": 2}, **spread).tree
     meeting = {"nnodes": 2, "node_rank": 0, "master_addr": "10.0.0.1", "master_port": 29501}
     assert meeting.items() <= tree.items()
