@@ -7,7 +7,6 @@ more, for all requests that wait. A refusal needs no message: the bucket is foll
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 from typing import NamedTuple
 
 import msgspec
@@ -91,7 +90,6 @@ class Limiter:
         self._totals: dict[str, _Totals] = {}
         self._accounts: dict[str, Account] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        self._following = AsyncExitStack()
         self._tasks: Tasks | None = None
 
     async def open(self, tasks: Tasks) -> None:
@@ -99,12 +97,12 @@ class Limiter:
         Raises:
             ServingError: the bucket cannot be read.
         """
-        await self._following.enter_async_context(self._tail.following())
+        await self._tail.start()
         self._tasks = tasks
         tasks.spawn(self._sweep(), name="sweep-budgets")
 
     async def close(self) -> None:
-        await self._following.aclose()
+        await self._tail.stop()
 
     # --- requests ---
 

@@ -8,7 +8,6 @@ revoked meanwhile.
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 
 import msgspec
 import structlog
@@ -53,7 +52,6 @@ class KeyTable:
         self._clock = clock
         self._read = False  # everything was read that was there at the start
         self._confirmed = 0.0  # when the comparison began that found this table current
-        self._following = AsyncExitStack()
         self.keys: dict[str, ApiKey] = {}
         self.unreadable: set[str] = set()  # entries that are no key, by id
 
@@ -63,13 +61,13 @@ class KeyTable:
             ServingError: the bucket cannot be read.
         """
         began = self._clock()
-        await self._following.enter_async_context(self._tail.following())
+        await self._tail.start()
         self._read, self._confirmed = True, began
         log.info("keys_read", keys=len(self.keys))
         tasks.spawn(self._confirm(), name="confirm-keys")
 
     async def stop(self) -> None:
-        await self._following.aclose()
+        await self._tail.stop()
 
     @property
     def current(self) -> bool:

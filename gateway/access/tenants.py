@@ -1,7 +1,6 @@
 """Which tenants there are and what each may do: the ``tenants`` bucket as a live table, for both APIs."""
 
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 
 import msgspec
 import structlog
@@ -36,7 +35,6 @@ class TenantTable:
         self.on_changed: Callable[[], None] = lambda: None
         self.known: dict[str, Limits] = {}
         self._callers: dict[str, Caller] = {}
-        self._following = AsyncExitStack()
 
     async def start(self) -> None:
         """
@@ -44,10 +42,10 @@ class TenantTable:
             ServingError: the bucket cannot be read.
         """
         self.on_joined(DEFAULT_TENANT)
-        await self._following.enter_async_context(self._tail.following())
+        await self._tail.start()
 
     async def stop(self) -> None:
-        await self._following.aclose()
+        await self._tail.stop()
 
     def limits(self, tenant: str) -> Limits:
         return self.known.get(tenant, _NONE)

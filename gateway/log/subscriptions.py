@@ -27,7 +27,6 @@ class TokenSubscription:
         self._bus = bus
         self._tasks = tasks.group(f"tokens-{address}")
         self._readers: dict[str, list[InflightRequest]] = {}
-        self._following = contextlib.AsyncExitStack()
         stream, subject = bus.subjects.tokens_stream(address), bus.subjects.tokens(address)
         self._stream, self._subject = stream, subject
         self._in_memory = stream != bus.subjects.stream("TOKENS")
@@ -46,11 +45,11 @@ class TokenSubscription:
         """
         last = None if new else await get_last(self._bus, self._stream, self._subject)
         after = last.seq if last is not None else 0
-        await self._following.enter_async_context(self.tail.following(after=after, memory_storage=self._in_memory))
+        await self.tail.start(after=after, memory_storage=self._in_memory)
 
     async def close(self) -> None:
         await self._tasks.aclose()
-        await self._following.aclose()
+        await self.tail.stop()
 
     @property
     def readers(self) -> list[InflightRequest]:

@@ -8,7 +8,6 @@ import asyncio
 import os
 import time
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -49,7 +48,6 @@ class Verdicts:
         self._table: dict[str, tuple[Verdict, int]] = {}  # by key; 0: in memory only, else the bucket's revision
         self._of_tenant: dict[str, dict[str, int]] = {}  # the keys of its verdicts, and when each was found
         self._secret: bytes | None = None
-        self._following = AsyncExitStack()
         self._announced: Any = None
         self._tasks: Tasks | None = None  # None: there is no bucket
         self._storing: set[asyncio.Task[None]] = set()
@@ -62,7 +60,7 @@ class Verdicts:
     async def _follow(self, tasks: Tasks) -> str:
         """Why the bucket cannot be followed; "": it is."""
         try:
-            await self._following.enter_async_context(self._tail.following())
+            await self._tail.start()
         except ServingError as error:
             return error.message
         self._tasks = tasks
@@ -79,7 +77,7 @@ class Verdicts:
     async def close(self) -> None:
         if self._announced is not None and not self._bus.nc.is_closed:
             await self._announced.unsubscribe()
-        await self._following.aclose()
+        await self._tail.stop()
 
     async def check(self, request: GenerateRequest) -> GenerateRequest:
         """The request as it is to be accepted: the first repeat is marked, and those of a tenant with several verdicts.

@@ -124,6 +124,7 @@ class LogTail:
         self._idle = asyncio.create_task(self._compare_when_idle(), name=f"log-idle-{self._stream}")
 
     async def stop(self) -> None:
+        """May be called twice, and without ``start``."""
         self._stopped = True
         if self._reconnected in self._bus.on_reconnect:
             self._bus.on_reconnect.remove(self._reconnected)
@@ -131,8 +132,9 @@ class LogTail:
             self._idle.cancel()
             await asyncio.wait([self._idle])
         await self._stop_repair()
-        if self._sub is not None and not self._bus.nc.is_closed:
-            await self._sub.unsubscribe()
+        sub, self._sub = self._sub, None
+        if sub is not None and not self._bus.nc.is_closed:
+            await sub.unsubscribe()
 
     async def catch_up(self) -> None:
         """Read the stream from the last handled entry to its end."""

@@ -1,7 +1,6 @@
 """The tenants' weights, followed from their bucket: what share of the held requests' work each of them gets."""
 
 import asyncio
-from contextlib import AsyncExitStack
 
 import msgspec
 import structlog
@@ -27,7 +26,6 @@ class TenantWeights:
         bucket = bus.subjects.bucket("tenants")
         subject = f"$KV.{bucket}.>"
         self._tail = LogTail(bus, f"KV_{bucket}", subject, bus.subjects.live(subject), self._on_entry)
-        self._following = AsyncExitStack()
         self.weights: dict[str, float] = {}
         self._reported = False
 
@@ -44,13 +42,13 @@ class TenantWeights:
     async def _follow(self) -> str:
         """Why the bucket cannot be followed; "": it is."""
         try:
-            await self._following.enter_async_context(self._tail.following())
+            await self._tail.start()
         except ServingError as error:
             return error.message
         return ""
 
     async def stop(self) -> None:
-        await self._following.aclose()
+        await self._tail.stop()
 
     def _on_entry(self, entry: Entry) -> None:
         tenant = entry.subject.rpartition(".")[2]
