@@ -13,8 +13,9 @@ import msgspec
 from blake3 import blake3
 
 from penstock.schemas import jobs
-from penstock.schemas.jobs import Encoded, Job, Prefilled
+from penstock.schemas.jobs import Job
 from penstock.schemas.requests import GenerateRequest, LogitsProcessor
+from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.schemas.wire import encode
 
 REQUEST = "request"  # name of the part with the whole request

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_NO_STORE, HEADER_PART, HEADER_SUSPECT
 from penstock.schemas.tokens import Finish, Logprob
 from penstock.schemas.transfer import Encoded, Prefilled
@@ -203,25 +202,3 @@ def read_load_header(text: str) -> LoadHeader:
 def _stage(text: str) -> Stage:
     role, worker, rank = text.split(":")
     return Stage(role, worker, int(rank))
-
-
-__all__ = [
-    "Candidate",
-    "Decision",
-    "DecisionInputs",
-    "Encoded",
-    "GenerateRequest",
-    "Job",
-    "Link",
-    "LoadHeader",
-    "Prefilled",
-    "Revoke",
-    "Stage",
-    "WorkMessage",
-    "decode",
-    "decode_job",
-    "headers_of",
-    "load_header",
-    "rank_of",
-    "read_load_header",
-]

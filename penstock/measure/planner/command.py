@@ -94,7 +94,6 @@ def _print(planned: Planned, console: Console, *, as_json: bool) -> None:
 log = structlog.get_logger("plan")
 
 
-
 def run(settings: PlannerSettings) -> int:
     """Plan until Ctrl-C or SIGTERM; 1 if the deployment cannot be reached or nothing could be decided, 2 for flags that
     do not fit it.

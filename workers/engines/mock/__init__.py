@@ -252,15 +252,3 @@ def _without_text(model: modeldir.ModelDir) -> Iterator[int]:
     for token, text in enumerate(texts):
         if not text or REPLACEMENT in text:
             yield token
-
-
-__all__ = [
-    "DEFAULT_BLOCKS",
-    "DEFAULT_SLOTS",
-    "MockOptions",
-    "build",
-    "build_data_parallel",
-    "build_encoder",
-    "encoder_from_settings",
-    "from_settings",
-]

@@ -22,32 +22,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
     edits = processors(settings, path)  # before what takes seconds to import, so that a wrong flag is known at once
     from penstock.workers.engines.native.build import build
 
-    options = NativeOptions(
-        block_size=settings.block_size,
-        kv_blocks=settings.kv_blocks,
-        max_running=settings.max_running,
-        max_batched_tokens=settings.max_batched_tokens,
-        max_model_len=settings.max_model_len,
-        prefix_cache=settings.prefix_cache,
-        kv_events=settings.publish_events_and_metrics,
-        device=settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads,
-        embed_slots=settings.embed_slots,
-        kv_dtype=settings.kv_dtype,
-        kv_memory_fraction=settings.kv_memory_fraction,
-        no_evict=settings.scheduler_policy == "guaranteed_no_evict",
-        hybrid_kv_cache=settings.hybrid_kv_cache and settings.role == "aggregated",
-        kv_offloading_size=settings.kv_offloading_size,
-        quantization="" if settings.quantization == "none" else settings.quantization,
-        speculative_model=settings.speculative_model,
-        num_speculative_tokens=settings.num_speculative_tokens,
-        prompt_lookup_min=settings.prompt_lookup_min,
-        prompt_lookup_max=settings.prompt_lookup_max,
-        batch_invariant=settings.batch_invariant,
-        warm=True,
-    )
-    return build(str(path), options, processors=edits, grammars=compiler(path))
+    return build(str(path), _options(settings), processors=edits, grammars=compiler(path))
 
 
 def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
@@ -55,13 +30,17 @@ def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
     wait_passively()
     from penstock.workers.engines.native.build import build_encoder
 
-    options = NativeOptions(
-        block_size=settings.block_size,
-        max_running=settings.max_running,
-        max_model_len=settings.max_model_len,
-        device=settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads,
-        embed_slots=settings.embed_slots,
-    )
-    return build_encoder(str(path), options)
+    return build_encoder(str(path), _options(settings))
+
+
+def _options(settings: WorkerSettings) -> NativeOptions:
+    """Most have the settings' names."""
+    same = {name: getattr(settings, name) for name in NativeOptions.__slots__ if hasattr(settings, name)}
+    changed = {
+        "kv_events": settings.publish_events_and_metrics,
+        "no_evict": settings.scheduler_policy == "guaranteed_no_evict",
+        "hybrid_kv_cache": settings.hybrid_kv_cache and settings.role == "aggregated",
+        "quantization": "" if settings.quantization == "none" else settings.quantization,
+        "warm": True,
+    }
+    return NativeOptions(**same | changed)
