@@ -1,7 +1,4 @@
-"""What a gateway does for both of its APIs: accept requests into the log, follow their answers, find them again.
-
-Submits a request under a key whose earlier request is not in the log. Used by both APIs.
-"""
+"""What a gateway does for both of its APIs: accept requests into the log, follow their answers, find them again."""
 
 import asyncio
 import contextlib
@@ -56,7 +53,6 @@ from penstock.schemas.requests import EMBEDDING, GenerateRequest, Priority
 log = structlog.get_logger("gateway")
 
 T = TypeVar("T")
-
 
 SWEEP_S = 0.25
 ACCEPT_S = 14.0  # longer than an election in a cluster (4 to 9 s) and what follows it; a refusal comes within 15 s
@@ -367,13 +363,12 @@ class Gateway:
 
     def release(self, inflight: InflightRequest) -> None:
         """Stop reading, without cancelling."""
-        no_store = inflight.request.no_store
-        if no_store and self.unstored.holds(inflight):  # what was streamed may have to be put again
+        if inflight.request.no_store and self.unstored.holds(inflight):  # what was streamed may have to be put again
             inflight.cancelling = True
             inflight.cancel_sent = math.inf
         else:
             self._subscriptions.unsubscribe(inflight)
-            if no_store:
+            if inflight.request.no_store:
                 self.unstored.released(inflight)
         self._verdicts.released(inflight)
         if inflight.paid is not None:
