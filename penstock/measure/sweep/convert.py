@@ -1,6 +1,4 @@
-"""``penstock bench convert``: converts results of aiperf or guidellm into our format.
-
-Converts results of aiperf and guidellm into our format, so that all are plotted and compared alike.
+"""``penstock bench convert``: results of aiperf in our format, so that all are plotted and compared alike.
 
 Only the measurements of each request are converted. Figures are computed from them, by our definitions.
 """
@@ -91,70 +89,6 @@ def _aiperf_record(number: int, line: Any, began: int, prompts: Any) -> RequestR
     )
 
 
-def guidellm(file: Path, name: str, gpus: int = 0) -> list[Converted]:
-    """All benchmarks of a report that ``guidellm run --output kind=json`` wrote.
-
-    Raises:
-        NotConvertible: it is no such report, or a benchmark has neither a concurrency nor a rate.
-    """
-    try:
-        report: Any = msgspec.json.decode(file.read_bytes())
-        data = report["config"]["spec"]["data"][0]
-        return [_guidellm_benchmark(each, data, name, gpus) for each in report["benchmarks"]]
-    except OSError as error:
-        raise NotConvertible(f"{error.filename}: {error.strerror}; name the JSON file of guidellm") from None
-    except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
-        raise NotConvertible(f"{file}: not of a form of guidellm that is known ({error!r})") from None
-
-
-def _guidellm_benchmark(benchmark: Any, data: Any, name: str, gpus: int) -> Converted:
-    config = benchmark["config"]
-    backend, strategy = config["backend"], config["strategy"]
-    groups = benchmark["requests"]
-    requests = [(each, "") for each in groups["successful"]]
-    requests += [(each, str((each.get("info") or {}).get("error") or "failed")) for each in groups["errored"]]
-    began = min(float(each["request_start_time"]) for each, _ in requests)
-    lengths = (data.get("prompt_tokens") or 0, data.get("output_tokens") or 0)
-    records = [_guidellm_record(number, *each, began, lengths) for number, each in enumerate(requests)]
-    prompt_stdev, output_stdev = data.get("prompt_tokens_stdev"), data.get("output_tokens_stdev")
-    result = LevelResult(
-        endpoint=name,
-        url=backend["target"],
-        model=backend["model"] or "",
-        api="chat" if "chat" in backend["request_format"] else "completions",
-        level=_level(strategy.get("streams"), strategy.get("rate"), len(records)),
-        workload=_workload(
-            {"mean": lengths[0], "stddev": prompt_stdev or 0}, {"mean": lengths[1], "stddev": output_stdev or 0}
-        ),
-        seed=0,
-        gpus=gpus,
-        generator="guidellm",
-        stream=bool(backend["stream"]),
-        runs=(LevelRun(number=1, began=str(benchmark["start_time"]), figures=figures(records, gpus)),),
-    )
-    return Converted(result, records)
-
-
-def _guidellm_record(number: int, request: Any, error: str, began: float, lengths: tuple[int, int]) -> RequestRecord:
-    def value(key: str, scale: float = 1.0) -> float:
-        raw = request.get(key)
-        return -1.0 if raw is None else float(raw) * scale
-
-    return RequestRecord(
-        number=number,
-        sent_ms=(float(request["request_start_time"]) - began) * 1e3,
-        latency_ms=value("request_latency", 1e3),
-        ttft_ms=value("time_to_first_token_ms"),
-        itl_ms=value("inter_token_latency_ms"),
-        isl_asked=lengths[0],
-        osl_asked=lengths[1],
-        isl=int(value("prompt_tokens")),
-        osl=int(value("output_tokens")),
-        cached=int(value("cached_tokens")),
-        error=error,
-    )
-
-
 def _level(concurrency: float | None, rate: float | None, requests: int) -> LoadLevel:
     if rate:
         return LoadLevel("rate", float(rate), requests)
@@ -186,24 +120,21 @@ def as_runs(converted: Iterable[Converted]) -> list[tuple[LevelResult, list[Sequ
     return list(levels.values())
 
 
-_TOOLS = {"aiperf": aiperf, "guidellm": guidellm}
-
-
 def run(argv: Sequence[str]) -> int:
     """Write the results. Returns 1 if a file cannot be read."""
     parser = Parser(
         prog="penstock bench convert",
-        description="take over what aiperf or guidellm has measured, for `penstock bench plot` and `compare`",
+        description="take over what aiperf has measured, for `penstock bench plot` and `compare`",
     )
-    parser.add_argument("tool", choices=sorted(_TOOLS), help="which tool's results")
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="--artifact-dir of aiperf, or JSON file of guidellm")
+    parser.add_argument("tool", choices=("aiperf",), help="which tool's results")
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="--artifact-dir of aiperf")
     parser.add_argument("--name", default="", help="of the endpoint; default: the tool's")
     parser.add_argument("--out", metavar="FOLDER", default="bench-results", help="(default: bench-results)")
     parser.add_argument("--gpus", metavar="N", type=int, default=0, help="that the endpoint uses (default: unknown)")
     args = parser.parse_args(argv)
     try:
         name = name_of(f"{args.name or args.tool}=file", "--name")
-        converted = [each for path in args.paths for each in _TOOLS[args.tool](Path(path), name, args.gpus)]
+        converted = [each for path in args.paths for each in aiperf(Path(path), name, args.gpus)]
     except (NotConvertible, BadEndpoint) as error:
         print(f"penstock bench convert: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""Results of aiperf 0.13 and guidellm 0.8, in the form in which they wrote them."""
+"""Results of aiperf 0.13, in the form in which it wrote them."""
 
 import json
 from pathlib import Path
@@ -40,30 +40,6 @@ def aiperf_folder(folder: Path, *latencies_ms: float, concurrency: int = 4) -> P
     return folder
 
 
-def guidellm_file(path: Path) -> Path:
-    request = {
-        "request_start_time": 1795383131.1232438,
-        "request_latency": 0.1627,
-        "time_to_first_token_ms": 55.5,
-        "inter_token_latency_ms": 7.1,
-        "prompt_tokens": 311,
-        "cached_tokens": 0,
-        "output_tokens": 16,
-    }
-    backend = {"target": "http://h:1", "model": "tiny", "request_format": "/v1/chat/completions", "stream": True}
-    benchmarks = [
-        {
-            "config": {"strategy": strategy, "backend": backend},
-            "requests": {"successful": [request] * 3, "errored": [], "incomplete": []},
-            "start_time": 1795383131.1,
-        }
-        for strategy in ({"type_": "concurrent", "streams": 4}, {"type_": "constant", "rate": 2.5})
-    ]
-    data = {"kind": "synthetic_text", "prompt_tokens": 300, "prompt_tokens_stdev": None, "output_tokens": 16}
-    path.write_text(json.dumps({"config": {"spec": {"data": [data]}}, "benchmarks": benchmarks}))
-    return path
-
-
 def test_runs_of_aiperf_become_runs_of_a_level(tmp_path: Path) -> None:
     folders = [aiperf_folder(tmp_path / name, 100.0, 300.0) for name in ("one", "two")]
     assert run(["aiperf", *map(str, folders), "--name", "peer", "--out", str(tmp_path / "out"), "--gpus", "2"]) == 0
@@ -85,22 +61,11 @@ def test_runs_of_aiperf_become_runs_of_a_level(tmp_path: Path) -> None:
     assert load_records(tmp_path / "out/peer/c4", 2)[0].gaps_ms == (1.0, 5.0)
 
 
-def test_each_benchmark_of_guidellm_becomes_a_level(tmp_path: Path) -> None:
-    assert run(["guidellm", str(guidellm_file(tmp_path / "g.json")), "--out", str(tmp_path)]) == 0
-    first, second = (load(tmp_path / "guidellm" / level) for level in ("c4", "r2.5"))
-    assert first is not None
-    assert second is not None
-    assert first.runs[0].figures.ttft_ms is not None
-    assert first.runs[0].figures.ttft_ms.p50 == 55.5
-    assert first.runs[0].figures.gap_ms is None
-
-
-@pytest.mark.parametrize("tool", ["aiperf", "guidellm"])
-def test_other_files_are_refused_by_name(tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([tool, str(tmp_path / "none")]) == 1
+def test_other_files_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["aiperf", str(tmp_path / "none")]) == 1
     assert "none" in capsys.readouterr().err
     (tmp_path / "x").mkdir()
-    for name in ("x/profile_export_aiperf.json", "x/profile_export.jsonl", "x.json"):
+    for name in ("x/profile_export_aiperf.json", "x/profile_export.jsonl"):
         (tmp_path / name).write_text('{"input_config": {}}')
-    assert run([tool, str(tmp_path / ("x" if tool == "aiperf" else "x.json"))]) == 1
-    assert f"not of a form of {tool} that is known" in capsys.readouterr().err
+    assert run(["aiperf", str(tmp_path / "x")]) == 1
+    assert "not of a form of aiperf that is known" in capsys.readouterr().err
