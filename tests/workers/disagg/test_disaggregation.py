@@ -581,7 +581,7 @@ async def test_a_request_cancelled_while_it_waits_for_room_ends_at_once(log: Log
     taken = await full(pair.decode)
     asked = request(PROMPT)
     await send_jobs(log, pair, asked)
-    await eventually(lambda: pair.decode.session._runner._disagg._reserver._waits)
+    await eventually(lambda: [each for each in pair.decode.session._requests.running.values() if each.block_wait])
     began = time.monotonic()
     await pair.decode.session.on_cancel(asked.id, "gone")
     assert (await log.end(asked)).code == Code.cancelled
@@ -597,7 +597,7 @@ async def test_a_session_that_ends_while_a_handoff_waits_for_room_takes_no_block
     taken = await full(pair.decode)
     asked = request(PROMPT)
     await send_jobs(log, pair, asked)
-    await eventually(lambda: pair.decode.session._runner._disagg._reserver._waits)
+    await eventually(lambda: [each for each in pair.decode.session._requests.running.values() if each.block_wait])
     await pair.decode.session.fence()
     pair.decode.loop.call(lambda engine: engine.kv_transfer.release(taken))
     await pair.decode.frees_everything()
