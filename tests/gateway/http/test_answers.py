@@ -12,7 +12,7 @@ from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.guard import ANYONE, CALLER
 from penstock.gateway.admission.queues import unstored
 from penstock.gateway.apis.endpoints import renderer_for
-from penstock.gateway.apis.messages.render import PING, ClientBody
+from penstock.gateway.apis.messages.render import ClientBody, MessageEvents
 from penstock.gateway.apis.responses.bodies import ResponsesRequest
 from penstock.gateway.apis.responses.record import encode_stored
 from penstock.gateway.base.chat_objects import stopping
@@ -30,7 +30,7 @@ STREAMS = [
     (request("chat"), PING_COMMENT),
     (request("text", parsing=None), PING_COMMENT),
     (request("response", encode_stored(ResponsesRequest(input="hi", model="demo"))), PING_COMMENT),
-    (request("message", msgspec.json.encode(ClientBody(100))), PING),
+    (request("message", msgspec.json.encode(ClientBody(100))), MessageEvents.ping),
 ]
 
 
