@@ -1,1 +1,1 @@
-"""``penstock chat``: talk to a model in the terminal."""
+"""``penstock chat`` and ``penstock run``: talk to a model in the terminal."""

@@ -39,16 +39,17 @@ def run(argv: Sequence[str]) -> int:
         "--data-dir", default=os.environ.get("PENSTOCK_DATA_DIR", NatsSettings().data_dir), metavar="FOLDER",
         help="of a running `penstock up` (default: %(default)s)",
     )  # fmt: skip
-    _add_flags(parser)
+    add_chat_flags(parser)
     args = parser.parse_args(argv)
     try:
-        return _talk(args, args.url or deployment_url(Path(args.data_dir)))
+        return talk(args, args.url or deployment_url(Path(args.data_dir)))
     except (ValueError, OSError) as error:
         print(f"penstock chat: {visible(str(error))}", file=sys.stderr)
         return 1
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+def add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    """What ``penstock run`` has too."""
     parser.add_argument("--key", default=os.environ.get("OPENAI_API_KEY", ""), help="API key; default: $OPENAI_API_KEY")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
     parser.add_argument(
@@ -63,7 +64,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--thoughts", action="store_true", help="print what a reasoning model thinks; otherwise it is folded"
     )
     parser.add_argument("--continue", dest="go_on", action="store_true", help="go on with the last conversation")
-    parser.add_argument("--model", default="", help="one of those that are served; default: the first")
+    if not any(action.dest == "model" for action in parser._actions):
+        parser.add_argument("--model", default="", help="one of those that are served; default: the first")
 
 
 def deployment_url(data_dir: Path) -> str:
@@ -80,7 +82,7 @@ def deployment_url(data_dir: Path) -> str:
         ) from error
 
 
-def _talk(args: argparse.Namespace, url: str) -> int:
+def talk(args: argparse.Namespace, url: str) -> int:
     """Ask the question, or hold a conversation; the exit status.
 
     Raises:

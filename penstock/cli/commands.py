@@ -21,6 +21,7 @@ ARGV = "argv"  # instead of settings: the function is called with the arguments 
 SOURCE_TREE_ONLY = "tests"  # tools of who develops Penstock, which are not installed
 START_OBJECTS = 50_000  # new ones between two garbage collections while a command starts
 INTERRUPTED = 130
+SILENT = ("completion", "version")  # commands that log nothing
 # Of files that a user names: they are no fault of the program, so no traceback helps.
 OF_FILES = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENOSPC, errno.EDQUOT}
@@ -29,11 +30,15 @@ NOTHING = ""  # it is called with nothing and reads sys.argv
 
 
 class Command(NamedTuple):
-    """A sub-command: where its function is, and the Struct of the settings it is called with."""
+    """A sub-command: where its function is, and the Struct of the settings it is called with.
+
+    ``choices``: what its first argument may be, for completion.
+    """
 
     about: str
     run: str  # module:function -> exit status
     settings: str = ARGV
+    choices: tuple[str, ...] = ()
 
 
 COMMANDS = {
@@ -53,14 +58,17 @@ COMMANDS = {
     "tenants": Command(
         "manage tenants of the NATS API: add, list, rotate, remove, restore, conf",
         "penstock.operate.tenants:run",
+        choices=("add", "list", "rotate", "remove", "restore", "conf"),
     ),
     "passwords": Command(
         "change passwords of the broker's users without a gap: list, rotate, retire",
         "penstock.operate.passwords:run",
+        choices=("list", "rotate", "retire"),
     ),
     "keys": Command(
         "manage API keys of the HTTP API: create, list, show, set, revoke, export, import",
         "penstock.operate.keys:run",
+        choices=("create", "list", "show", "set", "revoke", "export", "import"),
     ),
     "gateway": Command("run a gateway (OpenAI API)", "penstock.gateway.main:run", "GatewaySettings"),
     "router": Command("run a router", "penstock.router.main:run", "RouterSettings"),
@@ -71,6 +79,7 @@ COMMANDS = {
         "penstock.workers.metrics.multiprocess:RankMetricsSettings",
     ),
     "chat": Command("talk to a model in the terminal", "penstock.chat.command:run"),
+    "run": Command("serve a model for one conversation: start, answer, stop", "penstock.chat.run_command:run"),
     "requests": Command("list and search requests, running and ended", "penstock.log.requests.list_requests:run"),
     "tail": Command("print the last messages of the log, decoded", "penstock.log.requests.tail:run"),
     "inspect": Command("show everything that happened to a request, and why", "penstock.log.requests.inspect:run"),
@@ -99,6 +108,7 @@ COMMANDS = {
     "dead": Command(
         "list, show and retry requests that lost their worker in every attempt",
         "penstock.operate.dead:run",
+        choices=("list", "show", "retry"),
     ),
     "audit": Command("list who changed what, or read what of others", "penstock.operate.audit:run"),
     "forget": Command("delete ended requests from the log", "penstock.operate.forget:run"),
@@ -116,6 +126,7 @@ COMMANDS = {
     "systemd": Command(
         "print units of systemd for processes on several machines",
         "penstock.deploy.systemd:run",
+        choices=("router", "gateway", "worker", "nats", "env"),
     ),
     "monitoring": Command("write Prometheus and Grafana files for a deployment", "penstock.deploy.monitoring:run"),
     "bench http": Command(
@@ -133,8 +144,9 @@ COMMANDS = {
         "compare measured deployments by throughput per GPU and by cost", "penstock.measure.pareto.command:run"
     ),
     "bench convert": Command(
-        "take over results of aiperf",
+        "take over results of aiperf or guidellm",
         "penstock.measure.sweep.convert:run",
+        choices=("aiperf", "guidellm"),
     ),
     "bench compare": Command(
         "say which of two sweeps is faster, and how sure that is", "penstock.measure.sweep.compare:run"
@@ -162,6 +174,7 @@ COMMANDS = {
     "slurm": Command(
         "measure deployments on a Slurm cluster: submit, status, collect, cancel",
         "penstock.measure.slurm.command:run",
+        choices=("cancel", "collect", "status", "submit"),
     ),
     "slurm layout": Command(
         "within a job: show on which nodes and GPUs its workers run", "penstock.measure.slurm.script:run"
@@ -196,13 +209,18 @@ COMMANDS = {
         "tests.demo_model.evaluate:run",
         "tests.demo_model.evaluate:Settings",
     ),
+    "completion": Command(
+        "print a completion script for bash, zsh or fish",
+        "penstock.cli.completion:run",
+        choices=("bash", "fish", "zsh"),
+    ),
     "version": Command("print the versions of penstock and its dependencies", "penstock.cli.commands:version"),
 }
 
 
 # How ``penstock --help`` groups the commands, by their first words.
 SECTIONS = {
-    "Talk": ("chat",),
+    "Talk": ("chat", "run"),
     "Run": (
         *("up", "nats", "gateway", "router", "worker", "rank-metrics"),
         *("recipe", "kubernetes", "systemd", "monitoring"),
@@ -223,7 +241,7 @@ SECTIONS = {
     "Run again": ("export", "import", "replay", "whatif", "dead"),
     "Operate": ("plan", "drain", "restart", "streams", "tenants", "keys", "passwords", "audit", "forget"),
     "Measure": ("bench", "slurm", "profile", "eval"),
-    "Other": ("version",),
+    "Other": ("completion", "version"),
 }
 
 
@@ -281,7 +299,7 @@ def _run(args: list[str]) -> int:
         print(f"penstock: {no_command(args)}", file=sys.stderr)
         return 2
     command = COMMANDS[name]
-    if name != "version":  # which logs nothing
+    if name not in SILENT:
         import_structlog()
     run = load(command.run)
     if command.settings == ARGV:

@@ -132,8 +132,10 @@ def test_the_first_of_two_words_lists_the_second(
 UNUSABLE: list[tuple[list[str], int, str]] = [
     (["quux"], 2, "penstock: no command 'quux' (see `penstock --help`)"),
     (["inspect"], 2, "penstock inspect: missing: ID"),
+    (["run"], 2, "penstock run: missing: model\n"),
     (["keys"], 2, "penstock keys: missing: one of create, list, show, set, revoke"),
     (["dead", "show", "x", "--data-dir", "/nonexistent"], 1, "penstock dead show: no deployment in"),
+    (["completion", "csh"], 2, "penstock completion: 'csh' is not one of bash, fish, zsh"),
     (
         ["tenants", "ad", "x"],
         2,
