@@ -27,7 +27,7 @@ EMBED = "embed"  # the role that makes vectors of texts
 APART = frozenset({DIFFUSION, EMBED})  # roles that generate no tokens; their models need no gateway's tokenizer
 
 
-class State(enum.StrEnum):
+class WorkerState(enum.StrEnum):
     ready = "ready"
     draining = "draining"
 
@@ -93,7 +93,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     total_blocks: int  # of each rank
     slots: int  # sequences it runs at once, on each rank
     max_model_len: int  # prompt + output, tokens
-    state: State = State.ready
+    state: WorkerState = WorkerState.ready
     aliases: tuple[str, ...] = ()
     revision: str = ""  # of weights and configuration; the root of block names
     kv_events: bool = True
@@ -178,6 +178,6 @@ def revisions(workers: Iterable[Registration], tokenizer: str) -> Revisions:
         workers: of one model.
         tokenizer: digest of the tokenizer that made the prompts; "": unknown.
     """
-    ready = [w for w in workers if w.state is State.ready and w.role not in NO_TOKENS and reads(w, tokenizer)]
+    ready = [w for w in workers if w.state is WorkerState.ready and w.role not in NO_TOKENS and reads(w, tokenizer)]
     first = min(ready, key=lambda worker: (worker.epoch, worker.worker), default=None)
     return Revisions(first.revision if first is not None else None, frozenset(w.revision for w in ready))

@@ -18,7 +18,7 @@ import tests.generated.wire
 from penstock.configs import settings
 from penstock.deploy.monitoring import flag
 from penstock.deploy.values import Thresholds
-from penstock.gateway.apis.images import PATHS
+from penstock.gateway.apis.images import IMAGE_PATHS
 from penstock.schemas.errors import Code
 from tests import docs_words
 
@@ -281,7 +281,9 @@ def test_the_http_page_has_every_error_with_its_status() -> None:
 
 def test_the_http_page_has_every_endpoint() -> None:
     text = (ROOT / "gateway" / "http" / "app.py").read_text(encoding="utf-8")
-    paths = {path.replace(":path}", "}") for path in re.findall(r'"(/[a-z][\w./{}:-]*)"', text)} | set(PATHS.values())
+    paths = {path.replace(":path}", "}") for path in re.findall(r'"(/[a-z][\w./{}:-]*)"', text)} | set(
+        IMAGE_PATHS.values()
+    )
     page = (DOCS / "http.md").read_text(encoding="utf-8")
     assert len(paths) > 10
     assert {path for path in paths if f" {path}`" not in page} == set()

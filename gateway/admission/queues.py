@@ -190,7 +190,6 @@ class QueueMonitor:
         has_routers: some router takes requests; as of the last poll.
         lacks_consumer: of this stream routers' consumers are missing; "": none is.
         hurried: poll more often, since work waits for the next place.
-        sharded: routers read shards of REQUESTS; not so until ``penstock streams apply`` of this release.
     """
 
     def __init__(

@@ -125,7 +125,7 @@ def _inputs(given: str | list[str | int | list[int]]) -> Inputs:
     return Inputs(texts, tokens)
 
 
-PATH = "/v1/embeddings"
+EMBEDDINGS_PATH = "/v1/embeddings"
 _DOCUMENT = ("document", "passage", "corpus")
 # What clients call the kinds of texts, and the prompts that sentence-transformers has for them.
 _KINDS = {"query": ("query",), "search_query": ("query",)} | dict.fromkeys(("search_document", *_DOCUMENT), _DOCUMENT)

@@ -234,7 +234,7 @@ def _limited(value: int, limit: int, field: str) -> int:
 
 IMAGE = "image"  # values of GenerateRequest.endpoint
 VIDEO = "video"
-PATHS = {IMAGE: "/v1/images/generations", VIDEO: "/v1/videos/generations"}
+IMAGE_PATHS = {IMAGE: "/v1/images/generations", VIDEO: "/v1/videos/generations"}
 
 
 def prepare_images(
@@ -293,7 +293,7 @@ def _find_model(name: str | None, kind: str, models: Mapping[str, Diffuser]) -> 
             param="model",
         )
     if model.kind != kind:
-        raise invalid("model", f"model {name[:200]!r} generates {model.kind}s; use POST {PATHS[model.kind]}")
+        raise invalid("model", f"model {name[:200]!r} generates {model.kind}s; use POST {IMAGE_PATHS[model.kind]}")
     return name, model
 
 

@@ -2,10 +2,30 @@
 
 from penstock.gateway.base.chat_objects import UsageBody
 from penstock.infra.metrics.scope import MetricScope
-from penstock.schemas.streams import LONGEST_DEADLINE_S as LONGEST
+from penstock.schemas.streams import LONGEST_DEADLINE_S
 
-TTFT_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5, 10, 30, 60, 300, 600, LONGEST)
-E2E_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 3, 5, 10, 30, 60, 120, 300, 600, 1800, LONGEST)
+TTFT_BUCKETS = (
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1,
+    1.5,
+    2,
+    3,
+    5,
+    10,
+    30,
+    60,
+    300,
+    600,
+    LONGEST_DEADLINE_S,
+)
+E2E_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 3, 5, 10, 30, 60, 120, 300, 600, 1800, LONGEST_DEADLINE_S)
 ITL_BUCKETS = (
     0.001,
     0.002,
@@ -27,7 +47,7 @@ ITL_BUCKETS = (
     5,
     60,
     600,
-    LONGEST,
+    LONGEST_DEADLINE_S,
 )
 TOKEN_BUCKETS = (
     1,

@@ -32,10 +32,9 @@ from starlette.routing import Route
 
 from penstock.gateway.access.guard import ANYONE, CALLER, Caller, audited, caller_of
 from penstock.gateway.apis.chat.tokenization import detokenize, tokenize
-from penstock.gateway.apis.embeddings import PATH as EMBEDDINGS
-from penstock.gateway.apis.images import PATHS
-from penstock.gateway.apis.messages.objects import message_error
-from penstock.gateway.apis.messages.objects import status_of as messages_status_of
+from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH
+from penstock.gateway.apis.images import IMAGE_PATHS
+from penstock.gateway.apis.messages.objects import message_error, messages_status
 from penstock.gateway.apis.messages.prepare import count_message
 from penstock.gateway.base.chat_objects import CancelResponse, error_body, stopping
 from penstock.gateway.base.request_bodies import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
@@ -158,7 +157,7 @@ async def send_message_error(send: Send, error: ServingError, request_id: str = 
         headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
     name = (request_id or new_request_id()).encode()
     headers += [(REQUEST_ID, name), (b"request-id", name)]
-    await send({"type": "http.response.start", "status": messages_status_of(error.code), "headers": headers})
+    await send({"type": "http.response.start", "status": messages_status(error.code), "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
@@ -264,10 +263,10 @@ def _answering(gateway: Gateway) -> dict[str, App]:
         "/v1/responses/input_tokens": Computed(gateway, gateway.input_tokens),
         "/v1/messages": Generations(gateway, MESSAGE, answer_text, send_message_error),
         "/v1/messages/count_tokens": Computed(gateway, partial(gateway.compute, count_message), send_message_error),
-        EMBEDDINGS: Generations(gateway, EMBEDDING, answer_text),
+        EMBEDDINGS_PATH: Generations(gateway, EMBEDDING, answer_text),
         "/tokenize": Computed(gateway, partial(gateway.compute, tokenize)),
         "/detokenize": Computed(gateway, partial(gateway.compute, detokenize)),
-        **{path: Generations(gateway, kind, answer_images) for kind, path in PATHS.items()},
+        **{path: Generations(gateway, kind, answer_images) for kind, path in IMAGE_PATHS.items()},
     }
 
 

@@ -22,8 +22,8 @@ import structlog
 
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.guard import ANYONE, Caller
-from penstock.gateway.apis.embeddings import PATH as EMBEDDINGS
-from penstock.gateway.apis.images import PATHS as IMAGE_PATHS
+from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH
+from penstock.gateway.apis.images import IMAGE_PATHS
 from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.base.request_bodies import BOM, PrepareContext, decode_body, model_missing, model_not_found
 from penstock.gateway.service.model_store import ModelStore, Source
@@ -36,7 +36,7 @@ from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import requests
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import APART, DIFFUSION, EMBED, NO_TOKENS, Registration, State, reads
+from penstock.schemas.fleet import APART, DIFFUSION, EMBED, NO_TOKENS, Registration, WorkerState, reads
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import token
 
@@ -81,12 +81,12 @@ class RoleModels(Generic[T]):
 
     def counts(self) -> Counter[str]:
         """Workers that take requests, by each name of their models."""
-        workers = (each for each in self._workers.values() if each.state is State.ready)
+        workers = (each for each in self._workers.values() if each.state is WorkerState.ready)
         return Counter(name for each in workers for name in _names(each))
 
     def ready(self) -> dict[str, T]:
         """Models with a worker that takes requests, sorted by name."""
-        workers = [each for each in self._workers.values() if each.state is State.ready]
+        workers = [each for each in self._workers.values() if each.state is WorkerState.ready]
         names = sorted({name for registration in workers for name in _names(registration)})
         return {name: self._known[name] for name in names if name in self._known}
 
@@ -295,7 +295,7 @@ class FleetView:
     def elsewhere(self) -> dict[str, str]:
         """Models that generate no text, and the path to ask them at."""
         images = {name: IMAGE_PATHS[model.kind] for name, model in self.diffusion_models.known.items()}
-        return images | dict.fromkeys(self.embedding_models.known, EMBEDDINGS)
+        return images | dict.fromkeys(self.embedding_models.known, EMBEDDINGS_PATH)
 
     async def detokenizer(self, request: GenerateRequest) -> Detokenizer | None:
         """What makes text of a request's tokens; None: its answer has none.
@@ -362,7 +362,7 @@ class FleetView:
 
     def _reason(self, member: RegisteredWorker, used: set[str]) -> str:
         worker = member.registration
-        if worker.state is not State.ready:
+        if worker.state is not WorkerState.ready:
             return f"it is {worker.state.value}"
         if worker.role in APART:
             return ""

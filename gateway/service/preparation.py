@@ -26,10 +26,10 @@ from penstock.gateway.apis.chat.prepare_chat import (
 )
 from penstock.gateway.apis.embeddings import MAX_VALUES, prepare_embedding
 from penstock.gateway.apis.endpoints import check_options
-from penstock.gateway.apis.images import PATHS, prepare_images
+from penstock.gateway.apis.images import IMAGE_PATHS, prepare_images
 from penstock.gateway.apis.messages import prepare as anthropic_chat
 from penstock.gateway.apis.messages.prepare import prepare_message
-from penstock.gateway.apis.responses import chat as responses_api_chat
+from penstock.gateway.apis.responses import chat
 from penstock.gateway.apis.responses.bodies import parse_compaction, parse_response
 from penstock.gateway.apis.responses.prepare import count_prompt_of, encode_kept, prepare_response, with_body
 from penstock.gateway.apis.responses.record import encode_stored
@@ -130,7 +130,7 @@ FEW_VALUES = 65_536  # in a body; so many are decoded in 3 ms
 PRIVATE_S = 120.0  # for all media of a request with no_store: routers erase what nobody asked for later than that
 COUNT_BYTES = 1 << 18  # searched for commas at once
 
-_NAMES = {RESPONSE: responses_api_chat.NAMES, MESSAGE: anthropic_chat.NAMES}  # of a chat's fields, for errors
+_NAMES = {RESPONSE: chat.NAMES, MESSAGE: anthropic_chat.NAMES}  # of a chat's fields, for errors
 
 
 class RequestPreparer:
@@ -177,7 +177,7 @@ class RequestPreparer:
         request_id = new_request_id(now_ns, cell=self._settings.cell)
         if self._settings.strict_options:
             await self.run_for(body, check_options, endpoint, body, tenant=caller.tenant)
-        if endpoint in PATHS:
+        if endpoint in IMAGE_PATHS:
             models = {name: each for name, each in self._fleet.diffusion_models.known.items() if caller.may_name(name)}
             prepared = await self.run_for(
                 body,

@@ -21,7 +21,7 @@ from penstock.gateway.admission.idempotency import Claim, reclaim
 from penstock.gateway.admission.queues import QUIET_S, QueueMonitor, StoreCheck, unstored
 from penstock.gateway.admission.storage import MemoryCheck, Retention
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
-from penstock.gateway.apis.images import PATHS
+from penstock.gateway.apis.images import IMAGE_PATHS
 from penstock.gateway.apis.responses.objects import InputTokens
 from penstock.gateway.base.chat_objects import stopping
 from penstock.gateway.base.metrics import GatewayMetrics
@@ -241,7 +241,7 @@ class Gateway:
         try:
             return await self._preparer.prepare(endpoint, body, no_store=no_store, caller=caller)
         except ServingError as error:
-            apart = endpoint in (EMBEDDING, *PATHS)
+            apart = endpoint in (EMBEDDING, *IMAGE_PATHS)
             if error.code is Code.model_not_found and (apart or self.fleet.learns):
                 named = await self.run_for(body, named_in, body)
                 if named and caller.may_name(named):

@@ -20,7 +20,7 @@ from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.parsers.families import TABLE, reasoning_parser, tool_call_parser
 from penstock.infra.text.parsers.registry import ParserNames, agreed_parsers
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import AUTO, NO_TOKENS, Registration, State, reads, revisions
+from penstock.schemas.fleet import AUTO, NO_TOKENS, Registration, WorkerState, reads, revisions
 
 log = structlog.get_logger("gateway")
 
@@ -41,7 +41,7 @@ class WorkerSelection(NamedTuple):
 
 def lacking(workers: Iterable[Registration]) -> str:
     """The role of the worker that workers of pairs need to run requests; "": some run them, or none is ready."""
-    ready = [each for each in workers if each.state is State.ready and each.role not in NO_TOKENS]
+    ready = [each for each in workers if each.state is WorkerState.ready and each.role not in NO_TOKENS]
     alone = {each.role for each in ready if each.pair_only}
     if len(alone) != 1 or not all(each.pair_only for each in ready):
         return ""
@@ -257,14 +257,14 @@ class TextModel:
         known = [each for each in self.workers.values() if each.source and each.role not in NO_TOKENS]
 
         def order(each: Registration) -> tuple[bool, bool, int, str]:
-            return each.state is not State.ready, each.model != self.name, each.epoch, each.worker
+            return each.state is not WorkerState.ready, each.model != self.name, each.epoch, each.worker
 
         first = min(known, key=order, default=None)
         if first is None:
             return None
         now = self._source
         if now is not None and any(each.tokenizer == now.tokenizer and each.source == now.folder for each in known):
-            ready = {each.tokenizer for each in known if each.state is State.ready}
+            ready = {each.tokenizer for each in known if each.state is WorkerState.ready}
             if not ready or now.tokenizer in ready:
                 return now  # it is in memory, and as good
         return Source(self.name, first.source, first.tokenizer, first.host)

@@ -9,11 +9,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from penstock.infra.broker.roles import ROLES, SECOND, Login, Permissions, account, exports, permissions, role_of
+from penstock.infra.broker.roles import BROKER_ROLES, SECOND, Login, Permissions, account, exports, permissions, role_of
 from penstock.schemas.streams import MAX_PAYLOAD
 from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
 
-USERS = tuple(f"{role}{second}" for role in (*ROLES, "sys") for second in ("", SECOND))
+USERS = tuple(f"{role}{second}" for role in (*BROKER_ROLES, "sys") for second in ("", SECOND))
 
 ROUTE, ROUTE_BEFORE = "route", "route_before"  # keys of secrets.json, once ``sys`` or ``route`` was changed
 

@@ -95,7 +95,7 @@ def _user(login: Login, s: Subjects) -> str:
 """
 
 
-ROLES = ("gateway", "router", "worker", "client", "viewer", "reader", "planner", "keys", "operator")
+BROKER_ROLES = ("gateway", "router", "worker", "client", "viewer", "reader", "planner", "keys", "operator")
 ADVISORIES = "$JS.EVENT.ADVISORY.API"
 WHO = "$SYS.REQ.USER.INFO"  # the broker's answer is about the one who asks
 # Each role has two users with the same rights, and each tenant: one can get a new password while the other is in use.
@@ -418,7 +418,7 @@ def _stores(bucket: str) -> Right:
 def table(s: Subjects) -> str:
     """What docs/roles.md shows."""
     lines = ["| role | to | may publish | may subscribe |", "|---|---|---|---|"]
-    for role in ROLES:
+    for role in BROKER_ROLES:
         for right in rights(role, s) or (Right("administer: everything in the pipeline's account", (">",), (">",)),):
             publish, subscribe = (" ".join(f"`{name}`" for name in names) for names in (right.publish, right.subscribe))
             lines.append(f"| {role} | {right.why} | {publish or '–'} | {subscribe or '–'} |")

@@ -24,8 +24,7 @@ from pathlib import Path
 from penstock.configs.settings import Durability
 from penstock.infra.broker.config import USERS, Cluster, ServerConfig, render
 from penstock.infra.broker.datadir import Lock, load_secrets, write_private
-from penstock.infra.broker.tenants import INCLUDE, user_in_use, write_passwords
-from penstock.infra.broker.tenants import PASSWORDS_INCLUDE as PASSWORDS
+from penstock.infra.broker.tenants import INCLUDE, PASSWORDS_INCLUDE, user_in_use, write_passwords
 from penstock.infra.process.child import die_with_parent
 from penstock.infra.process.scheduling import lax_timers
 from penstock.infra.process.sockets import CannotListen, bind, check_free
@@ -252,7 +251,7 @@ class EmbeddedNats:
                 sync_always=self._durability == "power",
                 cluster=self._cluster,
                 tenants_file=INCLUDE,
-                passwords_file=PASSWORDS,
+                passwords_file=PASSWORDS_INCLUDE,
             )
         )
 

@@ -2,16 +2,14 @@
 
 Not a FastStream subscriber: that takes batches behind a barrier, spins when the connection closes, and idles for
 seconds after the broker restarts. Here the caller reports its room, requests are renewed before they expire and at
-once after a reconnect, and a lost request is noticed by its missing heartbeat. ``pull_window`` decides, this sends.
-
-The inbox of one generation of pull requests. What Penstock needs of nats-py's private parts is here.
-
-Messages requested from a pull consumer and not yet received. Pure: time is an argument.
+once after a reconnect, and a lost request is noticed by its missing heartbeat. ``PullWindow`` decides (pure: time is an
+argument), ``Puller`` sends, and ``PullSubscription`` is the inbox of one generation of requests, which needs nats-py's
+private parts.
 
 Requests are counted in generations. After a reconnect, or when the server has been silent for too long, the requests
 made before no longer count. A message of an earlier generation is taken nevertheless, but not counted in this one.
 
-Makes a shared consumer again that was deleted on the broker: without it, its stream would never be read.
+A shared consumer that was deleted on the broker is made again: without it, its stream would never be read.
 """
 
 import asyncio

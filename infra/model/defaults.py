@@ -183,7 +183,9 @@ class Length(NamedTuple):
 NO_LENGTH = Length(0, 0, "")
 
 
-def length(config: Mapping[str, Any], tokenizer: Mapping[str, Any] = {}, *, file: str = "config.json") -> Length:
+def context_length(
+    config: Mapping[str, Any], tokenizer: Mapping[str, Any] = {}, *, file: str = "config.json"
+) -> Length:
     """
     Args:
         config: of config.json.

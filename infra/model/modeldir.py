@@ -11,13 +11,18 @@ from tokenizers import Tokenizer
 
 from penstock import configs
 from penstock.infra.model import defaults as generation_defaults
-from penstock.infra.model import defaults as lengths
 from penstock.infra.model import text_files
-from penstock.infra.model import weight_files as mistral_format
 from penstock.infra.model.defaults import BadDefaults, GenerationDefaults, Length
 from penstock.infra.model.image_tiles import BadTiles, Tiles, tiles_of
 from penstock.infra.model.text_files import UnreadableTemplate, special_tokens, template_sources, token_text
-from penstock.infra.model.weight_files import is_pointer, weight_files
+from penstock.infra.model.weight_files import (
+    MISTRAL_PARAMS,
+    is_mistral_format,
+    is_pointer,
+    mistral_configuration,
+    mistral_length,
+    weight_files,
+)
 from penstock.infra.text.chat_template import ChatTemplate, TemplateError
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.infra.text.encoder import PlainText, TextEncoder
@@ -97,7 +102,7 @@ class ModelDir:
     vision: Vision | None = None
     no_vision: str = ""
     tokenizer_digest: str = ""
-    length: Length = lengths.NO_LENGTH
+    length: Length = generation_defaults.NO_LENGTH
     defaults: GenerationDefaults = generation_defaults.NO_DEFAULTS
     added_tokens: Mapping[str, int] = field(default_factory=dict)
 
@@ -162,13 +167,13 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
     Raises:
         ModelError: a file is missing or malformed, or the chat template cannot be used.
     """
-    own = mistral_format.is_own(path)
-    params = _json(path / mistral_format.PARAMS) if own else {}
-    config = mistral_format.configuration(params) if own else _json(path / "config.json", needed=True)
+    own = is_mistral_format(path)
+    params = _json(path / MISTRAL_PARAMS) if own else {}
+    config = mistral_configuration(params) if own else _json(path / "config.json", needed=True)
     generation = _json(path / "generation_config.json")
     special = {**text_files.named(path), **_json(path / "tokenizer_config.json")}
     tokenizer = load_tokenizer(path)
-    length = mistral_format.length(params) if own else lengths.length(config, special)
+    length = mistral_length(params) if own else generation_defaults.context_length(config, special)
     try:
         defaults = generation_defaults.defaults(generation)
         ends = _eos(config, generation, special, tokenizer)
@@ -229,7 +234,7 @@ def revision(path: Path) -> str:
     if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
         return real.name
     digest = blake3()
-    for part in (*_DECIDING, *([mistral_format.PARAMS] if mistral_format.is_own(path) else [])):
+    for part in (*_DECIDING, *([MISTRAL_PARAMS] if is_mistral_format(path) else [])):
         data = (path / part).read_bytes() if (path / part).is_file() else b""
         digest.update(len(data).to_bytes(8, "little") + data)
     tokenizer = text_files.file_of(path)

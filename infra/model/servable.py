@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.infra.model import weight_files as mistral_format
 from penstock.infra.model.defaults import ROPE_TYPES, rope_type, ropes
-from penstock.infra.model.weight_files import elsewhere, is_pointer, weight_files
+from penstock.infra.model.weight_files import elsewhere, is_mistral_format, is_pointer, mistral_problem, weight_files
 
 _HEADER = 1 << 28  # the most that is read of one
 _READERS = "--engine vllm or sglang"
@@ -90,8 +89,8 @@ def quantization(path: Path) -> Quantization | None:
 
 
 def _native(path: Path, config: Mapping[str, Any], files: list[Path]) -> str:
-    if mistral_format.is_own(path):
-        return mistral_format.problem(path)
+    if is_mistral_format(path):
+        return mistral_problem(path)
     if all(file.suffix == ".gguf" for file in files):
         return f"{path} has GGUF weights only, which --engine native does not read; use the folder with *.safetensors"
     stored = quantization(path)

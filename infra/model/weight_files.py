@@ -62,7 +62,7 @@ def _index(path: Path) -> _Index:
         return _Index()
 
 
-PARAMS = "params.json"
+MISTRAL_PARAMS = "params.json"
 WEIGHTS = "consolidated*.safetensors"
 _LENGTH = 128_000  # that vLLM takes where params.json names none
 _NAMES: Mapping[str, str] = {
@@ -129,9 +129,9 @@ class Tensor(NamedTuple):
     heads: int = 0
 
 
-def is_own(path: Path) -> bool:
+def is_mistral_format(path: Path) -> bool:
     """Whether a folder is in this format alone."""
-    return (path / PARAMS).is_file() and not (path / "config.json").is_file()
+    return (path / MISTRAL_PARAMS).is_file() and not (path / "config.json").is_file()
 
 
 def mistral_weight_files(path: Path) -> list[Path]:
@@ -144,12 +144,12 @@ def read(path: Path) -> dict[str, Any]:
         BadParams: it cannot be read.
     """
     try:
-        return msgspec.json.decode((path / PARAMS).read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode((path / MISTRAL_PARAMS).read_bytes(), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
-        raise BadParams(f"{path / PARAMS} cannot be read: {error}") from error
+        raise BadParams(f"{path / MISTRAL_PARAMS} cannot be read: {error}") from error
 
 
-def configuration(params: Mapping[str, Any]) -> dict[str, Any]:
+def mistral_configuration(params: Mapping[str, Any]) -> dict[str, Any]:
     """What config.json would have, of any params.json: also of models that only other engines compute."""
     config: dict[str, Any] = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     config |= {theirs: params[ours] for ours, theirs in _NAMES.items() if params.get(ours) is not None}
@@ -166,16 +166,16 @@ def configuration(params: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def length(params: Mapping[str, Any]) -> defaults.Length:
-    found = defaults.length(configuration(params), file=PARAMS)
+def mistral_length(params: Mapping[str, Any]) -> defaults.Length:
+    found = defaults.context_length(mistral_configuration(params), file=MISTRAL_PARAMS)
     if _named_length(params):
         return found
-    return found._replace(source=f"the default of Mistral's own format; {PARAMS} names none")
+    return found._replace(source=f"the default of Mistral's own format; {MISTRAL_PARAMS} names none")
 
 
-def problem(path: Path) -> str:
+def mistral_problem(path: Path) -> str:
     """Why the native engine cannot load a folder of this format, in one line; "": it can, as far as it tells."""
-    file = path / PARAMS
+    file = path / MISTRAL_PARAMS
     try:
         params = read(path)
         unknown = [key for key, value in params.items() if not _known(key, value)]
@@ -199,7 +199,7 @@ def problem(path: Path) -> str:
             "the first must be a multiple of the second, and the third even"
         )
     if not mistral_weight_files(path):
-        return f"{path} has no {WEIGHTS}, which belong to its {PARAMS}; download the whole folder"
+        return f"{path} has no {WEIGHTS}, which belong to its {MISTRAL_PARAMS}; download the whole folder"
     return ""
 
 
@@ -210,7 +210,7 @@ def tensors(config: Mapping[str, Any]) -> dict[str, Tensor]:
     i + head_dim / 2. So rows of a tensor with ``heads`` move within each head: the even ones come first, then the odd.
 
     Args:
-        config: of ``configuration``, of a folder without ``problem``.
+        config: of ``mistral_configuration``, of a folder without ``mistral_problem``.
     """
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]

@@ -170,11 +170,11 @@ def _pool(engine: str, member: RecipeEntry | None, text: str) -> Tree:
 def to_yaml(wanted: KubernetesSpec, values: Tree) -> str:
     """The values as a file, below the commands that use it."""
     body = yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=1000)
-    comments = "".join(f"#   {line}\n" for line in commands(wanted, values))
+    comments = "".join(f"#   {line}\n" for line in helm_commands(wanted, values))
     return f"# Values for the Helm chart of Penstock. Save them as values.yaml, and then:\n{comments}{body}"
 
 
-def commands(wanted: KubernetesSpec, values: Tree, file: str = "values.yaml") -> list[str]:
+def helm_commands(wanted: KubernetesSpec, values: Tree, file: str = "values.yaml") -> list[str]:
     """The command lines from the values to a deployment.
 
     Args:

@@ -15,7 +15,7 @@ from penstock.configs.flags import BadFlags, Parser, read
 from penstock.configs.settings import Common, GatewaySettings, RouterSettings, WorkerSettings, about
 from penstock.infra.broker.config import USERS
 from penstock.infra.broker.datadir import load_secrets
-from penstock.infra.broker.roles import ROLES as BROKER_ROLES
+from penstock.infra.broker.roles import BROKER_ROLES
 from penstock.infra.broker.tenants import user_in_use
 from penstock.launch.nats import CLIENTS_PORT, ROUTES_PORT
 from penstock.schemas.control import DRAINED

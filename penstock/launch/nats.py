@@ -20,7 +20,7 @@ from penstock.infra.broker.config import LAME_DUCK_S, USERS, Cluster, ServerConf
 from penstock.infra.broker.datadir import DataDirBusy, DataDirUnusable, load_secrets, prepare
 from penstock.infra.broker.disk import DiskWatch
 from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.infra.broker.roles import ROLES
+from penstock.infra.broker.roles import BROKER_ROLES
 from penstock.infra.broker.server import MINIMUM, EmbeddedNats, NoServerBinary, ServerFailed, dotted
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.client import BusClient
@@ -73,7 +73,8 @@ def print_config(settings: NatsSettings) -> int:
         print(f"penstock nats: {error}", file=sys.stderr)
         return USAGE
     print(
-        f"passwords of {', '.join(ROLES)} and sys, two users each: {data_dir / 'secrets.json'}{made}", file=sys.stderr
+        f"passwords of {', '.join(BROKER_ROLES)} and sys, two users each: {data_dir / 'secrets.json'}{made}",
+        file=sys.stderr,
     )
     return 0
 
@@ -153,7 +154,7 @@ async def _serve(settings: NatsSettings) -> int:
             url, size = broker.url("operator"), settings.store_size
             await apply_at(url, broker.subjects, record=settings.record, store_size=size)
             print(f"nats-server on {settings.nats_host}:{broker.port}; log: {broker.log_path}")
-            print(f"passwords of {', '.join(ROLES)} and sys: {broker.data_dir / 'secrets.json'}")
+            print(f"passwords of {', '.join(BROKER_ROLES)} and sys: {broker.data_dir / 'secrets.json'}")
             async with DiskWatch(broker):
                 await stop.asked.wait()
         finally:

@@ -9,9 +9,8 @@ import msgspec
 
 from penstock.cli.terminal import escape, print_hanging, stdout
 from penstock.configs.flags import Parser
-from penstock.infra.model import defaults as lengths
 from penstock.infra.model import modeldir, servable
-from penstock.infra.model.defaults import BadDefaults, defaults
+from penstock.infra.model.defaults import BadDefaults, context_length, defaults
 from penstock.infra.model.embedding_model import describe, makes_vectors
 from penstock.infra.model.modeldir import ModelError
 from penstock.infra.model.text_files import UnreadableTemplate, special_tokens, template_sources, token_text
@@ -136,7 +135,7 @@ class _Check:
         tokenizer = self._try("tokenizer", lambda: modeldir.load_tokenizer(path))
         if tokenizer is not None:
             self._add("ok", "tokenizer", f"{tokenizer.get_vocab_size(with_added_tokens=True):,} tokens, tokenizer.json")
-        length = lengths.length(self._config, self._special)
+        length = context_length(self._config, self._special)
         self._add("ok", "length", f"{length.tokens:,} tokens: {length.source}")
         if makes_vectors(path):
             self._vectors()

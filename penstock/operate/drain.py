@@ -16,7 +16,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.operate.workers import alone, chosen, registrations
 from penstock.schemas import control, wire
-from penstock.schemas.fleet import Registration, State
+from penstock.schemas.fleet import Registration, WorkerState
 
 POLL_S = 0.25
 ANSWER_S = 5.0
@@ -67,7 +67,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
 
 def change_of(worker: Registration) -> str:
     """What a drain changes, for the audit log."""
-    return f"{worker.state.value} → {State.draining.value}, id {worker.worker}"
+    return f"{worker.state.value} → {WorkerState.draining.value}, id {worker.worker}"
 
 
 async def ask(bus: Bus, worker: Registration, order: control.Drain) -> None:
@@ -99,7 +99,7 @@ async def gone(bus: Bus, worker: Registration, timeout_s: float, console: Consol
             raise DrainFailed(f"{_shown(worker)} still runs {_work(now)} after {timeout_s:g} s (--timeout); it goes on")
         if time.monotonic() - reported > REPORT_S:
             reported = time.monotonic()
-            state = "" if now.state is State.draining else ", not yet draining"
+            state = "" if now.state is WorkerState.draining else ", not yet draining"
             console.print(f"{_shown(worker)}: waiting for {_work(now)}{state}", highlight=False)
         await asyncio.sleep(POLL_S)
 

@@ -22,7 +22,7 @@ from penstock.configs.flags import Parser
 from penstock.infra.broker.config import ROUTE, ROUTE_BEFORE, USERS, route_passwords
 from penstock.infra.broker.datadir import load_secrets
 from penstock.infra.broker.jetstream_api import BrokerProblem, reload, running_pid
-from penstock.infra.broker.roles import ROLES
+from penstock.infra.broker.roles import BROKER_ROLES
 from penstock.infra.broker.tenants import (
     SECOND_IN_USE,
     held,
@@ -38,7 +38,7 @@ from penstock.launch.nats import as_operator, connect_operator
 from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects
 
-EVERY = (*ROLES, "sys")
+EVERY = (*BROKER_ROLES, "sys")
 NAMED = ("client", ROUTE)  # what is changed only if it is named
 RESTART = (
     "`penstock nats --print-config` for each server of the cluster; put it there and restart that, one server after "

@@ -22,7 +22,7 @@ from penstock.launch.readiness import get_url
 from penstock.launch.state import DeploymentState, Running, read_state, start_of, write_resume
 from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.operate.workers import registrations
-from penstock.schemas.fleet import State as WorkerState
+from penstock.schemas.fleet import WorkerState
 
 POLL_S = 0.1
 ORDER = ("worker", "router", "gateway", "trace", "dashboard")  # each role finds the others ready

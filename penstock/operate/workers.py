@@ -12,7 +12,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.registry import STALE_NS
 from penstock.schemas import fleet
-from penstock.schemas.fleet import Registration, State
+from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.routers import Member, decode
 
 
@@ -61,7 +61,7 @@ def alone(registered: Sequence[Registration], leaving: Sequence[Registration]) -
     """One of ``leaving`` after which no worker is left that is ready for its role and model; None: there is none."""
     ids = {each.worker for each in leaving}
     for one in leaving:
-        candidates = (each for each in registered if each.worker not in ids and each.state is State.ready)
+        candidates = (each for each in registered if each.worker not in ids and each.state is WorkerState.ready)
         if not any((each.model, each.role) == (one.model, one.role) for each in candidates):
             return one
     return None

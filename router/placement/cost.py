@@ -48,7 +48,7 @@ from penstock.router.state.target_loads import (
     serves,
 )
 from penstock.schemas.errors import Code
-from penstock.schemas.fleet import APART, Registration, State, reads
+from penstock.schemas.fleet import APART, Registration, WorkerState, reads
 from penstock.schemas.requests import CONSTRAINT_MARKS
 
 Requirement = Callable[[Registration], str]  # a further filter: returns a reason, or "" if the worker passes
@@ -70,7 +70,7 @@ def rejection(request: RoutingRequest, target: RoutingTarget, requirement: Requi
     if registration.role == ENCODE:
         if request.worker:
             return "encode_only"
-        if registration.state is not State.ready:
+        if registration.state is not WorkerState.ready:
             return "draining"
         return "" if target.capacity else "full"
     if requirement is not None and (reason := requirement(registration)):
@@ -82,7 +82,7 @@ def rejection(request: RoutingRequest, target: RoutingTarget, requirement: Requi
         return "too_long"
     if request.prompt_tokens >= registration.total_blocks * registration.block_size:
         return "too_small"
-    if registration.state is not State.ready:
+    if registration.state is not WorkerState.ready:
         return "draining"
     if target.load.sequences and request.n > target.capacity:  # an idle target takes any one request
         return "full"
@@ -94,7 +94,7 @@ def _rejection_apart(request: RoutingRequest, target: RoutingTarget) -> str:
     registration = target.registration
     if registration.output != request.output:
         return "other_kind" if request.worker else "other_model"
-    if registration.state is not State.ready:
+    if registration.state is not WorkerState.ready:
         return "draining"
     return "" if target.capacity else "full"
 

@@ -22,7 +22,7 @@ import msgspec
 from penstock.router.placement.routing import RoutingDecision, RoutingRequest
 from penstock.router.state.attempts import Positions, count_crashes
 from penstock.router.state.load_tracker import LoadTracker
-from penstock.schemas.fleet import Registration, Revisions, State
+from penstock.schemas.fleet import Registration, Revisions, WorkerState
 from penstock.schemas.jobs import ALONE, SUSPECT, Decision, DecisionInputs, Job, LoadHeader
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.tokens import Finish, Logprob
@@ -214,7 +214,7 @@ def crowded(tracker: LoadTracker, model: str, suspect: Standing, now_ns: int) ->
     """
     counts: dict[str, dict[str, int]] = {}
     for each in tracker.serving(model):
-        if each.state is State.ready:
+        if each.state is WorkerState.ready:
             sequences = (tracker.load((each.worker, rank), now_ns).sequences for rank in range(each.dp_size))
             busy = sum(sequences) if suspect is Standing.alone else tracker.suspects(each.worker)
             counts.setdefault(each.role, {})[each.worker] = busy

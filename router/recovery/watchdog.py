@@ -27,7 +27,7 @@ from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.metrics import Metrics
 from penstock.router.state.target_loads import Task
 from penstock.schemas import fleet
-from penstock.schemas.fleet import State
+from penstock.schemas.fleet import WorkerState
 
 log = structlog.get_logger("router")
 
@@ -162,7 +162,7 @@ def _groups(tracker: LoadTracker) -> dict[tuple[str, str], list[TargetId]]:
     """Targets by model and role."""
     groups: dict[tuple[str, str], list[TargetId]] = {}
     for each in tracker.workers():
-        if each.state is State.ready:
+        if each.state is WorkerState.ready:
             groups.setdefault((each.model, each.role), []).extend((each.worker, rank) for rank in range(each.dp_size))
     return groups
 

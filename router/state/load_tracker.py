@@ -35,7 +35,7 @@ from penstock.router.state.target_loads import (
     serves,
 )
 from penstock.schemas.blocks import DEFAULT_BLOCK_SIZE
-from penstock.schemas.fleet import Registration, Revisions, State, revisions
+from penstock.schemas.fleet import Registration, Revisions, WorkerState, revisions
 from penstock.schemas.jobs import ALONE, LoadHeader, Stage
 
 
@@ -208,7 +208,7 @@ class LoadTracker:
     def capacity(self, worker: str, rank: int = 0) -> int:
         """Further sequences that a target accepts; 0 if it is unknown or draining. Slots count per rank."""
         registration, row = self._registrations.get(worker), self.loads.row((worker, rank))
-        if registration is None or row is None or registration.state is not State.ready:
+        if registration is None or row is None or registration.state is not WorkerState.ready:
             return 0
         return max(0, registration.slots + registration.queue - int(self.loads.load(row)[SEQUENCES]))
 
@@ -232,7 +232,7 @@ class LoadTracker:
         """A worker that runs a request alone takes nothing else, as one that drains."""
         if registration.worker not in self._alone:
             return registration
-        return msgspec.structs.replace(registration, state=State.draining)
+        return msgspec.structs.replace(registration, state=WorkerState.draining)
 
     def _count_suspect(self, entry: ActiveRequest, more: int) -> None:
         for worker in {stage.worker for stage in entry.stages}:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.infra.broker.roles import (
     AUDITED,
-    ROLES,
+    BROKER_ROLES,
     SECOND,
     account,
     exports,
@@ -70,7 +70,7 @@ def denied(s: Subjects) -> str:
         "| role | may not publish | may reply |",
         "|---|---|---|",
     ]
-    for role in ROLES:
+    for role in BROKER_ROLES:
         allowed = permissions(role, s) if role != "client" else None
         if allowed is None or not (allowed.deny or allowed.respond):
             continue
@@ -114,7 +114,7 @@ name; so has the tenant `default`:
 
 def nsc(s: Subjects) -> str:
     """Commands for the same rights as those in a server's configuration."""
-    roles = (role for role in ROLES if role != "client")
+    roles = (role for role in BROKER_ROLES if role != "client")
     return NSC.format(
         exports="\n".join(_nsc_exports(s)),
         roles="\n\n".join(_nsc_role(role, s) for role in roles),

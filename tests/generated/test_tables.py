@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.broker.roles import ROLES, permissions
+from penstock.infra.broker.roles import BROKER_ROLES, permissions
 from penstock.infra.text.parsers.families import PACKAGED, read_rows
 from penstock.schemas.subjects import Subjects
 from tests.generated.tables import DOCS, PAGES, engines
@@ -54,4 +54,4 @@ def test_the_commands_for_users_with_jwts_give_the_rights_that_a_configuration_g
         assert deny == {each for each in allowed.deny if not each.startswith("ps.audit.")}
         assert (given.allow_pub_response, given.response_ttl) == ((1, "1m") if allowed.respond else (0, None))
         found.add(given.role)
-    assert found == set(ROLES) - {"client"}
+    assert found == set(BROKER_ROLES) - {"client"}

@@ -2,7 +2,7 @@
 
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.schemas.errors import Code
-from penstock.schemas.fleet import State
+from penstock.schemas.fleet import WorkerState
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.router.recovery.test_recovery import lose, on, streamed
@@ -18,8 +18,8 @@ async def test_one_revision_serves_and_the_next_takes_over_when_it_drains(client
     await clients.ask(*asked)
     assert [(await clients.placed(each))[0] for each in asked] == ["z-old", "z-old", "a-new"]
     assert (await clients.placed(asked[0]))[1].decision.revision == "old"
-    await old.change(state=State.draining)
-    await eventually(lambda: one.router.cluster.tracker.worker("z-old").state is State.draining)  # type: ignore[union-attr]
+    await old.change(state=WorkerState.draining)
+    await eventually(lambda: one.router.cluster.tracker.worker("z-old").state is WorkerState.draining)  # type: ignore[union-attr]
     moved = [request(revision=pin) for pin in ("", "old")]
     await clients.ask(*moved)
     assert [(await clients.placed(each))[0] for each in moved] == ["a-new", "a-new"]

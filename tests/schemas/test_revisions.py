@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas.fleet import Registration, State, reads, revisions
+from penstock.schemas.fleet import Registration, WorkerState, reads, revisions
 
 
 def worker(name: str, epoch: int, revision: str, *, role: str = "aggregated", **more: Any) -> Registration:
@@ -20,7 +20,7 @@ WORKERS = st.lists(
         st.integers(1, 4),
         st.sampled_from(["one", "two", "three"]),
         role=st.sampled_from(["aggregated", "prefill", "decode", "encode"]),
-        state=st.sampled_from(list(State)),
+        state=st.sampled_from(list(WorkerState)),
         tokenizer=st.sampled_from(["", "t", "u"]),
     ),
     max_size=6,
@@ -42,7 +42,7 @@ def test_the_order_in_which_workers_become_known_does_not_matter(
 def test_the_revision_that_came_first_serves_until_its_last_worker_leaves() -> None:
     fleet = [worker("b", 1, "old"), worker("a", 2, "old"), worker("c", 3, "new"), worker("d", 4, "new")]
     for leaving in range(3):
-        draining = [worker(w.worker, w.epoch, w.revision, state=State.draining) for w in fleet[:leaving]]
+        draining = [worker(w.worker, w.epoch, w.revision, state=WorkerState.draining) for w in fleet[:leaving]]
         assert revisions([*draining, *fleet[leaving:]], "").serving == ("old" if leaving < 2 else "new")
 
 

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from penstock.infra.metrics.scope import MetricScope
 from penstock.schemas.done import Done
-from penstock.schemas.streams import LONGEST_DEADLINE_S as LONGEST
+from penstock.schemas.streams import LONGEST_DEADLINE_S
 from penstock.schemas.transfer import Handoff
 from penstock.workers.engines.base import EngineInfo, EngineStats, GrammarStats
 from penstock.workers.kv_transfer.base import CAUSES
@@ -177,10 +177,30 @@ TOKEN_SECONDS = (
     10,
     60,
     600,
-    LONGEST,
+    LONGEST_DEADLINE_S,
 )
-STAGE_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5, 10, 30, 60, 300, 600, LONGEST)
-REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 3, 5, 10, 30, 60, 120, 300, 600, 1800, LONGEST)
+STAGE_SECONDS = (
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1,
+    1.5,
+    2,
+    3,
+    5,
+    10,
+    30,
+    60,
+    300,
+    600,
+    LONGEST_DEADLINE_S,
+)
+REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 3, 5, 10, 30, 60, 120, 300, 600, 1800, LONGEST_DEADLINE_S)
 READ_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5)
 BATCH_INPUTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 LABELS = ("namespace", "component", "process", "model", "role")

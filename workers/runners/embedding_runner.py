@@ -326,7 +326,7 @@ class EmbeddingRunner:
     async def close(self) -> None:
         """Nothing to do: there are only the session's tasks."""
 
-    def registration(self, state: fleet.State) -> fleet.Registration:
+    def registration(self, state: fleet.WorkerState) -> fleet.Registration:
         context, settings, model = self._context, self._context.settings, self._context.model
         return fleet.Registration(
             worker=context.id,

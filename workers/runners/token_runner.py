@@ -395,7 +395,7 @@ class TokenRunner:
 
     # --- registration ---
 
-    def registration(self, state: fleet.State) -> fleet.Registration:
+    def registration(self, state: fleet.WorkerState) -> fleet.Registration:
         info, stats, model, settings = self._info, self._stats, self._context.model, self._context.settings
         kv_events = info.kv_events and settings.publish_events_and_metrics
         return fleet.Registration(

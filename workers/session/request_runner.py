@@ -86,7 +86,7 @@ class RequestRunner(Protocol):
     async def close(self) -> None:
         """No more jobs arrive: end what is under way. Background tasks are cancelled afterwards."""
 
-    def registration(self, state: fleet.State) -> fleet.Registration: ...
+    def registration(self, state: fleet.WorkerState) -> fleet.Registration: ...
 
     # --- requests ---
 

@@ -1,7 +1,7 @@
 """One registration of a worker: receive a job, admit it, run it, report it. The engine survives re-registration.
 
 All output of a session carries its worker id. After a lost lease the next session has a new id, so nothing late can be
-mistaken for the new session's. What runs a request is an ``RequestRunner``.
+mistaken for the new session's. A ``RequestRunner`` runs the requests.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ class WorkerSession:
         self._bus = bus
         self._model = model
         self._settings = settings
-        self._state = fleet.State.ready
+        self._state = fleet.WorkerState.ready
         self._time_slice = TimeSlice()
         self._idle = asyncio.Event()
         self._journal = journal or CrashJournal(None, settings.name)
@@ -138,7 +138,7 @@ class WorkerSession:
     def _room(self) -> int:
         """How many more jobs to pull."""
         room = self._runner.slots + self._runner.queue
-        if self._state is not fleet.State.ready:
+        if self._state is not fleet.WorkerState.ready:
             return room  # a draining worker takes jobs to requeue them at once
         # While terminal events cannot be stored, as many jobs again are taken, then none.
         taken = len(self._requests.running) + len(self._restoring)
@@ -294,9 +294,9 @@ class WorkerSession:
             await self._terminal.reject(running, Code.invalid_request, message)
             return
         cancelled = self._requests.early_cancel(request.id)
-        if self._state is fleet.State.draining or self._reserved_for is not None:
+        if self._state is fleet.WorkerState.draining or self._reserved_for is not None:
             self._requests.running[request.id] = running
-            draining = self._state is fleet.State.draining
+            draining = self._state is fleet.WorkerState.draining
             self._terminal.requeue(running, "draining" if draining else "reserved for a request that runs alone")
         elif cancelled is not None:
             await self._terminal.reject(running, Code.cancelled, cancelled)
@@ -446,8 +446,8 @@ class WorkerSession:
             timeout: in seconds; then what still runs is requeued.
             hurried: the same when it is set, at once.
         """
-        if self._state is not fleet.State.draining:
-            self._state = fleet.State.draining
+        if self._state is not fleet.WorkerState.draining:
+            self._state = fleet.WorkerState.draining
             # Jobs still arrive, and are requeued at once: routers see the new state a moment later.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SETTLE_S):

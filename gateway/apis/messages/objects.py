@@ -124,7 +124,7 @@ _KINDS = {
 }
 
 
-def status_of(code: Code) -> int:
+def messages_status(code: Code) -> int:
     """Anthropic's status of an error: what is overloaded has one of its own."""
     return 529 if code.status == 503 else code.status
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 from penstock.infra.engine_args.memory_estimate import Shape
 from penstock.infra.engine_args.schema import EngineArgs
 
-Role = Literal["aggregated", "prefill", "decode", "encode"]
+EngineRole = Literal["aggregated", "prefill", "decode", "encode"]
 Level = Literal["error", "warning"]
 Details = Iterator[tuple[Level, str, str, str]]  # a finding without its rule
 
@@ -29,7 +29,7 @@ class Context(Struct, frozen=True, kw_only=True):
         logits_processors: requests may use them.
     """
 
-    role: Role = "aggregated"
+    role: EngineRole = "aggregated"
     model_len: int | None = None
     longest_prompt: int | None = None
     gpus: int | None = None

@@ -10,10 +10,10 @@ Each module lists its rules by the question that they answer; ``RULES`` here has
 from collections.abc import Iterable
 
 from penstock.infra.engine_args.rules import features, kv_cache, parallelism, steps
-from penstock.infra.engine_args.rules.base import Context, Finding, Level, Role, Rule, up
+from penstock.infra.engine_args.rules.base import Context, EngineRole, Finding, Level, Rule, up
 from penstock.infra.engine_args.schema import EngineArgs
 
-__all__ = ["RULES", "Context", "Finding", "Level", "Role", "Rule", "check", "up"]
+__all__ = ["RULES", "Context", "EngineRole", "Finding", "Level", "Rule", "check", "up"]
 
 RULES: tuple[Rule, ...] = tuple(
     sorted(

@@ -8,7 +8,7 @@ from blake3 import blake3
 
 from penstock.infra.constraints.schema_rewriting import kinds
 from penstock.infra.text.detokenizer import Detokenizer, StopSearch, TextStream
-from penstock.infra.text.parsers import reader as mark_tokens
+from penstock.infra.text.parsers import reader
 from penstock.infra.text.parsers.answer_parser import AnswerFormat, AnswerParser, ThoughtMarks
 from penstock.infra.text.parsers.families import CHANNELS, TABLE, CallFormat, Family
 from penstock.infra.text.parsers.harmony import HarmonyMarks
@@ -96,7 +96,7 @@ def format_tokens(parsing: Parsing, vocabulary: Collection[str]) -> tuple[str, .
         vocabulary: texts of the tokens beside a vocabulary's own.
     """
     rows = (TABLE.find(parsing.reasoning), TABLE.find(parsing.tools))
-    return mark_tokens.tokens_in([text for row in rows if row is not None for text in row.marks], vocabulary)
+    return reader.tokens_in([text for row in rows if row is not None for text in row.marks], vocabulary)
 
 
 @lru_cache(maxsize=256)

@@ -6,9 +6,9 @@ Arguments that must agree between engines that hand off KV to each other or serv
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from penstock.infra.engine_args import memory_estimate as memories
+from penstock.infra.engine_args import memory_estimate
 from penstock.infra.engine_args.memory_estimate import GIB, GpuMemory
-from penstock.infra.engine_args.rules.base import Context, Finding, Level, Role, up
+from penstock.infra.engine_args.rules.base import Context, EngineRole, Finding, Level, up
 from penstock.infra.engine_args.rules.check import check
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.launch.recipes.catalogue import Recipe
@@ -18,7 +18,7 @@ class EngineConfig(NamedTuple):
     """The arguments of one engine of a set."""
 
     name: str
-    role: Role
+    role: EngineRole
     model: str
     args: EngineArgs
 
@@ -119,7 +119,7 @@ def advise(recipe: Recipe, context: Context) -> Advice:
     memory = None
     if context.shape and context.gpu_bytes and context.role != "encode":
         length = context.model_len or recipe.args.max_seq_len or context.shape.max_len
-        memory = memories.estimate(
+        memory = memory_estimate.estimate(
             recipe.args, context.shape, context.gpu_bytes, length=length, draft_bytes=context.draft_bytes
         )
     return Advice(recipe.name, check(recipe.args, context), memory)

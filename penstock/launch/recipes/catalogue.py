@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.infra.engine_args.memory_estimate import Shape, UnknownShape, shape_of
-from penstock.infra.engine_args.rules.base import Context, Role
+from penstock.infra.engine_args.rules.base import Context, EngineRole
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.infra.engine_args.tree import BadArguments, Tree, decode, parse_yaml
 
@@ -50,7 +50,7 @@ class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     title: str
     model: str
     engine: Literal["trtllm", "vllm", "sglang"]
-    role: Role
+    role: EngineRole
     set: str
     gpus: Annotated[int, Meta(ge=1)]
     gpu: Literal["A100", "L40S", "H100", "H200", "B200", "GB200"]
@@ -83,7 +83,7 @@ class Recipe(NamedTuple):
     text: str
 
     @property
-    def role(self) -> Role:
+    def role(self) -> EngineRole:
         return self.header.role if self.header else "aggregated"
 
     @property

@@ -15,7 +15,7 @@ import msgspec
 from penstock.cli.terminal import reason
 from penstock.configs.flags import Parser
 from penstock.infra.engine_args.memory_estimate import GIB, UnknownShape
-from penstock.infra.engine_args.rules.base import Context, Role
+from penstock.infra.engine_args.rules.base import Context, EngineRole
 from penstock.infra.engine_args.tree import BadArguments, parse_yaml
 from penstock.launch.recipes import other_engines
 from penstock.launch.recipes.advice import advise, check_set, failed, finding_lines, lines
@@ -167,7 +167,7 @@ def _check_parser() -> Parser:
     parser.add_argument("files", nargs="+", metavar="[ROLE=]FILE", help="YAML of engine arguments, or a recipe's name")
     about_engine = "whose arguments they are (default: the header's, else the engine that knows most of the keys)"
     parser.add_argument("--engine", choices=get_args(other_engines.Engine), help=about_engine)
-    parser.add_argument("--role", choices=get_args(Role), help="default: the recipe's, else aggregated")
+    parser.add_argument("--role", choices=get_args(EngineRole), help="default: the recipe's, else aggregated")
     parser.add_argument("--model", help="model directory (default: the recipe's model)")
     parser.add_argument("--model-len", type=_positive, metavar="N", help="longest prompt + output, in tokens")
     parser.add_argument("--longest-prompt", type=_positive, metavar="N", help="in tokens (default: --model-len)")
@@ -198,7 +198,7 @@ def _positive(text: str) -> int:
 def _role_of(given: str) -> tuple[str | None, str]:
     """Split an argument such as ``prefill=a.yaml`` into role and file."""
     role, equals, name = given.partition("=")
-    return (role, name) if equals and role in get_args(Role) else (None, given)
+    return (role, name) if equals and role in get_args(EngineRole) else (None, given)
 
 
 def _text(name: str) -> str:

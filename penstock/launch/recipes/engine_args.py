@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from penstock.infra.engine_args.memory_estimate import GIB, NVFP4_BITS, GpuMemory, Shape, estimate
-from penstock.infra.engine_args.rules.base import Context, Role, up
+from penstock.infra.engine_args.rules.base import Context, EngineRole, up
 from penstock.infra.engine_args.rules.check import check
 from penstock.infra.engine_args.rules.parallelism import moe_backend
 from penstock.infra.engine_args.rules.steps import DECODE_BATCH, PREFILL_BATCH
@@ -44,7 +44,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
         attention_dp: None: as the model and the load suggest.
     """
 
-    role: Role
+    role: EngineRole
     gpus: int
     gpu_bytes: int
     blackwell: bool

@@ -11,7 +11,7 @@ import yaml
 
 from penstock.configs.flags import Parser
 from penstock.infra.engine_args.memory_estimate import GIB, Shape, UnknownShape
-from penstock.infra.engine_args.rules.base import Role
+from penstock.infra.engine_args.rules.base import EngineRole
 from penstock.infra.engine_args.schema import TransceiverBackend
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.launch.recipes.advice import check_set, failed
@@ -52,7 +52,7 @@ def files(shape: Shape, model: str, arguments: dict[str, Any]) -> dict[str, tupl
     Raises:
         BadArguments: the model cannot be served this way, or the two engines would not match.
     """
-    gpus_by_role: dict[Role, int] = {
+    gpus_by_role: dict[EngineRole, int] = {
         "aggregated": arguments["gpus"], "prefill": arguments["prefill_gpus"], "decode": arguments["decode_gpus"],
     }  # fmt: skip
     counts = {role: count for role, count in gpus_by_role.items() if count}
@@ -77,7 +77,7 @@ def files(shape: Shape, model: str, arguments: dict[str, Any]) -> dict[str, tupl
 
 
 def texts_of(
-    shape: Shape, specs: Mapping[Role, EngineSpec], *, model: str, name: str, gpu: str
+    shape: Shape, specs: Mapping[EngineRole, EngineSpec], *, model: str, name: str, gpu: str
 ) -> dict[str, tuple[str, Generated]]:
     """The texts of the recipes of one set by name, checked alone and together.
 

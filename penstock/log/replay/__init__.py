@@ -1,5 +1,5 @@
-"""Exports the log to a file, imports it, and runs recorded requests again.
+"""Runs recorded requests again, and compares the answers.
 
-Pure: ``log_line`` (a message as a line of JSON), ``redaction``, ``recording`` (requests of a log, paired and
-compared by ``comparison``), ``report``. Shells: ``export``, ``import_log``, ``replay``.
+Pure: ``comparison`` (a recorded request with its replay), ``report``. Shells: ``nats`` (a deployment of Penstock),
+``http`` (any server with OpenAI's API), ``replay`` (the command).
 """

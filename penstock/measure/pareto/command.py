@@ -15,9 +15,20 @@ from rich.table import Table
 from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.measure.pareto import plots
-from penstock.measure.pareto import records as deployment
-from penstock.measure.pareto.cost import BadPrices, Prices, read
-from penstock.measure.pareto.records import BadDeployment, Gain, ParetoRecord, fronts, gains, kinds, marked, records
+from penstock.measure.pareto.cost import BadPrices, Prices, read_prices
+from penstock.measure.pareto.records import (
+    BadDeployment,
+    Gain,
+    ParetoRecord,
+    deployment_of,
+    fronts,
+    gains,
+    kinds,
+    marked,
+    overridden,
+    parse_deployment,
+    records,
+)
 from penstock.measure.plots import PlotsMissing
 from penstock.measure.sweep.results import BadResults, EndpointSeries, read_series
 
@@ -95,7 +106,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         prices = _prices(Path(args.prices)) if args.prices else None
         series = read_series(folders)
-        points = _records(series, deployment.parse(args.deployment), prices)
+        points = _records(series, parse_deployment(args.deployment), prices)
         lines = fronts(points)
         baseline = _baseline(args.baseline, list(lines))
         higher = gains(lines, baseline, args.pace)
@@ -147,7 +158,7 @@ def _parser() -> Parser:
 
 def _prices(path: Path) -> Prices:
     try:
-        return read(path.read_text(encoding="utf-8"))
+        return read_prices(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadPrices(f"{path}: {error.strerror}") from None
     except (UnicodeDecodeError, BadPrices) as error:
@@ -162,7 +173,7 @@ def _records(
         raise BadDeployment(f"--deployment: no endpoint is called {', '.join(unknown)}; there are {', '.join(names)}")
     measured: list[ParetoRecord] = []
     for each in series:
-        made_of = deployment.override(deployment.find(each.folder), descriptions.get(each.name, {}))
+        made_of = overridden(deployment_of(each.folder), descriptions.get(each.name, {}))
         measured += records(each, made_of, prices)
     if not measured:
         raise BadResults("no level has streamed answers, so none has a pace per user; sweep with --stream")

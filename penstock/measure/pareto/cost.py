@@ -56,7 +56,7 @@ class Cost(Struct, frozen=True):
         return self.hardware + self.energy
 
 
-def read(text: str) -> Prices:
+def read_prices(text: str) -> Prices:
     """
     Args:
         text: YAML.

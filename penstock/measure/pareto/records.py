@@ -48,7 +48,7 @@ class MeasuredDeployment(Struct, frozen=True, kw_only=True, forbid_unknown_field
 _FIELDS = tuple(field for field in MeasuredDeployment.__struct_fields__ if field != "settings")
 
 
-def find(folder: Path) -> MeasuredDeployment:
+def deployment_of(folder: Path) -> MeasuredDeployment:
     """Read the description in the endpoint's folder or the one above it. Without either it is empty.
 
     Raises:
@@ -64,7 +64,7 @@ def find(folder: Path) -> MeasuredDeployment:
     return MeasuredDeployment()
 
 
-def parse(flags: Sequence[str]) -> dict[str, dict[str, str]]:
+def parse_deployment(flags: Sequence[str]) -> dict[str, dict[str, str]]:
     """Parse the fields that flags give, by endpoint.
 
     Args:
@@ -83,7 +83,7 @@ def parse(flags: Sequence[str]) -> dict[str, dict[str, str]]:
     return values
 
 
-def override(deployment: MeasuredDeployment, fields: dict[str, str]) -> MeasuredDeployment:
+def overridden(deployment: MeasuredDeployment, fields: dict[str, str]) -> MeasuredDeployment:
     """Return the deployment with ``fields`` replaced.
 
     Raises:

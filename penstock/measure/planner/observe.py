@@ -14,7 +14,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import stream_end
 from penstock.operate.observe import EndsFollower
 from penstock.operate.workers import registrations
-from penstock.schemas.fleet import Registration, State
+from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.plans import ROLES, Observation, Pool, Role, Times
 from penstock.schemas.requests import Priority
 from penstock.schemas.summary import DONE, RequestSummary
@@ -134,7 +134,7 @@ def pools(fleet: list[Registration], counts: Mapping[Role, int]) -> dict[Role, P
     """Workers by role; roles of which none is there or was asked for are left out."""
     found: dict[Role, Pool] = {}
     for role in ROLES:
-        ready = [each for each in fleet if each.role == role and each.state is State.ready]
+        ready = [each for each in fleet if each.role == role and each.state is WorkerState.ready]
         starting = max(0, counts.get(role, 0) - len(ready))
         if ready or starting:
             found[role] = Pool(len(ready), starting, sum(each.load.waiting for each in ready))

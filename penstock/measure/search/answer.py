@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 from penstock.configs.flags import BadFlags, flag_name, read
 from penstock.configs.settings import WorkerSettings
 from penstock.configs.up_settings import UpSettings
-from penstock.deploy.kubernetes import KubernetesSpec, to_yaml, values_of
-from penstock.deploy.kubernetes import commands as helm_commands
+from penstock.deploy.kubernetes import KubernetesSpec, helm_commands, to_yaml, values_of
 from penstock.deploy.values import SETTLED, Engine
 from penstock.infra.engine_args.memory_estimate import GIB
-from penstock.infra.engine_args.rules.base import Role as EngineRole
+from penstock.infra.engine_args.rules.base import EngineRole
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.launch.groups import EXTERNAL
 from penstock.launch.plan import passed

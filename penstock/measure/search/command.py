@@ -20,8 +20,7 @@ from penstock.infra.engine_args.memory_estimate import UnknownShape
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model.modeldir import DEMO, TINY
 from penstock.launch.recipes.catalogue import shape_at
-from penstock.measure.pareto.cost import BadPrices, Prices, gpu_of
-from penstock.measure.pareto.cost import read as read_prices
+from penstock.measure.pareto.cost import BadPrices, Prices, gpu_of, read_prices
 from penstock.measure.profile.data import FILE, BadProfile
 from penstock.measure.search import answer, sources
 from penstock.measure.search.candidates import PoolSize, Scope, SizedDeployment, Sla, candidates, lines, table

@@ -36,7 +36,7 @@ from penstock.router.state.holders import Holders, Holding, TargetId
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.prefix_index import ApproximateIndex
 from penstock.router.state.target_loads import ENCODE, Load, RoutingTarget
-from penstock.schemas.fleet import Registration, State
+from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.jobs import LoadHeader
 from penstock.schemas.transfer import Endpoint, Memory
 
@@ -293,7 +293,7 @@ class PlacementPolicy:
     def drain(self, number: int) -> None:
         """A worker takes no further request."""
         for each in self._routers:
-            each.join(msgspec.structs.replace(registration(number, self._fleet), state=State.draining))
+            each.join(msgspec.structs.replace(registration(number, self._fleet), state=WorkerState.draining))
 
     def arrive(self, request: Request, now_ns: int) -> Placement | None:
         self._learn(now_ns)

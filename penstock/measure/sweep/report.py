@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.terminal import stdout
-from penstock.measure.sweep import results as knee
-from penstock.measure.sweep.results import EndpointSeries, LevelResult, mean, point
+from penstock.measure.sweep.results import EndpointSeries, Knee, LevelResult, find_knee, mean, point
 
 _COLUMNS: tuple[tuple[str, str, str, int], ...] = (  # heading, figure, part, decimals
     ("req/s", "requests_per_s", "", 2),
@@ -86,10 +85,10 @@ def _generator_text(series: EndpointSeries) -> str:
     )
 
 
-def knee_of(series: EndpointSeries) -> knee.Knee | None:
+def knee_of(series: EndpointSeries) -> Knee | None:
     if series.results[0].level.kind == "speed":
         return None
-    return knee.find(map(point, series.results))
+    return find_knee(map(point, series.results))
 
 
 def knee_text(series: EndpointSeries) -> str:

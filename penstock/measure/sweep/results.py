@@ -59,7 +59,7 @@ class Knee(Struct, frozen=True):
     saturated: bool
 
 
-def find(points: Iterable[MeasuredPoint]) -> Knee | None:
+def find_knee(points: Iterable[MeasuredPoint]) -> Knee | None:
     """Find the knee. None: fewer than two levels have throughput."""
     ordered = [point for point in sorted(points) if point.throughput > 0]
     if len(ordered) < 2:

@@ -23,8 +23,7 @@ from penstock.operate.observe import CLASSES, STALLED_MS, lost_leases
 from penstock.operate.workers import registrations, routers
 from penstock.schemas.audit import KEYS_LOST
 from penstock.schemas.audit import decode as decode_audit
-from penstock.schemas.fleet import Registration
-from penstock.schemas.fleet import State as WorkerState
+from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.pace import PREFILL, compare
 from penstock.schemas.routers import LostLeases
 

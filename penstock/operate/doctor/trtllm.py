@@ -119,7 +119,7 @@ class Doctor:
             yield from self._trial("encode", self._encode)
 
     def _install(self) -> Iterator[CheckResult]:
-        api = apis.load()
+        api = apis.load_trtllm()
         yield ok("release", f"tensorrt_llm {api.version}, llguidance {llguidance_releases.installed() or 'none'}")
         yield ok("model", f"{self._path}, at most {self._model.max_model_len:,} tokens")
         for note in apis.notes(api.version):

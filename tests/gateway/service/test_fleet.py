@@ -18,7 +18,7 @@ from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.model.modeldir import DEMO, TINY, load
 from penstock.infra.text.parsers.registry import ParserNames
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import Registration, State
+from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.requests import GenerateRequest, Stop
 from penstock.schemas.subjects import Subjects
 
@@ -36,7 +36,7 @@ async def view(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[FleetV
 def join(view: FleetView, name: str, role: str = "aggregated", **fields: Any) -> None:
     registration = Registration(
         name, "demo", role, "mock", epoch=1, block_size=32, total_blocks=9, slots=1, max_model_len=4096,
-        tokenizer=MODEL.tokenizer_digest, state=State.ready, **fields,
+        tokenizer=MODEL.tokenizer_digest, state=WorkerState.ready, **fields,
     )  # fmt: skip
     member = RegisteredWorker(registration, 1, time.monotonic())
     view.watch.members[name] = member
@@ -196,7 +196,7 @@ async def test_a_learned_model_follows_its_workers_to_another_tokenizer(learner:
     first = await learner.context_for("m", ANYONE)
     register(learner, "b", "m", source=str(TINY), tokenizer=SMALL.tokenizer_digest, epoch=2)
     assert (await learner.context_for("m", ANYONE)).model is first.model, "the first one still serves"
-    register(learner, "a", "m", source=str(DEMO), tokenizer=MODEL.tokenizer_digest, state=State.draining)
+    register(learner, "a", "m", source=str(DEMO), tokenizer=MODEL.tokenizer_digest, state=WorkerState.draining)
     assert (await learner.context_for("m", ANYONE)).model.tokenizer_digest == SMALL.tokenizer_digest
     # Answers that were made before are read with the tokenizer that made them.
     for tokens, described in ((MODEL.tokenizer_digest, MODEL), (SMALL.tokenizer_digest, SMALL)):

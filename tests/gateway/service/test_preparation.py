@@ -61,7 +61,7 @@ async def test_only_large_bodies_are_prepared_in_a_thread(
 
     for name in ("prepare_chat", "prepare_completion", "prepare_images"):
         monkeypatch.setattr(preparation, name, prepare)
-    kind = next(iter(preparation.PATHS)) if endpoint == "images" else endpoint
+    kind = next(iter(preparation.IMAGE_PATHS)) if endpoint == "images" else endpoint
     assert await preparer.prepare(kind, b'"%b"' % (b"x" * size)) is prepared
     assert [thread is threading.main_thread() for thread in threads] == [size < LARGE_BODY]
 

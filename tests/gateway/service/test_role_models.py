@@ -9,7 +9,7 @@ from penstock.gateway.service.fleet import MAX_MODELS, RoleModels, ServedLately
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import DIFFUSION, Diffuser, Registration, State
+from penstock.schemas.fleet import DIFFUSION, Diffuser, Registration, WorkerState
 from penstock.schemas.requests import EMBEDDING, new_request_id
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode
@@ -50,7 +50,7 @@ def test_a_model_without_workers_stays_known_but_is_not_listed() -> None:
     registry.put(registration("b"))
     registry.remove("a")
     assert registry.ready()
-    registry.put(registration("b", state=State.draining))
+    registry.put(registration("b", state=WorkerState.draining))
     assert (registry.ready(), dict(registry.known)) == ({}, {"painter": MODEL})
     registry.remove("b")
     registry.remove("nobody")

@@ -5,10 +5,10 @@ import pytest
 from penstock.gateway.base.metrics import ModelMetrics
 from penstock.gateway.service.text_model import Roster
 from penstock.infra.metrics.scope import MetricScope
-from penstock.schemas.fleet import Registration, State
+from penstock.schemas.fleet import Registration, WorkerState
 
 
-def worker(role: str, *, pair_only: bool = False, state: State = State.ready) -> Registration:
+def worker(role: str, *, pair_only: bool = False, state: WorkerState = WorkerState.ready) -> Registration:
     return Registration(
         f"{role}-{pair_only}", "m", role, "sglang", epoch=1, block_size=32, total_blocks=9, slots=1, max_model_len=99,
         revision="r", state=state, pair_only=pair_only,
@@ -24,7 +24,7 @@ PREFILL, DECODE = worker("prefill", pair_only=True), worker("decode", pair_only=
         ([], False, ""),
         ([PREFILL], False, "decode"),
         ([DECODE], False, "prefill"),
-        ([PREFILL, worker("decode", pair_only=True, state=State.draining)], False, "decode"),
+        ([PREFILL, worker("decode", pair_only=True, state=WorkerState.draining)], False, "decode"),
         ([PREFILL, DECODE], True, ""),
         ([PREFILL, worker("aggregated")], True, ""),
         ([DECODE, worker("prefill")], True, ""),

@@ -25,7 +25,7 @@ from penstock.infra.broker.apply import apply, stream_configs, widened
 from penstock.infra.broker.config import USERS, ServerConfig, render
 from penstock.infra.broker.datadir import DataDirBusy, Lock, load_secrets
 from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.infra.broker.roles import ROLES, permissions
+from penstock.infra.broker.roles import BROKER_ROLES, permissions
 from penstock.infra.broker.server import (
     EmbeddedNats,
     ServerFailed,
@@ -108,7 +108,7 @@ def test_the_server_listens_where_it_is_told_to_and_is_reached_on_loopback(tmp_p
 def test_every_user_has_its_own_password_and_only_the_operator_has_all_rights() -> None:
     text = config_text()
     assert all(f'user: "{user}", password: "pw-{user}"' in text for user in USERS)
-    assert [role for role in ROLES if ">" in permissions(role, S).publish] == ["operator"]  # type: ignore[union-attr]
+    assert [role for role in BROKER_ROLES if ">" in permissions(role, S).publish] == ["operator"]  # type: ignore[union-attr]
     assert permissions("sys", S) is None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.infra.broker.apply import apply
-from penstock.infra.broker.roles import ROLES, permissions
+from penstock.infra.broker.roles import BROKER_ROLES, permissions
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
@@ -14,7 +14,7 @@ from tests.conftest import Connect, round_trip
 
 MakeBroker = Callable[..., EmbeddedNats]
 S = Subjects()
-NARROW = [role for role in ROLES if role != "operator"]
+NARROW = [role for role in BROKER_ROLES if role != "operator"]
 PEOPLE = ("viewer", "reader", "planner", "keys")
 
 # What nobody but the operator may do, whatever the role.

@@ -83,7 +83,7 @@ async def test_a_renewal_replaces_what_was_known(bus: Bus, watched: Watched) -> 
     assert watched.watch.members["early"].registration.load.running == 3
     assert (len(watched.joined), watched.renewed) == (1, [3])
     assert not watched.left
-    draining = msgspec.structs.replace(registration("early", 4), state=fleet.State.draining)
+    draining = msgspec.structs.replace(registration("early", 4), state=fleet.WorkerState.draining)
     await bus.js.publish(bus.subjects.lease("early"), encode(draining))
     await eventually(lambda: len(watched.joined) == 2)  # more than the load has changed
     assert watched.joined[1] == draining

@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from penstock.infra.model.defaults import length
+from penstock.infra.model.defaults import context_length
 from tests.infra.model.test_lengths import FORMS
 
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, (config, _, _) in FORMS.items():
         if name in ("malformed", "without a length"):  # transformers' classes know the latter, and refuse the former
             continue
-        ours, read = length(config), configuration(config)
+        ours, read = context_length(config), configuration(config)
         if "max_position_embeddings" not in vars(read) and name.startswith("Gemma"):
             read.max_position_embeddings = ours.tokens  # of transformers' class
         try:

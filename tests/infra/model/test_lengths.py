@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from penstock.infra.model.defaults import DEFAULTS, ROPE_TYPES, length
+from penstock.infra.model.defaults import DEFAULTS, ROPE_TYPES, context_length
 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -66,7 +66,7 @@ FORMS: dict[str, tuple[dict[str, Any], int, int]] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_the_length_is_what_every_engine_takes_unless_more_is_asked_for(name: str) -> None:
     config, tokens, most = FORMS[name]
-    found = length(config)
+    found = context_length(config)
     assert (found.tokens, found.most) == (tokens, most)
     assert found.limit(0) == found.limit(tokens) == tokens
     assert found.limit(tokens + 1) == most
@@ -74,13 +74,13 @@ def test_the_length_is_what_every_engine_takes_unless_more_is_asked_for(name: st
 
 def test_the_source_names_the_key_the_file_and_what_may_be_asked_for() -> None:
     config, _, _ = FORMS["YaRN as in Qwen3's cards"]
-    assert length(config).source == (
+    assert context_length(config).source == (
         "max_position_embeddings in config.json; RoPE scaling yarn, up to 131,072 with --max-model-len"
     )
-    assert length({}, {"model_max_length": 512}) == (512, 512, "model_max_length in tokenizer_config.json")
-    assert length({}, {"model_max_length": 1e30}).tokens == 2048
-    assert "no file names one" in length({}).source
-    assert "default of qwen2" in length({"model_type": "qwen2"}).source
+    assert context_length({}, {"model_max_length": 512}) == (512, 512, "model_max_length in tokenizer_config.json")
+    assert context_length({}, {"model_max_length": 1e30}).tokens == 2048
+    assert "no file names one" in context_length({}).source
+    assert "default of qwen2" in context_length({"model_type": "qwen2"}).source
 
 
 def test_every_form_of_rope_that_transformers_knows_is_known() -> None:

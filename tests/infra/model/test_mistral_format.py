@@ -9,7 +9,13 @@ import pytest
 from penstock.infra.model import modeldir
 from penstock.infra.model.modeldir import ModelError
 from penstock.infra.model.servable import problem as servable
-from penstock.infra.model.weight_files import configuration, is_own, length, problem, tensors
+from penstock.infra.model.weight_files import (
+    is_mistral_format,
+    mistral_configuration,
+    mistral_length,
+    mistral_problem,
+    tensors,
+)
 from tests.infra.model.test_text_files import tekken
 
 PARAMS: dict[str, Any] = {
@@ -35,7 +41,7 @@ def folder(path: Path, **changes: Any) -> Path:
 
 
 def test_a_configuration_is_made_of_the_parameters() -> None:
-    assert configuration(PARAMS) == {
+    assert mistral_configuration(PARAMS) == {
         "model_type": "mistral",
         "architectures": ["MistralForCausalLM"],
         "vocab_size": 131072,
@@ -51,11 +57,11 @@ def test_a_configuration_is_made_of_the_parameters() -> None:
         "tie_word_embeddings": False,
         "max_position_embeddings": 131072,
     }
-    named = tensors(configuration(PARAMS))
+    named = tensors(mistral_configuration(PARAMS))
     assert len(named) == 3 + 9 * 40
     assert named["layers.39.attention.wk.weight"] == ("model.layers.39.self_attn.k_proj.weight", (1024, 5120), 8)
     assert [name for name, each in named.items() if each.heads and ".wq." not in name and ".wk." not in name] == []
-    assert set(named) - set(tensors(configuration(PARAMS | {"tied_embeddings": True}))) == {"output.weight"}
+    assert set(named) - set(tensors(mistral_configuration(PARAMS | {"tied_embeddings": True}))) == {"output.weight"}
 
 
 @pytest.mark.parametrize(
@@ -71,14 +77,14 @@ def test_a_configuration_is_made_of_the_parameters() -> None:
     ],
 )  # fmt: skip
 def test_lengths(changes: dict[str, Any], tokens: int, most: int, source: str) -> None:
-    found = length(PARAMS | changes)
+    found = mistral_length(PARAMS | changes)
     assert (found.tokens, found.most) == (tokens, most)
     assert source in found.source
 
 
 def test_a_folder_is_a_model_whose_parameters_decide_its_revision(tmp_path: Path) -> None:
     path = folder(tmp_path / "m")
-    assert is_own(path)
+    assert is_mistral_format(path)
     assert servable(path, "native") == servable(path, "vllm") == ""
     model = modeldir.load(path)
     assert (model.max_model_len, model.vocab_size, model.eos_token_ids) == (131072, 131072, (2,))
@@ -89,7 +95,7 @@ def test_a_folder_is_a_model_whose_parameters_decide_its_revision(tmp_path: Path
 def test_a_folder_with_a_configuration_is_an_ordinary_one(tmp_path: Path) -> None:
     path = folder(tmp_path / "m", moe={"num_experts": 8})
     (path / "config.json").write_text(json.dumps({"model_type": "mistral", "vocab_size": 500}))
-    assert not is_own(path)
+    assert not is_mistral_format(path)
     assert servable(path, "native") == ""
     before = modeldir.load(path)
     assert before.vocab_size == 500
@@ -137,7 +143,7 @@ def test_a_field_that_is_not_understood_is_named_with_who_understands_it(field: 
 )
 def test_values_that_cannot_be_used_are_named(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     path = folder(tmp_path / "m", **changes)
-    line = problem(path)
+    line = mistral_problem(path)
     assert words in line
     assert str(path / "params.json") in line
     assert "\n" not in line

@@ -18,7 +18,7 @@ from penstock.configs.flags import parse
 from penstock.configs.settings import GatewaySettings, RouterSettings, WorkerSettings
 from penstock.deploy.monitoring import ALERTS, GRAFANA
 from penstock.infra.broker.config import USERS, variable
-from penstock.infra.broker.roles import ROLES
+from penstock.infra.broker.roles import BROKER_ROLES
 from penstock.infra.broker.server import find_server
 from penstock.infra.process.child import die_with_parent
 from penstock.operate.keys import _parser as keys_parser
@@ -30,7 +30,7 @@ from tests.pipeline.support import MODEL, free_port
 TEXT = (FOLDER / "compose.yaml").read_text(encoding="utf-8")
 VARIABLE = re.compile(r"\$\{([A-Z_0-9]+)(?::([-?])([^}]*))?\}")
 PASSWORDS = {variable(user): f"p{user}0" for user in (*USERS, "grafana")}
-PASSWORDS |= {f"{role.upper()}_LOGIN": f"{role}:{PASSWORDS[variable(role)]}" for role in (*ROLES, "sys")}
+PASSWORDS |= {f"{role.upper()}_LOGIN": f"{role}:{PASSWORDS[variable(role)]}" for role in (*BROKER_ROLES, "sys")}
 KINDS: dict[str, Any] = {"gateway": GatewaySettings, "router": RouterSettings, "worker": WorkerSettings}
 Tree = dict[str, Any]
 
@@ -204,7 +204,10 @@ def test_passwords_are_rotated_while_those_before_are_valid(tmp_path: Path) -> N
         first = after("retire", "gateway")
         assert changed(rotated, first) == {other}
     assert changed(first, after("rotate")) == {
-        name for role in ROLES if role != "client" for name in (f"{role.upper()}_LOGIN", f"{role.upper()}_2_PASSWORD")
+        name
+        for role in BROKER_ROLES
+        if role != "client"
+        for name in (f"{role.upper()}_LOGIN", f"{role.upper()}_2_PASSWORD")
     }
     for words in (("rotate", "sys"), ("retire", "root"), ("revoke",)):
         before = (tmp_path / ".env").read_text()

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.infra.bus.connection import Bus
 from penstock.operate import drain, restart
-from penstock.schemas.fleet import State as WorkerState
+from penstock.schemas.fleet import WorkerState
 from tests.pipeline.support import Deployment, Process, parse_sse, registrations, token_prompt, until
 
 pytestmark = pytest.mark.timeout(180)

@@ -14,7 +14,7 @@ from penstock.router.placement.routing import ALONE, ModelPart, RoutingContext, 
 from penstock.router.state.holders import Depths, TargetBits
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas import wire
-from penstock.schemas.fleet import Registration, State
+from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.jobs import LoadHeader
 from tests.properties import examples
 
@@ -26,7 +26,7 @@ WORKERS = st.lists(
             "slots": st.integers(1, 4),
             "queue": st.integers(0, 1),
             "max_model_len": st.integers(200, 1200),
-            "state": st.sampled_from([State.ready, State.ready, State.draining]),
+            "state": st.sampled_from([WorkerState.ready, WorkerState.ready, WorkerState.draining]),
             "dp_size": st.sampled_from([1, 1, 2]),
             "logits_processors": st.sampled_from([(), ("x",)]),
             "revision": st.sampled_from(["", "b"]),

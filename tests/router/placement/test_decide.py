@@ -20,7 +20,7 @@ from penstock.router.placement.decide import STORED_CANDIDATES, decide
 from penstock.router.placement.routing import RoutingContext, RoutingRequest, Weights
 from penstock.router.state.target_loads import Load, RoutingTarget
 from penstock.schemas.errors import Code
-from penstock.schemas.fleet import Registration, State
+from penstock.schemas.fleet import Registration, WorkerState
 from tests.properties import examples
 
 MODES: tuple[RouterMode, ...] = ("kv", "round_robin", "random", "least_loaded")
@@ -45,7 +45,7 @@ def test_the_score_table_lists_the_chosen_the_others_and_the_rejected() -> None:
         member("busy", load=Load(2, 2, 30, 2000.0, context_blocks=40)),
         member("idle"),
         member("full", load=Load(4, 4)),
-        member("leaving", state=State.draining),
+        member("leaving", state=WorkerState.draining),
         member("small", total_blocks=10),
         member("short", max_model_len=429),
         member("elsewhere", aliases=()),
@@ -88,7 +88,7 @@ def test_overlap_wins_until_load_outweighs_it() -> None:
 
 LOADS = st.builds(Load, st.integers(0, 6), st.integers(0, 6), st.integers(0, 200), st.floats(0, 10_000))
 MEMBERS = st.lists(
-    st.tuples(LOADS, st.sampled_from(list(State)), st.integers(5, 40), st.integers(200, 600), st.booleans()),
+    st.tuples(LOADS, st.sampled_from(list(WorkerState)), st.integers(5, 40), st.integers(200, 600), st.booleans()),
     max_size=24,
 ).map(
     lambda rows: [

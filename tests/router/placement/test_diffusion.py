@@ -9,7 +9,7 @@ from penstock.router.placement.decide import decide
 from penstock.router.placement.routing import RoutingContext, RoutingRequest, Weights
 from penstock.router.state.target_loads import Load, RoutingTarget
 from penstock.schemas.errors import Code
-from penstock.schemas.fleet import Diffuser, Registration, State
+from penstock.schemas.fleet import Diffuser, Registration, WorkerState
 
 MODES: tuple[RouterMode, ...] = ("kv", "round_robin", "random", "least_loaded")
 IMAGES = Diffuser("image", "FluxPipeline", 64, 64, 4, ("png",), 1 << 20, 50)
@@ -57,7 +57,7 @@ def test_without_a_free_worker_an_image_waits(others: tuple[RoutingTarget, ...])
 
 
 def test_a_draining_worker_takes_none() -> None:
-    choice = pick(ASK, member("leaving", state=State.draining))
+    choice = pick(ASK, member("leaving", state=WorkerState.draining))
     assert (choice.route, choice.reason, choice.code) == ((), "draining", None)
 
 

@@ -20,7 +20,7 @@ from penstock.router.placement.decide import (
 from penstock.router.placement.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.target_loads import Load, RoutingTarget
 from penstock.schemas.errors import Code
-from penstock.schemas.fleet import Registration, State
+from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.jobs import Stage
 from penstock.schemas.transfer import Endpoint, Memory
 from tests.properties import examples
@@ -176,10 +176,10 @@ SMALL = member("d", "decode", total_blocks=9)
         ([D, P], {"d": 116}, ["prefill p", "decode d"], "split: 9 of 125 blocks", "split"),
         ([D], {}, ["decode d"], "no prefill worker", "local"),
         ([P], {}, ["prefill p"], "no decode worker", "local"),
-        ([D, member("p", "prefill", state=State.draining)], {}, ["decode d"], "no prefill worker", "local"),
+        ([D, member("p", "prefill", state=WorkerState.draining)], {}, ["decode d"], "no prefill worker", "local"),
         ([D, member("p", "prefill", total_blocks=9)], {}, ["decode d"], "no prefill worker", "local"),
         ([D, member("p", "prefill", max_model_len=99)], {}, ["decode d"], "no prefill worker", "local"),
-        ([P, member("d", "decode", state=State.draining)], {}, ["prefill p"], "no decode worker", "local"),
+        ([P, member("d", "decode", state=WorkerState.draining)], {}, ["prefill p"], "no decode worker", "local"),
         ([P, member("d", "decode", total_blocks=9)], {}, ["prefill p"], "no decode worker", "local"),
         ([D, member("p", "prefill", transfer=None)], {}, ["decode d"], "no prefill worker with a compatible", "local"),
         ([D, member("p", "prefill", FULL), A], {}, ["aggregated a"], "aggregated: no other target", "aggregated"),
@@ -237,7 +237,7 @@ def test_one_decode_worker_that_holds_the_prompt_is_better_than_another_with_a_t
         ([D, member("p", "prefill", FULL)], ASK, "full", None),
         ([member("d", "decode", FULL), P], ASK, "full", None),
         ([member("d", "decode", Load(1, 3)), P], RoutingRequest("m", 4000, 1, 125, n=2), "full", None),
-        ([member("d", "decode", state=State.draining)], ASK, "draining", None),
+        ([member("d", "decode", state=WorkerState.draining)], ASK, "draining", None),
         ([SMALL, member("p", "prefill", total_blocks=9)], ASK, "too_small", "out_of_blocks"),
         ([member("e", "encode")], ASK, "no_worker", None),
         ([member("x", "diffusion")], ASK, "no_worker", None),
@@ -297,7 +297,7 @@ MEMBERS = st.lists(
     st.tuples(
         st.sampled_from(["aggregated", "prefill", "decode", "encode"]),
         LOADS,
-        st.sampled_from(list(State)),
+        st.sampled_from(list(WorkerState)),
         HOSTS | st.none(),
         st.integers(100, 200),
         st.booleans(),
@@ -389,7 +389,7 @@ def test_an_image_goes_through_an_encode_worker_and_then_where_text_goes() -> No
         ([E, member("a", "aggregated", transfer=LOOPBACK)], [], "no_vision", Code.unsupported),
         ([E, V], ["aggregated v"], "", None),
         ([member("e", "encode", transfer=None), A, V], ["aggregated v"], "", None),
-        ([member("e", "encode", state=State.draining), V], ["aggregated v"], "", None),
+        ([member("e", "encode", state=WorkerState.draining), V], ["aggregated v"], "", None),
         ([V, A], ["aggregated v"], "", None),
         ([SEEING_P, D], ["prefill p"], "", None),
         ([SEEING_P, member("d", "decode", vision=True)], ["prefill p", "decode d"], "", None),

@@ -698,8 +698,8 @@ async def test_a_worker_that_leaves_takes_its_blocks_out_of_the_index(
 async def test_a_draining_worker_is_given_nothing_more(clients: Clients, one: Routing) -> None:
     stub = await clients.stub("w1")
     await one.knows("w1")
-    await stub.change(state=fleet.State.draining)
-    await eventually(lambda: one.router.cluster.tracker.workers()[0].state is fleet.State.draining)
+    await stub.change(state=fleet.WorkerState.draining)
+    await eventually(lambda: one.router.cluster.tracker.workers()[0].state is fleet.WorkerState.draining)
     asked = request()
     await clients.ask(asked)
     await eventually(lambda: one.waiting == [asked.id])

@@ -13,7 +13,7 @@ from penstock.router.state.attempts import ENDED_REMEMBERED
 from penstock.router.state.load_tracker import LoadState, LoadTracker, merge
 from penstock.router.state.snapshots import only_logged
 from penstock.router.state.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SEQUENCES, Load
-from penstock.schemas.fleet import Registration, State
+from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.jobs import LoadHeader, Stage
 from tests.properties import examples
 
@@ -362,7 +362,7 @@ def test_a_worker_is_found_by_alias_with_one_target_per_rank() -> None:
     assert [m.id for m in f.targets(0, "other")] == [("w", 0), ("w", 1)]
     assert f.targets(0, "unknown") == []
     assert f.has_capacity()
-    f.put_worker(registered("w", state=State.draining))
+    f.put_worker(registered("w", state=WorkerState.draining))
     assert f.capacity("w") == 0
     assert not f.has_capacity()
 

@@ -688,7 +688,7 @@ async def test_a_draining_worker_ends_what_runs_and_requeues_the_rest(log: LogCl
     for asked in others:  # also those that it had no room for
         event = await log.handed_back(asked)
         assert (event.reason, event.poison) == ("draining", False)
-    await eventually(lambda: _state(log, narrow) is fleet.State.draining)
+    await eventually(lambda: _state(log, narrow) is fleet.WorkerState.draining)
     late = request()
     await log.send_job(narrow.id, late)  # by a router that did not know yet
     await log.handed_back(late)
@@ -733,7 +733,7 @@ def _running(worker: WorkerHarness, asked: Any) -> bool:
     return asked.id in worker.session._requests.running
 
 
-def _state(log: LogClient, worker: WorkerHarness) -> fleet.State | None:
+def _state(log: LogClient, worker: WorkerHarness) -> fleet.WorkerState | None:
     registration = log.registered(worker.id)
     return registration.state if registration is not None else None
 
@@ -760,7 +760,7 @@ async def test_a_drain_is_not_held_up_by_a_revoked_request(log: LogClient, worke
     worker.engine.allow(1)
     await log.has_streamed(asked)
     draining = asyncio.create_task(worker.session.drain(60))
-    await eventually(lambda: _state(log, worker) is fleet.State.draining)
+    await eventually(lambda: _state(log, worker) is fleet.WorkerState.draining)
     await log.revoke(worker.id, asked, 1)
     await asyncio.wait_for(draining, 10)
     assert not log.ends(asked)

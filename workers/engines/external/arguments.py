@@ -11,8 +11,8 @@ from penstock.infra.engine_args.tree import BadArguments, Tree, merge, parse_jso
 EVENT_STEPS = 10_000  # KV event messages that are kept for replay
 
 
-def extra(settings: WorkerSettings) -> str:
-    """The text of ``--extra-engine-args``.
+def extra_arguments(settings: WorkerSettings) -> str:
+    """The text of ``--extra_arguments-engine-args``.
 
     Raises:
         BadArguments: the file cannot be read.
@@ -25,18 +25,18 @@ def extra(settings: WorkerSettings) -> str:
         raise BadArguments([f"--extra-engine-args: {error}"]) from error
 
 
-def given(settings: WorkerSettings) -> Tree:
+def given_arguments(settings: WorkerSettings) -> Tree:
     """The YAML file with the JSON of ``--override-engine-args`` laid over it.
 
     Raises:
         BadArguments: one of them cannot be read.
     """
-    text = extra(settings)
+    text = extra_arguments(settings)
     tree: Tree = parse_yaml(text) if text else {}
     return merge(tree, parse_json(settings.override_engine_args)) if settings.override_engine_args else tree
 
 
-def length(settings: WorkerSettings, model_len: int) -> int:
+def length_limit(settings: WorkerSettings, model_len: int) -> int:
     """The longest sequence in tokens.
 
     Raises:

@@ -58,7 +58,7 @@ def bias(sampling: Sampling, earlier: Seq[int]) -> dict[int, float]:
     return found
 
 
-def check(request: SequenceRequest, info: EngineInfo) -> None:
+def check_sampling(request: SequenceRequest, info: EngineInfo) -> None:
     """
     Raises:
         RequestError: it can never run here; the message names the limit.

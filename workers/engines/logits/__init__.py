@@ -1,8 +1,8 @@
 """Logits processors: code that edits the logits of one sequence before its next token is drawn.
 
 A processor is any class with ``__call__(input_ids, logits)`` (``BaseLogitsProcessor``). The same class runs in the
-native engine and, through ``trtllm_processors``, in TensorRT-LLM. A worker registers classes by name: the examples
-always, others with ``--logits-processor name=module:Class``. A request selects them by name, with constructor
+native engine and, through ``trtllm.logits_processors``, in TensorRT-LLM. A worker registers classes by name: the
+examples always, others with ``--logits-processor name=module:Class``. A request selects them by name, with constructor
 arguments::
 
     {"logits_processors": [{"name": "temperature", "args": {"temperature": 0.7}}]}
@@ -18,8 +18,8 @@ stop tokens, one of them may be drawn before min_tokens.
 A processor that raises, or leaves no token to draw (no finite maximum), is undone: the logits are restored and the
 other processors still run. ``penstock_worker_logits_errors_total`` counts this, and each kind of error is logged once.
 
-``flags.from_settings`` returns the registry for the engine. Only ``apply``, ``examples`` and ``trtllm_processors``
-import torch.
+``registry.from_settings`` returns the registry for the engine. Only ``apply``, ``examples`` and
+``trtllm.logits_processors`` import torch.
 """
 
 from penstock.workers.engines.logits.base import BaseLogitsProcessor

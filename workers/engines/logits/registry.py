@@ -189,7 +189,7 @@ class ProcessorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     args: dict[str, Any] = {}
 
 
-def from_settings(settings: WorkerSettings, path: Path) -> Registry:
+def registry_from_settings(settings: WorkerSettings, path: Path) -> Registry:
     """The examples and the processors in the flags, for the model in ``path``.
 
     Raises:

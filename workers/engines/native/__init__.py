@@ -7,7 +7,7 @@ from penstock.workers.engines.budgets import wait_passively
 from penstock.workers.engines.constraints.compiler import compiler
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.logits.registry import from_settings as processors
+from penstock.workers.engines.logits.registry import registry_from_settings
 from penstock.workers.engines.native.model.options import NativeOptions
 
 
@@ -19,7 +19,9 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         others: as of ``native.build.build``.
     """
     wait_passively()
-    edits = processors(settings, path)  # before what takes seconds to import, so that a wrong flag is known at once
+    edits = registry_from_settings(
+        settings, path
+    )  # before what takes seconds to import, so that a wrong flag is known at once
     from penstock.workers.engines.native.build import build
 
     return build(str(path), _options(settings), processors=edits, grammars=compiler(path))

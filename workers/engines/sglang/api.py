@@ -79,7 +79,7 @@ class SglangApi:
         return importlib.util.find_spec("nixl") is not None
 
 
-def load() -> SglangApi:
+def load_sglang() -> SglangApi:
     """Import SGLang and check its interface.
 
     Raises:

@@ -18,8 +18,7 @@ from penstock.infra.model import modeldir
 from penstock.schemas import blocks
 from penstock.workers.engines.base import EngineError, EngineInfo
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
-from penstock.workers.engines.external import arguments as user_arguments
-from penstock.workers.engines.external import nodes
+from penstock.workers.engines.external import arguments, nodes
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
 from penstock.workers.engines.external.event_streams import channels, subscribe
@@ -37,10 +36,9 @@ from penstock.workers.engines.external.runtime import (
     shut_down,
     starting,
 )
-from penstock.workers.engines.sglang import api as apis
 from penstock.workers.engines.sglang import metrics, plugin
 from penstock.workers.engines.sglang.adapter import SglangAdapter
-from penstock.workers.engines.sglang.api import SglangApi
+from penstock.workers.engines.sglang.api import SglangApi, load_sglang
 from penstock.workers.engines.sglang.args import ResolvedSglangArgs, SglangSettings, layout, ranks_of, resolve
 from penstock.workers.engines.sglang.follower import SglangCall
 from penstock.workers.engines.sglang.metrics import RankLoads
@@ -70,12 +68,12 @@ def from_settings(
         modeldir.ModelError: the directory cannot be used.
     """
     began = time.perf_counter()
-    api = apis.load()
+    api = load_sglang()
     model = modeldir.load(path)
     with contextlib.ExitStack() as undo:
         folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: writers could forge KV events
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        user_args = user_arguments.given(settings)
+        user_args = arguments.given_arguments(settings)
         wanted = wanted_of(settings, model.length.limit(settings.max_model_len), folder, ranks_of(user_args))
         grammars = compiler(path) if standard_tokenizer(path) else None
         wanted = wanted._replace(constraints=grammars is not None)
@@ -141,7 +139,7 @@ def info_of(
         block_size=settings.block_size,
         total_blocks=tokens // settings.block_size * ranks,
         slots=sum(loads.slots.values()) or settings.max_running * ranks,
-        max_model_len=user_arguments.length(settings, model.length.limit(settings.max_model_len)),
+        max_model_len=arguments.length_limit(settings, model.length.limit(settings.max_model_len)),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         kv_events=resolved.events is not None,
@@ -161,7 +159,7 @@ def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int
     events, replay = channels(folder, ranks)
     return SglangSettings(
         settings,
-        max_model_len=user_arguments.length(settings, model_len),
+        max_model_len=arguments.length_limit(settings, model_len),
         events=events if settings.use_kv_events else "",
         replay=replay,
         # A prefill engine's ranks on other machines look for its bootstrap server at the address where they meet.

@@ -7,7 +7,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import Tree
 from penstock.workers.engines.external.nodes import environ, reached_at, towards
 from penstock.workers.engines.external.runtime import shut_down, starting
-from penstock.workers.engines.sglang import api as apis
+from penstock.workers.engines.sglang import api
 from penstock.workers.engines.sglang.args import follower_tree
 from penstock.workers.engines.sglang.build import OWN_ADDRESS, VARIABLES
 from penstock.workers.engines.sglang.processes import runs
@@ -25,7 +25,7 @@ class SglangNode:
     def __init__(self, settings: WorkerSettings, path: Path) -> None:
         self._settings = settings
         self._model = str(path)
-        self._api = apis.load()
+        self._api = api.load_sglang()
         self._closing = False
         self._llm: object = None
 

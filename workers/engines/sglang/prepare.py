@@ -31,9 +31,8 @@ from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
 from penstock.workers.engines.base import EngineInfo, RequestError, SequenceRequest
 from penstock.workers.engines.external import constrained, handoff_state
-from penstock.workers.engines.external import sampling as requests
 from penstock.workers.engines.external.handoff_state import ConsumedStates
-from penstock.workers.engines.external.sampling import bias, greedy, seed_of, shape, stop_ids
+from penstock.workers.engines.external.sampling import bias, check_sampling, greedy, seed_of, shape, stop_ids
 from penstock.workers.engines.sglang.plugin import behind
 
 BARRED = -1e9  # bias of a token that must not be drawn; below any logit, and finite in each data type
@@ -185,7 +184,7 @@ def check(request: SequenceRequest, info: EngineInfo, options: SglangOptions) ->
     Raises:
         RequestError: it can never run here; the message names the limit.
     """
-    requests.check(request, info)
+    check_sampling(request, info)
     if request.sampling.logits_processors:
         raise RequestError(Code.unsupported, "this worker's engine (SGLang) runs no logits processors")
     if request.media:

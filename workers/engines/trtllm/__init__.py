@@ -15,21 +15,21 @@ Several nodes: start one rank per GPU, on every rank with TensorRT-LLM's launche
 
 Only rank 0 runs the worker: one registration, one set of subjects, one metrics port per engine. The other ranks become
 TensorRT-LLM's compute processes and never run our code. Without the launcher, each of them would register a worker of
-its own that waits for the others, so such a start is refused (``launch``). Set ``gpus_per_node``: by default
+its own that waits for the others, so such a start is refused (``build``). Set ``gpus_per_node``: by default
 TensorRT-LLM counts the GPUs of rank 0's node. The launcher removes SLURM_*, UCX_*, MPI_* and OMPI_* variables from the
 worker's environment; the ranks keep them.
 
 Metrics of rank 0's other processes: set PROMETHEUS_MULTIPROC_DIR to a directory that they share before the start, and
 their series are merged into the worker's own metrics port (``metrics``).
 
-Modules. Pure: ``args`` (arguments), ``prepare`` and ``sampling`` (a request), ``output_cursor`` (its output),
-``disagg`` (its handoff), ``kv_events`` (names of blocks), ``stats``, ``perf_metrics``, ``errors``, ``log_diagnosis``,
-``launch``, ``backoff``. The shell: ``api`` (what the installed release has), ``follower``, ``adapter``, ``encoder``,
-``image_slots``, ``metrics``, ``log_watch``, ``build``; ``visual_gen`` for images and videos. Nothing here imports
+Modules. Pure: ``args`` (arguments), ``prepare`` (a request and its output), ``disagg`` (its handoff), ``kv_events``
+(names of blocks), ``interface`` (what is used of TensorRT-LLM). The shell: ``api`` (what the installed release has),
+``follower``, ``adapter``, ``encoder``, ``image_slots``, ``logits_processors``, ``metrics``, ``watch`` and ``log_watch``
+(whether it still works), ``build``; ``visual_gen`` for images and videos. Nothing here imports
 tensorrt_llm before an engine is built.
 """
 
 from penstock.workers.engines.trtllm.build import from_settings
-from penstock.workers.engines.trtllm.encoder import from_settings as encoder_from_settings
+from penstock.workers.engines.trtllm.encoder import encoder_from_settings
 
 __all__ = ["encoder_from_settings", "from_settings"]

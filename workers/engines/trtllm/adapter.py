@@ -88,7 +88,7 @@ class TrtllmAdapter:
     def kv_events(self, event: KvEvents | Stats) -> dict[int, list[KvEvent]]:
         if isinstance(event, Stats):
             for stat in event.stats:
-                self._blocks = stats.blocks(stat) or self._blocks
+                self._blocks = stats.pool_counts(stat) or self._blocks
                 self._metrics.observe(stat)
             return {}
         found = {rank: translator.forget() for rank, translator in enumerate(self._translators)} if event.lost else {}

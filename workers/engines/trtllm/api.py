@@ -137,7 +137,7 @@ def set_log_level(level: str) -> None:
     os.environ.setdefault(_LEVEL_VARIABLE, LEVELS[level].upper())
 
 
-def load() -> TrtllmApi:
+def load_trtllm() -> TrtllmApi:
     """Import TensorRT-LLM and check its interface.
 
     Raises:

@@ -247,7 +247,7 @@ def _speculation_of_1_2(config: Mapping[str, Any]) -> Tree:
     return {**known, "decoding_type": kind.__struct_config__.tag}
 
 
-def encoder(tree: Mapping[str, Any]) -> Tree:
+def encoder_arguments(tree: Mapping[str, Any]) -> Tree:
     """The arguments that a ``MultimodalEncoder`` takes."""
     return {key: value for key, value in tree.items() if key in _ENCODER_KEYS}
 

@@ -33,7 +33,7 @@ from penstock.schemas import blocks
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.base import EngineError, EngineInfo, MediaSpan, SequenceRequest
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, ConstraintCompiler, compiler
-from penstock.workers.engines.external import arguments as user_arguments
+from penstock.workers.engines.external.arguments import extra_arguments, given_arguments, length_limit
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
 from penstock.workers.engines.external.runtime import (
@@ -46,11 +46,10 @@ from penstock.workers.engines.external.runtime import (
     starting,
 )
 from penstock.workers.engines.support import ServedOptions
-from penstock.workers.engines.trtllm import api as apis
 from penstock.workers.engines.trtllm import follower, prepare
 from penstock.workers.engines.trtllm import metrics as stats
 from penstock.workers.engines.trtllm.adapter import TrtllmAdapter
-from penstock.workers.engines.trtllm.api import TrtllmApi
+from penstock.workers.engines.trtllm.api import TrtllmApi, container, load_trtllm, set_log_level
 from penstock.workers.engines.trtllm.args import (
     AS_1_2,
     GRAMMARS,
@@ -186,7 +185,7 @@ def from_settings(
         modeldir.ModelError: the directory cannot be used.
     """
     began = time.perf_counter()
-    apis.set_log_level(settings.log_level)
+    set_log_level(settings.log_level)
     plan = _plan(settings, path, processors=processors is not None and processors.configured)
     with contextlib.ExitStack() as undo:
         loop, llm = _start(plan, undo)
@@ -246,7 +245,7 @@ def _plan(settings: WorkerSettings, path: Path, *, processors: bool) -> _Plan:
         EngineError: TensorRT-LLM is not installed, or the process was not launched as its arguments need.
         modeldir.ModelError: the directory cannot be used.
     """
-    api = apis.load()
+    api = load_trtllm()
     model = modeldir.load(path)
     grammars = compiler(path) if api.guided is not None and standard_tokenizer(path) else None
     wanted = wanted_of(settings, model.length.limit(settings.max_model_len), images=_takes_images(model))
@@ -354,7 +353,7 @@ def wanted_of(settings: WorkerSettings, model_len: int, *, images: bool = False)
     """
     return TrtllmSettings(
         settings,
-        max_model_len=user_arguments.length(settings, model_len),
+        max_model_len=length_limit(settings, model_len),
         images=images,
     )
 
@@ -365,7 +364,7 @@ def arguments(settings: WorkerSettings, wanted: TrtllmSettings, api: TrtllmApi, 
     Raises:
         BadArguments: see ``args.resolve``.
     """
-    extra, user_args = user_arguments.extra(settings), user_arguments.given(settings)
+    extra, user_args = extra_arguments(settings), given_arguments(settings)
     speculation = user_args.get("speculative_config") or {}
     draft = speculation.get("speculative_model") or speculation.get("speculative_model_dir") or ""
     local = draft.startswith(("/", ".", "~")) or draft.count("/") > 1
@@ -377,7 +376,7 @@ def arguments(settings: WorkerSettings, wanted: TrtllmSettings, api: TrtllmApi, 
         draft=_shape(Path(draft).expanduser()) if draft else None,
         missing=frozenset([draft] if local and not Path(draft).expanduser().is_dir() else ()),
         version=api.version,
-        container=apis.container(),
+        container=container(),
         logits_processors=wanted.processors,
     )
     installed = AS_1_2 if api.version.startswith("1.2.") else Installed(api.arguments, api.sections)
@@ -508,7 +507,7 @@ def capacity(llm: Any, api: TrtllmApi, args: EngineArgs, stat: dict[str, Any] | 
         blocks = answer.get("maxNumBlocks") if isinstance(answer, dict) else getattr(answer, "maxNumBlocks", None)
         if blocks:
             return int(blocks)
-    shown = stats.blocks(stat) if stat is not None else None
+    shown = stats.pool_counts(stat) if stat is not None else None
     if shown is not None and shown.total > 0:
         return shown.total
     kv = args.kv_cache_config

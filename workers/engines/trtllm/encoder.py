@@ -26,8 +26,8 @@ from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.external.runtime import bounded, shut_down
 from penstock.workers.engines.native.model import embedding_slots
 from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots
-from penstock.workers.engines.trtllm import api as apis
-from penstock.workers.engines.trtllm.args import encoder as needed
+from penstock.workers.engines.trtllm.api import INSTALL, load_trtllm, set_log_level
+from penstock.workers.engines.trtllm.args import encoder_arguments
 from penstock.workers.engines.trtllm.build import arguments, wanted_of
 
 log = structlog.get_logger("engine")
@@ -142,7 +142,7 @@ def handles_of(answer: Any) -> Seq[Any]:
     return [handle]
 
 
-def from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
+def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
     """Load the encoder of the model in ``path``.
 
     Raises:
@@ -151,16 +151,16 @@ def from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
         EngineError: TensorRT-LLM is not installed, has no encoder, or did not start.
     """
     began = time.perf_counter()
-    apis.set_log_level(settings.log_level)
-    api = apis.load()
+    set_log_level(settings.log_level)
+    api = load_trtllm()
     model = modeldir.load(path)
     if model.vision is None:
         raise modeldir.ModelError(f"{path} needs no encode worker: {model.no_vision}")
     if api.encoder is None or api.shared_tensor is None:
-        raise EngineError(f"tensorrt_llm {api.version} has no MultimodalEncoder; use 1.2.1: {apis.INSTALL}")
+        raise EngineError(f"tensorrt_llm {api.version} has no MultimodalEncoder; use 1.2.1: {INSTALL}")
     shared = api.shared_tensor
     wanted = wanted_of(settings, model.length.limit(settings.max_model_len))
-    tree = needed(arguments(settings, wanted, api, path).tree)
+    tree = encoder_arguments(arguments(settings, wanted, api, path).tree)
     with contextlib.ExitStack() as undo:
         try:
             encoder = api.encoder(model=str(path), **tree)

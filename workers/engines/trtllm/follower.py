@@ -19,9 +19,8 @@ from penstock.schemas.errors import Code
 from penstock.workers.engines.external.runtime import EngineFailed, EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence, SequenceFailure, SequenceUpdate
 from penstock.workers.engines.trtllm import disagg
-from penstock.workers.engines.trtllm import metrics as perf_metrics
 from penstock.workers.engines.trtllm.api import TrtllmApi
-from penstock.workers.engines.trtllm.metrics import NativeMetrics
+from penstock.workers.engines.trtllm.metrics import NativeMetrics, measured_times
 from penstock.workers.engines.trtllm.prepare import TrtllmInputs, TrtllmOptions
 from penstock.workers.engines.trtllm.watch import Liveness
 
@@ -170,7 +169,7 @@ class TrtllmFollower:
         scored = sequence.scored(output.prompt_logprobs) if sequence.score else None
         if new or failure is not None or opaque is not None or first or scored is not None:
             traced = sequence.trace is not None and output.finish_reason
-            measured = perf_metrics.measured(output.request_perf_metrics) if traced else None
+            measured = measured_times(output.request_perf_metrics) if traced else None
             self._emit(SequenceUpdate(sequence, cached, new, failure, opaque, scored, measured))
         if cursor.finished and not response.finished:  # else it would keep generating
             self.abort(sequence)

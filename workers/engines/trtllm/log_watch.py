@@ -1,4 +1,4 @@
-"""Watches TensorRT-LLM's log for known problems (``log_diagnosis``).
+"""Watches TensorRT-LLM's log for known problems.
 
 Its Python code in this process logs through ``logging``. Its ranks are separate processes, started while the engine is
 constructed, and log to the standard output that they inherit. They get a pipe as standard output; whatever they write

@@ -113,7 +113,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> TrtllmProcessors:
         ProcessorError: see ``Registry``; or the flags name some in disaggregated serving.
         modeldir.ModelError: the directory cannot be used.
     """
-    processors = TrtllmProcessors(flags.from_settings(settings, path), configured=_configured(settings))
+    processors = TrtllmProcessors(flags.registry_from_settings(settings, path), configured=_configured(settings))
     return processors if settings.role == "aggregated" else processors.without("in disaggregated serving")
 
 

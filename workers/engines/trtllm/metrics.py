@@ -67,7 +67,7 @@ def number(stat: Mapping[str, Any], section: str, key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def blocks(stat: Mapping[str, Any]) -> PoolCounts | None:
+def pool_counts(stat: Mapping[str, Any]) -> PoolCounts | None:
     """The pool according to a statistic; None: it does not say."""
     total = number(stat, "kvCacheStats", "maxNumBlocks")
     if total is None:
@@ -209,7 +209,7 @@ _COUNTS = {
 }
 
 
-def measured(metrics: Any) -> dict[str, float]:
+def measured_times(metrics: Any) -> dict[str, float]:
     """Values by name; without those that this release lacks or that did not happen."""
     return dict(_found(metrics)) if metrics is not None else {}
 

@@ -23,10 +23,9 @@ from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
-from penstock.workers.engines.external import sampling as requests
 from penstock.workers.engines.external.constrained import ends, grammar_text
 from penstock.workers.engines.external.handoff_state import ConsumedStates
-from penstock.workers.engines.external.sampling import seed_of, shape, stop_ids
+from penstock.workers.engines.external.sampling import check_sampling, seed_of, shape, stop_ids
 from penstock.workers.engines.external.sequences import MISSING, SequenceFailure, Token, logprob_of
 from penstock.workers.engines.support import ServedOptions, problem
 from penstock.workers.engines.trtllm import disagg
@@ -282,7 +281,7 @@ def check(request: SequenceRequest, info: EngineInfo, prompt_limit: int) -> None
     Raises:
         RequestError: it can never run here; the message names the limit.
     """
-    requests.check(request, info)
+    check_sampling(request, info)
     length = len(request.prompt) + len(request.generated)
     if length > prompt_limit:
         raise RequestError(

@@ -136,7 +136,7 @@ def _kinds(module: Any, *names: str) -> tuple[type[BaseException], ...]:
     return tuple(getattr(module, name) for name in names if hasattr(module, name))
 
 
-def load() -> VllmApi:
+def load_vllm() -> VllmApi:
     """Import vLLM and check its interface.
 
     Raises:

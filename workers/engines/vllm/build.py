@@ -21,8 +21,8 @@ from penstock.schemas import blocks
 from penstock.workers.engines import budgets
 from penstock.workers.engines.base import EngineError, EngineInfo
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
-from penstock.workers.engines.external import arguments as user_arguments
 from penstock.workers.engines.external import nodes
+from penstock.workers.engines.external.arguments import given_arguments, length_limit
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
 from penstock.workers.engines.external.event_streams import channels, subscribe
@@ -39,10 +39,9 @@ from penstock.workers.engines.external.runtime import (
     shut_down,
     starting,
 )
-from penstock.workers.engines.vllm import api as apis
 from penstock.workers.engines.vllm import plugin
 from penstock.workers.engines.vllm.adapter import SchedulerStats, VllmAdapter
-from penstock.workers.engines.vllm.api import VllmApi
+from penstock.workers.engines.vllm.api import VllmApi, load_vllm, set_log_level
 from penstock.workers.engines.vllm.args import ResolvedVllmArgs, VllmSettings, layout, resolve
 from penstock.workers.engines.vllm.follower import VllmCall
 from penstock.workers.engines.vllm.prepare import VllmOptions
@@ -69,8 +68,8 @@ def from_settings(
         modeldir.ModelError: the directory cannot be used.
     """
     began = time.perf_counter()
-    apis.set_log_level(settings.log_level)
-    api = apis.load()
+    set_log_level(settings.log_level)
+    api = load_vllm()
     model = modeldir.load(path)
     with contextlib.ExitStack() as undo:
         folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: writers could forge KV events
@@ -119,7 +118,7 @@ def arguments(
         BadArguments: they are wrong.
         EngineError: they need a package that is missing.
     """
-    user_args = user_arguments.given(settings)
+    user_args = given_arguments(settings)
     ranks = user_args.get("data_parallel_size") or 1
     wanted = wanted_of(settings, model.length.limit(settings.max_model_len), folder, ranks)
     wanted = wanted._replace(constraints=constraints)
@@ -180,7 +179,7 @@ def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int
     events, replay = channels(folder, ranks)
     return VllmSettings(
         settings,
-        max_model_len=user_arguments.length(settings, model_len),
+        max_model_len=length_limit(settings, model_len),
         events=events if settings.use_kv_events else "",
         replay=replay,
         leader_port=nodes.place_of(settings).engine_port,

@@ -6,7 +6,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import Tree
 from penstock.workers.engines.external.nodes import environ, reached_at, towards
 from penstock.workers.engines.external.runtime import shut_down, starting
-from penstock.workers.engines.vllm import api as apis
+from penstock.workers.engines.vllm import api
 from penstock.workers.engines.vllm.api import Ranks
 from penstock.workers.engines.vllm.args import follower_tree
 from penstock.workers.engines.vllm.build import OWN_ADDRESS, on_device
@@ -21,10 +21,10 @@ class VllmNode:
     """
 
     def __init__(self, settings: WorkerSettings, path: Path) -> None:
-        apis.set_log_level(settings.log_level)
+        api.set_log_level(settings.log_level)
         self._settings = settings
         self._model = str(path)
-        self._api = apis.load()
+        self._api = api.load_vllm()
         self._ranks: Ranks | None = None
 
     @property

@@ -19,10 +19,9 @@ from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Sampling, Stop
 from penstock.workers.engines.base import EngineInfo, RequestError, SequenceRequest
 from penstock.workers.engines.external import handoff_state
-from penstock.workers.engines.external import sampling as requests
 from penstock.workers.engines.external.constrained import ends, grammar_text
 from penstock.workers.engines.external.handoff_state import ConsumedStates
-from penstock.workers.engines.external.sampling import bias, greedy, seed_of, shape, stop_ids
+from penstock.workers.engines.external.sampling import bias, check_sampling, greedy, seed_of, shape, stop_ids
 from penstock.workers.engines.vllm.plugin import EARLIER
 
 
@@ -152,7 +151,7 @@ def check(request: SequenceRequest, info: EngineInfo, options: VllmOptions) -> N
     Raises:
         RequestError: it can never run here; the message names the limit.
     """
-    requests.check(request, info)
+    check_sampling(request, info)
     if max(request.sampling.logprobs or 0, request.sampling.prompt_logprobs or 0) > options.max_logprobs:
         raise RequestError(Code.invalid_request, f"logprobs and prompt_logprobs are at most {options.max_logprobs}")
     if request.sampling.logits_processors:

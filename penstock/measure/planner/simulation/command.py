@@ -13,7 +13,7 @@ from msgspec import Meta
 from rich.table import Table
 
 from penstock.cli.terminal import stdout
-from penstock.configs import planner_settings as flags
+from penstock.configs import planner_settings
 from penstock.configs.flags import BadSettings
 from penstock.configs.planner_settings import BadRules, rules_of
 from penstock.measure.planner.capacity import EngineTiming
@@ -144,19 +144,19 @@ class PlanSimulationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     slowness: Annotated[float, Meta(gt=0, description="factor on the time of each step of the mock's model")] = 2.0
     gpus: Annotated[int, Meta(ge=1, description="of each worker of the mock's model")] = 1
     transfer_us_per_token: Annotated[float, Meta(ge=0, description="handoff from prefill to decode")] = 0.5
-    ttft: flags.Ttft = 1000.0
-    itl: flags.Itl = 40.0
-    percentile: flags.Percentile = "p95"
-    interval_s: flags.IntervalS = 30.0
-    start_s: flags.StartS = 30.0
-    drain_s: flags.DrainS = 60.0
-    hysteresis: flags.Hysteresis = 0.15
-    down_cooldown_s: flags.Cooldown = 60.0
-    down_after_s: flags.DownAfter = 180.0
-    max_down: flags.MaxDown = 0.25
-    min_workers: flags.Least = 1
-    max_workers: flags.Most = 32
-    gpu_budget: flags.Budget = 0
+    ttft: planner_settings.Ttft = 1000.0
+    itl: planner_settings.Itl = 40.0
+    percentile: planner_settings.Percentile = "p95"
+    interval_s: planner_settings.IntervalS = 30.0
+    start_s: planner_settings.StartS = 30.0
+    drain_s: planner_settings.DrainS = 60.0
+    hysteresis: planner_settings.Hysteresis = 0.15
+    down_cooldown_s: planner_settings.Cooldown = 60.0
+    down_after_s: planner_settings.DownAfter = 180.0
+    max_down: planner_settings.MaxDown = 0.25
+    min_workers: planner_settings.Least = 1
+    max_workers: planner_settings.Most = 32
+    gpu_budget: planner_settings.Budget = 0
     json: Annotated[str, Meta(description="file for figures and decisions")] = ""
     plot: Annotated[str, Meta(description="PNG file of the first planned run; needs penstock[bench]")] = ""
 

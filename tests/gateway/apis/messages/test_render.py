@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.apis.chat.segments import SegmentRenderer, WholeAnswer
-from penstock.gateway.apis.messages.objects import message_error, status_of
+from penstock.gateway.apis.messages.objects import message_error, messages_status
 from penstock.gateway.apis.messages.render import ClientBody, MessageEvents, message
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
@@ -166,5 +166,5 @@ def test_a_failure_ends_the_stream_with_an_error() -> None:
 )
 def test_errors_have_anthropics_statuses_and_types(code: Code, status: int, kind: str) -> None:
     body = message_error(ServingError(code, "why", param="x"), "")
-    assert status_of(code) == status
+    assert messages_status(code) == status
     assert (body.type, body.error.type, body.error.code, body.request_id) == ("error", kind, code.value, None)

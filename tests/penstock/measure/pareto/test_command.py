@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.measure.pareto.command import run
-from penstock.measure.pareto.records import FILE, BadDeployment, parse
+from penstock.measure.pareto.records import FILE, BadDeployment, parse_deployment
 from tests.penstock.measure.sweep.samples import result, write
 
 pytest.importorskip("matplotlib")
@@ -73,4 +73,4 @@ def test_what_is_missing_is_named_with_the_flag_that_gives_it(
 @pytest.mark.parametrize("flag", ["x", "x:", "x:gpu", "x:gpu=", ":gpu=a", "x:gpu=a,"])
 def test_a_deployment_of_another_form_is_refused(flag: str) -> None:
     with pytest.raises(BadDeployment, match="NAME:FIELD=VALUE"):
-        parse([flag])
+        parse_deployment([flag])

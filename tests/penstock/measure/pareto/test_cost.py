@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.pareto.cost import BadPrices, GpuCost, Prices, cost, gpu_of, read
+from penstock.measure.pareto.cost import BadPrices, GpuCost, Prices, cost, gpu_of, read_prices
 
 FILE = """
 currency: EUR
@@ -18,7 +18,7 @@ AMOUNTS = st.floats(0.01, 1e4)
 
 
 def test_a_cost_computed_by_hand() -> None:
-    prices = read(FILE)
+    prices = read_prices(FILE)
     found = cost(prices, gpu_of(prices, ""), 1000.0)
     # 3.6 M tokens in a busy hour, half of the hours busy: 1/1.8 hours, at (500 + 100) W × 1.5 = 0.9 kW.
     assert found.hardware == pytest.approx(2.0)
@@ -52,7 +52,7 @@ def test_twice_the_throughput_costs_half_and_idle_hours_never_make_it_cheaper(
 )
 def test_a_price_file_that_cannot_be_used_is_refused_with_the_reason(text: str, says: str) -> None:
     with pytest.raises(BadPrices, match=says):
-        read(text)
+        read_prices(text)
 
 
 def test_a_type_without_a_price_is_named_with_those_that_have_one() -> None:

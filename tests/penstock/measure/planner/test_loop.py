@@ -124,7 +124,7 @@ async def test_an_interval_is_read_from_log_and_fleet(bus: Bus) -> None:
     await serve(bus, 1, code="worker_lost")  # it arrived, and says nothing of lengths
     await acknowledge(bus)
     await register(bus, "w-1")
-    await register(bus, "w-2", state=fleet.State.draining)
+    await register(bus, "w-2", state=fleet.WorkerState.draining)
     await register(bus, "w-3", model="other")
     seen = await reader.look({"aggregated": 3})
     assert (seen.arrived, seen.ended, seen.queued) == (6, 6, 0)

@@ -39,8 +39,7 @@ from penstock.operate.doctor.fleet import (
 )
 from penstock.schemas import wire
 from penstock.schemas.audit import KEYS_LOST, AuditEntry
-from penstock.schemas.fleet import Load, Registration
-from penstock.schemas.fleet import State as WorkerState
+from penstock.schemas.fleet import Load, Registration, WorkerState
 from penstock.schemas.routers import LostLeases
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.transfer import Endpoint

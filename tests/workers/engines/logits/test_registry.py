@@ -15,7 +15,7 @@ from penstock.schemas.errors import Code
 from penstock.schemas.requests import LogitsProcessor
 from penstock.workers.engines.base import RequestError
 from penstock.workers.engines.logits import BaseLogitsProcessor, ModelInfo, ProcessorError, Registry
-from penstock.workers.engines.logits.registry import from_settings
+from penstock.workers.engines.logits.registry import registry_from_settings
 from tests.workers.engines.logits.own import Curious
 from tests.workers.engines.logits.support import OWN, asking, chain, chosen, own
 
@@ -131,19 +131,21 @@ def test_the_workers_own_come_first_and_are_part_of_every_sequence() -> None:
 )
 def test_what_the_worker_applies_to_all_is_checked_at_the_start(text: str, words: str) -> None:
     with pytest.raises(ProcessorError, match=words) as caught:
-        from_settings(WorkerSettings(default_logits_processors=text), modeldir.DEMO)
+        registry_from_settings(WorkerSettings(default_logits_processors=text), modeldir.DEMO)
     assert "--default-logits-processors" in str(caught.value)
 
 
 def test_a_worker_registers_the_examples_and_what_its_flags_name() -> None:
-    assert from_settings(WorkerSettings(), modeldir.DEMO).names == EXAMPLES
-    more = from_settings(WorkerSettings(logits_processor=(f"plus={OWN}:Plus", f"{OWN}:Curious")), modeldir.DEMO)
+    assert registry_from_settings(WorkerSettings(), modeldir.DEMO).names == EXAMPLES
+    more = registry_from_settings(
+        WorkerSettings(logits_processor=(f"plus={OWN}:Plus", f"{OWN}:Curious")), modeldir.DEMO
+    )
     assert more.names == ("Curious", *EXAMPLES[:2], "plus", EXAMPLES[2])
 
 
 def test_the_examples_can_be_pickled_as_tensorrt_llm_does() -> None:
     made = chain(
-        from_settings(WorkerSettings(), modeldir.DEMO),
+        registry_from_settings(WorkerSettings(), modeldir.DEMO),
         chosen("temperature", temperature=2.0),
         chosen("forced_text", text="Hello"),
         chosen("allowed_tokens", tokens=[1, 2]),

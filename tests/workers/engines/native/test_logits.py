@@ -16,7 +16,7 @@ from penstock.schemas.requests import LogitsProcessor, Sampling, Stop
 from penstock.workers.engines import mock, native
 from penstock.workers.engines.base import Output, RequestError, SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.logits.registry import from_settings
+from penstock.workers.engines.logits.registry import registry_from_settings
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.logits.support import OWN, chosen
@@ -33,7 +33,7 @@ def model() -> modeldir.ModelDir:
 
 def engine(apply: str = "", **options: Any) -> ScheduledEngine:
     settings = WorkerSettings(logits_processor=OWN_ONES, default_logits_processors=apply)
-    processors = from_settings(settings, modeldir.DEMO)
+    processors = registry_from_settings(settings, modeldir.DEMO)
     given: dict[str, Any] = {"device": "cpu", "kv_blocks": 64, "threads": 1} | options
     return build(str(modeldir.DEMO), NativeOptions(**given), processors=processors)
 

@@ -17,7 +17,7 @@ from penstock.workers.engines.trtllm.args import (
     Installed,
     TrtllmSettings,
     defaults,
-    encoder,
+    encoder_arguments,
     layout,
     prune,
     resolve,
@@ -246,7 +246,7 @@ def test_pruning_keeps_exactly_what_is_known(tree: dict[str, Any]) -> None:
 
 def test_an_encoder_gets_only_what_it_needs() -> None:
     tree = defaults(wanted(role="encode", tensor_parallel_size=2)) | {"trust_remote_code": True}
-    assert encoder(tree) == {
+    assert encoder_arguments(tree) == {
         "tensor_parallel_size": 2,
         "trust_remote_code": True,
         "max_batch_size": 64,

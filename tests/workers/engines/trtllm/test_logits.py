@@ -9,7 +9,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import LogitsProcessor, Sampling
 from penstock.workers.engines.base import Engine, RequestError
-from penstock.workers.engines.logits.registry import from_settings
+from penstock.workers.engines.logits.registry import registry_from_settings
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.trtllm import logits_processors
@@ -65,7 +65,7 @@ def test_the_same_processors_give_what_they_give_in_the_native_engine(engine: En
     native = build(
         str(MODEL),
         NativeOptions(device="cpu", kv_blocks=64, block_size=BLOCK),
-        processors=from_settings(SETTINGS, MODEL),
+        processors=registry_from_settings(SETTINGS, MODEL),
     )
     expected = {key: [output.token for output in several] for key, several in run_native(native, asked).items()}
     got = answers(engine, *asked)

@@ -43,10 +43,12 @@ STAT: dict[str, Any] = {
 
 
 def test_the_pool_is_read_where_the_statistics_show_it() -> None:
-    assert stats.blocks(STAT) == stats.PoolCounts(100, 30, 70)
-    assert stats.blocks({"kvCacheStats": {"maxNumBlocks": 100, "freeNumBlocks": 60}}) == stats.PoolCounts(100, 40, 60)
-    assert stats.blocks({"kvCacheStats": None}) is None
-    assert stats.blocks({}) is None
+    assert stats.pool_counts(STAT) == stats.PoolCounts(100, 30, 70)
+    assert stats.pool_counts({"kvCacheStats": {"maxNumBlocks": 100, "freeNumBlocks": 60}}) == stats.PoolCounts(
+        100, 40, 60
+    )
+    assert stats.pool_counts({"kvCacheStats": None}) is None
+    assert stats.pool_counts({}) is None
 
 
 def test_only_values_that_are_there_become_gauges() -> None:
@@ -90,7 +92,7 @@ sections = st.sampled_from(
 
 @given(st.dictionaries(sections, values | st.dictionaries(sections, values)))
 def test_no_statistic_can_break_the_worker(stat: dict[str, Any]) -> None:
-    stats.blocks(stat)
+    stats.pool_counts(stat)
     stats.hit_rate(stat, (0.0, 0.0))
     stats.gauges(stat)
     list(stats.sums(stat))

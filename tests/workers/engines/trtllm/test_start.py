@@ -221,7 +221,7 @@ def test_its_log_has_the_workers_level(monkeypatch: pytest.MonkeyPatch, level: A
     with standins.installed():
         api.set_log_level(settings(log_level=level).log_level)
         monkeypatch.setattr(theirs, "warning", said.append)
-        api.load()
+        api.load_trtllm()
         from tensorrt_llm.logger import logger
 
         assert logger.level == level
@@ -281,7 +281,7 @@ def test_releases_with_a_warning(version: str, words: str) -> None:
 def test_a_container_with_a_known_regression_is_warned_of_at_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     windows = f'{{"kv_cache_config": {{"max_attention_window": [{4 * BLOCK}, {LIMIT}]}}}}'
     for release, warned in ((None, False), ("0.5.0", False), ("0.5.1", True)):
-        monkeypatch.setattr(api, "container", lambda release=release: release)
+        monkeypatch.setattr(build, "container", lambda release=release: release)
         monkeypatch.setattr(build, "_shape", lambda path: None)  # the model has no windows, and a rule would say so
         with capture_logs() as lines:
             make(override_engine_args=windows)
@@ -304,7 +304,7 @@ class TestLater:
             yield
 
     def test_what_it_has_is_found_by_looking(self, later: None) -> None:
-        found = api.load()
+        found = api.load_trtllm()
         assert found.version.startswith("1.3")
         assert found.capacity
         assert {"priority", "conversation_params"} <= found.call

@@ -59,7 +59,7 @@ def install(monkeypatch: pytest.MonkeyPatch, llm: type[Any] = _Llm, **errors: ty
 
 def test_a_release_without_the_later_exceptions_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, VLLMValidationError=type("VLLMValidationError", (ValueError,), {}))
-    found = api.load()
+    found = api.load_vllm()
     assert found.version == "0.26.0"
     assert found.refusals == (ValueError, TypeError)
     assert found.transient == ()
@@ -68,7 +68,7 @@ def test_a_release_without_the_later_exceptions_is_used(monkeypatch: pytest.Monk
 def test_exceptions_that_a_release_has_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     refused, failed = (type(name, (Exception,), {}) for name in ("VLLMClientError", "GenerationError"))
     install(monkeypatch, VLLMClientError=refused, GenerationError=failed)
-    found = api.load()
+    found = api.load_vllm()
     assert found.refusals == (refused, ValueError, TypeError)
     assert found.transient == (failed,)
 
@@ -76,4 +76,4 @@ def test_exceptions_that_a_release_has_are_distinguished(monkeypatch: pytest.Mon
 def test_a_release_whose_call_differs_is_refused_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, _OldLlm)
     with pytest.raises(EngineError, match=r"vLLM 0\.26\.0 lacks request_id"):
-        api.load()
+        api.load_vllm()

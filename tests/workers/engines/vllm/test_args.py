@@ -15,7 +15,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.workers.engines import budgets
 from penstock.workers.engines.base import EngineError
-from penstock.workers.engines.external.arguments import given
+from penstock.workers.engines.external.arguments import given_arguments
 from penstock.workers.engines.external.event_streams import channels
 from penstock.workers.engines.external.nodes import address, environ
 from penstock.workers.engines.vllm.args import (
@@ -255,9 +255,9 @@ def test_the_json_is_laid_over_the_yaml(tmp_path: Path) -> None:
     file = tmp_path / "args.yaml"
     file.write_text("gpu_memory_utilization: 0.5\nkv_events_config: {hwm: 5}\n")
     settings = read("--extra-engine-args", str(file), "--override-engine-args", '{"kv_events_config": {"topic": "t"}}')
-    assert given(settings) == {"gpu_memory_utilization": 0.5, "kv_events_config": {"hwm": 5, "topic": "t"}}
+    assert given_arguments(settings) == {"gpu_memory_utilization": 0.5, "kv_events_config": {"hwm": 5, "topic": "t"}}
     with pytest.raises(BadArguments, match="--extra-engine-args"):
-        given(read("--extra-engine-args", str(tmp_path / "none")))
+        given_arguments(read("--extra-engine-args", str(tmp_path / "none")))
 
 
 def test_the_device_is_that_of_the_build() -> None:
@@ -310,7 +310,7 @@ def test_without_vllm_the_error_says_what_to_install() -> None:
     if standins.real("vllm"):
         pytest.skip("vLLM is installed")
     with pytest.raises(EngineError, match="pip install"):
-        api.load()
+        api.load_vllm()
 
 
 def test_grammars_need_vllm_s_tokenizer_and_the_backend_that_takes_ours() -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from penstock.workers.engines.native.cuda import expert_kernels as kernels
-from penstock.workers.engines.native.cuda import rows
+from penstock.workers.engines.native.cuda import expert_kernels, rows
 from penstock.workers.engines.native.cuda.fusions import dependent
 from penstock.workers.engines.native.cuda.modules import launch_options
 from penstock.workers.engines.native.model import quantize
@@ -89,7 +88,9 @@ def shapes(kind: int, most: int, dtype: torch.dtype) -> tuple[ExpertsShape, Expe
     """How the products of gate and up, and of down, are computed, with so many rows per tile."""
     if dtype == torch.float32:
         return FLOAT32, FLOAT32
-    up, down = {kernels.MXFP4: (PACKED_UP, PACKED_DOWN), kernels.NARROW: (NARROW, NARROW)}.get(kind, (UP, DOWN))
+    up, down = {expert_kernels.MXFP4: (PACKED_UP, PACKED_DOWN), expert_kernels.NARROW: (NARROW, NARROW)}.get(
+        kind, (UP, DOWN)
+    )
     return up[most], down[most]
 
 
@@ -157,7 +158,7 @@ class ExpertRouter(nn.Module):
         factors = torch.empty((count, self.top), dtype=self._dtype, device=device)
         parts = torch.empty(tiles * self._splits * padded * ROUTED, dtype=torch.float32, device=device)
         pdl = dependent(device, count)
-        kernels.route[(tiles, self._splits)](
+        expert_kernels.route[(tiles, self._splits)](
             x, self.weight, x if self.bias is None else self.bias, x if self.correction is None else self.correction,
             parts, counters, ids, factors, count, how.scale, how.jitter,
             K=inner, EXPERTS=experts, EXPERTS_P=padded, TOP=self.top, TOP_P=next_power_of_2(self.top), ROWS=ROUTED,
@@ -186,13 +187,13 @@ class ExpertWeights(NamedTuple):
     @property
     def kind(self) -> int:
         if self.values.dtype == torch.uint8:
-            return kernels.MXFP4
-        return kernels.WIDE if self.scales is None else kernels.NARROW
+            return expert_kernels.MXFP4
+        return expert_kernels.WIDE if self.scales is None else expert_kernels.NARROW
 
     @property
     def columns(self) -> int:
         """Of the layer, its inputs."""
-        return self.values.shape[2] * (2 if self.kind == kernels.MXFP4 else 1)
+        return self.values.shape[2] * (2 if self.kind == expert_kernels.MXFP4 else 1)
 
 
 class GatedExperts(nn.Module):
@@ -261,7 +262,7 @@ def collected(ids: Tensor, experts: int) -> Pairs:
     sizes = torch.empty(experts, dtype=torch.int32, device=device)
     pdl = dependent(device, count)
     block = min(COLLECTED, max(128, next_power_of_2(ids.numel())))
-    kernels.collect[(experts,)](
+    expert_kernels.collect[(experts,)](
         ids, members, sizes, ids.numel(), count, BLOCK=block, PDL=pdl,
         num_warps=8 if block == COLLECTED else 4, **launch_options(pdl),
     )  # fmt: skip
@@ -286,7 +287,7 @@ def launch(
     tiles = number if count == 1 else min(number, experts) + number // shape.rows
     bulk = shape.bulk and inner * weight.itemsize % 16 == 0
     given: Any = TensorDescriptor.from_tensor(weight.view(-1, inner), [shape.columns, shape.depth]) if bulk else weight
-    kernels.product[(-(-columns // shape.columns), tiles)](
+    expert_kernels.product[(-(-columns // shape.columns), tiles)](
         x, given, x if scales is None else scales, x if bias is None else bias, x if factors is None else factors,
         *pairs, out, count, alpha, limit,
         N=columns, K=inner, EXPERTS=experts, EXPERTS_P=next_power_of_2(experts), TOP=number // len(x),
@@ -301,7 +302,7 @@ def combined(parts: Tensor, count: int, top: int, residual: Tensor | None) -> Te
     columns = parts.shape[1]
     out = parts.new_empty((count, columns)) if residual is None else residual.view(count, columns)
     block, pdl = min(1024, next_power_of_2(columns)), dependent(parts.device, count)
-    kernels.combine[(count, -(-columns // block))](
+    expert_kernels.combine[(count, -(-columns // block))](
         parts, out, out, N=columns, TOP=top, ADDED=residual is not None, BLOCK=block, PDL=pdl, num_warps=4,
         **launch_options(pdl),
     )  # fmt: skip
@@ -326,8 +327,8 @@ def experts_for(module: Any, dtype: torch.dtype, generator: torch.Generator) -> 
     with torch.inference_mode():
         expected = module(x, ids, factors)
         alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
-        for act in (rows.SILU, rows.GELU_TANH, kernels.CLAMPED):
-            if act == kernels.CLAMPED and (alpha is None or limit is None):
+        for act in (rows.SILU, rows.GELU_TANH, expert_kernels.CLAMPED):
+            if act == expert_kernels.CLAMPED and (alpha is None or limit is None):
                 continue
             new = GatedExperts(*layers, act, float(alpha or 0.0), float(limit or 0.0))
             if all(_close(new(x[:n], ids[:n], factors[:n]), expected[:n]) for n in (1, count)):
@@ -450,13 +451,13 @@ def _candidates(module: Any, experts: int, corrected: bool, rounded: bool) -> It
     grouped = groups > 1 and experts % groups == 0 and experts == max(16, next_power_of_2(experts))
     grouped = grouped and groups == next_power_of_2(groups) and experts >= 2 * groups
     for best in (2, 1) if grouped else ():
-        for score in (kernels.SIGMOID, kernels.SOFTMAX):
+        for score in (expert_kernels.SIGMOID, expert_kernels.SOFTMAX):
             for normalised in (False, True):
                 yield Routing(score, normalised, corrected, rounded, groups, kept, best, scale)
-    for score in (kernels.SOFTMAX, kernels.CHOSEN, kernels.SIGMOID):
+    for score in (expert_kernels.SOFTMAX, expert_kernels.CHOSEN, expert_kernels.SIGMOID):
         for normalised in (False, True):
             yield Routing(score, normalised, corrected, rounded, scale=scale)
-    yield Routing(kernels.SPARSE, False, corrected, rounded, scale=scale, jitter=jitter)
+    yield Routing(expert_kernels.SPARSE, False, corrected, rounded, scale=scale, jitter=jitter)
 
 
 def _same_choice(found: tuple[None, Tensor, Tensor], factors: Tensor, ids: Tensor) -> bool:

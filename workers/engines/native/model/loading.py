@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging as transformers_logging
 
 from penstock.infra.model import weight_files
-from penstock.infra.model.defaults import Length, ids, length, rope_type, ropes
+from penstock.infra.model.defaults import Length, context_length, ids, rope_type, ropes
 from penstock.infra.model.weight_files import INDEX, key_mapping
 from penstock.workers.engines.native.model import attention, quantize, vision
 from penstock.workers.engines.native.model.model import Model, UnsupportedModel
@@ -98,11 +98,11 @@ def consolidated(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
                     _refuse(folder, f"{file.name} has {name}, which another file has, too")
                 tensor = opened.get_tensor(name)
                 if tuple(tensor.shape) != described.shape:
-                    sizes = f"{list(tensor.shape)}, and by {weight_files.PARAMS} it has {list(described.shape)}"
+                    sizes = f"{list(tensor.shape)}, and by {weight_files.MISTRAL_PARAMS} it has {list(described.shape)}"
                     _refuse(folder, f"{name} is of size {sizes}")
                 found[described.name] = _halves(tensor, described.heads) if described.heads else tensor
     if unknown:
-        _refuse(folder, f"by {weight_files.PARAMS} the model has no {_named(sorted(unknown))}")
+        _refuse(folder, f"by {weight_files.MISTRAL_PARAMS} the model has no {_named(sorted(unknown))}")
     if lost := sorted(name for name, each in wanted.items() if each.name not in found):
         _refuse(folder, f"it lacks {_named(lost)}; download it again")
     return found
@@ -295,7 +295,7 @@ def weights(
     if names := key_mapping(Path(model)):
         options["key_mapping"] = dict(names)
     folder: str | None = model
-    if weight_files.is_own(Path(model)):
+    if weight_files.is_mistral_format(Path(model)):
         folder, options["state_dict"] = None, consolidated(Path(model), written(model))
         loader = loader._model_mapping[type(config)]  # the automatic ones need a folder with a config.json
     try:
@@ -342,8 +342,8 @@ def configuration(model: str) -> Any:
     Raises:
         UnsupportedModel: it is missing or malformed.
     """
-    own = weight_files.is_own(Path(model))
-    if own and (reason := weight_files.problem(Path(model))):
+    own = weight_files.is_mistral_format(Path(model))
+    if own and (reason := weight_files.mistral_problem(Path(model))):
         raise UnsupportedModel(reason)
     try:
         if own:
@@ -425,8 +425,8 @@ def written(model: str) -> Mapping[str, Any]:
     Returns: nothing for a Hugging Face id; what params.json stands for of a folder in Mistral's own format.
     """
     try:
-        if weight_files.is_own(Path(model)):
-            return weight_files.configuration(weight_files.read(Path(model)))
+        if weight_files.is_mistral_format(Path(model)):
+            return weight_files.mistral_configuration(weight_files.read(Path(model)))
         return msgspec.json.decode((Path(model) / "config.json").read_bytes(), type=dict[str, Any])
     except (weight_files.BadParams, OSError, msgspec.DecodeError, UnicodeDecodeError):
         return {}
@@ -440,7 +440,7 @@ def positions(config: Any, files: Mapping[str, Any]) -> Length:
     """
     text = config.get_text_config()
     named = int(getattr(text, "max_position_embeddings", 0) or 0)
-    found = length({"max_position_embeddings": named, **(files or config.to_dict())})
+    found = context_length({"max_position_embeddings": named, **(files or config.to_dict())})
     for rope in ropes(config.to_dict()):
         if rope_type(rope) in BATCH_DEPENDENT_ROPE:
             original = int(rope.get("original_max_position_embeddings") or named or found.tokens)

@@ -2,7 +2,7 @@ from vllm.exceptions import VLLMServerError
 
 
 class EngineGenerateError(VLLMServerError):
-    """Raised when a AsyncLLM.generate() fails. Recoverable."""
+    """Raised when AsyncLLM.generate() fails. Recoverable."""
 
 
 class EngineDeadError(VLLMServerError):
