@@ -50,8 +50,8 @@ class ConstraintCheck:
         if not reason:
             return {}
         asked = wanted.asked[1] if wanted.asked is not None else None
-        apart = wanted.tools and asked is not None and asked.kind != STRUCTURAL_TAG
-        if apart and asked is not None and (own := await self.reason(asked, tenant)):
+        separate = wanted.tools and asked is not None and asked.kind != STRUCTURAL_TAG
+        if separate and asked is not None and (own := await self.reason(asked, tenant)):
             raise _refusal(own, field)
         loosened: dict[str, Any] = {}
         search = _Search(self, tenant)

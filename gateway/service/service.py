@@ -241,11 +241,11 @@ class Gateway:
         try:
             return await self._preparer.prepare(endpoint, body, no_store=no_store, caller=caller)
         except ServingError as error:
-            apart = endpoint in (EMBEDDING, *IMAGE_PATHS)
-            if error.code is Code.model_not_found and (apart or self.fleet.learns):
+            without_tokens = endpoint in (EMBEDDING, *IMAGE_PATHS)
+            if error.code is Code.model_not_found and (without_tokens or self.fleet.learns):
                 named = await self.run_for(body, named_in, body)
                 if named and caller.may_name(named):
-                    await self._served_lately.check(endpoint if apart else "", named)
+                    await self._served_lately.check(endpoint if without_tokens else "", named)
             raise
 
     async def input_tokens(self, body: bytes, caller: Caller = ANYONE) -> InputTokens:

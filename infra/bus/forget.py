@@ -277,13 +277,13 @@ class Ended(NamedTuple):
     Attributes:
         subject: of its record.
         ended_ns: Unix time.
-        apart: made with no_store: its content and its tokens are in memory storage only.
+        no_store: its content and its tokens are in memory storage only.
     """
 
     id: str
     subject: str
     ended_ns: int
-    apart: bool
+    no_store: bool
 
 
 async def find_ended(bus: Bus, request_id: str) -> Ended | None:

@@ -120,9 +120,9 @@ async def forget(bus: Bus, ended: Sequence[Ended]) -> Forgotten:
     eraser, messages = Eraser(bus), 0
     for at in range(0, len(ended), TOGETHER):
         messages += await forget_messages(bus, ended[at : at + TOGETHER], eraser)
-    for each in ended if any(one.apart for one in ended) else ():
+    for each in ended if any(one.no_store for one in ended) else ():
         subject = bus.subjects.contents("*", each.id, ">")
         await request(bus.nc, f"STREAM.PURGE.{bus.subjects.stream('MEMORY_CONTENTS')}", {"filter": subject})
     config = (await request(bus.nc, f"STREAM.INFO.{bus.subjects.stream('TOKENS')}", {}))["config"]
-    shared_ns = max((each.ended_ns for each in ended if not each.apart), default=0)
+    shared_ns = max((each.ended_ns for each in ended if not each.no_store), default=0)
     return Forgotten(len(ended), messages, shared_ns + config["max_age"] if shared_ns else 0)

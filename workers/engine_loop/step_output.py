@@ -27,7 +27,6 @@ class SequenceState:
         "dirty",
         "finish",
         "first",
-        "gateway",
         "handed_off",
         "index",
         "logprobs",
@@ -43,6 +42,7 @@ class SequenceState:
         "sent_logprobs",
         "started_ns",
         "stream",
+        "token_address",
         "tokens",
         "want_logprobs",
     )
@@ -53,7 +53,7 @@ class SequenceState:
         request_id: str,
         attempt: int,
         index: int,
-        gateway: str,
+        token_address: str,
         tokens: "array[int]",
         want_logprobs: bool,
         stream: StopSearch | None = None,
@@ -62,7 +62,7 @@ class SequenceState:
         self.request_id = request_id
         self.attempt = attempt
         self.index = index
-        self.gateway = gateway
+        self.token_address = token_address
         self.tokens = tokens  # all generated tokens, those of earlier attempts included
         self.first = len(tokens)  # index of the first token not yet flushed
         self.buffer: list[int] = []  # generated and not yet flushed
@@ -101,7 +101,7 @@ class CacheSnapshot(NamedTuple):
 
 
 class Flush:
-    """Output of one or more steps: token items by gateway, started and ended sequences, KV batches."""
+    """Output of one or more steps: token items by address, started and ended sequences, KV batches."""
 
     __slots__ = ("batches", "ended", "held", "items", "started")
 
@@ -237,7 +237,7 @@ class StepOutput:
         if self._scored:  # before the tokens: a reader of a sequence's first token has all of its prompt logprobs
             self._add_prompt_logprobs(flush)
         for sequence in self._dirty:
-            flush.items.setdefault(sequence.gateway, []).append(token_item(sequence))
+            flush.items.setdefault(sequence.token_address, []).append(token_item(sequence))
         flush.ended, self.ended = self.ended, []
         flush.started, self._started = self._started, []
         flush.held, self._held = self._held, []
@@ -278,7 +278,7 @@ class StepOutput:
     def _add_prompt_logprobs(self, flush: Flush) -> None:
         sequence: Any
         for sequence, first, logprobs in self._scored:
-            flush.items.setdefault(sequence.gateway, []).extend(prompt_items(sequence, first, logprobs))
+            flush.items.setdefault(sequence.token_address, []).extend(prompt_items(sequence, first, logprobs))
             sequence.scored_tokens = first + len(logprobs)
             sequence.prompt_logprobs += logprobs
         self._scored.clear()

@@ -112,7 +112,7 @@ class Harness:
         """What its flushes say, checked for gaps and repeats."""
         found: list[int] = []
         for flush in self.all:
-            for item in flush.items.get(choice.gateway, ()):
+            for item in flush.items.get(choice.token_address, ()):
                 if (item.request, item.choice) == (choice.request_id, choice.index):
                     assert item.first == len(found)
                     found += wire.unpack_tokens(item.tokens)
@@ -243,7 +243,7 @@ def test_a_step_is_flushed_at_once_if_the_last_flush_was_consumed_while_it_ran(h
         if number:
             h.loop.flush_consumed()
         h.engine.gate.release()
-        (item,) = h.flushes.get(timeout=10).items[choice.gateway]
+        (item,) = h.flushes.get(timeout=10).items[choice.token_address]
         assert (item.first, len(item.tokens) // wire.TOKEN_BYTES) == (number, 1)
 
 

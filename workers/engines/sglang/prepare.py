@@ -120,7 +120,7 @@ def room(address: Address, handoff: str, choice: int, rank: int | None = None) -
 
 
 def pack(address: Address, handoff: str, layout: str, tokens: Seq[int], rank: int | None = None) -> bytes:
-    """The state for ``Held.opaque``.
+    """The state for ``HeldPrompt.opaque``.
 
     Args:
         tokens: prompt and output so far, of which the prefill engine computes the KV.

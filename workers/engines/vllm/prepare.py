@@ -87,7 +87,7 @@ _OMITTED = frozenset(["remote_prefill_cached_tokens"])
 
 
 def pack(params: dict[str, Any], layout: str, context: Seq[int], token: int) -> bytes:
-    """The state for ``Held.opaque``.
+    """The state for ``HeldPrompt.opaque``.
 
     Args:
         context: the tokens that were computed.
