@@ -181,13 +181,13 @@ def timings(profiles: Sequence[str], roles: Sequence[Role]) -> dict[Role, Engine
     by_role: Mapping[Role, str] = dict.fromkeys(roles, profiles[0])
     if len(profiles) > 1:
         by_role = {role: profiles[role == "decode"] for role in roles}
-    return {role: EngineTiming(_profile(text)) for role, text in by_role.items()}
+    return {role: EngineTiming(_profile(text, role)) for role, text in by_role.items()}
 
 
-def _profile(text: str) -> Profile:
+def _profile(text: str, role: Role) -> Profile:
     kind, _, speedup = text.partition(":")
     if kind != "mock":
-        return load(Path(text))
+        return load(Path(text), role)
     try:
         return mock_profile(slowness=1 / float(speedup or 1))
     except (ValueError, ZeroDivisionError):

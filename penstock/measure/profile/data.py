@@ -8,15 +8,19 @@ Between two prompt lengths, and between two levels of concurrency, figures are o
 grows with batch and context together, that is exact.
 """
 
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+import yaml
 from msgspec import Struct
 
 FILE = "profile.json"
+SUGGESTION = "suggestion.yaml"  # of `penstock profile sla`, with a folder of its own for each profile
+_SLUG = re.compile(r"[^a-z0-9]+")
 
 
 class BadProfile(ValueError):
@@ -124,12 +128,24 @@ def save(folder: Path, profile: Profile) -> None:
     partial.replace(folder / FILE)
 
 
-def load(folder: Path) -> Profile:
-    """
+def file_of(configuration: str) -> str:
+    """The profile of a configuration, in the folder of ``penstock profile sla``."""
+    return f"{_SLUG.sub('-', configuration)}/{FILE}"
+
+
+def load(folder: Path, role: str = "") -> Profile:
+    """Read a profile: a file, a folder of ``penstock profile endpoint``, or one of ``penstock profile sla``.
+
+    Args:
+        role: of the workers, for a suggestion whose pools have profiles of their own.
     Raises:
         BadProfile: no profile, one of another schema, or one whose arrays differ in length.
     """
     path = folder if folder.suffix == ".json" else folder / FILE
+    if not path.exists() and (folder / SUGGESTION).exists():
+        path = folder / _suggested(folder / SUGGESTION, role)
+        if not path.exists():
+            raise BadProfile(f"{folder} is of measured profiles and has none itself: name those of `--data`")
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)
     except FileNotFoundError:
@@ -141,6 +157,40 @@ def load(folder: Path) -> Profile:
         if len(columns) != 1:
             raise BadProfile(f"{path}: the arrays of {type(part).__name__.lower()} differ in length")
     return profile
+
+
+class _Pool(Struct):
+    role: str
+    configuration: str
+
+
+class _Best(Struct):
+    pools: tuple[_Pool, ...]
+
+
+class _Suggestion(Struct):
+    best: _Best
+
+
+def _suggested(path: Path, role: str) -> str:
+    """The file, beside a suggestion, of its workers of a role; of any role if all are alike.
+
+    Raises:
+        BadProfile: the suggestion has no such workers, or cannot be read.
+    """
+    try:
+        pools = msgspec.convert(yaml.safe_load(path.read_bytes()), _Suggestion).best.pools
+    except (OSError, yaml.YAMLError, msgspec.ValidationError) as error:
+        raise BadProfile(f"{path}: {error}") from None
+    by_role = {pool.role: pool.configuration for pool in pools}
+    if role in by_role:
+        return file_of(by_role[role])
+    if len(set(by_role.values())) == 1:
+        return file_of(pools[0].configuration)
+    names = ", ".join(str(path.parent / file_of(name)) for name in by_role.values())
+    raise BadProfile(
+        f"{path.parent} suggests {' and '.join(by_role)} workers, no {role or 'others'}; name one: {names}"
+    )
 
 
 def between(x: float, at: Sequence[float], values: Sequence[float]) -> float | None:

@@ -21,7 +21,7 @@ from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model.modeldir import DEMO, TINY
 from penstock.launch.recipes.catalogue import shape_at
 from penstock.measure.pareto.cost import BadPrices, Prices, gpu_of, read_prices
-from penstock.measure.profile.data import FILE, BadProfile
+from penstock.measure.profile.data import SUGGESTION, BadProfile, file_of
 from penstock.measure.search import answer, sources
 from penstock.measure.search.candidates import PoolSize, Scope, SizedDeployment, Sla, candidates, lines, table
 from penstock.measure.search.simulated import Percentile, SimulatedLoad, longest, search
@@ -342,7 +342,7 @@ def _files(
     """The suggestion, other texts, and the profiles of its pools, by file name."""
     best = found[0]
     profiles = {
-        f"{_SLUG.sub('-', each.name)}/{FILE}": msgspec.json.format(msgspec.json.encode(each.timing.profile)).decode()
+        file_of(each.name): msgspec.json.format(msgspec.json.encode(each.timing.profile)).decode()
         for each in choices.configurations
         if settings.source != "measured" and each.name in {pool.configuration for pool in best.pools}
     }
@@ -359,7 +359,7 @@ def _files(
         "others": [msgspec.to_builtins(each) for each in found[1 : settings.show]],
         "left_out": choices.left_out,
     }
-    return {"suggestion.yaml": yaml.safe_dump(told, sort_keys=False, allow_unicode=True)} | texts | profiles
+    return {SUGGESTION: yaml.safe_dump(told, sort_keys=False, allow_unicode=True)} | texts | profiles
 
 
 def _values(

@@ -278,7 +278,7 @@ def _engines(settings: PlanSimulationSettings, counts: dict[Role, int]) -> Engin
     profiles: dict[Role, EngineTiming] = {}
     if settings.profile:
         for number, role in enumerate(counts):
-            profiles[role] = EngineTiming(load(Path(settings.profile[min(number, len(settings.profile) - 1)])))
+            profiles[role] = EngineTiming(load(Path(settings.profile[min(number, len(settings.profile) - 1)]), role))
     return Engines(settings.slowness, settings.gpus, round(settings.transfer_us_per_token * 1e3), profiles)
 
 

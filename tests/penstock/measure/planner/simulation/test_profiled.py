@@ -1,16 +1,20 @@
 """Engines whose times come from a profile, beside the mock's formula and the mock engine itself, in simulated time."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from penstock.cli.figures import quantile
 from penstock.measure.planner.capacity import EngineTiming
 from penstock.measure.planner.simulation.command import PlanSimulationSettings, run
 from penstock.measure.planner.simulation.run import BLOCK_SIZE, BLOCKS, Engines, ProfileTimes, simulate, worker_of
 from penstock.measure.planner.simulation.shapes import generate
-from penstock.measure.profile.data import save
+from penstock.measure.profile.data import BadProfile, file_of, load, save
 from penstock.measure.profile.modelled import mock_profile
+from penstock.measure.search.command import SlaProfileSettings
+from penstock.measure.search.command import run as suggest
 from penstock.measure.simulation.fleet import simulate as run_fleet
 from penstock.measure.simulation.placement import PlacementPolicy
 from penstock.measure.simulation.policy import SimulatedFleet
@@ -21,6 +25,7 @@ from penstock.workers.engines import mock
 from penstock.workers.engines.base import SequenceRequest
 from tests.penstock.measure.planner.engines import engine
 
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 MOCK = EngineTiming(mock_profile(blocks=BLOCKS, block_size=BLOCK_SIZE))
 
 
@@ -115,3 +120,45 @@ def test_plan_simulate_takes_profiles_as_they_were_measured(tmp_path: Path, caps
     assert "--profile: 2 for aggregated; give one" in capsys.readouterr().err
     assert run(PlanSimulationSettings(profile=(str(tmp_path / "none"),))) == 1
     assert "there is none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "fleet"),
+    [
+        ({"source": "mock", "mock_speedups": (2.0,), "rate": 20.0}, {"workers": 2}),
+        (
+            {
+                "source": "roofline",
+                "model": LLAMA,
+                "gpu": "H200",
+                "ttft": 500.0,
+                "itl": 8.0,
+                "total_gpus": 8,
+            },
+            {"prefill": 1, "decode": 1},
+        ),
+    ],
+)
+def test_plan_simulate_takes_the_folder_of_a_suggestion(
+    asked: dict[str, Any], fleet: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pools of two configurations have a profile each: each role takes its own."""
+    assert suggest(SlaProfileSettings(**asked, out=str(tmp_path))) == 0
+    best = yaml.safe_load((tmp_path / "suggestion.yaml").read_text())["best"]["pools"]
+    for pool in best:
+        assert load(tmp_path, pool["role"]) == load(tmp_path / file_of(pool["configuration"]))
+    load_of = {"shape": "flat", "seconds": 20.0, "high": 2.0, "isl": 1000, "osl": 60}
+    assert run(PlanSimulationSettings(**load_of, **fleet, profile=(str(tmp_path),))) == 0  # type: ignore[arg-type]
+    assert "planned, holt" in capsys.readouterr().out
+
+
+def test_a_suggestion_of_measured_profiles_names_them(tmp_path: Path) -> None:
+    save(tmp_path / "measured", engine(prefill_ms=20, step_ms=4).profile)
+    asked = SlaProfileSettings(data=(str(tmp_path / "measured"),), rate=1.0, out=str(tmp_path / "out"))
+    assert suggest(asked) == 0
+    with pytest.raises(BadProfile, match="name those of `--data`"):
+        load(tmp_path / "out", "aggregated")
+    pools = [{"role": role, "configuration": f"tp{n}"} for n, role in enumerate(("prefill", "decode"))]
+    (tmp_path / "out" / "suggestion.yaml").write_text(yaml.safe_dump({"best": {"pools": pools}}))
+    with pytest.raises(BadProfile, match=r"suggests prefill and decode workers, no aggregated; name one: .*tp0"):
+        load(tmp_path / "out", "aggregated")
