@@ -35,7 +35,14 @@ from penstock.launch.state import DeploymentState, read_state
 from penstock.log.sources.open_log import FAILURES, LogSource, add_flags, open_log
 from penstock.operate.doctor.broker import check_address, check_broker
 from penstock.operate.doctor.finding import CheckResult, CheckStatus, ok, problem, skipped
-from penstock.operate.doctor.fleet import Keys, check_fleet, check_gateways, check_processes, find_keys
+from penstock.operate.doctor.fleet import (
+    Keys,
+    answers_as_gateway,
+    check_fleet,
+    check_gateways,
+    check_processes,
+    find_keys,
+)
 from penstock.operate.doctor.machine import check_machine
 from penstock.operate.workers import registrations
 from penstock.schemas.errors import ServingError
@@ -267,7 +274,10 @@ async def examine(source: LogSource, urls: Sequence[str] = (), *, machine_only: 
     """Run all checks, or those of the machine only. ``urls``: of gateways besides those of the deployment."""
     data_dir = source.data_dir
     state = _state(data_dir) if not source.nats_url else None
-    findings = await asyncio.to_thread(check_machine, data_dir, state, GatewaySettings().http_port)
+    port = GatewaySettings().http_port
+    gateway = state is None and await answers_as_gateway("127.0.0.1", port)
+    running = bool(source.nats_url) and not machine_only
+    findings = await asyncio.to_thread(check_machine, data_dir, state, port, gateway=gateway, running=running)
     files: dict[str, bytes] = {}
     if machine_only:
         return Examined(findings, files)

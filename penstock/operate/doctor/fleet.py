@@ -16,7 +16,7 @@ from penstock.infra.broker.jetstream_api import existing_info, request
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
-from penstock.launch.readiness import _SAMPLE, get_url, metrics
+from penstock.launch.readiness import _SAMPLE, get, get_url, metrics
 from penstock.launch.state import DeploymentState
 from penstock.operate.doctor.finding import CheckResult, check_gateway_certificate, ok, problem, warning
 from penstock.operate.observe import CLASSES, STALLED_MS, lost_leases
@@ -56,6 +56,22 @@ class Keys(NamedTuple):
 
     there: int
     lost_by: tuple[str, ...] = ()
+
+
+async def answers_as_gateway(host: str, port: int) -> bool:
+    """Whether a gateway of Penstock listens there, over HTTP or HTTPS, ready or not."""
+
+    class Answer(msgspec.Struct):
+        components: list[object]
+        endpoints: list[str]
+
+    for tls in (False, True):
+        status, body = await get(host, port, "/health", tls=tls)
+        with contextlib.suppress(msgspec.MsgspecError):
+            if status:
+                msgspec.json.decode(body, type=Answer)
+                return True
+    return False
 
 
 async def check_gateways(urls: Sequence[str], keys: Keys | None = None) -> list[CheckResult]:

@@ -24,13 +24,21 @@ ROOM = 64 << 20
 GPU_S = 10.0  # nvidia-smi hangs with some broken drivers
 
 
-def check_machine(data_dir: Path, state: DeploymentState | None, port: int) -> list[CheckResult]:
-    """All checks of this machine. ``port``: of a gateway that is to be started; not checked if one runs."""
+def check_machine(
+    data_dir: Path, state: DeploymentState | None, port: int, *, gateway: bool = False, running: bool = False
+) -> list[CheckResult]:
+    """All checks of this machine.
+
+    Args:
+        port: of a gateway that is to be started; not checked if one runs.
+        gateway: a gateway answers on it.
+        running: the deployment runs, here or elsewhere, so that this may be its gateway.
+    """
     return [
         check_server_binary(),
         check_data_folder(data_dir),
         check_disk(data_dir),
-        *([check_port("127.0.0.1", port)] if state is None else []),
+        *([check_port("127.0.0.1", port, gateway=gateway, running=running)] if state is None else []),
         *check_gpus(os.environ),
         *check_transport(),
         check_memory_lock(),
@@ -73,13 +81,17 @@ def check_disk(data_dir: Path) -> CheckResult:
     return ok("disk", text)
 
 
-def check_port(host: str, port: int) -> CheckResult:
-    """Whether a gateway could listen."""
+def check_port(host: str, port: int, *, gateway: bool = False, running: bool = False) -> CheckResult:
+    """Whether a gateway could listen, or one does. ``gateway``, ``running``: as of ``check_machine``."""
     try:
         with socket.create_server((host, port)):
             return ok("port", f"{host}:{port} is free")
     except OSError as error:
-        return problem("port", f"{host}:{port}: {error.strerror}", "end the program that has it, or use --http-port")
+        if gateway and running:
+            return ok("port", f"a gateway answers on {host}:{port}; --url checks it")
+        who = "a gateway has it" if gateway else error.strerror
+        end = "end it" if gateway else "end the program that has it"
+        return problem("port", f"{host}:{port}: {who}", f"{end}, or use --http-port")
 
 
 def check_gpus(environ: Mapping[str, str]) -> list[CheckResult]:

@@ -10,10 +10,12 @@ import stat
 import tarfile
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from penstock.configs.settings import GatewaySettings
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import audit
 from penstock.infra.bus.client import BusClient
@@ -21,11 +23,12 @@ from penstock.infra.bus.connection import Bus, connect
 from penstock.launch.nats import apply_at
 from penstock.launch.readiness import get
 from penstock.launch.state import DeploymentState, Running, write_state
+from penstock.log.sources.open_log import LogSource
 from penstock.operate.doctor import finding as certificates
 from penstock.operate.doctor import fleet as fleet_checks
 from penstock.operate.doctor import machine
 from penstock.operate.doctor.broker import check_address, check_broker
-from penstock.operate.doctor.command import check_logs, redacted, run, write_bundle
+from penstock.operate.doctor.command import check_logs, examine, redacted, run, write_bundle
 from penstock.operate.doctor.finding import CheckResult, CheckStatus
 from penstock.operate.doctor.fleet import (
     check_fleet,
@@ -79,6 +82,35 @@ def test_a_port_that_another_program_has_is_named(listening: socket.socket) -> N
     assert finding.status is CheckStatus.problem
     assert str(port) in finding.what
     assert "--http-port" in finding.fix
+
+
+async def test_the_port_of_a_gateway_is_no_problem_where_its_deployment_runs(
+    listening: socket.socket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a gateway's own host; to whom starts a deployment there, it is one, and so is any other program's."""
+    health = b'{"status":"not ready","reasons":[],"components":[],"endpoints":[]}'
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 503 x\r\n\r\n" + health)
+        writer.close()
+
+    port = listening.getsockname()[1]
+    monkeypatch.setattr("penstock.operate.doctor.command.GatewaySettings", partial(GatewaySettings, http_port=port))
+    there = LogSource(tmp_path, nats_url="nats://127.0.0.1:1")
+
+    async def found(source: LogSource, *, machine_only: bool = False) -> CheckResult:
+        return next(
+            each for each in (await examine(source, machine_only=machine_only)).findings if each.check == "port"
+        )
+
+    async with await asyncio.start_server(answer, sock=listening):
+        runs = await found(there)
+        assert (runs.status, runs.what.startswith("a gateway answers on")) == (CheckStatus.ok, True)
+        for starts in (await found(there, machine_only=True), await found(LogSource(tmp_path))):
+            assert (starts.status, "a gateway has it" in starts.what) == (CheckStatus.problem, True)
+        health = b'{"status":"ok"}'
+        assert (await found(there)).status is CheckStatus.problem
 
 
 async def test_the_streams_on_the_disk_are_added_up(bus: Bus, pipeline: Subjects) -> None:
