@@ -335,9 +335,10 @@ class TextModel:
             await self._store.load(source)
 
     def _make_context(self, model: ModelDir) -> PrepareContext:
-        workers, revision = self._select()[:2]
+        used, revision = self._select()[:2]
         settings = self._settings
-        parsers = self._agreed(model, workers)
+        parsers = self._agreed(model, used)
+        workers = [each for each in used if each.role not in NO_TOKENS]  # others cannot say what an output may be
         return PrepareContext(
             model,
             self._names,
@@ -346,7 +347,7 @@ class TextModel:
             default_max_tokens=settings.default_max_tokens,
             default_deadline_s=settings.default_deadline_s,
             worker_max_model_len=max((w.max_model_len for w in workers), default=0),
-            revision=revision if workers else "",
+            revision=revision if used else "",
             max_images=settings.max_images,
             max_messages=settings.max_messages,
             logits_processors=frozenset(name for w in workers for name in w.logits_processors) if workers else None,

@@ -84,6 +84,24 @@ async def test_what_any_worker_does_not_apply_is_ignored(view: FleetView) -> Non
     assert view.ignored_by(b"{}") == frozenset()
 
 
+async def test_what_encode_workers_do_not_apply_says_nothing_of_workers_that_are_away(view: FleetView) -> None:
+    """Structured output was refused with 400 while the others had died, or had not registered again yet."""
+
+    def known() -> frozenset[str] | None:
+        context = view.only_context()
+        assert context is not None
+        return context.logits_processors
+
+    join(view, "encode-0", "encode")
+    assert known() is None, "what the others apply is not known"
+    join(view, "a", logits_processors=("constraint",))
+    assert known() == {"constraint"}
+    leave(view, "a")
+    assert known() is None
+    join(view, "b")
+    assert known() == frozenset(), "a worker that is there applies none"
+
+
 async def test_a_parser_that_this_gateway_does_not_know_is_told_once_and_reads_nothing(view: FleetView) -> None:
     with capture_logs() as logs:
         join(view, "a", tool_call_parser="acme", reasoning_parser="basic")
