@@ -250,3 +250,13 @@ def stopping(request_id: str) -> ServingError:
             f"GET /v1/requests/{request_id}"
         )
     return ServingError(Code.shutting_down, text, retry_after=1.0)
+
+
+def unconfirmed(request_id: str) -> ServingError:
+    """The gateway stops while the broker has not confirmed the request: it may be stored, and continue, or not."""
+    return ServingError(
+        Code.broker_unavailable,
+        f"this gateway is stopping, and the broker has not confirmed request {request_id}: it may not be stored. Ask "
+        f"for it at GET /v1/requests/{request_id}; if it is not found, send it again",
+        retry_after=1.0,
+    )

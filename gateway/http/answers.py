@@ -25,7 +25,7 @@ from penstock.gateway.apis.endpoints import (
     listed,
     renderer_for,
 )
-from penstock.gateway.base.chat_objects import error_body, stopping
+from penstock.gateway.base.chat_objects import error_body, stopping, unconfirmed
 from penstock.gateway.base.metrics import ModelMetrics, account
 from penstock.gateway.base.request_bodies import MESSAGE
 from penstock.gateway.http.asgi import (
@@ -121,6 +121,7 @@ class Generations:
         gateway = self._gateway
         began = time.monotonic()
         code, accepted, body = "ok", "", b""
+        confirmed = True  # the request that is named by ``accepted`` is stored
         reserved: list[str] = []  # ids of requests that the caller's limits were asked for
         key = caller_of(scope).key
         try:
@@ -147,13 +148,17 @@ class Generations:
                 accepted = inflight.request.id
             else:
                 prepared = await prepare()
-                accepted = prepared.request.id
+                accepted, confirmed = prepared.request.id, False
                 inflight = await gateway.submit(prepared.request, owner=not prepared.detached)
+                confirmed = True
             model = scope[MODEL] = prepared.request.model
             gateway.metrics.of(model).prompt.inc(prepared.prompt_tokens)
             owner = not (names.key or prepared.detached)
             code = await self._answer(gateway, HttpExchange(prepared, inflight, scope, send, began, owner))
-        except ServingError as error:
+        except ServingError as problem:
+            error = problem
+            if error.code is Code.shutting_down and not confirmed:  # its publisher was closed
+                error = unconfirmed(accepted)
             code = error.code.value
             if error.code is Code.rate_limit_exceeded and key is not None and len(reserved) < 2:
                 show_limits(scope, gateway.limiter, key)
@@ -162,9 +167,10 @@ class Generations:
         except ClientDisconnected:
             code = Code.cancelled.value
         except asyncio.CancelledError:  # the gateway stops, and this was not under way yet
-            code = Code.shutting_down.value
+            error = stopping(accepted) if confirmed else unconfirmed(accepted)
+            code = error.code.value
             with contextlib.suppress(RuntimeError):
-                await self._send_error(send, stopping(accepted), accepted)
+                await self._send_error(send, error, accepted)
         except Exception:
             code = Code.internal.value
             log.exception("http_handler_failed", path=scope["path"])

@@ -25,6 +25,7 @@ from penstock.infra.process.turns import TurnBudget
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from tests.gateway.answers import DETOKENIZER, STOP, items, request
+from tests.gateway.nats.support import Running
 
 STREAMS = [
     (request("chat"), PING_COMMENT),
@@ -197,3 +198,39 @@ async def test_a_full_queue_can_have_another_status_than_a_keys_limits(
     await Generations(gateway, "chat", answer_text, refuse)({"headers": [], CALLER: ANYONE}, receive, send)
     assert (sent[0]["status"], dict(sent[0]["headers"])[b"retry-after"]) == (status, b"1")
     assert msgspec.json.decode(sent[1]["body"])["error"]["code"] == code.value
+
+
+@pytest.mark.parametrize("cut", [True, False], ids=["cut", "publisher closed"])
+async def test_a_request_that_is_not_confirmed_when_its_gateway_stops_is_not_said_to_continue(
+    cut: bool, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told ``shutting_down``, by which it goes on, and nobody ever found it."""
+    sent: list[MutableMapping[str, Any]] = []
+    submitted: asyncio.Queue[str] = asyncio.Queue()
+
+    async def receive() -> MutableMapping[str, Any]:
+        return {"type": "http.request", "body": b'{"model": "tiny", "prompt": "a b c", "max_tokens": 4}'}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    async def submit(asked: GenerateRequest, *, owner: bool) -> InflightRequest:
+        submitted.put_nowait(asked.id)
+        if not cut:
+            raise ServingError(Code.shutting_down, "the process is stopping")
+        await asyncio.Event().wait()  # for a broker that confirms nothing
+        raise AssertionError
+
+    monkeypatch.setattr(running.gateway, "submit", submit)
+    scope = {"headers": [], CALLER: ANYONE}
+    asking = asyncio.create_task(Generations(running.gateway, "completion", answer_text)(scope, receive, send))
+    async with asyncio.timeout(10):
+        name = await submitted.get()
+        if cut:
+            asking.cancel()
+        await asking
+    error = msgspec.json.decode(sent[1]["body"])["error"]
+    headers = dict(sent[0]["headers"])
+    assert (sent[0]["status"], error["code"]) == (503, Code.broker_unavailable.value)
+    assert (headers[b"x-request-id"].decode(), headers[b"retry-after"]) == (name, b"1")
+    assert f"has not confirmed request {name}" in error["message"]
