@@ -254,7 +254,8 @@ class _Conversation:
         seen.notes.append(code)
         if answer.request:
             seen.request = answer.request
-            self._confirmed = self._confirmed or code == "shutting_down"
+            # Without its id in the message, the request was not accepted yet.
+            self._confirmed = self._confirmed or (code == "shutting_down" and answer.request in message)
         else:
             seen.refused += 1
         return False

@@ -1,7 +1,9 @@
 """What a client saw: streams and whole answers come to the same, and events that come again are noticed."""
 
+import json
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
@@ -9,8 +11,10 @@ from penstock.gateway.log.lookup import erased
 from penstock.infra.bus.memory import lost
 from penstock.schemas.requests import new_request_id
 from penstock.schemas.tokens import WHOLE_REQUEST, TokenItem
+from tests.chaos.clients import HttpClients, _Conversation
 from tests.chaos.log import Fold
 from tests.chaos.nats_clients import named_in
+from tests.chaos.recipes import Recipe
 from tests.chaos.seen import Seen, Shown, goes_on, last_event
 
 
@@ -152,3 +156,16 @@ def test_the_auditor_folds_the_token_stream_as_readers_do(items: list[TokenItem]
     for number, each in enumerate(items, 1):
         fold.take(each, float(number))
     assert (fold.counts.get(0, 0), fold.at) == (count, at)
+
+
+@pytest.mark.parametrize(
+    ("message", "confirmed"), [("this gateway is stopping; request id-1 continues", True), ("try again", False)]
+)
+async def test_only_a_gateway_that_names_the_request_says_that_it_goes_on(message: str, confirmed: bool) -> None:
+    """Every refusal has an id in its head, also of a request that was never made."""
+    body = json.dumps({"error": {"code": "shutting_down", "message": message}}).encode()
+    answer = MagicMock(status=503, request="id-1", read=AsyncMock(return_value=body))
+    recipe = Recipe("chat", "whole", "/v1/chat/completions", {})
+    conversation = _Conversation(HttpClients(["http://gateway"], keys=True), recipe, "t", {}, "key", 0)
+    assert not await conversation._accepted(answer)
+    assert conversation._not_there("request_not_found") is not confirmed
