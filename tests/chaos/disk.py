@@ -61,14 +61,19 @@ def found_in(folder: Path, wanted: Mapping[str, bytes], left_out: str = "") -> d
     """
     found: dict[str, str] = {}
     longest = max(map(len, wanted.values()), default=1)
-    for path in sorted(folder.rglob("*")) if wanted else ():
-        if left_out in path.parts:
-            continue
+    for path in sorted(_files(folder, left_out)) if wanted else ():
         for part in _parts(path, longest - 1):
             for name, needle in wanted.items():
                 if name not in found and needle in part:
                     found[name] = str(path.relative_to(folder))
     return found
+
+
+def _files(folder: Path, left_out: str) -> Iterator[Path]:
+    """A folder that a broker removes meanwhile, as it does with a stream's, is passed over (``rglob`` raises)."""
+    for at, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != left_out]
+        yield from (Path(at, name) for name in names)
 
 
 def _parts(path: Path, overlap: int) -> Iterator[bytes]:

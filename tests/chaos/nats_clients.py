@@ -14,7 +14,7 @@ import nats
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
-from penstock.client import Cancelled, Chunk, Client, PenstockError, Position, Timeout
+from penstock.client import Cancelled, Chunk, Client, Disconnected, PenstockError, Position, Timeout
 from tests.chaos.clients import DEADLINE_S, PATIENCE_S
 from tests.chaos.recipes import Recipe
 from tests.chaos.seen import Seen
@@ -43,9 +43,7 @@ class NatsClients:
         async def ignored(problem: Exception) -> None:
             pass
 
-        self._clients = [Client(self._url, namespace=self._namespace, timeout=PATIENCE_S) for _ in range(CLIENTS)]
-        for client in self._clients:
-            await client.__aenter__()
+        self._clients = [await connected(self._url, self._namespace) for _ in range(CLIENTS)]
         self._nc = await nats.connect(self._url.split(","), error_cb=ignored, max_reconnect_attempts=-1)
 
     async def close(self) -> None:
@@ -123,9 +121,12 @@ class NatsClients:
         await chunks.aclose()
         if saved:
             seen.attached += 1
-            async with Client(self._url, namespace=self._namespace, timeout=PATIENCE_S) as other:
+            other = await connected(self._url, self._namespace)
+            try:
                 async for chunk in other.resume(saved):
                     _take(seen, chunk)
+            finally:
+                await other.close()
 
     async def _leaving(self, seen: Seen, body: dict[str, Any], key: str, leave: int) -> None:
         """Cancel at chunk ``leave``; the answer may still end as if nothing had been."""
@@ -224,6 +225,21 @@ class NatsClients:
                 await self._nc.jetstream().publish(f"{self._namespace}.submit.{model}", payload, headers=headers)
                 return
             except (NatsError, TimeoutError):
+                await asyncio.sleep(AGAIN_S)
+
+
+async def connected(url: str, namespace: str) -> Client:
+    """A client that tries to connect for as long as those of HTTP; the broker may be away for a while.
+
+    Raises:
+        TimeoutError: that long, no server accepted a connection.
+    """
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            client = Client(url, namespace=namespace, timeout=PATIENCE_S)
+            try:
+                return await client.__aenter__()
+            except Disconnected:
                 await asyncio.sleep(AGAIN_S)
 
 

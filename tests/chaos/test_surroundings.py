@@ -5,15 +5,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
+from penstock.client import Client, Disconnected
+from penstock.infra.broker.server import EmbeddedNats
 from tests.chaos.builds import ROOT, source_of
 from tests.chaos.disk import CHUNK_BYTES, Disk, found_in
 from tests.chaos.launch import CLOCK, CLOCKS, Starts, linked
 from tests.chaos.links import Links
+from tests.chaos.nats_clients import connected
 from tests.chaos.plan import Way
 from tests.chaos.topology import TOPOLOGIES
 
@@ -167,3 +171,49 @@ def test_what_a_file_holds_is_found_wherever_in_it_and_what_none_holds_is_not(tm
     (tmp_path / "2.blk").write_bytes(b"other")
     wanted = {"edge": b"secret words", "whole": b"other", "none": b"secret sword"}
     assert found_in(tmp_path, wanted) == {"edge": "folder/1.blk", "whole": "2.blk"}
+
+
+def test_a_folder_that_a_broker_removes_meanwhile_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("1", "2", "left"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "1.blk").write_bytes(b"secret")
+    scan = os.scandir
+
+    def removed(at: Any = ".") -> Any:
+        if str(at) == str(tmp_path / "1"):
+            raise FileNotFoundError(at)
+        return scan(at)
+
+    monkeypatch.setattr(os, "scandir", removed)
+    assert found_in(tmp_path, {"words": b"secret"}, "left") == {"words": "2/1.blk"}
+    assert found_in(tmp_path / "left", {"words": b"secret"}, "2") == {"words": "1.blk"}
+
+
+async def test_a_client_of_nats_connects_once_the_broker_is_there_again(
+    make_broker: Callable[..., EmbeddedNats], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = asyncio.Event()
+
+    class Told(Client):
+        async def __aenter__(self) -> Self:
+            try:
+                return await super().__aenter__()
+            except Disconnected:
+                refused.set()
+                raise
+
+    monkeypatch.setattr("tests.chaos.nats_clients.Client", Told)
+    monkeypatch.setattr("tests.chaos.nats_clients.AGAIN_S", 0.01)
+    monkeypatch.setattr("penstock.client.connection.CONNECT_S", 0.1)
+    server = make_broker()
+    await server.start()
+    url = server.url("operator")
+    await server.stop()
+    connecting = asyncio.create_task(connected(url, "ps"))
+    async with asyncio.timeout(30):
+        await refused.wait()
+        monkeypatch.setattr("penstock.client.connection.CONNECT_S", 10.0)
+        await server.start()
+        await (await connecting).close()
