@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import site
+import socket
 import sys
 import textwrap
 import time
@@ -36,7 +37,7 @@ from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen
 from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.launch.groups import PlanError, assign, fleet_of, with_name
-from penstock.launch.machine import Listeners, cores, free_port, free_run, gpus
+from penstock.launch.machine import Listeners, cores, free_port, gpus, held_run
 from penstock.launch.nats import apply_at, connect_operator
 from penstock.launch.plan import PlannedProcess, further, plan, worker_state
 from penstock.launch.readiness import Readiness, registered_models, served_models
@@ -238,6 +239,7 @@ class Deployment:
         self._closed = False  # requests need an API key
         self._models: tuple[str, ...] = ()
         self._listeners = Listeners(settings.http_host, tls=bool(settings.tls_cert))
+        self._metrics_sockets: list[socket.socket] = []
         self._board = Board(quiet=settings.log_format == "json")
         self._failed: asyncio.Future[None] | None = None
         self._ready = False
@@ -278,7 +280,8 @@ class Deployment:
     async def _start(self) -> None:
         up = self.settings
         self._listeners.open(up.http_port, up.gateways)
-        metrics_ports = self._metrics_ports()
+        workers = sum(group.number for group in self._fleet.groups)
+        metrics_ports = self._metrics_ports(up.metrics_port, workers + up.routers)
         with self._board:
             if up.nats_url:
                 url: Callable[[str], str] = lambda role: up.nats_url  # noqa: E731
@@ -330,10 +333,13 @@ class Deployment:
         process = Process("dashboard", "dashboard", argv, os.environ | _our_path(os.environ), log_path)
         await self._keep(Keeper(process, self._on_change))
 
-    def _metrics_ports(self) -> list[int]:
-        """For workers and routers, in the order of their start."""
-        count = sum(group.number for group in self._fleet.groups) + self.settings.routers
-        return [] if self.settings.metrics_port < 0 else free_run(self.settings.metrics_port, count)
+    def _metrics_ports(self, first: int, count: int) -> list[int]:
+        """For workers and routers, in the order of their start; held while this deployment runs."""
+        if self.settings.metrics_port < 0:
+            return []
+        sockets = held_run(first, count)
+        self._metrics_sockets += sockets
+        return [int(each.getsockname()[1]) for each in sockets]
 
     def _process(self, planned: PlannedProcess) -> Process:
         def environ() -> dict[str, str]:
@@ -432,7 +438,7 @@ class Deployment:
                 self._planned,
                 url=self._worker_url,
                 cores=cores(),
-                metrics_ports=[] if self.settings.metrics_port < 0 else free_run(0, len(names)),
+                metrics_ports=self._metrics_ports(0, len(names)),
                 gpus=self._gpus,
             )
             for planned in added:
@@ -498,6 +504,8 @@ class Deployment:
 
     async def _stop(self, stop: StopSignals) -> bool:
         """Stop all processes that run. Returns whether a second signal cut it short."""
+        for each in self._metrics_sockets:
+            each.close()
         if not self._keepers:
             self._listeners.close()
             return False

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.infra.process.sockets import CannotListen, check_free, listening, own_sockets
+from penstock.infra.process.sockets import CannotListen, bind, held_ports, listening, own_sockets
 from penstock.launch.groups import PlanError
 from penstock.launch.readiness import base_url
 from penstock.workers.engines.budgets import usable_cores
@@ -32,26 +32,27 @@ def gpus(named: Sequence[str], environ: Mapping[str, str], devices: Path = Path(
     return tuple(map(str, range(count)))  # CUDA counts those that it sees from 0
 
 
-def free_run(first: int, count: int) -> list[int]:
-    """Ports in a row on loopback that are free now: from ``first`` on, or (0) from anywhere.
+def held_run(first: int, count: int) -> list[socket.socket]:
+    """Ports in a row on loopback: from ``first`` on, or (0) from anywhere. They are held until the sockets are closed.
+
+    A server with SO_REUSEADDR may listen beside the sockets, which do not listen. Another deployment that starts at the
+    same time chooses others.
 
     Raises:
         CannotListen: one of them is in use or reserved.
         PlanError: there are no such ports.
     """
     if first:
-        ports = list(range(first, first + count))
-        if ports and ports[-1] > 65535:
+        if count and first + count - 1 > 65535:
             raise PlanError(f"{count} processes from --metrics-port {first} on go beyond port 65535")
-        for port in ports:
-            check_free(_HOST, port, port_flag="--metrics-port")
-        return ports
+        with contextlib.ExitStack() as held:
+            ports = range(first, first + count)
+            sockets = [held.enter_context(bind(_HOST, port, port_flag="--metrics-port")) for port in ports]
+            held.pop_all()
+        return sockets
     for _ in range(100):
-        start = random.randrange(_FIRST, _LAST - count)
-        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
-            for port in range(start, start + count):
-                held.enter_context(socket.socket()).bind((_HOST, port))
-            return list(range(start, start + count))
+        with contextlib.suppress(OSError):
+            return held_ports(_HOST, random.randrange(_FIRST, _LAST - count), count)
     raise PlanError(f"no {count} free ports in a row for metrics: name the first with --metrics-port (-1: none)")
 
 

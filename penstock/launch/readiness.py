@@ -100,6 +100,15 @@ async def metrics(process: Running) -> dict[str, float]:
     return dict(values)
 
 
+class _Health(msgspec.Struct, frozen=True):
+    """Of a gateway's ``/health/ready``."""
+
+    status: str
+
+
+_decode_health = msgspec.json.Decoder(_Health).decode
+
+
 class Readiness:
     """The processes that are not ready yet, and their answers.
 
@@ -130,10 +139,16 @@ class Readiness:
             if name not in self.waiting:
                 continue
             status, body = await get_url(url, "/health/ready")
+            try:
+                health = _decode_health(body).status
+            except msgspec.DecodeError:  # a metrics page, for one, answers every path with 200
+                if status:
+                    self.waiting[name] = f"another process answers on {url}"
+                continue
             # Without workers of our own, others' may come later: gateways then only have to answer.
-            if status == 200 or (status and not self._workers):
+            if health == "ready" or not self._workers:
                 self._done(name)
-            elif status:
+            else:
                 self.waiting[name] = body.decode(errors="replace")[:300]
 
     def _done(self, name: str) -> None:

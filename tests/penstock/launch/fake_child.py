@@ -21,7 +21,7 @@ class Answers(BaseHTTPRequestHandler):
     closed = False  # it wants an API key
 
     def do_GET(self) -> None:
-        body = b'{"data":[{"id":"fake"}]}' if self.path == "/v1/models" else b"ok"
+        body = {"/v1/models": b'{"data":[{"id":"fake"}]}', "/health/ready": b'{"status":"ready"}'}.get(self.path, b"ok")
         self.send_response(401 if self.closed and self.path == "/v1/models" else 200)
         self.end_headers()
         self.wfile.write(body)

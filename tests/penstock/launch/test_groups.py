@@ -1,5 +1,6 @@
 """Which workers `penstock up` starts, with which arguments, on which GPUs: pure, and from the real recipes."""
 
+import contextlib
 import re
 import socket
 from pathlib import Path
@@ -13,10 +14,10 @@ from penstock.configs.flags import flags_of
 from penstock.configs.settings import GatewaySettings, RouterSettings, WorkerSettings
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.engine_args.tree import BadArguments, parse_yaml
-from penstock.infra.process.sockets import CannotListen
+from penstock.infra.process.sockets import CannotListen, listening
 from penstock.launch.deployment import read_args
 from penstock.launch.groups import PlanError, WorkerFleet, WorkerGroup, assign, fleet_of, gpus_of
-from penstock.launch.machine import free_run, gpus
+from penstock.launch.machine import gpus, held_run
 from penstock.launch.plan import PlannedProcess, passed, plan
 from penstock.launch.recipes import catalogue
 
@@ -280,17 +281,36 @@ def test_each_worker_and_router_gets_a_metrics_port_in_a_row() -> None:
     assert found["gateway-0"].metrics_port == 0
 
 
+def numbers(sockets: list[socket.socket]) -> list[int]:
+    return [sock.getsockname()[1] for sock in sockets]
+
+
 def test_ports_in_a_row_are_free_and_a_taken_one_is_named() -> None:
-    ports = free_run(0, 3)
-    assert ports == list(range(ports[0], ports[0] + 3))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", ports[1]))
-        taken.listen()
+    with contextlib.ExitStack() as opened:
+        held = [opened.enter_context(sock) for sock in held_run(0, 3)]
+        ports = numbers(held)
+        assert ports == list(range(ports[0], ports[0] + 3))
+        held[1].listen()
         with pytest.raises(CannotListen, match=rf"--metrics-port: port {ports[1]} is in use"):
-            free_run(ports[0], 3)
+            held_run(ports[0], 3)
     with pytest.raises(PlanError, match="beyond port 65535"):
-        free_run(65535, 2)
-    assert free_run(0, 0) == []
+        held_run(65535, 2)
+    assert held_run(0, 0) == []
+
+
+def test_deployments_that_start_at_once_choose_other_ports_and_their_own_servers_listen_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that chose a port need not listen there yet."""
+    with contextlib.ExitStack() as opened:
+        free = numbers([opened.enter_context(sock) for sock in held_run(0, 4)])
+    tried = iter([free[0], free[0], free[1], free[2]])
+    monkeypatch.setattr("random.randrange", lambda *_: next(tried))
+    with contextlib.ExitStack() as opened:
+        first = [opened.enter_context(sock) for sock in held_run(0, 2)]
+        second = [opened.enter_context(sock) for sock in held_run(0, 2)]
+        assert numbers(first) + numbers(second) == free
+        opened.enter_context(listening("127.0.0.1", free[1]))
 
 
 def test_an_embedding_model_gets_workers_of_the_role_that_serves_it() -> None:

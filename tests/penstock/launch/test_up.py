@@ -30,6 +30,7 @@ from penstock.launch.readiness import get
 from penstock.launch.show import curl_line, readable, welcome
 from penstock.launch.state import DeploymentState, read_state, write_state
 
+READY = b'{"status":"ready"}'  # a fake gateway's answer
 FAKE = [sys.executable, "-m", "tests.penstock.launch.fake_child"]
 
 
@@ -254,11 +255,11 @@ async def test_gateways_share_one_port_and_a_killed_one_resets_nobody_there(tmp_
     assert len({state.http_url, *state.http_urls}) == 3
     ports = [int(url.rpartition(":")[2]) for url in (state.http_url, *state.http_urls)]
     for port in ports:
-        assert await get("127.0.0.1", port, "/health/ready") == (200, b"ok")
+        assert await get("127.0.0.1", port, "/health/ready") == (200, READY)
     for name in ("gateway-0", "gateway-1"):
         os.kill(up.pids()[name], signal.SIGKILL)
     # Nobody accepts now: the connection waits until a gateway is there again.
-    assert await get("127.0.0.1", ports[0], "/health/ready", timeout_s=30) == (200, b"ok")
+    assert await get("127.0.0.1", ports[0], "/health/ready", timeout_s=30) == (200, READY)
     assert await up.stop() == 0
 
 

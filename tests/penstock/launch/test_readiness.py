@@ -1,0 +1,52 @@
+"""When a gateway of a starting deployment counts as ready."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+
+from penstock.launch.readiness import Readiness
+from penstock.schemas.subjects import Subjects
+
+READY = b'{"status": "ready", "reasons": [], "components": [], "endpoints": []}'
+WAITS = b'{"status": "not ready", "reasons": ["no worker"], "components": [], "endpoints": []}'
+PAGE = b"# HELP python_gc_objects_collected_total Objects collected during gc\n"
+
+
+@asynccontextmanager
+async def answering(status: bytes, body: bytes) -> AsyncIterator[str]:
+    """Whoever listens there, whatever is asked."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 " + status + b"\r\n\r\n" + body)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "workers", "waits"),
+    [
+        (b"200 OK", READY, ["worker-0"], None),
+        (b"503 Service Unavailable", WAITS, ["worker-0"], "no worker"),
+        (b"503 Service Unavailable", WAITS, [], None),
+        (b"200 OK", PAGE, ["worker-0"], "another process answers on http://127.0.0.1:"),
+        (b"200 OK", PAGE, [], "another process answers on http://127.0.0.1:"),
+        (b"200 OK", b"", [], "another process answers on http://127.0.0.1:"),
+    ],
+)
+async def test_a_gateway_is_ready_when_it_says_so_itself(
+    status: bytes, body: bytes, workers: list[str], waits: str | None
+) -> None:
+    """A metrics page of another deployment, for one, answers every path with 200."""
+    ready: list[str] = []
+    async with answering(status, body) as url:
+        readiness = Readiness(workers, {"gateway-0": url}, ready.append)
+        readiness.waiting.pop("worker-0", None)  # it is registered
+        await readiness.look(cast(Any, None), Subjects("ps"))
+    assert ready == ([] if waits else ["gateway-0"])
+    assert (waits or "") in readiness.waiting.get("gateway-0", "")
