@@ -22,7 +22,7 @@ from penstock.infra.bus.connection import Bus, connect
 from penstock.launch.readiness import get_url
 from tests.chaos import log, recipes
 from tests.chaos.audit import Footprint
-from tests.chaos.brokers import profiled
+from tests.chaos.brokers import SETTLE_S, heap_problems
 from tests.chaos.plan import BROKER
 from tests.chaos.run import Options, Run
 from tests.chaos.system import System
@@ -31,9 +31,6 @@ from tests.pipeline.support import samples
 
 MEMORY = 0.2  # by which a process may be larger after many requests than after few
 MEMORY_SLACK = 8 << 20  # bytes, of a process: its allocator's arenas
-BROKER_BYTES = 1024  # a stored request, of what the broker refers to
-BROKER_SLACK = 8 << 20  # a block of a stream's file, which may be in memory or not
-SETTLE_S = 12.0  # for which the broker keeps each block (8 MiB) that was written or read
 STREAM = 0.05  # by which the bytes that a request takes in a stream may differ
 STREAM_SLACK = 64.0  # bytes a request, of streams that hardly grow with requests
 BY_TIME = "_snapshots"  # the end of what is written now and then, and replaced
@@ -103,13 +100,7 @@ def _memory(few: Sample, many: Sample, asked: int) -> Iterable[str]:
         most = max(MEMORY * was.rss, MEMORY_SLACK)
         if not name.startswith(BROKER) and now.rss - was.rss > most:
             yield f"{name} has {now.rss >> 20} MiB after {many.requests} requests, {was.rss >> 20} before"
-    for name, used in sorted(few.heaps.items()):
-        more = many.heaps[name] - used
-        if more > BROKER_SLACK + BROKER_BYTES * asked:
-            yield (
-                f"{name} uses {many.heaps[name] >> 20} MiB after {many.requests} requests, {used >> 20} before, "
-                f"{more / asked:.0f} bytes a request"
-            )
+    yield from heap_problems(few.heaps, many.heaps, asked)
 
 
 def _left(idle: Sample, many: Sample) -> Iterable[str]:
@@ -251,8 +242,7 @@ async def measure(
 ) -> Result:
     """On a deployment of its own below ``home``."""
     flags = (*topology.flags, "--no-store-grace-s", f"{GRACE_S:g}")
-    with profiled(home):
-        system = await System.started(home, topology._replace(flags=flags, clock_s=0.0), say, small_disk=False)
+    system = await System.started(home, topology._replace(flags=flags, clock_s=0.0), say, small_disk=False)
     try:
         bus = await connect(system.deployment.state.nats_url, role="client", name="chaos")
         try:

@@ -6,7 +6,7 @@ import io
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -22,7 +22,8 @@ from penstock.operate import key_store
 from penstock.schemas.keys import ApiKey, digest_of, new_key
 from penstock.schemas.wire import pack_tokens
 from tests.chaos import audit, builds, log, recipes, table
-from tests.chaos.audit import Circumstances, Expected, Judgement, Problem
+from tests.chaos.audit import Circumstances, Expected, Footprint, Judgement, Problem
+from tests.chaos.brokers import SETTLE_S, heap_problems
 from tests.chaos.builds import OtherBuild
 from tests.chaos.clients import PATIENCE_S, Failed, HttpClients
 from tests.chaos.disk import found_in
@@ -46,6 +47,7 @@ ERASED_S = 60.0  # after the end of a request with no_store, nothing of it is an
 REPLICATION = "_js_"  # a node's log of what it replicates, which forgets with its next snapshot (docs/operations.md)
 MARKED_TOKENS = 8  # of a prompt, in a row, that must not be on the disk: 32 bytes
 CONSUMERS_S = 150.0  # the server keeps a dead worker's consumer for 120 s
+LEFT_S = 180.0  # the same, and message ids to recognise repeats by: for as long
 
 
 def _kept_since(hits: Sequence[Hit], now: float) -> float:
@@ -144,7 +146,8 @@ class Run:
 
     async def _audited(self) -> Report:
         await self.learn()
-        before = self._system.footprints()
+        await asyncio.sleep(SETTLE_S)
+        before, heaps = self._system.footprints(), await self._system.heaps()
         there = await log.inventory(self._bus)
         since_ns = time.time_ns()
         await self._load()
@@ -154,11 +157,15 @@ class Run:
         self._say("all is quiet; reading the log")
         gone = sum(hit.at > _kept_since(self._system.hits, time.time()) for hit in self._system.hits)
         found = await log.whole(self._bus, since_ns, self._system.urls, within_s=QUIET_S, gone=gone)
-        after = self._system.footprints()
         found.on_disk = await self._kept()
+        await log.until_none(lambda: self._left(before, heaps, len(found.accepted)), LEFT_S)
+        after, heaps_after = self._system.footprints(), await self._system.heaps()
         around = Circumstances(self._system.hits, self._most_a_minute())
         judgement = audit.judge(self._seen, found, self._expected, once=self._http.keys, around=around)
         judgement.problems += audit.memory_problems(before, after)
+        judgement.problems += [
+            Problem("memory", text) for text in heap_problems(heaps, heaps_after, len(found.accepted))
+        ]
         judgement.problems += await self._asked_again()
         judgement.problems += [
             Problem("residue", f"{name} is new in the broker, or gone from it")
@@ -172,12 +179,19 @@ class Run:
             table.counts(judgement),
             table.disturbances(self._system.hits, waits),
             table.memory(before, self._most, after),
+            table.heaps(heaps, heaps_after, len(found.accepted)),
         ]
         if self._options.other is not None:
             parts.append(table.builds(builds.counted(self._system.starts)))
         if judgement.problems:
             parts += [table.problems(judgement), await self._explained(judgement)]
         return Report(judgement, "\n\n".join(parts))
+
+    async def _left(self, before: Mapping[str, Footprint], heaps: Mapping[str, int], stored: int) -> list[str]:
+        """Files and brokers' memory of what has ended. In a cluster, each consumer has a log, which is a file."""
+        problems = audit.memory_problems(before, self._system.footprints())
+        files = [problem.text for problem in problems if problem.what == "files"]
+        return files or heap_problems(heaps, await self._system.heaps(), stored)
 
     async def _asked_again(self) -> list[Problem]:
         """Some of the answers once more, by their ids."""

@@ -3,19 +3,21 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
-from penstock.launch.machine import free_run
+from penstock.launch.machine import held_run
 from penstock.launch.readiness import get_url
 from penstock.launch.state import DeploymentState
 from tests.chaos.audit import Footprint
-from tests.chaos.brokers import Brokers, live_heap
+from tests.chaos.brokers import Brokers, live_heap, profiled
 from tests.chaos.builds import VARIABLE, OtherBuild, begin, snapshot
 from tests.chaos.disk import Disk
 from tests.chaos.launch import Starts
@@ -83,7 +85,11 @@ class System:
             small_disk: a lone broker's disk is one that can be filled.
         """
         async with contextlib.AsyncExitStack() as opened:
-            ports = free_run(0, 2 + topology.gateways)  # shared, one of each gateway, the broker's; same after a crash
+            opened.enter_context(profiled(home))
+            held = held_run(0, 2 + topology.gateways)  # shared, one of each gateway, the broker's; same after a crash
+            for each in held:
+                opened.enter_context(each)
+            ports = [int(each.getsockname()[1]) for each in held]
             flags = [*topology.flags, "--drain-s", f"{DRAIN_S:g}", "--http-port", str(ports[0])]
             if share:
                 flags += ["--routers", "3"]
@@ -176,11 +182,11 @@ class System:
         for name, pid in self.pids.items():
             with contextlib.suppress(OSError):
                 rss = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
-                found[name] = Footprint(pid, rss, len(os.listdir(f"/proc/{pid}/fd")))
+                found[name] = Footprint(pid, rss, sum((kinds := open_files(pid)).values()), kinds)
         return found
 
     async def heaps(self) -> dict[str, int]:
-        """Bytes in use of each broker, if they are ``profiled``."""
+        """Bytes in use of each broker."""
         lone = {BROKER: self.deployment.data_dir / "nats.log"}
         return {name: await live_heap(path) for name, path in (self._brokers.logs if self._brokers else lone).items()}
 
@@ -341,6 +347,23 @@ class System:
                     await asyncio.sleep(0.1)
                 return True
         return False
+
+
+def open_files(pid: int) -> dict[str, int]:
+    """How many a process has, by what they are: of a broker's files, which stream's."""
+    found: Counter[str] = Counter()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found[_kind(str(descriptor.readlink()))] += 1
+    return dict(found)
+
+
+def _kind(target: str) -> str:
+    if match := re.search(r"/streams/([^/]+)/(msgs|obs)/", target):
+        return f"{match[2]} of {match[1]}"
+    if match := re.search(r"/_js_/([SC]-R\d+[FM])-", target):  # the log of a stream or consumer with replicas
+        return f"replication {match[1]}"
+    return target.partition(":")[0] if ":[" in target else "other"
 
 
 def _without(flags: list[str], name: str) -> list[str]:

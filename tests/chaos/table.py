@@ -53,6 +53,15 @@ def memory(before: Mapping[str, Footprint], most: Mapping[str, int], after: Mapp
     return _table(("process", "before", "most", "after", "the same"), rows)
 
 
+def heaps(before: Mapping[str, int], after: Mapping[str, int], stored: int) -> str:
+    """What brokers refer to."""
+    rows = []
+    for name, was in sorted(before.items()):
+        more = (after.get(name, 0) - was) / max(1, stored)
+        rows.append((name, f"{was / 2**20:.1f} MiB", f"{after.get(name, 0) / 2**20:.1f} MiB", f"{more:.0f}"))
+    return _table(("broker in use", "before", "after", "bytes a request"), rows)
+
+
 def builds(starts: Mapping[tuple[str, str], int]) -> str:
     """How often each kind of process was started, by build."""
     names = sorted({name for name, _ in starts})

@@ -26,6 +26,7 @@ from tests.chaos.audit import (
     memory_problems,
     recovery,
 )
+from tests.chaos.brokers import heap_of, heap_problems
 from tests.chaos.plan import Act, Hit
 from tests.chaos.seen import Seen, Shown
 
@@ -406,11 +407,41 @@ def test_processes_that_are_larger_afterwards_than_they_may_be_are_named() -> No
 
 
 def test_processes_that_keep_files_open_are_named() -> None:
-    before = {"gateway-0": Footprint(1, 0, 30), "gateway-1": Footprint(2, 0, 30)}
-    problems = memory_problems(before, {"gateway-0": Footprint(1, 0, 60), "gateway-1": Footprint(2, 0, 90)})
+    before = {"gateway-0": Footprint(1, 0, 30), "gateway-1": Footprint(2, 0, 30, {"socket": 20, "other": 10})}
+    now = Footprint(2, 0, 90, {"socket": 60, "msgs of ps_WORK": 25, "other": 5})
+    problems = memory_problems(before, {"gateway-0": Footprint(1, 0, 60), "gateway-1": now})
     assert [(problem.what, problem.text) for problem in problems] == [
-        ("files", "gateway-1: 30 open files before, 90 after")
+        ("files", "gateway-1: 30 open files before, 90 after: +25 msgs of ps_WORK, +40 socket")
     ]
+
+
+def test_a_broker_may_refer_to_so_much_for_each_stored_request_however_much_garbage_it_has() -> None:
+    mib = 1 << 20
+    assert not memory_problems({"nats-0": Footprint(1, 50 * mib)}, {"nats-0": Footprint(1, 400 * mib)})
+    before = {"nats-0": 6 * mib, "nats-1": 6 * mib, "nats-2": 6 * mib}
+    after = {"nats-0": 16 * mib, "nats-1": 30 * mib}  # the third is away
+    assert heap_problems(before, after, 3 * 1024) == [
+        "nats-1 uses 30 MiB after 3072 more requests, 6 before, 8192 bytes a request"
+    ]
+
+
+PROFILE = """heap profile: 5: 8661000 [9: 9900000] @ heap/1048576
+1: 8388608 [2: 16777216] @ 0x1 0x2
+#\t0x1\tgithub.com/nats-io/nats-server/v2/server.init.func10+0x24\t\t/src/server/filestore.go:1
+#\t0x2\tgithub.com/nats-io/nats-server/v2/server.getMsgBlockBuf+0x9\t\t/src/server/filestore.go:2
+
+3: 196608 [3: 196608] @ 0x3
+#\t0x3\tgithub.com/nats-io/nats-server/v2/server.(*client).readLoop+0x24\t/src/server/client.go:1
+
+
+# runtime.MemStats
+# Alloc = 20971520
+# HeapAlloc = 20971520
+"""
+
+
+def test_blocks_of_files_in_memory_are_no_part_of_what_a_broker_keeps() -> None:
+    assert heap_of(PROFILE) == 20 * 2**20 - 8 * 2**20
 
 
 def test_recovery_is_the_wait_of_the_slowest_stream_that_was_under_way() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.chaos import growth
+from tests.chaos import brokers, growth
 from tests.chaos.audit import Footprint
 from tests.chaos.growth import Sample, Stored, compare, measure
 from tests.chaos.topology import TOPOLOGIES
@@ -68,7 +68,7 @@ async def test_a_few_hundred_mixed_requests_leave_nothing_open(tmp_path: Path, m
     """The small version of ``python -m tests.chaos.growth``: rates need more requests than this to be compared."""
     monkeypatch.setattr(growth, "STREAM", 0.5)
     monkeypatch.setattr(growth, "SETTLE_S", 0.0)  # so blocks are in memory
-    monkeypatch.setattr(growth, "BROKER_SLACK", 64 * MIB)
+    monkeypatch.setattr(brokers, "HEAP_SLACK", 64 * MIB)
     result = await measure(tmp_path, TOPOLOGIES["pd"], 120, 360, print, each=2)
     assert result.problems == []
     assert result.many.requests == 360
