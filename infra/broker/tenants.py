@@ -32,7 +32,6 @@ from nats.js.errors import (
     BucketNotFoundError,
     KeyNotFoundError,
     KeyWrongLastSequenceError,
-    NoKeysError,
     NotFoundError,
 )
 from nats.js.kv import KeyValue
@@ -214,7 +213,8 @@ class Accounts:
         client_password: of the default one.
     """
 
-    def __init__(self, bucket: KeyValue) -> None:
+    def __init__(self, js: JetStreamContext, name: str, bucket: KeyValue) -> None:
+        self._js, self._name = js, name
         self._bucket = bucket
         self._revisions: dict[str, int] = {}
         self.tenants: Tenants = {}
@@ -243,7 +243,7 @@ class Accounts:
                 KeyValueConfig(bucket=name, history=1, max_bytes=ACCOUNTS_BYTES, replicas=replicas)
             )
             new = True
-        accounts = cls(bucket)
+        accounts = cls(js, name, bucket)
         await accounts.read()
         if not accounts.client_password:
             await accounts._write(DEFAULT_TENANT, Tenant(password=client_password))
@@ -271,12 +271,11 @@ class Accounts:
         Raises:
             ValueError: an entry is damaged.
         """
-        try:
-            names = await self._bucket.keys()
-        except NoKeysError:
-            names = []
+        prefix = f"$KV.{self._name}."
+        # Not by a consumer, as the client's ``keys()``: the broker reports each one, and the audit log is of changes.
+        info = await self._js.stream_info(f"KV_{self._name}", subjects_filter=f"{prefix}>")
         found: Tenants = {}
-        for name in names:
+        for name in (subject.removeprefix(prefix) for subject in info.state.subjects or {}):
             try:
                 entry = await self._bucket.get(name)
             except KeyNotFoundError:  # removed since

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import nats
@@ -172,6 +173,22 @@ async def test_what_a_command_notes_is_not_listed_a_second_time_as_the_broker_sa
     await until(server, capsys, lambda each: each["detail"] == "stream update", "--all")
     mine = [each for each in await listed(server, capsys) if each["what"] != "others"]
     assert [each["action"] for each in mine] == ["keys create", "streams set"]
+
+
+async def test_reading_the_tenants_is_no_entry(
+    server: EmbeddedNats, bus: Bus, watch: Watch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each read was several: of one consumer each that the client makes to list the keys of a bucket."""
+    place = ("--nats-url", server.url("operator"), "--data-dir", str(tmp_path))
+    for argv in (("add", "acme"), ("add", "blue"), ("remove", "blue"), ("list",), ("conf",)):
+        capsys.readouterr()
+        assert await run("tenants", *argv, *place) == 0
+        if argv == ("list",):
+            assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["tenant", "acme"]
+    assert await run("streams", "set", "KV", "--max-age", "2h", "--yes", "--nats-url", server.url("operator")) == 0
+    await until(server, capsys, lambda each: each["what"] == "ps_KV" and each["detail"] == "stream update", "--all")
+    found = await listed(server, capsys, "--all")
+    assert [each for each in found if "accounts" in each["what"] and each["detail"] != "stream create"] == []
 
 
 async def test_nobody_writes_for_another_or_takes_an_entry_away(server: EmbeddedNats, bus: Bus) -> None:
