@@ -379,16 +379,24 @@ class Parser(argparse.ArgumentParser):
         if not flags:  # else the other words are probably their values
             return [f"unexpected argument {arguments[0]!r}"]
         names = [name.removeprefix("--") for name in self._flags()]
-        return [f"unknown flag {flag}{_hint(flag.removeprefix('--').replace('-', '_'), names, '--')}" for flag in flags]
+        return [self._unknown_flag(flag, names) for flag in flags]
+
+    def _unknown_flag(self, flag: str, names: Sequence[str]) -> str:
+        if owners := [f"`{one.prog}`" for one in self._verbs() if flag in one._flags()]:
+            return f"unknown flag {flag} here: it is of {', '.join(owners)}"
+        return f"unknown flag {flag}{_hint(flag.removeprefix('--').replace('-', '_'), names, '--')}"
 
     def _flags(self) -> list[str]:
         """Long flags, those of sub-commands included."""
         flags = [name for name in self._option_string_actions if name.startswith("--")]
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for one in action.choices.values():
-                    flags += one._flags()
+        for one in self._verbs():
+            flags += one._flags()
         return flags
+
+    def _verbs(self) -> "list[Parser]":
+        """The parsers of sub-commands."""
+        actions = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return [one for action in actions for one in action.choices.values()]
 
 
 def add_broker_flags(parser: argparse.ArgumentParser, *, folder: str, broker: str, default: str = ".penstock") -> None:

@@ -45,7 +45,10 @@ def run(argv: Sequence[str]) -> int:
 
 async def _run(args: argparse.Namespace, console: Console) -> None:
     timeout_s = duration_ns(args.timeout) / 1e9
-    async with open_log(LogSource.of(args), name="drain", role="planner", streams=()) as log:
+    source = LogSource.of(args)
+    # Who types it has the data folder, so the audit log does not name the planner; a URL says itself who asks.
+    role = "planner" if source.nats_url else "operator"
+    async with open_log(source, name="drain", role=role, streams=()) as log:
         if log.stopped:
             raise ValueError("the deployment is stopped: no worker runs")
         registered = await registrations(log.bus)

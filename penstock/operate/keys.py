@@ -122,6 +122,7 @@ def _create_flags(create: argparse.ArgumentParser) -> None:
 
 def _set_flags(change: argparse.ArgumentParser) -> None:
     """As those of ``create``; None: not named."""
+    change.add_argument("--tenant", help=argparse.SUPPRESS)  # refused with the way to do it
     change.add_argument("--models", metavar="A,B", help="models it may name; all: those of its tenant")
     change.add_argument("--rpm", type=_or_none(_per_minute), metavar="N", help="requests per minute; none: no limit")
     change.add_argument(
@@ -229,8 +230,13 @@ def _named(args: argparse.Namespace, now_ns: int) -> dict[str, object]:
     """The fields that flags name.
 
     Raises:
-        ValueError: a value is wrong, or no flag names any.
+        ValueError: a value is wrong, no flag names any, or one that cannot change.
     """
+    if args.tenant is not None:
+        raise ValueError(
+            f"the tenant of a key cannot change: `penstock keys create --tenant {args.tenant}` makes another one, and "
+            f"`penstock keys revoke {args.key}` ends this one"
+        )
     fields: dict[str, object] = {
         "models": None if args.models is None else _models(args.models),
         "requests_per_minute": args.rpm,

@@ -86,6 +86,7 @@ TYPOS = [
     (["up", "--engine", "mok"], "did you mean mock?"),
     (["tenants", "add", "x", "--max-pendng=1"], "--max-pendng: did you mean --max-pending?"),
     (["inspect", "--data-dri", "x", "id"], "--data-dri: did you mean --data-dir?"),
+    (["keys", "set", "pst-000000000000", "--quiet"], "unknown flag --quiet here: it is of `penstock keys create`\n"),
     (["leases", "--al"], "--al: did you mean --all?"),
     (["recipe", "list", "--al"], "unknown flag --al"),
     (["bench", "http", "--duration", "3"], "--duration: did you mean --duration-s?"),

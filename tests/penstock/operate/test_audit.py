@@ -86,6 +86,9 @@ async def test_what_commands_change_is_listed_with_the_user_of_their_connection(
     assert await run("keys", "set", prefix, "--rpm", "7", "--nats-url", keys) == 0
     night = ("--rpm", "9", "--models", "tiny", "--about", "of the night")
     assert await run("keys", "set", prefix, *night, "--nats-url", keys) == 0
+    capsys.readouterr()
+    assert await run("keys", "set", prefix, "--tenant", "blue", "--rpm", "8", "--nats-url", keys) == 1
+    assert "the tenant of a key cannot change: `penstock keys create --tenant blue` makes" in capsys.readouterr().err
     assert await run("keys", "revoke", prefix, "--nats-url", operator) == 0
     await register(bus, "w-1")
     assert await run("drain", "w-1", "--force", "--nats-url", planner) == 1
@@ -117,6 +120,16 @@ async def test_what_commands_change_is_listed_with_the_user_of_their_connection(
     assert await run("audit", "--data-dir", str(server.data_dir)) == 0
     printed = capsys.readouterr().out
     assert f"keys set  {prefix}  rpm: none → 7  by " in printed
+
+
+async def test_a_drain_that_a_person_types_beside_the_data_folder_is_of_the_operator(
+    server: EmbeddedNats, bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await register(bus, "w-1")
+    assert await run("drain", "w-1", "--force", "--data-dir", str(server.data_dir)) == 1
+    assert "does not answer" in capsys.readouterr().err
+    found = await listed(server, capsys)
+    assert [(each["user"], each["action"]) for each in found] == [("operator", "drain")] * 2
 
 
 async def test_changed_passwords_are_entries_and_both_users_of_a_role_are_found_by_its_name(
