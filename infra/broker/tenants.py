@@ -360,9 +360,17 @@ _CHANGED = "another operator has changed tenant {!r} at the same time: look at `
 
 @contextmanager
 def held(data_dir: Path) -> Iterator[None]:
-    """Locks the tenants against changes by other processes; waits for the lock."""
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(data_dir / "tenants.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    """Locks the tenants against changes by other processes; waits for the lock.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(data_dir / "tenants.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        why = f"{data_dir} cannot be written ({error.strerror})"
+        raise ValueError(f"{why}: name a folder for credentials with --data-dir") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield

@@ -65,7 +65,8 @@ def run(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     try:
         place = _place(args)
-        with tenants.held(place.data_dir):
+        # A list writes nothing, not even a lock: it is also for a folder that only its owner may write.
+        with contextlib.nullcontext() if args.verb == "list" else tenants.held(place.data_dir):
             if args.verb == "list" and not place.own:
                 _list(tenants.load(place.data_dir))
                 return 0

@@ -284,3 +284,18 @@ async def test_credentials_name_every_server_with_its_scheme(ready: EmbeddedNats
     # An operator that logs in with a file has no credentials in its URL.
     assert tenants.with_user("tls://h:4222", "u", "p") == "tls://u:p@h:4222"
     assert tenants.with_user("h:4222", "u", "p") == "nats://u:p@h:4222"
+
+
+async def test_a_list_writes_nothing_and_a_change_needs_a_folder_that_it_may_write(
+    ready: EmbeddedNats, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broker = ("--nats-url", ready.url("operator"), "--data-dir")
+    assert await ran("add", "acme", *broker, str(tmp_path / "one")) == 0
+    (tmp_path / "file").touch()
+    for absent in (tmp_path / "none", tmp_path / "file" / "none"):  # root may write into any folder
+        capsys.readouterr()
+        assert await ran("list", *broker, str(absent)) == 0
+        assert "acme" in capsys.readouterr().out
+    assert not (tmp_path / "none").exists()
+    assert await ran("add", "blue", *broker, str(tmp_path / "file" / "none")) == 1
+    assert "name a folder for credentials with --data-dir" in capsys.readouterr().err
