@@ -112,6 +112,9 @@ def _broker(wanted: KubernetesSpec) -> Tree:
     if wanted.ca_secret and not (wanted.urls_secret or wanted.nats_url):
         own = "name the Secret with its URLs (--urls-secret), or --nats-url and --creds-secret"
         raise BadArguments([f"--ca-secret: for a NATS of your own; {own}"])
+    plain = next((url for url in wanted.nats_url.split(",") if url and not url.strip().startswith("tls://")), "")
+    if wanted.ca_secret and plain:
+        raise BadArguments([f"--ca-secret: it is for TLS, and --nats-url has {plain}; write tls://"])
     broker: Tree = {}
     if wanted.urls_secret:
         broker["urlsSecret"] = wanted.urls_secret

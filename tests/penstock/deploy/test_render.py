@@ -120,6 +120,14 @@ def test_a_nats_of_one_s_own_needs_no_other_chart(tmp_path: Path, capsys: pytest
     assert "--urls-secret" in capsys.readouterr().err
 
 
+def test_an_authority_for_a_nats_without_tls_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """helm alone refused it, when the release was installed."""
+    asked = ["--engine", "mock", "--creds-secret", "creds", "--ca-secret", "nats-ca", "--nats-url"]
+    assert run_render([*asked, "tls://nats-1:4222,nats://nats-2:4222"]) == 1
+    assert "--ca-secret: it is for TLS, and --nats-url has nats://nats-2:4222; write tls://" in capsys.readouterr().err
+    assert run_render([*asked, "tls://nats-1:4222"]) == 0
+
+
 @needs_helm
 def test_a_nats_of_one_s_own_is_named_with_secrets_for_every_user_that_pods_log_in_as(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
