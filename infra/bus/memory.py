@@ -99,6 +99,10 @@ class MemoryStreams:
         self._bus.on_reconnect.insert(0, self._reconnected)
         try:
             await self._declare_all()
+            # What was in them may have been lost shortly before this began, and gateways put it again.
+            self._renewed_ns = max(map(parse_time, self._created.values()))
+            age_s = (self._bus.clock.now_ns() - self._renewed_ns) / 1e9
+            self._renewed = time.monotonic() - max(0.0, age_s)
         except (ServingError, NatsError, OSError, TimeoutError) as error:
             action = "run `penstock streams apply`; on a broker of your own, give its users the rights of this build"
             log.warning("memory_streams_missing", error=str(error), action=action)
@@ -109,7 +113,7 @@ class MemoryStreams:
 
     @property
     def since_renewed_s(self) -> float:
-        """Seconds since this process saw that the streams had been lost; infinite: it has not."""
+        """Seconds since the streams were made, or this process saw that they had been lost; infinite: not known."""
         return time.monotonic() - self._renewed
 
     @property

@@ -125,6 +125,26 @@ async def test_what_a_router_is_about_to_put_is_waited_for_although_its_gateway_
     await putting
 
 
+async def test_who_begins_just_after_the_streams_were_lost_waits_for_gateways_too(bus: Bus) -> None:
+    """A worker's next session ended requests with ``content_lost`` while their gateway was still reconnecting."""
+    asked, streams = request(id="r1"), MemoryStreams(bus)
+    await streams.open()
+    assert streams.misses(0)
+    assert not streams.misses(bus.clock.now_ns() + 3_600_000_000_000), "it came later"
+    putting = asyncio.create_task(put_later(bus, asked, REQUEST, 3 * memory.LOOK_S))
+    assert await memory.fetch(bus, streams, asked, REQUEST) == b"whole"
+    await putting
+    streams.close()
+
+
+async def test_streams_that_were_made_long_ago_have_lost_nothing(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, now_ns = MemoryStreams(bus), bus.clock.now_ns
+    monkeypatch.setattr(bus.clock, "now_ns", lambda: now_ns() + 3_600_000_000_000)
+    await streams.open()
+    assert not streams.settling
+    streams.close()
+
+
 @pytest.mark.parametrize(("kept", "code"), [(True, Code.broker_unavailable), (False, Code.content_lost)])
 async def test_a_part_that_never_comes_is_lost_only_if_it_cannot_be_made_again(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, kept: bool, code: Code
