@@ -314,7 +314,10 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         ),
     ] = "aggregated"
     engine: Annotated[Literal["native", "mock", "trtllm", "vllm", "sglang"], about("inference engine")] = "native"
-    model: Annotated[str, about("model directory or Hugging Face id; default: demo model")] = ""
+    model: Annotated[
+        str,
+        about("model directory or Hugging Face id; default: demo, also of mocks, for which `penstock up` takes tiny"),
+    ] = ""
     served_model_name: Annotated[str, about("model name that clients use; default: the directory's name")] = ""
     block_size: Annotated[Positive, about("tokens per KV block")] = 32
     kv_blocks: Annotated[int, Meta(ge=0, description="KV blocks of a worker; 0: as many as free memory allows")] = 0
