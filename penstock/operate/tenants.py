@@ -410,7 +410,9 @@ def _write_accounts(place: TenantsPlace, accounts: Accounts | None, existing: Te
     url = tenants.with_user(place.operator_url, "client", accounts.client_password)
     tenants.write_credentials(place.data_dir, DEFAULT_TENANT, url)
     path = place.data_dir / tenants.INCLUDE
-    print(f"include {path} in the accounts block of each server and reload it twice (see docs/nats.md)")
+    print(
+        f"for clients over NATS: include {path} in the accounts block of each server and reload it twice (docs/nats.md)"
+    )
 
 
 async def _publish(nc: Client, subjects: Subjects, name: str, value: bytes, **headers: str) -> None:

@@ -69,6 +69,14 @@ async def test_a_second_operator_keeps_the_tenants_and_passwords_of_the_first(
     assert await ran("list", "--nats-url", url, "--data-dir", str(one)) == 0
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:]}
     assert rows == {"acme": ["20000", "3", "own", "m"], "zenith": ["20000", "1", "own", "all"]}
+    # The operator's disk is lost: a new folder gets the same password, and no limit changes.
+    three = tmp_path / "three"
+    assert await ran("conf", "--nats-url", url, "--data-dir", str(three)) == 0
+    assert await ran("add", "acme", "--nats-url", url, "--data-dir", str(three)) == 0
+    assert [url_in(three, name) for name in ("acme", "default")] == [url_in(one, name) for name in ("acme", "default")]
+    capsys.readouterr()
+    assert await ran("list", "--nats-url", url, "--data-dir", str(three)) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["acme", *rows["acme"]]
     # The second removes what the first has added, and the first can make the file again.
     assert await ran("remove", "acme", "--nats-url", url, "--data-dir", str(two)) == 0
     assert await ran("conf", "--nats-url", url, "--data-dir", str(one)) == 0
