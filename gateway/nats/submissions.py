@@ -178,7 +178,7 @@ class Submissions:
         async def take(message: Any) -> None:
             await self._on_message(message, stream.name)
 
-        async def remake(last: int) -> bool:  # what was answered is deleted, so all that is left is to be delivered
+        async def remake(last: str) -> bool:  # what was answered is deleted, so all that is left is to be delivered
             return await make_again(self._bus, stream.name, config_of(consumer))
 
         puller = Puller(self._bus, stream.name, consumer.name, take, lambda: self._room(tenant), remake=remake)

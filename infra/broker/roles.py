@@ -299,6 +299,7 @@ def _worker(s: Subjects) -> tuple[Right, ...]:
             f"$JS.API.CONSUMER.MSG.NEXT.{work}.*",
             f"$JS.ACK.{work}.>",
         )),
+        Right("know whether the jobs' stream was lost and made anew", (f"$JS.API.STREAM.INFO.{work}",)),
         _reads(*_buckets(s, "workers")),
         _fetches(s.bucket("media")),
         _stores(s.bucket("results")),

@@ -311,6 +311,29 @@ async def stream_end(bus: "Bus", stream: str) -> tuple[int, str]:
     return info.state.last_seq, info.created
 
 
+class Lifetime(NamedTuple):
+    """Where a stream ends, and when it was made (Unix time): what tells positions in it from those in a lost one.
+
+    A broker that lost its store has another stream of the same name, whose sequences begin again.
+    """
+
+    end: int
+    created_ns: int
+
+    def has(self, seq: int, stored_ns: int) -> bool:
+        """Whether the message that was stored then at that sequence was stored in this stream."""
+        return seq <= self.end and stored_ns >= self.created_ns
+
+
+async def lifetime(bus: "Bus", stream: str) -> Lifetime:
+    """
+    Raises:
+        ServingError: as ``stream_end``.
+    """
+    end, created = await stream_end(bus, stream)
+    return Lifetime(end, parse_time(created))
+
+
 async def get(bus: Readable, stream: str, seq: int, *, within_s: float = LEADER_S) -> Entry | None:
     """The message at ``seq``; None: the stream does not have it, confirmed by its leader.
 

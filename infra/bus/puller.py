@@ -26,7 +26,7 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import before_time
+from penstock.infra.bus.direct_get import Lifetime, before_time, lifetime
 from penstock.infra.bus.jetstream import ApiError, Message
 from penstock.infra.bus.tasks import end
 from penstock.schemas.errors import ServingError
@@ -179,8 +179,8 @@ class Puller:
 
     Args:
         handle: called with each message; must not raise.
-        remake: creates the consumer again after it was deleted, from behind the stream's sequence that it is given
-            (0: nothing was received) on; False: it is there. Raises OSError if it cannot.
+        remake: creates the consumer again after it was deleted, from behind the message on whose acknowledgement
+            subject it is called ("": nothing was received); False: it is there. Raises OSError if it cannot.
         room: how many more messages could be started now.
         expires_s: a request that is not filled by then is repeated. To a process that was stopped, messages are sent
             for this long.
@@ -194,7 +194,7 @@ class Puller:
         handle: Callable[[Message], Awaitable[None]],
         room: Callable[[], int],
         *,
-        remake: Callable[[int], Awaitable[bool]] | None = None,
+        remake: Callable[[str], Awaitable[bool]] | None = None,
         expires_s: float = EXPIRES_S,
     ) -> None:
         self._bus = bus
@@ -329,12 +329,12 @@ class Puller:
             except Exception as error:
                 log.warning("pull_failed", consumer=self._consumer, error=repr(error))
 
-    async def _make_again(self, remake: Callable[[int], Awaitable[bool]]) -> None:
+    async def _make_again(self, remake: Callable[[str], Awaitable[bool]]) -> None:
         """Have the consumer there again: whoever refused a pull has none, or no leader at the moment."""
         now = time.monotonic()
         self._gone_since = self._gone_since or now
         try:
-            made = await remake(sequence(self._last_reply) if self._last_reply else 0)
+            made = await remake(self._last_reply)
         except OSError as error:
             if now - self._warned >= WARN_S:
                 self._warned = now
@@ -360,6 +360,23 @@ def stored_ns(reply: str) -> int:
     """When the broker stored a message, Unix time, from its acknowledgement subject."""
     tokens = reply.split(".")
     return int(tokens[7 if len(tokens) < 11 else 9])
+
+
+def is_of(reply: str, stream: Lifetime) -> bool:
+    """Whether the message with this acknowledgement subject is one of ``stream``, and not of a lost one."""
+    return stream.has(sequence(reply), stored_ns(reply))
+
+
+async def present(bus: Bus, stream: str) -> Lifetime:
+    """As ``lifetime``.
+
+    Raises:
+        OSError: there is no such stream, the broker did not answer, or this process may not ask.
+    """
+    try:
+        return await lifetime(bus, stream)
+    except ServingError as error:
+        raise OSError(error.message) from None
 
 
 EXISTS = 10148  # it is there, configured otherwise
@@ -404,7 +421,8 @@ async def make_again(
 
     Args:
         config: as the JetStream API takes it.
-        start_seq: of the first message that it is to deliver; 0: not given.
+        start_seq: of the first message that it is to deliver; 0: not given. It must be one of the stream as it is now
+            (``present``): the broker would deliver nothing before it, although the stream has not got that far.
         since_s: deliver what was stored in the last seconds; 0: everything.
         filtered: ask with its filter in the subject, as the permissions of workers want it.
     Raises:

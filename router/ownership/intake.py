@@ -22,7 +22,7 @@ from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.jetstream import Message
-from penstock.infra.bus.puller import NAK, Puller, config_of, make_again, sequence
+from penstock.infra.bus.puller import NAK, Puller, config_of, is_of, make_again, present, sequence
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.process.turns import TimeSlice
 from penstock.router.held.held_requests import HeldRequests
@@ -225,10 +225,21 @@ class Intake:
                 expires_s=EXPIRES_S[priority],
             )
 
-    async def _make_again(self, spec: ConsumerSpec, last: int) -> bool:
-        """From the oldest request on that is not placed; what comes twice is recognised."""
-        held = [sequence(pending.reply) for pending in self._held if pending.reply]
-        start = min([*held, last + 1]) if last else 0
+    async def _make_again(self, spec: ConsumerSpec, last: str) -> bool:
+        """From the oldest request on that is not placed; what comes twice is recognised.
+
+        From the first one on where the stream was lost and made anew. What is held of the lost one has no message any
+        more: its verdict would be one on a message of the new stream.
+        """
+        stream = await present(self._bus, self._stream)
+        start = 0
+        if last and is_of(last, stream):
+            start = sequence(last) + 1
+        for pending in self._held:
+            if pending.reply and not is_of(pending.reply, stream):
+                pending.reply = ""
+            elif pending.reply:
+                start = min(start, sequence(pending.reply))
         return await make_again(self._bus, self._stream, config_of(spec), start_seq=start, since_s=LONGEST_DEADLINE_S)
 
     async def start(self, tasks: Tasks) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import lifetime
 from penstock.infra.bus.object_store import get, replace
 from penstock.router.state.holders import Holding, bits_of
 from penstock.router.state.load_tracker import LoadState, merge
@@ -56,7 +57,10 @@ class Snapshots:
         try:
             stored = await get(self._bus, "snapshots", self._name, limit=_MOST_BYTES, newest=True, timeout=_TIMEOUT_S)
             head, *parts = _split(stored)
-            return _decode_snapshot(head), merge(map(_decode_loads, parts))
+            at = _decode_snapshot(head)
+            await _check_stream(self._bus, "WORK", at.work_seq, at.taken_ns)
+            await _check_stream(self._bus, "DONE", max(at.done_seq, at.returned_seq), at.taken_ns)
+            return at, merge(map(_decode_loads, parts))
         except (ServingError, msgspec.MsgspecError, ValueError) as error:
             log.info("no_snapshot", reason=repr(error)[:200])
             return None
@@ -95,7 +99,8 @@ class IndexSnapshots:
             )
             parts = _split(data)
             head = read_head(next(parts))
-            await self._check_stream(head.kv_seq)
+            await _check_stream(self._bus, "KV", head.kv_seq, head.taken_ns)
+            await self._check_start(head.kv_seq)
             index = PrefixIndex(max_blocks)
             if await run_in_steps(restoring(index, head, parts)):
                 log.info("index_restored", kv_seq=head.kv_seq, blocks=index.blocks, seconds=time.monotonic() - began)
@@ -107,7 +112,7 @@ class IndexSnapshots:
 
     async def save(self, index: PrefixIndex, kv_seq: int) -> None:
         parts = []
-        for part in encoding(index, kv_seq, time.time_ns()):
+        for part in encoding(index, kv_seq, self._bus.clock.now_ns()):
             parts.append(_prefixed(part))
             await asyncio.sleep(0)
         try:
@@ -115,17 +120,29 @@ class IndexSnapshots:
         except ServingError as error:
             log.warning("index_snapshot_not_saved", error=error.message)
 
-    async def _check_stream(self, kv_seq: int) -> None:
+    async def _check_start(self, kv_seq: int) -> None:
         """
         Raises:
-            ServingError: the KV stream cannot be read, or does not go on where the snapshot ends.
+            ServingError: the KV stream cannot be read.
+            ValueError: it does not have everything from where the snapshot ends.
         """
         try:
             state = (await self._bus.js.stream_info(self._bus.subjects.stream("KV"))).state
         except Exception as error:
             raise ServingError(Code.broker_unavailable, f"the KV stream cannot be read: {error!r}") from error
-        if not state.first_seq <= kv_seq + 1 <= state.last_seq + 1:
+        if state.first_seq > kv_seq + 1:
             raise ValueError(f"the KV stream has {state.first_seq} to {state.last_seq}, the snapshot ends at {kv_seq}")
+
+
+async def _check_stream(bus: Bus, name: str, seq: int, taken_ns: int) -> None:
+    """
+    Raises:
+        ServingError: the stream cannot be read.
+        ValueError: it was made after the snapshot, or ends before it: the snapshot is of a stream that was lost.
+    """
+    stream = await lifetime(bus, bus.subjects.stream(name))
+    if not stream.has(seq, taken_ns):
+        raise ValueError(f"{name} was lost and made anew: it ends at {stream.end}, the snapshot at {seq}")
 
 
 async def run_in_steps(steps: Generator[None, None, bool]) -> bool:

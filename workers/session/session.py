@@ -21,7 +21,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.memory import ContentReader, MemoryStreams, fetch
 from penstock.infra.bus.publisher import Publisher
-from penstock.infra.bus.puller import ACK, TERM, Puller, make_again
+from penstock.infra.bus.puller import ACK, TERM, Puller, is_of, make_again, present, sequence
 from penstock.infra.process.turns import TimeSlice
 from penstock.schemas import contents, fleet, jobs, requests
 from penstock.schemas.control import Ok, Push, Pushed, Release
@@ -415,11 +415,19 @@ class WorkerSession:
         await self._outbox.resend()  # if the link was replaced before the lease's hook was there, nothing else opens it
         log.info("worker_registered", worker=self.id, model=self._model.name, slots=self._runner.slots)
 
-    async def _make_again(self, last: int) -> bool:
-        """This session's consumer was deleted. If it cannot be made again, leave the fleet: no job would arrive."""
+    async def _make_again(self, last: str) -> bool:
+        """This session's consumer was deleted. If it cannot be made again, leave the fleet: no job would arrive.
+
+        From the first job on where the stream was made anew, or this process may not look: known ones are recognised.
+        """
         stream, config = self._bus.subjects.stream("WORK"), self._consumer().as_dict()
+        known = False
+        with contextlib.suppress(OSError):  # if there is no stream, there can be no consumer either
+            known = bool(last) and is_of(last, await present(self._bus, stream))
         try:
-            return await make_again(self._bus, stream, config, start_seq=last + 1 if last else 0, filtered=True)
+            return await make_again(
+                self._bus, stream, config, start_seq=sequence(last) + 1 if known else 0, filtered=True
+            )
         except OSError as error:
             if self._puller.missing_s(time.monotonic()) > MISSING_S:
                 log.error("consumer_lost", worker=self.id, error=str(error), action="registering again")

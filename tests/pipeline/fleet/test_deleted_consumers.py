@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -87,6 +88,21 @@ async def test_streaming_goes_on_after_tokens_were_deleted_and_made_again(fleet_
     await apply(fleet_bus.nc, topology(fleet_bus.subjects))
     for seed in range(31, 35):
         await ask(seed)
+
+
+@pytest.mark.parametrize("name", ["REQUESTS", "WORK"])
+async def test_requests_are_answered_after_their_stream_was_deleted_and_made_again(
+    fleet_bus: Bus, ask: Ask, name: str
+) -> None:
+    """By those that have read more of the stream before than there is in the new one, too."""
+    for seed in range(60, 66):
+        await ask(seed)
+    assert await fleet_bus.js.delete_stream(fleet_bus.subjects.stream(name))
+    whole = topology(fleet_bus.subjects)
+    await apply(fleet_bus.nc, replace(whole, consumers=()))
+    for seed in range(66, 69):
+        await ask(seed)
+    await apply(fleet_bus.nc, whole)
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -8,22 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.infra.broker.apply import apply
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.object_store import get, replace
 from penstock.operate.index_command import index_at
 from penstock.router.state import caches
 from penstock.router.state.prefix_index import PrefixIndex
-from penstock.router.state.snapshots import encoding, read_head, restoring
+from penstock.router.state.snapshots import IndexSnapshots, Snapshots, encoding, read_head, restoring
 from penstock.schemas import kv, wire
 from penstock.schemas.blocks import keys_of
 from penstock.schemas.kv import KvBatch
+from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.properties import examples
 from tests.router.state.test_holders import check
 from tests.router.state.test_prefix_index import Engine, prompt
 from tests.router.support import Clients, Routing, Stub, routing
-from tests.workers.support import request
+from tests.workers.support import MODEL, request
 
 WORKERS = 4
 
@@ -186,6 +188,37 @@ async def test_a_router_that_restarts_needs_no_dump(broker: EmbeddedNats, pipeli
         await stubs[1].store(PROMPTS[3].digests)
         await eventually(lambda: found(one)[3] == {("w2", 0): 10})
         assert [stub.dumps for stub in stubs] == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["KV", "WORK", "DONE"])
+async def test_a_snapshot_of_a_stream_that_was_made_anew_is_not_used(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, name: str
+) -> None:
+    """Although the new one has got as far."""
+    stub = await clients.stub("w1")
+    asked = request()
+    async with routing(broker, pipeline) as one:
+        await one.knows("w1")
+        await clients.ask(asked, done := request())
+        for each in (asked, done):
+            await clients.placed(each)
+        await stub.finish(done)
+        await stub.store(PROMPTS[0].digests)
+        await eventually(lambda: one.unfinished == {asked.id: (1, "w1")} and index_of(one).blocks == 10)
+        await eventually(lambda: all(e.echoed for e in one.router.cluster.tracker.active()))
+        await one.router.cluster.save()
+        await one.router.cluster.caches.save()
+    bus = clients.bus
+    assert await Snapshots(bus, "").load() is not None
+    assert await IndexSnapshots(bus, "").load(index_of(one).holders.max_blocks) is not None
+
+    assert await bus.js.delete_stream(pipeline.stream(name))
+    await apply(bus.nc, topology(pipeline))
+    subject = {"KV": pipeline.kv(MODEL, "w9"), "WORK": pipeline.work("aggregated", "w9"), "DONE": "done"}[name]
+    for number in range(5):
+        await bus.js.publish(pipeline.done("t", MODEL, f"r{number}") if name == "DONE" else subject, b"x")
+    assert (await Snapshots(bus, "").load() is None) == (name != "KV")
+    assert (await IndexSnapshots(bus, "").load(index_of(one).holders.max_blocks) is None) == (name == "KV")
 
 
 async def test_a_worker_that_left_meanwhile_is_not_in_the_restored_index(

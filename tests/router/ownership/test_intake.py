@@ -1,0 +1,133 @@
+"""Requests are read from the stream as it is, also after the one before was lost with the broker's disk."""
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.jetstream_api import request as ask_broker
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.puller import config_of, pull_request
+from penstock.operate.doctor import fleet
+from penstock.operate.doctor.finding import CheckResult, CheckStatus
+from penstock.operate.doctor.fleet import check_fleet
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import Subjects
+from tests.infra.bus.support import eventually
+from tests.router.support import Clients, Routing, routing
+from tests.workers.support import dial, log_client, request
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_requests_are_placed_after_the_brokers_store_was_lost(
+    make_broker: Callable[..., EmbeddedNats], restarted: bool
+) -> None:
+    """The routers make their consumers: streams are there a moment before the operator makes those."""
+    server, subjects = make_broker(), Subjects("ps")
+    await server.start()
+    streams = topology(subjects)
+    async with contextlib.AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(dial(server, subjects))
+        await apply(bus.nc, streams)
+        one = await stack.enter_async_context(routing(server, subjects))
+        async with log_client(server, subjects) as log:
+            clients = Clients(log)
+            await clients.stub("before")
+            lost = [request() for _ in range(5)]
+            await clients.ask(*lost)
+            for asked in lost:
+                await clients.placed(asked)
+            waits = request(model="without-workers")
+            await clients.ask(waits)
+            await eventually(lambda: one.waiting == [waits.id])
+            await clients.stop()
+        if restarted:
+            await one.kill()
+
+        await server.stop()
+        shutil.rmtree(server.data_dir / "nats")
+        await server.start()
+        await eventually(lambda: bus.connected)
+        await apply(bus.nc, replace(streams, consumers=()))
+        if restarted:
+            one = await stack.enter_async_context(routing(server, subjects))
+        clients = Clients(await stack.enter_async_context(log_client(server, subjects)))
+        await clients.stub("after")
+        await one.knows("after")
+        again = [request() for _ in range(3)]
+        await clients.ask(*again)
+        for asked in again:
+            await clients.placed(asked)
+        assert not any("REQUESTS" in line for line in await apply(bus.nc, streams))
+        if not restarted:  # a verdict on its message would be one on a message of the new stream
+            assert [(each.request.id, each.reply) for each in one.router._held] == [(waits.id, "")]
+        await clients.stop()
+
+
+async def finding(clients: Clients) -> CheckResult:
+    (found,) = (each for each in await check_fleet(clients.bus, None) if each.check == "router")
+    return found
+
+
+@pytest.mark.parametrize("reached", [False, True])
+async def test_a_consumer_that_passes_over_requests_is_named_and_replaced(
+    broker: EmbeddedNats, clients: Clients, pipeline: Subjects, reached: bool
+) -> None:
+    """As a release left it behind that asked for a position in the lost stream."""
+    nc, stream = clients.bus.nc, pipeline.stream("REQUESTS")
+    await clients.stub()
+    for spec in topology(pipeline).consumers:
+        if spec.stream == stream:
+            config = config_of(spec) | {"deliver_policy": "by_start_sequence", "opt_start_seq": 3}
+            await ask_broker(nc, f"CONSUMER.DELETE.{stream}.{spec.name}", {})
+            await ask_broker(nc, f"CONSUMER.CREATE.{stream}.{spec.name}", {"stream_name": stream, "config": config})
+    asked = [request() for _ in range(3 if reached else 1)]
+    await clients.ask(*asked)
+    found = await finding(clients)
+    assert (found.status, found.fix) == (CheckStatus.problem, "replace it: `penstock streams apply`")
+    assert "begins at 3" in found.what
+
+    assert sum(line.startswith("replaced ") for line in await apply(nc, topology(pipeline))) == 3
+    assert await apply(nc, topology(pipeline)) == []
+    assert "begins at" not in (await finding(clients)).what
+    async with routing(broker, pipeline):
+        for each in asked:
+            await clients.placed(each)
+
+
+async def test_requests_that_no_router_takes_although_some_run_are_named(
+    clients: Clients, pipeline: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nc, stream = clients.bus.nc, pipeline.stream("REQUESTS")
+    asks = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.router-interactive"  # and nobody takes those of class standard
+    await nc.subscribe(inbox := nc.new_inbox())
+    await nc.publish(asks, pull_request(1), reply=inbox)
+    await clients.ask(request())
+    assert (await finding(clients)).status is CheckStatus.ok, "it has not waited for long"
+    monkeypatch.setattr(fleet, "UNREAD_S", 0.0)
+    found = await finding(clients)
+    assert (found.status, found.what[:36]) == (CheckStatus.problem, "no router has taken 1 request, the o")
+
+
+async def test_a_consumer_that_was_made_again_behind_what_was_placed_stays(
+    clients: Clients, pipeline: Subjects, one: Routing
+) -> None:
+    await clients.stub()
+    asked = [request() for _ in range(3)]
+    await clients.ask(*asked)
+    for each in asked:
+        await clients.placed(each)
+    await clients.acknowledged(3)
+    stream = pipeline.stream("REQUESTS")
+    for name in ("interactive", "standard", "batch"):
+        await clients.bus.js.delete_consumer(stream, f"router-{name}")
+    later = request()
+    await clients.ask(later)
+    await clients.placed(later)
+    assert await apply(clients.bus.nc, topology(pipeline)) == []
+    assert (await clients.bus.js.consumer_info(stream, "router-standard")).config.opt_start_seq == 4
