@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from nats.aio.client import Client
 
-from penstock.infra.broker.jetstream_api import BrokerProblem, Config, existing_config, request
+from penstock.infra.broker.jetstream_api import BrokerProblem, Config, existing_config, existing_info, request
 from penstock.infra.broker.server import MINIMUM, dotted, parse_version
+from penstock.infra.bus.direct_get import parse_time
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
 from penstock.infra.bus.puller import config_of
 from penstock.schemas.streams import (
@@ -255,10 +256,39 @@ async def _apply_stream(nc: Client, config: Config) -> list[str]:
     return [f"updated {name}: {', '.join(changed)}"]
 
 
+async def begins_too_late(nc: Client, info: Config) -> bool:
+    """Whether a consumer never delivers messages that were stored after it was made, for they are before its start.
+
+    It was made for a position in a stream that was lost since; the stream of that name begins again at 1.
+
+    Args:
+        info: what the JetStream API says of the consumer.
+    Raises:
+        BrokerProblem: the server does not answer.
+    """
+    last = info["config"].get("opt_start_seq", 0) - 1
+    if last < 1:
+        return False
+    stream = info["stream_name"]
+    state = (await request(nc, f"STREAM.INFO.{stream}", {}))["state"]
+    if state["last_seq"] < last:
+        return True
+    try:
+        found = await request(nc, f"STREAM.MSG.GET.{stream}", {"seq": last})
+    except BrokerProblem:  # it has been deleted
+        return False
+    return parse_time(found["message"]["time"]) > parse_time(info["created"])
+
+
 async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
     label = f"{spec.stream}.{spec.name}"
-    existing = await existing_config(nc, f"CONSUMER.INFO.{label}", CONSUMER_NOT_FOUND)
+    info = await existing_info(nc, f"CONSUMER.INFO.{label}", CONSUMER_NOT_FOUND)
     config = config_of(spec)
+    if info is not None and await begins_too_late(nc, info):  # where it begins cannot be changed
+        await request(nc, f"CONSUMER.DELETE.{label}", {})
+        await request(nc, f"CONSUMER.CREATE.{label}", {"stream_name": spec.stream, "config": config})
+        return [f"replaced {label}: it passed over messages before {info['config']['opt_start_seq']}"]
+    existing: Config | None = None if info is None else info["config"]
     if existing:  # where it began is fixed; one that was made again begins where the last one was
         config.pop("deliver_policy")
     merged = {k: v for k, v in (existing or {}).items() if k not in ("filter_subject", "filter_subjects")} | config

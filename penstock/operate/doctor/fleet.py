@@ -6,15 +6,16 @@ import ipaddress
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
 from penstock.cli.figures import counted, span
-from penstock.infra.broker.jetstream_api import existing_info, request
+from penstock.infra.broker.apply import begins_too_late
+from penstock.infra.broker.jetstream_api import BrokerProblem, existing_info, request
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.direct_get import parse_time, read
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
 from penstock.launch.readiness import _SAMPLE, get, get_url, metrics
 from penstock.launch.state import DeploymentState
@@ -29,6 +30,7 @@ from penstock.schemas.routers import LostLeases
 
 FULL = 0.95
 LOST_WITHIN_NS = 7 * 86_400_000_000_000  # how old a gateway's entry may be that the keys are lost
+UNREAD_S = 30.0  # a request that no router has taken for so long
 OFTEN = 2  # lost leases of a worker that are a problem
 
 
@@ -214,19 +216,46 @@ async def check_fleet(bus: Bus, state: DeploymentState | None) -> list[CheckResu
 async def _routers(bus: Bus) -> list[CheckResult]:
     stream = bus.subjects.stream("REQUESTS")
     pulls = held = unread = 0
+    oldest_s = 0.0
     for priority in CLASSES:
         info = await existing_info(bus.nc, f"CONSUMER.INFO.{stream}.router-{priority}", CONSUMER_NOT_FOUND)
         if info is None:
             text = f"consumer router-{priority} of {stream} is missing, so no router reads its requests"
             return [problem("router", text, "make it again: `penstock streams apply`")]
+        if await begins_too_late(bus.nc, info):
+            text = (
+                f"consumer router-{priority} of {stream} begins at {info['config']['opt_start_seq']}, a position in a "
+                "stream that was lost, so no router reads the requests before"
+            )
+            return [problem("router", text, "replace it: `penstock streams apply`")]
+        oldest_s = max(oldest_s, await _unread_s(bus, info))
         pulls += info.get("num_waiting", 0)
         held += info["num_ack_pending"]
         unread += info["num_pending"]
     if not pulls:
         text = "no router takes requests" + (f"; {unread} wait" if unread else "")
         return [problem("router", text, "start one: `penstock router`")]
+    if oldest_s > UNREAD_S:
+        text = f"no router has taken {counted(unread, 'request')}, the oldest for {span(oldest_s * 1e3)}"
+        fix = (
+            "add workers if routers hold as many as they may (`penstock top`); if not, look in their logs for "
+            "`pull_refused` and `pull_failed`, and restart them"
+        )
+        return [problem("router", text, fix)]
     waiting = f"; held for lack of a worker: {counted(held, 'request')}" if held else ""
     return [ok("router", f"requests are taken{waiting}")]
+
+
+async def _unread_s(bus: Bus, info: dict[str, Any]) -> float:
+    """For how long the oldest message that a consumer has not delivered has been stored; 0: there is none."""
+    if not info["num_pending"]:
+        return 0.0
+    query = {"seq": info["delivered"]["stream_seq"] + 1, "next_by_subj": info["config"]["filter_subject"]}
+    try:
+        found = await request(bus.nc, f"STREAM.MSG.GET.{info['stream_name']}", query)
+    except BrokerProblem:  # it has just been deleted
+        return 0.0
+    return max(0.0, (bus.clock.now_ns() - parse_time(found["message"]["time"])) / 1e9)
 
 
 def check_workers(workers: Sequence[Registration]) -> list[CheckResult]:
