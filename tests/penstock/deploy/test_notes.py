@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from penstock.deploy.kubernetes import CHART
+from penstock.infra.broker.config import USERS as BROKER_USERS
 from tests.infra.bus.test_credentials import needs_openssl, seed, served, tls
-from tests.penstock.deploy.support import Tree, helm, manifests, needs_helm, pods
+from tests.penstock.deploy.support import Tree, found, helm, manifests, named, needs_helm, pods
 from tests.penstock.deploy.test_chart import CREDENTIALS, OWN_NATS
 from tests.pipeline.support import free_port
 from tests.tls_support import issue
@@ -131,6 +132,23 @@ def test_the_readme_s_commands_make_every_secret_that_pods_mount(machine: Path) 
         assert needed <= there
     assert (machine / "secrets/nats-creds/router").read_text() == "creds-of-router"
     assert "//router:password-of-router@" in (machine / "secrets/nats-urls/router").read_text()
+
+
+def test_the_readme_s_command_makes_every_password_of_the_broker(machine: Path) -> None:
+    """It left out the second user of each role, without which the servers do not start."""
+    text = (CHART / "README.md").read_text(encoding="utf-8").partition("\n## Secrets\n")[2].partition("\n## ")[0]
+    (command,) = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    done(machine, command)
+    there = {path.name: path.read_text() for path in (machine / "secrets/llm-broker").iterdir()}
+    made = found(manifests("", "llm"), "Secret", "llm-broker")["data"]
+    assert there.keys() == made.keys() == set(BROKER_USERS)
+    assert len(set(there.values())) == len(there)
+    assert all(value.startswith("p") for value in there.values())
+    own = manifests("broker: {makePasswords: false}", "llm")
+    assert "llm-broker" not in named(own, "Secret")
+    needed = {key for name, key in wanted(own) if name == "llm-broker"}
+    assert needed
+    assert needed <= there.keys()
 
 
 def with_streams(script: str) -> str:
