@@ -40,6 +40,7 @@ class Cluster:
     node: str
     port: int
     routes: tuple[str, ...]  # host:port of every server's cluster port
+    advertise: str = ""  # that of this one; "": servers tell each other by which IP address they see it
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +219,14 @@ def _cluster(config: ServerConfig) -> str:
             later = later or cluster.node in (at, at.rpartition(":")[0])
         routes = ", ".join(urls)
     tls = f"  {config.tls.block()}\n" if config.tls else ""
+    # A server connects to each address that it is told of, and certificates have names, not IP addresses.
+    advertise = f"  advertise: {_quote(cluster.advertise)}\n" if cluster.advertise else ""
     return f"""
 cluster {{
   name: {_quote(cluster.name)}
   listen: "{config.host}:{cluster.port}"
   authorization {{ user: "route", password: {password}, timeout: 5 }}
-{tls}  routes: [{routes}]
+{advertise}{tls}  routes: [{routes}]
 }}
 """
 

@@ -110,8 +110,9 @@ def own_config(settings: NatsSettings, secrets: Mapping[str, str]) -> str:
     routes = tuple(each if ":" in each else f"{each}:{ROUTES_PORT}" for each in settings.cluster)
     cluster = None
     if settings.cluster:
-        port = int(routes[settings.cluster.index(settings.node)].rpartition(":")[2])
-        cluster = Cluster(f"penstock-{settings.namespace}", settings.node, port, routes)
+        address = routes[settings.cluster.index(settings.node)]
+        port = int(address.rpartition(":")[2])
+        cluster = Cluster(f"penstock-{settings.namespace}", settings.node, port, routes, advertise=address)
     config = ServerConfig(
         name=f"penstock-{settings.namespace}",
         port=settings.nats_port or CLIENTS_PORT,

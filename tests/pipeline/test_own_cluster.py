@@ -120,6 +120,7 @@ def test_every_server_of_the_minimum_version_reads_it_and_listens_for_other_mach
     assert 'host: "0.0.0.0"' in text
     assert 'server_name: "b"' in text
     assert 'listen: "0.0.0.0:6222"' in text
+    assert 'advertise: "b:6222"' in text, "certificates have names, not the addresses by which servers see each other"
     assert text.count("nats-route://route:p-sys@") == 3
     assert 'host: "127.0.0.1"' in made()
     (tmp_path / "nats.conf").write_text(text)
