@@ -20,7 +20,7 @@ from nats.errors import Error as NatsError
 from nats.js.errors import Error as JetStreamError
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import Entry, get_last, read
+from penstock.infra.bus.direct_get import Entry, get_last, lifetime, read
 from penstock.log.timeline.request_timeline import RequestTimeline
 from penstock.log.traces.export import Sink
 from penstock.log.traces.span import Span
@@ -112,6 +112,7 @@ SAVE_S = 5.0
 LOST_NS = int((LONGEST_DEADLINE_S + 600) * 1e9)  # an older unfinished request will not end any more
 RETRY_S, RETRY_MOST_S = 0.5, 15.0
 WARN_S = 30.0
+CHECK_S = 5.0  # between two looks whether a stream is still the same
 
 
 class TraceCounts(msgspec.Struct):
@@ -132,9 +133,28 @@ class StreamReader:
         self._subject = subject
         self.after = after
         self._since_ns = since_ns
+        self._created_ns = 0  # as of the last look; 0: not known
+        self._looked = -CHECK_S
+
+    async def _look(self) -> None:
+        """Start over where the stream was lost and made anew: a position in the lost one would leave out messages."""
+        now = time.monotonic()
+        if now - self._looked < CHECK_S:
+            return
+        stream = await lifetime(self._bus, self._stream)
+        recreated = self._created_ns not in (0, stream.created_ns)
+        if recreated or stream.end < self.after:
+            log.error("stream_truncated", stream=self._stream, position=self.after, end=stream.end, recreated=recreated)
+            self.after = 0
+        self._looked, self._created_ns = now, stream.created_ns
 
     async def entries(self, until_ns: int = 0) -> AsyncIterator[Entry]:
-        """Entries up to the present end, or to the first one that was stored after ``until_ns``."""
+        """Entries up to the present end, or to the first one that was stored after ``until_ns``.
+
+        Raises:
+            ServingError: the stream cannot be read.
+        """
+        await self._look()
         async for entry in read(
             self._bus, self._stream, self._subject, after=self.after, since_ns=0 if self.after else self._since_ns
         ):

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.infra.broker.apply import apply
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry
@@ -18,6 +19,7 @@ from penstock.schemas.done import KILLED, Done, Returned, Timings
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import Job, Stage
 from penstock.schemas.requests import GenerateRequest, new_request_id
+from penstock.schemas.streams import topology
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from penstock.schemas.trace import Trace, trace_id
 from penstock.schemas.wire import encode
@@ -102,6 +104,27 @@ async def run(bus: Bus, count: int = 1, **more: Any) -> list[str]:
 async def unreadable(until_ns: int = 0) -> AsyncIterator[Entry]:
     raise ServingError(Code.broker_unavailable, "away")
     yield
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_what_ends_is_sent_after_the_streams_were_lost_and_made_anew(
+    bus: Bus, sent: Sent, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    monkeypatch.setattr(follow, "CHECK_S", 0.0)
+    following = Following(bus, sent, await begin(bus, None))
+    old = await run(bus, 3)
+    for _ in range(2):
+        await following.look()
+    assert sent.requests == old
+    for name in ("DONE", "WORK", "HANDOFF"):
+        assert await bus.js.delete_stream(bus.subjects.stream(name))
+    await apply(bus.nc, topology(bus.subjects))
+    if restarted:
+        following = Following(bus, sent, following.position)
+    new = await run(bus, 2)
+    for _ in range(2):
+        await following.look()
+    assert sent.requests == old + new
 
 
 async def test_what_ends_is_sent_once_and_what_has_not_ended_is_not(bus: Bus, sent: Sent) -> None:
