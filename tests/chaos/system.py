@@ -59,6 +59,7 @@ class System:
         self._start = start
         self._brokers, self._links, self._disk = brokers, links, disk
         self._owned = contextlib.AsyncExitStack()
+        self._profiled = brokers is not None
         self._say = say
         self._stopped: set[int] = set()
         self._holds: set[asyncio.Task[None]] = set()
@@ -127,7 +128,7 @@ class System:
                 return Deployment(home, *flags, module="tests.chaos.launch", **variables)
 
             made = cls(start, await asyncio.to_thread(start), brokers, topology, say, links, disk)
-            made._owned = opened.pop_all()
+            made._owned, made._profiled = opened.pop_all(), True
             return made
         raise AssertionError
 
@@ -186,8 +187,8 @@ class System:
         return found
 
     async def heaps(self) -> dict[str, int]:
-        """Bytes in use of each broker."""
-        lone = {BROKER: self.deployment.data_dir / "nats.log"}
+        """Bytes in use of each broker that this started; of a deployment that was there before, brokers show none."""
+        lone = {BROKER: self.deployment.data_dir / "nats.log"} if self._profiled else {}
         return {name: await live_heap(path) for name, path in (self._brokers.logs if self._brokers else lone).items()}
 
     # -- disturbing it --------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_a_new_request_becomes_one_sequence_per_choice() -> None:
         assert sequence.root == blocks.root("rev", "lora", "salt")
         assert b"".join(sequence.digests) == DIGESTS
         assert choice.want_logprobs
-        assert (choice.attempt, choice.gateway, choice.owner) == (3, "gw", state)
+        assert (choice.attempt, choice.token_address, choice.owner) == (3, "gw", state)
     assert not state.ended
 
 

@@ -19,9 +19,8 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         others: as of ``native.build.build``.
     """
     wait_passively()
-    edits = registry_from_settings(
-        settings, path
-    )  # before what takes seconds to import, so that a wrong flag is known at once
+    # Before what takes seconds to import, so that a wrong flag is known at once.
+    edits = registry_from_settings(settings, path)
     from penstock.workers.engines.native.build import build
 
     return build(str(path), _options(settings), processors=edits, grammars=compiler(path))

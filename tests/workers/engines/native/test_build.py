@@ -67,7 +67,7 @@ def test_a_pool_takes_the_configured_fraction(llama: Path, monkeypatch: pytest.M
     block_bytes = 3 * 2 * 32 * 2 * 16 * 4
     monkeypatch.setattr(pool_module, "free_bytes", lambda device: 100 * block_bytes)
     settings = WorkerSettings(model=str(llama), device="cpu", kv_memory_fraction=fraction)
-    monkeypatch.setattr(native, "processors", lambda settings, path: None)  # this model has no tokenizer
+    monkeypatch.setattr(native, "registry_from_settings", lambda settings, path: None)  # this model has no tokenizer
     assert native.from_settings(settings, llama).info.total_blocks == 100 * fraction
 
 
@@ -118,7 +118,7 @@ def test_a_workers_first_request_finds_an_engine_that_has_answered_before(
         return real(self, plan, scoring)
 
     monkeypatch.setattr(TorchExecutor, "execute", execute)
-    monkeypatch.setattr(native, "processors", lambda settings, path: None)  # this model has no tokenizer
+    monkeypatch.setattr(native, "registry_from_settings", lambda settings, path: None)  # this model has no tokenizer
     engine = native.from_settings(WorkerSettings(device="cpu", kv_blocks=8, block_size=block_size), llama)
     assert computed == [[2], [1]]  # a prompt and a token
     assert not engine.has_work()
