@@ -144,9 +144,9 @@ COMMANDS = {
         "compare measured deployments by throughput per GPU and by cost", "penstock.measure.pareto.command:run"
     ),
     "bench convert": Command(
-        "take over results of aiperf or guidellm",
+        "take over results of aiperf",
         "penstock.measure.sweep.convert:run",
-        choices=("aiperf", "guidellm"),
+        choices=("aiperf",),
     ),
     "bench compare": Command(
         "say which of two sweeps is faster, and how sure that is", "penstock.measure.sweep.compare:run"

@@ -1,8 +1,10 @@
 """The ``penstock`` command, as users run it."""
 
+import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -302,6 +304,15 @@ def test_the_broker_runs_in_the_foreground_until_sigterm(tmp_path: Path) -> None
             process.kill()  # or leaving the block would wait for ever
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.choices])
+def test_what_is_completed_is_what_a_command_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        main([*name.split(), "nothing"])
+    found = re.search(r"is not one of ([\w, ]+)|\{([\w,]+)\}", capsys.readouterr().err)
+    assert found is not None
+    assert set(re.findall(r"\w+", found[0].removeprefix("is not one of"))) == set(COMMANDS[name].choices)
 
 
 def test_a_command_that_needs_a_clone_says_so_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
