@@ -156,7 +156,7 @@ def headers_of(load: str, *, no_store: bool, keys: str = "", suspect: str = "", 
 
     Args:
         load: its load header.
-        keys: of the full blocks of its prompt (``penstock.schemas.blocks.keys_text``); "": no router needs them.
+        keys: of the full blocks of its prompt (``penstock.schemas.block_hashes.keys_text``); "": no router needs them.
         suspect: as in ``Job``.
         part: of the request's contents, which has the message whole; "": this is the whole message.
     """

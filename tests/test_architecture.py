@@ -223,7 +223,7 @@ def test_no_requirement_is_left_out() -> None:
 
 
 def test_a_name_that_its_module_does_not_define_is_found() -> None:
-    assert missing("`schemas/tokens` `PROMPT`, `schemas/reassembly`, `Job.scored`, `--namespace`") == []
+    assert missing("`schemas/tokens` `PROMPT`, `schemas/token_dedup`, `Job.scored`, `--namespace`") == []
     assert missing("`schemas/tokens` `Puller`") == ["Puller in schemas/tokens.py"]
     assert missing("`schemas/tokens.Puller`, `NoSuchClass`, `schemas/none`, `--no-such-flag`") == [
         "schemas/tokens.Puller",

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.parsers.registry import ParserNames
-from penstock.schemas.blocks import tenant_salt
+from penstock.schemas.block_hashes import tenant_salt
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Priority
 from penstock.schemas.streams import LONGEST_DEADLINE_S

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from penstock.gateway.access.limiter import Paid
 from penstock.infra.process.turns import TurnBudget
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.reassembly import TokenReassembler
 from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.token_dedup import TokenReassembler
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
 
 MAX_ITEMS = 2_048  # kept for a client that does not read, of a request with one choice and no log-probabilities

@@ -224,7 +224,7 @@ def crowded(tracker: LoadTracker, model: str, suspect: Standing, now_ns: int) ->
 # Shorter prompts are computed before it matters to other routers which blocks they have.
 KEYS_FROM_TOKENS = 256
 MOST_KEYS = 4096  # the server takes headers of 64 KiB in all
-KEY_BYTES = 11  # as text (``penstock.schemas.blocks.keys_text``)
+KEY_BYTES = 11  # as text (``penstock.schemas.block_hashes.keys_text``)
 
 
 def build_job(

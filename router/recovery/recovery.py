@@ -24,9 +24,9 @@ from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.metrics import Metrics
 from penstock.schemas import jobs, requests, tokens, wire
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.reassembly import replay, scores
 from penstock.schemas.streams import CLOCK_SKEW_NS
 from penstock.schemas.subjects import HEADER_MSG_ID, in_memory
+from penstock.schemas.token_dedup import replay, scores
 from penstock.schemas.tokens import WHOLE_REQUEST, TokenBatch, TokenItem, carried
 
 log = structlog.get_logger("router")

@@ -17,9 +17,9 @@ from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.metrics import Metrics
 from penstock.schemas import done, summary, wire
 from penstock.schemas.errors import Code
-from penstock.schemas.reassembly import ChoiceProgress
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
+from penstock.schemas.token_dedup import ChoiceProgress
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenBatch, TokenItem
 
 log = structlog.get_logger("router")

@@ -41,7 +41,7 @@ from penstock.router.state.holders import keys_view
 from penstock.router.state.metrics import Metrics
 from penstock.router.state.target_loads import ENCODE
 from penstock.schemas import contents, jobs, requests, wire
-from penstock.schemas.blocks import keys_text
+from penstock.schemas.block_hashes import keys_text
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import DecisionInputs
 from penstock.schemas.requests import GenerateRequest, Priority, time_of

@@ -16,7 +16,7 @@ from penstock.infra.bus.direct_get import Entry
 from penstock.router.state.holders import TargetId
 from penstock.router.state.target_loads import ENCODE
 from penstock.schemas import jobs
-from penstock.schemas.blocks import read_keys
+from penstock.schemas.block_hashes import read_keys
 from penstock.schemas.done import CRASHES
 from penstock.schemas.jobs import LoadHeader, Stage
 from penstock.schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_MSG_ID, HEADER_SUSPECT, KEPT

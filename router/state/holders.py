@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from blake3 import blake3
 
 from penstock.router.state.radix_tree import KEY_MASK, NODE_BLOCKS, NOTHING, SLOT, RadixTree
-from penstock.schemas.blocks import DIGEST_BYTES, key_of, keys_of
+from penstock.schemas.block_hashes import DIGEST_BYTES, key_of, keys_of
 
 TargetId = tuple[str, int]  # worker id, attention data-parallel rank
 Levels = tuple[list[int], list[int]]  # masks of targets, and how many blocks each has
@@ -102,7 +102,7 @@ _MOST_REMEMBERED = 1 << 18  # targets, in all masks of the cache
 
 
 def keys_view(digests: bytes) -> Sequence[int]:
-    """``penstock.schemas.blocks.keys_of`` without decoding all keys: a match reads about two for each run of blocks."""
+    """``block_hashes.keys_of`` without decoding all keys: a match reads about two for each run of blocks."""
     if sys.byteorder == "big":
         return keys_of(digests)
     if surplus := len(digests) % DIGEST_BYTES:

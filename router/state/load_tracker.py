@@ -34,7 +34,7 @@ from penstock.router.state.target_loads import (
     Task,
     serves,
 )
-from penstock.schemas.blocks import DEFAULT_BLOCK_SIZE
+from penstock.schemas.block_hashes import DEFAULT_BLOCK_SIZE
 from penstock.schemas.fleet import Registration, Revisions, WorkerState, revisions
 from penstock.schemas.jobs import ALONE, LoadHeader, Stage
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.router.state.holders import Depths, Holders, Holding, Levels, TargetBits, TargetId
-from penstock.schemas.blocks import DIGEST_BYTES
+from penstock.schemas.block_hashes import DIGEST_BYTES
 from penstock.schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Stored
 
 PENDING_BATCHES = 1024  # kept per target while its dump is awaited

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from penstock.schemas.blocks import chain, root, split
+from penstock.schemas.block_hashes import chain, root, split
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.base import SequenceRequest, StepResult

@@ -8,7 +8,7 @@ import pytest
 from penstock.infra.engine_args.rules.base import Context
 from penstock.infra.engine_args.rules.check import check
 from penstock.infra.engine_args.tree import decode
-from penstock.schemas.blocks import chain
+from penstock.schemas.block_hashes import chain
 from penstock.workers.engines.core.blocks import BlockManager
 
 ROOT = b"\0" * 16

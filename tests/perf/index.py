@@ -23,7 +23,7 @@ from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.prefix_index import PrefixIndex
 from penstock.router.state.snapshots import encoding, read_head, restoring
 from penstock.schemas import wire
-from penstock.schemas.blocks import DEFAULT_BLOCK_SIZE, split
+from penstock.schemas.block_hashes import DEFAULT_BLOCK_SIZE, split
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import DecisionInputs, LoadHeader
 from penstock.schemas.kv import KvBatch, Removed, Stored

@@ -25,7 +25,7 @@ from penstock.infra.broker.apply import apply
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.model.modeldir import TINY, load_tokenizer
-from penstock.schemas import blocks, jobs, wire
+from penstock.schemas import block_hashes, jobs, wire
 from penstock.schemas.done import Done, Outcome, Returned, Timings, Usage, encode_within, returned_header
 from penstock.schemas.jobs import Candidate, Decision, Job, Stage
 from penstock.schemas.requests import GenerateRequest, Priority, Stop, new_request_id
@@ -84,7 +84,7 @@ class SyntheticLog:
         self._words = load_tokenizer(TINY).encode("The quick brown fox tells a story about numbers. " * 40).ids
         self._shared = [self._draw(shape.prompt // 2) for _ in range(50)]  # beginnings of prompts, such as system ones
         self._own = shape.prompt - shape.prompt // 2
-        self._root = blocks.root("recorded")
+        self._root = block_hashes.root("recorded")
         self._batches = dict.fromkeys((*AGGREGATED, *PREFILL, *DECODE), 0)
         self._epoch = time.time_ns()
 
@@ -125,7 +125,7 @@ class SyntheticLog:
             Stop(self._output),
             now,
             now + 600_000_000_000,
-            blocks.chain(prompt, BLOCK, self._root),
+            block_hashes.chain(prompt, BLOCK, self._root),
             BLOCK,
             priority=rng.choices(tuple(Priority), (1, 8, 1))[0],
             user=f"user-{rng.randrange(200)}",

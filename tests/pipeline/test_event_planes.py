@@ -11,7 +11,7 @@ import pytest
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import read
 from penstock.launch.state import Running
-from penstock.schemas import blocks, kv, wire
+from penstock.schemas import block_hashes, kv, wire
 from penstock.schemas.jobs import Decision
 from penstock.workers.engines.events.relay import EventPublisher
 from tests.pipeline.conftest import NewDeployment
@@ -117,7 +117,9 @@ async def test_a_cache_beside_the_engine_draws_requests_until_it_is_gone(
     try:
         [revision] = {each.revision for each in (await registrations(bus)).values()}
         one, other = (token_prompt(10 * BLOCK + 5, 3000 + n) for n in range(2))
-        names = [blocks.chain(wire.pack_tokens(prompt), BLOCK, blocks.root(revision)) for prompt in (one, other)]
+        names = [
+            block_hashes.chain(wire.pack_tokens(prompt), BLOCK, block_hashes.root(revision)) for prompt in (one, other)
+        ]
         for digests in names:
             cache.publish([kv.Stored(digests)])
             await published(bus, digests)
@@ -138,8 +140,10 @@ async def test_a_cache_beside_the_engine_draws_requests_until_it_is_gone(
         async def dropped() -> bool:
             entries = read(bus, bus.subjects.stream("KV"), bus.subjects.all("kv"))
             events = [event async for entry in entries for event in kv.decode(entry.data).events]
-            gone = {name for event in events if isinstance(event, kv.Removed) for name in blocks.split(event.digests)}
-            return set(blocks.split(names[1])) <= gone
+            gone = {
+                name for event in events if isinstance(event, kv.Removed) for name in block_hashes.split(event.digests)
+            }
+            return set(block_hashes.split(names[1])) <= gone
 
         await until(dropped, "the blocks of the cache that died")
         assert overlap(await decision_of(bus, await http.post("/v1/completions", json=text_body(other)))) == 0

@@ -16,7 +16,7 @@ from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
 from penstock.router.service.service import Router
 from penstock.router.state.metrics import Metrics
-from penstock.schemas import blocks, control, done, fleet, jobs, kv, wire
+from penstock.schemas import block_hashes, control, done, fleet, jobs, kv, wire
 from penstock.schemas.jobs import Job
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import HEADER_GONE, HEADER_LOAD, HEADER_MSG_ID, Subjects
@@ -160,7 +160,7 @@ class Stub:
         """Add one chain of blocks to the cache and publish the event; ``lost``: it never reaches the stream."""
         cache = self.caches[rank]
         known = cache[-1] if cache else None
-        cache += blocks.split(digests)
+        cache += block_hashes.split(digests)
         self.seqs[rank] += 1
         batch = kv.KvBatch(self.id, self.registration.epoch, self.seqs[rank], (kv.Stored(digests, known),), rank)
         if lost:

@@ -14,8 +14,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from penstock.schemas import done, jobs, kv, requests, tokens
-from penstock.schemas.reassembly import replay
 from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.token_dedup import replay
 from penstock.schemas.wire import unpack_tokens
 
 DATA = Path(__file__).parents[1] / "data"

@@ -36,10 +36,10 @@ MODULES = sorted(module.name for module in pkgutil.iter_modules(schemas.__path__
 
 
 def message_types() -> set[type[msgspec.Struct]]:
-    """Every Struct that a module of ``schemas`` defines; those of ``reassembly`` and ``summary`` are never sent."""
+    """Every Struct that a module of ``schemas`` defines; those of ``token_dedup`` and ``summary`` are never sent."""
     found = set()
     for name in MODULES:
-        if name in ("reassembly", "summary"):
+        if name in ("token_dedup", "summary"):
             continue
         module = importlib.import_module(f"penstock.schemas.{name}")
         for value in vars(module).values():

@@ -11,7 +11,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas import blocks, fleet, jobs, requests, subjects
+from penstock.schemas import block_hashes, fleet, jobs, requests, subjects
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Priority
 from penstock.schemas.streams import HEADROOM, MAX_PAYLOAD, Topology, topology
@@ -46,49 +46,49 @@ def test_only_whole_ids_in_range_are_packed() -> None:
 
 def test_digests_are_known_values() -> None:
     """Changing these makes every cache and index of a running fleet worthless."""
-    root = blocks.root("rev")
+    root = block_hashes.root("rev")
     assert root.hex() == "e3a704a176d503ef1ab792c835e81447"
-    assert blocks.root("rev", "lora", "salt").hex() == "cf09309eae3e650fe2c0aa0480b928c2"
-    assert blocks.chain(pack_tokens(range(8)), 4, root).hex() == (
+    assert block_hashes.root("rev", "lora", "salt").hex() == "cf09309eae3e650fe2c0aa0480b928c2"
+    assert block_hashes.chain(pack_tokens(range(8)), 4, root).hex() == (
         "0043c615592f4e025d2ea60b643de8db" + "1dbc3fc15a9f2e1075f0ace3139d5446"
     )
 
 
 def test_a_digest_is_blake3_of_parent_tokens_and_media() -> None:
     parent, tokens, media = b"\1" * 16, pack_tokens([1, 2]), b"\2" * 32
-    assert blocks.extend(parent, tokens, media) == blake3(parent + tokens + media).digest()[:16]
+    assert block_hashes.extend(parent, tokens, media) == blake3(parent + tokens + media).digest()[:16]
 
 
 @given(token_lists, st.integers(1, 9), st.dictionaries(st.integers(0, 5), st.binary(min_size=1, max_size=4)))
 def test_a_chain_is_repeated_extension(tokens: list[int], size: int, extra: dict[int, bytes]) -> None:
-    parent = blocks.root("rev")
+    parent = block_hashes.root("rev")
     expected = []
     for number in range(len(tokens) // size):
         block = pack_tokens(tokens[number * size : (number + 1) * size])
-        parent = blocks.extend(parent, block, extra.get(number, b""))
+        parent = block_hashes.extend(parent, block, extra.get(number, b""))
         expected.append(parent)
-    packed = blocks.chain(pack_tokens(tokens), size, blocks.root("rev"), extra)
-    assert blocks.split(packed) == expected
-    assert blocks.keys_of(packed) == tuple(map(blocks.key_of, expected))
+    packed = block_hashes.chain(pack_tokens(tokens), size, block_hashes.root("rev"), extra)
+    assert block_hashes.split(packed) == expected
+    assert block_hashes.keys_of(packed) == tuple(map(block_hashes.key_of, expected))
 
 
 @given(st.text(max_size=3), st.text(max_size=3), st.text(max_size=3), st.text(max_size=3))
 def test_roots_differ_unless_all_parts_agree(a: str, b: str, c: str, d: str) -> None:
-    assert (blocks.root(a, b) == blocks.root(c, d)) == ((a, b) == (c, d))
-    assert (blocks.root("r", a, b) == blocks.root("r", c, d)) == ((a, b) == (c, d))
+    assert (block_hashes.root(a, b) == block_hashes.root(c, d)) == ((a, b) == (c, d))
+    assert (block_hashes.root("r", a, b) == block_hashes.root("r", c, d)) == ((a, b) == (c, d))
 
 
 @pytest.mark.parametrize(("unsigned", "signed"), [(0, 0), (2**63 - 1, 2**63 - 1), (2**63, -(2**63)), (2**64 - 1, -1)])
 def test_index_keys_are_signed_64_bit(unsigned: int, signed: int) -> None:
     digest = unsigned.to_bytes(8, "little") + b"\xff" * 8
-    assert blocks.key_of(digest) == signed
-    assert blocks.keys_of(digest * 3) == (signed,) * 3
+    assert block_hashes.key_of(digest) == signed
+    assert block_hashes.keys_of(digest * 3) == (signed,) * 3
 
 
 def test_half_a_digest_is_refused() -> None:
     with pytest.raises(ValueError, match="17 bytes"):
-        blocks.split(bytes(17))
-    assert blocks.keys_of(b"") == ()
+        block_hashes.split(bytes(17))
+    assert block_hashes.keys_of(b"") == ()
 
 
 # --- ids ---
@@ -327,10 +327,10 @@ def test_with_record_all_that_a_replay_needs_is_kept_as_long_as_records() -> Non
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=50))
 def test_keys_travel_as_text(keys: list[int]) -> None:
-    assert list(blocks.read_keys(blocks.keys_text(keys))) == keys
+    assert list(block_hashes.read_keys(block_hashes.keys_text(keys))) == keys
 
 
 @pytest.mark.parametrize("text", ["AAAA", "no base64", "AAAAAAAAAAA"])
 def test_text_that_holds_no_keys_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        blocks.read_keys(text)
+        block_hashes.read_keys(text)

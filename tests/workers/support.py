@@ -21,12 +21,12 @@ from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import end
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.text.detokenizer import Detokenizer
-from penstock.schemas import blocks, control, done, fleet, jobs, kv, tokens, transfer, wire
+from penstock.schemas import block_hashes, control, done, fleet, jobs, kv, tokens, transfer, wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.jobs import Decision, Job, Stage
-from penstock.schemas.reassembly import ChoiceProgress, replay
 from penstock.schemas.requests import GenerateRequest, Sampling, Stop
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, MEMORY, Subjects
+from penstock.schemas.token_dedup import ChoiceProgress, replay
 from penstock.schemas.tokens import Finish, TokenBatch, TokenItem
 from penstock.schemas.transfer import Handoff
 from penstock.workers.engine_loop.engine_thread import EngineThread
@@ -73,7 +73,7 @@ def request(
         "sampling": GREEDY,
         "created_ns": now,
         "deadline_ns": now + int(deadline_s * 1e9),
-        "digests": blocks.chain(packed, BLOCK, blocks.root(REVISION)),
+        "digests": block_hashes.chain(packed, BLOCK, block_hashes.root(REVISION)),
     }
     return GenerateRequest(
         prompt=packed,

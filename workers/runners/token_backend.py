@@ -15,7 +15,7 @@ from penstock.infra.model.embedding_model import is_encoder
 from penstock.infra.model.weight_files import elsewhere
 from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.infra.text.parsers import families
-from penstock.schemas import blocks
+from penstock.schemas import block_hashes
 from penstock.schemas.transfer import Endpoint
 from penstock.workers.engine_loop.engine_thread import EngineThread
 from penstock.workers.engine_loop.loop import EngineLoop
@@ -69,7 +69,7 @@ class TokenBackend:
                 return engine
             from penstock.workers.engines.events.relay import start_relay
 
-            return start_relay(engine, settings, blocks.root(described.revision), self._engine_loop.wake)
+            return start_relay(engine, settings, block_hashes.root(described.revision), self._engine_loop.wake)
 
         def failed(error: BaseException) -> None:
             self._loop.call_soon_threadsafe(self._events.engine_failed, error)

@@ -20,7 +20,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.puller import IN_PROGRESS
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.infra.text.parsers.registry import stop_search
-from penstock.schemas import blocks, done, wire
+from penstock.schemas import block_hashes, done, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.jobs import ALONE, Job, Stage, rank_of
 from penstock.schemas.requests import CONSTRAINT_MARKS, GenerateRequest, Sampling, Stop
@@ -122,9 +122,9 @@ def _ended_before(job: Job, index: int, tokens: "array[int]") -> done.Outcome:
 def prompt_digests(request: GenerateRequest, revision: str, block_size: int) -> list[bytes]:
     """Names of the prompt's full blocks."""
     if request.digests and _hashed_here(request, revision, block_size):
-        return blocks.split(request.digests)
-    root = blocks.root(revision, request.lora, request.salt)
-    return blocks.split(blocks.chain(request.prompt, block_size, root, media_extra(request, block_size)))
+        return block_hashes.split(request.digests)
+    root = block_hashes.root(revision, request.lora, request.salt)
+    return block_hashes.split(block_hashes.chain(request.prompt, block_size, root, media_extra(request, block_size)))
 
 
 def _hashed_here(request: GenerateRequest, revision: str, block_size: int) -> bool:
@@ -136,7 +136,7 @@ def media_extra(request: GenerateRequest, block_size: int) -> dict[int, bytes]:
     """Hashes of the media in each block, by block position."""
     if not request.media:
         return {}
-    return blocks.media_extra(((m.position, m.tokens, m.digest) for m in request.media), block_size)
+    return block_hashes.media_extra(((m.position, m.tokens, m.digest) for m in request.media), block_size)
 
 
 def sequence_requests(
@@ -158,8 +158,8 @@ def sequence_requests(
     """
     request = running.request
     prompt = wire.unpack_tokens(request.prompt)
-    digests = blocks.split(request.digests) if _hashed_here(request, revision, block_size) else []
-    root = blocks.root(revision, request.lora, request.salt)
+    digests = block_hashes.split(request.digests) if _hashed_here(request, revision, block_size) else []
+    root = block_hashes.root(revision, request.lora, request.salt)
     extra = media_extra(request, block_size)
     slots = running.media.slots if running.media is not None else [()] * len(request.media)
     media = [

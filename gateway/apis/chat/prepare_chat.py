@@ -40,7 +40,7 @@ from penstock.infra.model.defaults import BARRED
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.parsers.families import TABLE
 from penstock.infra.text.parsers.registry import answer_parsing
-from penstock.schemas.blocks import chain, media_extra, root
+from penstock.schemas.block_hashes import chain, media_extra, root
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import (
     CONSTRAINT_MARKS,

@@ -1,7 +1,7 @@
 """Renders token items as server-sent events, by the state of an answer: its choices, usage, failure. Pure.
 
 Everything shown is a function of each choice's tokens, so another gateway that is given the same items writes the same
-events and can continue after any of them. Items come from ``penstock.schemas.reassembly.TokenReassembler``: in order,
+events and can continue after any of them. Items come from ``penstock.schemas.token_dedup.TokenReassembler``: in order,
 each token once. Whole answers have the same state (``aggregator``).
 """
 

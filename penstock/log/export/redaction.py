@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from penstock.log.sources.log_line import DECODE, LogLine
 from penstock.schemas import jobs, kv, requests, wire
-from penstock.schemas.blocks import DIGEST_BYTES
+from penstock.schemas.block_hashes import DIGEST_BYTES
 from penstock.schemas.done import Done
 from penstock.schemas.jobs import Job
 from penstock.schemas.requests import GenerateRequest

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.log.export.recording import RecordedRun
-from penstock.schemas import blocks
+from penstock.schemas import block_hashes
 from penstock.schemas.done import Done, Outcome
 from penstock.schemas.requests import GenerateRequest, Sampling, Stop
 from penstock.schemas.tokens import FAILURES, Logprob
@@ -326,8 +326,8 @@ def as_new(
     typed = {kind: _typed(kind, values) if values else {} for kind, values in changed.items()}
     own = {"worker": ""} | typed[GenerateRequest]
     salt = own.get("salt", request.salt)
-    root = blocks.root(target.revision, request.lora, salt)
-    media = blocks.media_extra(((m.position, m.tokens, m.digest) for m in request.media), target.block_size)
+    root = block_hashes.root(target.revision, request.lora, salt)
+    media = block_hashes.media_extra(((m.position, m.tokens, m.digest) for m in request.media), target.block_size)
     return _replace(
         request,
         id=name,
@@ -335,7 +335,7 @@ def as_new(
         gateway=gateway,
         created_ns=now_ns,
         deadline_ns=now_ns + max(1, request.deadline_ns - request.created_ns),
-        digests=blocks.chain(request.prompt, target.block_size, root, media),
+        digests=block_hashes.chain(request.prompt, target.block_size, root, media),
         block_size=target.block_size,
         sampling=_replace(request.sampling, **typed[Sampling]),
         stop=_replace(request.stop, **typed[Stop]),

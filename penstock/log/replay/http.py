@@ -20,7 +20,7 @@ from penstock.log.replay.comparison import Changes, NamingInputs, as_new, compar
 from penstock.log.replay.nats import MAX_OPEN, PlannedReplay
 from penstock.log.replay.report import Replayed
 from penstock.log.requests.describe import Texts
-from penstock.schemas.blocks import DEFAULT_BLOCK_SIZE
+from penstock.schemas.block_hashes import DEFAULT_BLOCK_SIZE
 from penstock.schemas.done import Done, Outcome, Timings, Usage
 from penstock.schemas.requests import CONSTRAINT_MARKS, Constraint, GenerateRequest
 from penstock.schemas.wire import pack_tokens, unpack_tokens

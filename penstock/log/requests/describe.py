@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.cli.figures import counted
 from penstock.schemas import done, jobs, kv, plans, requests, tokens, transfer
-from penstock.schemas.blocks import DIGEST_BYTES
+from penstock.schemas.block_hashes import DIGEST_BYTES
 from penstock.schemas.done import Done
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import request_of

@@ -35,7 +35,7 @@ from penstock.log.timeline.events import (
     TokensStored,
     TransferReported,
 )
-from penstock.schemas.blocks import DIGEST_BYTES
+from penstock.schemas.block_hashes import DIGEST_BYTES
 from penstock.schemas.done import Done, Returned
 from penstock.schemas.jobs import Decision, Job, Revoke, WorkMessage
 from penstock.schemas.requests import GenerateRequest

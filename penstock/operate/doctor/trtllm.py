@@ -18,7 +18,7 @@ from penstock.infra.constraints import constraints, llguidance_releases
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
 from penstock.operate.doctor.finding import CheckResult, ok, problem, skipped, warning
-from penstock.schemas.blocks import root
+from penstock.schemas.block_hashes import root
 from penstock.schemas.requests import Constraint, Sampling, Stop
 from penstock.workers.engines.base import (
     Engine,

@@ -12,7 +12,7 @@ import pytest
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.schemas import kv
-from penstock.schemas.blocks import split
+from penstock.schemas.block_hashes import split
 from penstock.schemas.jobs import Candidate, Decision
 from tests.pipeline.support import Deployment, Oracle, ending, stopped, token_prompt, until
 

@@ -15,7 +15,7 @@ from penstock.router.ownership.intake import redeliver
 from penstock.router.ownership.membership import Membership
 from penstock.router.placement.routing import ALONE, ModelPart
 from penstock.router.state.lost_workers import Link
-from penstock.schemas import blocks, routers, wire
+from penstock.schemas import block_hashes, routers, wire
 from penstock.schemas.routers import HeldByTenant, Member
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
@@ -296,7 +296,7 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
         for router in (owner.router, helper.router):
             known = router.cluster.tracker._keys
             await eventually(lambda known=known: all(each.id in known for each in long))  # type: ignore[misc]
-            assert all(list(known[each.id]) == list(blocks.keys_of(each.digests)) for each in long)
+            assert all(list(known[each.id]) == list(block_hashes.keys_of(each.digests)) for each in long)
         assert parts == {member_of(owner).part(MODEL)}
         assert {member_of(each).part(MODEL) for each in (owner, helper)} == {ModelPart(0, 2), ModelPart(1, 2)}
         by = [job.decision.router for _, job in await clients.work()]

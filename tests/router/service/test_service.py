@@ -19,7 +19,7 @@ from penstock.router.service.service import Router
 from penstock.router.state.holders import keys_view
 from penstock.router.state.prefix_index import PrefixIndex
 from penstock.schemas import contents, control, fleet, jobs, kv, wire
-from penstock.schemas.blocks import keys_of
+from penstock.schemas.block_hashes import keys_of
 from penstock.schemas.errors import Code
 from penstock.schemas.jobs import Stage
 from penstock.schemas.requests import GenerateRequest, Priority, new_request_id

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.router.state import radix_tree
 from penstock.router.state.holders import Depths, Holders, TargetBits, TargetId, bits_of
 from penstock.router.state.radix_tree import NODE_BLOCKS, NOTHING, RadixTree
-from penstock.schemas.blocks import chain, keys_of, root
+from penstock.schemas.block_hashes import chain, keys_of, root
 from tests.properties import examples
 
 TARGETS: tuple[TargetId, ...] = (("a", 0), ("b", 0), ("b", 1), ("c", 0))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.router.state.holders import keys_view
 from penstock.router.state.prefix_index import PENDING_BATCHES, ApproximateIndex, PrefixIndex
-from penstock.schemas.blocks import chain, keys_of, root, split
+from penstock.schemas.block_hashes import chain, keys_of, root, split
 from penstock.schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Removed, Stored
 from tests.properties import examples
 from tests.router.dumps import load_dump

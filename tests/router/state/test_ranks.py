@@ -11,7 +11,7 @@ from penstock.router.state.caches import by_rank
 from penstock.router.state.holders import keys_view
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.prefix_index import PrefixIndex
-from penstock.schemas import blocks, kv
+from penstock.schemas import block_hashes, kv
 from penstock.schemas.fleet import Registration
 from penstock.schemas.requests import Stop
 from penstock.workers.engines import mock
@@ -23,7 +23,7 @@ from tests.router.dumps import load_dump
 
 RANKS = 3
 BLOCK = 2
-ROOT = blocks.root("rev")
+ROOT = block_hashes.root("rev")
 
 
 class Worker:
@@ -56,11 +56,11 @@ class Worker:
         ]
 
     def held(self, rank: int) -> set[bytes]:
-        return {name for event in self.engine.dump(rank) for name in blocks.split(event.digests)}  # type: ignore[union-attr]
+        return {name for event in self.engine.dump(rank) for name in block_hashes.split(event.digests)}  # type: ignore[union-attr]
 
 
 def digests_of(prompt: list[int]) -> bytes:
-    return blocks.chain(array("I", prompt).tobytes(), BLOCK, ROOT)
+    return block_hashes.chain(array("I", prompt).tobytes(), BLOCK, ROOT)
 
 
 STEPS = st.lists(
@@ -89,7 +89,7 @@ def test_every_rank_is_known_as_it_is_though_batches_of_some_are_lost(steps: lis
                 lost.clear()
         for each in set(range(RANKS)) - lost:
             assert index.held(("w", each)) == len(worker.held(each))
-            names = blocks.split(digests_of(prompt))
+            names = block_hashes.split(digests_of(prompt))
             depth = next((i for i, name in enumerate(names) if name not in worker.held(each)), len(names))
             assert index.match(keys_view(b"".join(names))).get(("w", each), 0) == depth
     assert not index.holders.ragged

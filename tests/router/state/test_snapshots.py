@@ -16,7 +16,7 @@ from penstock.router.state import caches
 from penstock.router.state.prefix_index import PrefixIndex
 from penstock.router.state.snapshots import IndexSnapshots, Snapshots, encoding, read_head, restoring
 from penstock.schemas import kv, wire
-from penstock.schemas.blocks import keys_of
+from penstock.schemas.block_hashes import keys_of
 from penstock.schemas.kv import KvBatch
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects

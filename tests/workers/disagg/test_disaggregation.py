@@ -19,7 +19,7 @@ from blake3 import blake3
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import object_store
 from penstock.infra.bus.direct_get import read
-from penstock.schemas import blocks, control, jobs, wire
+from penstock.schemas import block_hashes, control, jobs, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.jobs import Stage
 from penstock.schemas.requests import GenerateRequest, Media, Sampling
@@ -684,7 +684,7 @@ async def picturing(log: LogClient, *raws: bytes, prompt: list[int] | None = Non
         media.append(Media(digest, "image/png", len(raw), number * IMAGE_TOKENS, IMAGE_TOKENS))
     spans = [(each.position, each.tokens, each.digest) for each in media]
     packed = wire.pack_tokens(tokens)
-    names = blocks.chain(packed, BLOCK, blocks.root(REVISION), blocks.media_extra(spans, BLOCK))
+    names = block_hashes.chain(packed, BLOCK, block_hashes.root(REVISION), block_hashes.media_extra(spans, BLOCK))
     return request(tokens, media=tuple(media), digests=names, **options)
 
 

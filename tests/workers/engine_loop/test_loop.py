@@ -15,7 +15,7 @@ import pytest
 
 from penstock.infra.model.modeldir import TINY, load_tokenizer
 from penstock.infra.text.detokenizer import Detokenizer
-from penstock.schemas import blocks, kv, wire
+from penstock.schemas import block_hashes, kv, wire
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import PROMPT, Logprob, TokenItem
 from penstock.workers.engine_loop.engine_thread import EngineThread
@@ -26,7 +26,7 @@ from penstock.workers.engines.base import Engine, EngineError, EngineStats, Fail
 from penstock.workers.engines.mock.executor import GREEDY, MockVocabulary, expected_tokens
 
 VOCABULARY = MockVocabulary(1000)
-ROOT = blocks.root("rev")
+ROOT = block_hashes.root("rev")
 
 
 class Counted:
@@ -499,7 +499,7 @@ class _Idle:
 
 
 def names(events: list[kv.KvEvent]) -> set[bytes]:
-    return {name for event in events if isinstance(event, kv.Stored) for name in blocks.split(event.digests)}
+    return {name for event in events if isinstance(event, kv.Stored) for name in block_hashes.split(event.digests)}
 
 
 def fold(flushes: list[Flush], upto: int | None = None, rank: int = 0) -> tuple[set[bytes], list[int]]:
@@ -513,9 +513,9 @@ def fold(flushes: list[Flush], upto: int | None = None, rank: int = 0) -> tuple[
         for event in batch.events:
             match event:
                 case kv.Stored():
-                    known.update(blocks.split(event.digests))
+                    known.update(block_hashes.split(event.digests))
                 case kv.Removed():
-                    known.difference_update(blocks.split(event.digests))
+                    known.difference_update(block_hashes.split(event.digests))
                 case kv.Cleared():
                     known.clear()
     return known, seqs
@@ -610,7 +610,9 @@ def test_each_rank_has_batches_and_a_dump_of_its_own(harness: Callable[..., Harn
         assert found[rank].seq == seqs[-1]
         assert names(found[rank].events) == known
         ours = {
-            digest for prompt in prompts for digest in blocks.split(blocks.chain(wire.pack_tokens(prompt), 4, ROOT))
+            digest
+            for prompt in prompts
+            for digest in block_hashes.split(block_hashes.chain(wire.pack_tokens(prompt), 4, ROOT))
         }
         assert ours <= known
     assert not fold(h.all, rank=0)[0] & fold(h.all, rank=2)[0]

@@ -25,7 +25,7 @@ import msgspec
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
-from penstock.schemas.blocks import chain, root, split
+from penstock.schemas.block_hashes import chain, root, split
 from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import Logprob

@@ -11,7 +11,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.router.state.holders import keys_view
 from penstock.router.state.prefix_index import PrefixIndex
-from penstock.schemas import blocks, kv
+from penstock.schemas import block_hashes, kv
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import Subjects
 from penstock.workers.engines import mock
@@ -66,7 +66,7 @@ async def worker(
     if plane == "zmq":
         sources = tuple(f"{each.endpoint}/{each.replay.rpartition(':')[2]}" for each in others)
         settings = WorkerSettings(event_plane="zmq", kv_events_port=0, kv_events_from=sources)
-        outer = start_relay(inner, settings, blocks.root(REVISION), lambda: made[0].loop.wake() if made else None)
+        outer = start_relay(inner, settings, block_hashes.root(REVISION), lambda: made[0].loop.wake() if made else None)
     async with run_worker(server, subjects, ControlledEngine(outer)) as one:
         one.inner = inner  # type: ignore[attr-defined]
         made.append(one)

@@ -5,7 +5,7 @@ import pytest
 
 from penstock.infra.model.modeldir import DEMO, TINY, load_tokenizer
 from penstock.infra.text.detokenizer import Detokenizer
-from penstock.schemas import blocks, done, jobs, wire
+from penstock.schemas import block_hashes, done, jobs, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.jobs import Decision, Job, Stage
 from penstock.schemas.requests import GenerateRequest, Parsing, Sampling, Stop
@@ -13,7 +13,7 @@ from penstock.schemas.tokens import Finish
 from penstock.workers.session.requests import RunningRequest, admit, already_over, next_job, sequence_requests, terminal
 
 PROMPT = [1, 2, 3, 4]
-DIGESTS = blocks.chain(wire.pack_tokens(PROMPT), 2, blocks.root("rev", "lora", "salt"))
+DIGESTS = block_hashes.chain(wire.pack_tokens(PROMPT), 2, block_hashes.root("rev", "lora", "salt"))
 
 
 def request(n: int = 2, **options: object) -> GenerateRequest:
@@ -58,7 +58,7 @@ def test_a_new_request_becomes_one_sequence_per_choice() -> None:
         assert sequence.key is choice
         assert list(sequence.prompt) == PROMPT
         assert list(sequence.generated) == []
-        assert sequence.root == blocks.root("rev", "lora", "salt")
+        assert sequence.root == block_hashes.root("rev", "lora", "salt")
         assert b"".join(sequence.digests) == DIGESTS
         assert choice.want_logprobs
         assert (choice.attempt, choice.token_address, choice.owner) == (3, "gw", state)

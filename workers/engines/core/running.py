@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
-from penstock.schemas.blocks import chain, extend, split
+from penstock.schemas.block_hashes import chain, extend, split
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
 from penstock.schemas.wire import pack_tokens

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable
 
 import msgspec
 
-from penstock.schemas.blocks import split
+from penstock.schemas.block_hashes import split
 from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
 from penstock.workers.engines.events.translator import merge_adjacent
 

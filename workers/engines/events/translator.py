@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from penstock.schemas import blocks
+from penstock.schemas import block_hashes
 from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
 
 
@@ -309,7 +309,7 @@ class EventTranslator:
             if parent is not None or len(extra) != 1 or not isinstance(extra[0], str):
                 return None
             above = bytes.fromhex(extra[0])
-        return blocks.extend(above, array("I", tokens).tobytes())
+        return block_hashes.extend(above, array("I", tokens).tobytes())
 
     def _removed(self, event: Mapping[str, Any]) -> None:
         tier = TIERS[event.get("medium")]

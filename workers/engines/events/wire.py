@@ -4,8 +4,8 @@ It is vLLM's format, so every tool that reads vLLM's events can read ours. A rep
 in 8 bytes; the replayed messages have the same parts, and the last one has the number -1. Pure.
 
 Our own publisher's events differ from vLLM's in two ways: ``block_hashes`` are our block names (16 bytes, see
-``penstock.schemas.blocks``), equal on every worker of a model, and ``token_ids`` is empty, since the names follow from
-the tokens.
+``penstock.schemas.block_hashes``), equal on every worker of a model, and ``token_ids`` is empty, since the names follow
+from the tokens.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.schemas.blocks import DIGEST_BYTES, split
+from penstock.schemas.block_hashes import DIGEST_BYTES, split
 from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
 
 _POSITIONS = {  # of the fields of events that are arrays

@@ -15,7 +15,7 @@ import structlog
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import Tree
 from penstock.infra.model import modeldir
-from penstock.schemas import blocks
+from penstock.schemas import block_hashes
 from penstock.workers.engines.base import EngineError, EngineInfo
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
 from penstock.workers.engines.external import arguments, nodes
@@ -110,7 +110,9 @@ def from_settings(
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
         at = Address(wanted.host, wanted.bootstrap_port)
         wait_s = settings.handoff_lease_s if settings.role == "decode" else 0.0
-        options = SglangOptions(blocks.root(model.revision), settings.role, info.handoff_layout, at, wait_s, api.salts)
+        options = SglangOptions(
+            block_hashes.root(model.revision), settings.role, info.handoff_layout, at, wait_s, api.salts
+        )
         adapter = SglangAdapter(info, runtime, options, loads, processes, series)
     log.info("sglang_ready", blocks=info.total_blocks, slots=info.slots, seeds=resolved.deterministic)
     return ExternalEngine(info, runtime, adapter, grammars)

@@ -29,7 +29,7 @@ from penstock.infra.engine_args.memory_estimate import Shape, UnknownShape, shap
 from penstock.infra.engine_args.rules.base import Context
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.infra.model import modeldir
-from penstock.schemas import blocks
+from penstock.schemas import block_hashes
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.base import EngineError, EngineInfo, MediaSpan, SequenceRequest
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, ConstraintCompiler, compiler
@@ -282,7 +282,7 @@ def _options(
     return TrtllmOptions(
         prompt_limit=prompt_limit(args, info.max_model_len),
         layout=plan.resolved.layout,
-        root=blocks.root(plan.model.revision),
+        root=block_hashes.root(plan.model.revision),
         disaggregated=api.disaggregated,
         scheduling=api.scheduling if info.dp_size > 1 else None,
         logprob=api.logprob,

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from penstock.schemas import blocks
+from penstock.schemas import block_hashes
 from penstock.schemas.kv import KvEvent, Removed, Stored
 from penstock.workers.engines.events.consolidator import Consolidator
 from penstock.workers.engines.events.translator import Block, BlockTree, merge_adjacent
@@ -132,9 +132,9 @@ class TrtllmEventTranslator:
                 out += self._names.feed(rank.number, rank.tree.take_events())
         for translated in out:
             if isinstance(translated, Stored) and not translated.tier:
-                self.counts.stored += len(translated.digests) // blocks.DIGEST_BYTES
+                self.counts.stored += len(translated.digests) // block_hashes.DIGEST_BYTES
             elif isinstance(translated, Removed) and not translated.tier:
-                self.counts.removed += len(translated.digests) // blocks.DIGEST_BYTES
+                self.counts.removed += len(translated.digests) // block_hashes.DIGEST_BYTES
         return merge_adjacent(out)
 
     def forget(self) -> list[KvEvent]:
@@ -242,7 +242,7 @@ class TrtllmEventTranslator:
             if not self._roots.knows(digest):
                 return None
             extra += digest
-        return blocks.extend(above, packed, extra)
+        return block_hashes.extend(above, packed, extra)
 
     def _removed(self, rank: _Rank, value: int) -> None:
         if value in rank.partial:

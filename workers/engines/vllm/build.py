@@ -17,7 +17,7 @@ import structlog
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree
 from penstock.infra.model import modeldir
-from penstock.schemas import blocks
+from penstock.schemas import block_hashes
 from penstock.workers.engines import budgets
 from penstock.workers.engines.base import EngineError, EngineInfo
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
@@ -102,7 +102,7 @@ def from_settings(
             )
         if grammars is not None:
             info = msgspec.structs.replace(info, constraints=OTHERS_CONSTRAINTS)
-        options = VllmOptions(blocks.root(model.revision), info.handoff_layout)
+        options = VllmOptions(block_hashes.root(model.revision), info.handoff_layout)
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
         adapter = VllmAdapter(info, runtime, options, scheduler)
     log.info("vllm_ready", layout=info.handoff_layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)

@@ -14,7 +14,7 @@ from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.gateway.service.preparation import LARGE_BODY
 from penstock.infra.model import modeldir
 from penstock.infra.model.modeldir import ModelDir
-from penstock.schemas.blocks import chain, root
+from penstock.schemas.block_hashes import chain, root
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Priority, decode
 from penstock.schemas.wire import encode, pack_tokens, unpack_tokens

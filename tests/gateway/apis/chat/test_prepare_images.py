@@ -18,7 +18,7 @@ from penstock.gateway.apis.chat.prepare_chat import (
 )
 from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.infra.model.modeldir import DEMO, MODELS, ModelDir, load
-from penstock.schemas.blocks import chain, media_extra, root
+from penstock.schemas.block_hashes import chain, media_extra, root
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Media, decode
 from penstock.schemas.wire import encode, pack_tokens, unpack_tokens

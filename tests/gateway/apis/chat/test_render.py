@@ -14,8 +14,8 @@ from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
 from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.infra.model.modeldir import ModelDir
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.reassembly import TokenReassembler
 from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.token_dedup import TokenReassembler
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
 from penstock.schemas.wire import pack_tokens
 from tests.properties import examples

@@ -6,7 +6,7 @@ import msgspec
 
 from penstock.log.export.redaction import FIRST_TOKEN, Redactor
 from penstock.log.sources.log_line import DECODE, LogLine
-from penstock.schemas import blocks, jobs, requests
+from penstock.schemas import block_hashes, jobs, requests
 from penstock.schemas.done import Done, Outcome
 from penstock.schemas.jobs import Stage
 from penstock.schemas.kv import KvBatch, Stored
@@ -22,7 +22,7 @@ SECRET = "the secret plan"
 
 def asked(tokens: list[int], **more: Any) -> GenerateRequest:
     packed = pack_tokens(tokens)
-    return samples.request(prompt=packed, digests=blocks.chain(packed, 32, blocks.root("r")), **more)
+    return samples.request(prompt=packed, digests=block_hashes.chain(packed, 32, block_hashes.root("r")), **more)
 
 
 def redact(redactor: Redactor, stream: str, message: object, subject: str = "s") -> LogLine:
@@ -52,7 +52,7 @@ def test_equal_prefixes_stay_equal_and_end_where_they_ended() -> None:
 def test_blocks_have_the_same_names_in_prompts_and_kv_events() -> None:
     redactor = Redactor(key=KEY)
     request = asked(list(range(96)))
-    first, second, third = blocks.split(request.digests)
+    first, second, third = block_hashes.split(request.digests)
     batch = KvBatch("w", 1, 0, (Stored(second + third, first),))
     stored = DECODE["KV"](redact(redactor, "KV", batch).data).events[0]
     assert stored.parent + stored.digests == redactor.request(request).digests
@@ -107,7 +107,9 @@ def test_nothing_that_a_user_wrote_is_left() -> None:
 
 
 def test_the_names_of_a_prompt_s_blocks_are_left_out_of_headers() -> None:
-    line = LogLine("REQUESTS", 1, "", "s", {HEADER_KEYS: blocks.keys_text([1]), "Nats-Msg-Id": "r"}, encode(asked([1])))
+    line = LogLine(
+        "REQUESTS", 1, "", "s", {HEADER_KEYS: block_hashes.keys_text([1]), "Nats-Msg-Id": "r"}, encode(asked([1]))
+    )
     found = Redactor().record(line)
     assert found is not None
     assert found.headers == {"Nats-Msg-Id": "r"}

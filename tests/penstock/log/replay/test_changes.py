@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.log.replay.comparison import Changes, NamingInputs, as_new, parse_changes
-from penstock.schemas import blocks
+from penstock.schemas import block_hashes
 from penstock.schemas.requests import GenerateRequest, Priority
 from tests.penstock.log.traces import samples
 
@@ -20,7 +20,7 @@ def test_a_request_keeps_what_decides_its_tokens_and_names_its_blocks_as_the_tar
     assert (new.prompt, new.sampling, new.stop, new.salt) == (old.prompt, old.sampling, old.stop, "s")
     assert (new.id, new.gateway, new.client_request_id) == ("new", "replay-1", old.id)
     assert (new.worker, new.form, new.trace) == ("", "", None)
-    assert new.digests == blocks.chain(old.prompt, 16, blocks.root("rev-2", salt="s"))
+    assert new.digests == block_hashes.chain(old.prompt, 16, block_hashes.root("rev-2", salt="s"))
     assert new.deadline_ns - new.created_ns == old.deadline_ns - old.created_ns
 
 

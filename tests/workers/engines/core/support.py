@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import astuple
 
-from penstock.schemas.blocks import DIGEST_BYTES, chain, extend, root, split
+from penstock.schemas.block_hashes import DIGEST_BYTES, chain, extend, root, split
 from penstock.schemas.kv import KvEvent, Removed, Stored
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.wire import pack_tokens

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas.blocks import split
+from penstock.schemas.block_hashes import split
 from penstock.schemas.kv import Removed, Stored
 from penstock.workers.engines.base import EngineInfo, RequestError, StepResult
 from penstock.workers.engines.core.blocks import HOST, BlockCopies, BlockManager, HostCache

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas.blocks import chain, root, split
+from penstock.schemas.block_hashes import chain, root, split
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import Removed, Stored
 from penstock.schemas.wire import pack_tokens

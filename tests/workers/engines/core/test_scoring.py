@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas.blocks import root
+from penstock.schemas.block_hashes import root
 from penstock.schemas.requests import Sampling
 from penstock.schemas.tokens import Logprob
 from penstock.schemas.wire import pack_tokens

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from penstock.schemas.blocks import split
+from penstock.schemas.block_hashes import split
 from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
 
 Names = dict[tuple[bytes, int], bytes | None]  # (digest, tier) -> parent

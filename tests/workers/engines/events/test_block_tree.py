@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas.blocks import split
+from penstock.schemas.block_hashes import split
 from penstock.schemas.kv import Cleared, Removed, Stored
 from penstock.workers.engines.events.translator import BlockTree, merge_adjacent
 from tests.workers.engines.events.support import digest, fold

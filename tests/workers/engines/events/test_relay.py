@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.configs.settings import WorkerSettings
-from penstock.schemas import blocks
+from penstock.schemas import block_hashes
 from penstock.schemas.kv import KvEvent, Removed, Stored
 from penstock.schemas.requests import Stop
 from penstock.workers.engines import mock
@@ -43,7 +43,7 @@ from tests.workers.engines.events.support import Names, digest, fold
 
 BOUND_S = 15.0
 BLOCK = 4
-ROOT = blocks.root("rev")
+ROOT = block_hashes.root("rev")
 LOOPBACK = "tcp://127.0.0.1:*"
 
 _keys = itertools.count()
@@ -209,7 +209,7 @@ def test_another_publisher_adds_to_the_stream_in_either_format(make: Callable[..
     event = {"type": "BlockStored", "block_hashes": [b"a" * 32, b"b" * 32], "parent_block_hash": None}
     event |= {"token_ids": tokens, "block_size": BLOCK, "lora_id": None, "medium": "GPU", "lora_name": None}
     encode = msgspec.msgpack.encode
-    names = blocks.split(blocks.chain(array("I", tokens).tobytes(), BLOCK, ROOT))
+    names = block_hashes.split(block_hashes.chain(array("I", tokens).tobytes(), BLOCK, ROOT))
     theirs.send_until(encode([1.0, [event]]), reader, lambda: bool(reader.ranks[0] and reader.ranks[1]))
     assert set(reader.ranks[1]) == {(digest(n), tier) for n in range(2) for tier in (0, 1)}
     assert set(reader.ranks[0]) == {(name, 0) for name in names}
@@ -237,7 +237,7 @@ def _publish_until_read(
     publisher: EventPublisher, reader: Reader, about: list[KvEvent], events: list[KvEvent] | None = None
 ) -> None:
     """Publish until it is read: without replay, a subscriber misses what was sent before it joined."""
-    wanted = {(name, 0) for event in about for name in blocks.split(getattr(event, "digests", b""))}
+    wanted = {(name, 0) for event in about for name in block_hashes.split(getattr(event, "digests", b""))}
     deadline = time.monotonic() + BOUND_S
     while not wanted <= set(reader.ranks[0]):
         assert time.monotonic() < deadline

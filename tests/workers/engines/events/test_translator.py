@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas import blocks
+from penstock.schemas import block_hashes
 from penstock.schemas.kv import Cleared, Removed, Stored
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.events import wire
@@ -17,12 +17,12 @@ from tests import standins
 from tests.workers.engines.events.support import fold
 
 SIZE = 4
-ROOT = blocks.root("test")
+ROOT = block_hashes.root("test")
 TENANT = b"another tenant's"
 
 
 def names(tokens: Sequence[int], root: bytes = ROOT) -> list[bytes]:
-    return blocks.split(blocks.chain(pack_tokens(tokens), SIZE, root))
+    return block_hashes.split(block_hashes.chain(pack_tokens(tokens), SIZE, root))
 
 
 def stored(hashes: list[Any], tokens: Sequence[int], parent: Any = None, **more: Any) -> dict[str, Any]:

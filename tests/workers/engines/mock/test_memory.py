@@ -14,7 +14,7 @@ from safetensors.torch import save
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
-from penstock.schemas.blocks import chain, media_extra, root, split
+from penstock.schemas.block_hashes import chain, media_extra, root, split
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.transfer import Memory

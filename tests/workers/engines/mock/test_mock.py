@@ -7,7 +7,7 @@ import pytest
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
-from penstock.schemas.blocks import split
+from penstock.schemas.block_hashes import split
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import Stored
 from penstock.schemas.requests import Sampling, Stop

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from penstock.infra.model.weight_files import key_mapping
-from penstock.schemas.blocks import media_extra
+from penstock.schemas.block_hashes import media_extra
 from penstock.workers.engines.base import MediaReservation, MediaSpan, SequenceRequest
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine

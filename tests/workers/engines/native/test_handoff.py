@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.schemas.blocks import chain, root, split
+from penstock.schemas.block_hashes import chain, root, split
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
 from penstock.schemas.transfer import Memory

@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from penstock.infra.model import modeldir
 from penstock.infra.model.modeldir import ModelDir
-from penstock.schemas.blocks import chain, media_extra, root, split
+from penstock.schemas.block_hashes import chain, media_extra, root, split
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.base import MediaReservation, MediaSpan, SequenceRequest
 from penstock.workers.engines.native.build import build, build_encoder

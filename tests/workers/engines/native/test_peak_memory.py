@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from penstock.schemas.blocks import chain, split
+from penstock.schemas.block_hashes import chain, split
 from penstock.schemas.wire import pack_tokens
 from tests.workers.engines.native.models import drain, request, run, tokens
 from tests.workers.engines.native.test_handoff import LONG, ROOT, SIZE, demo, handed_off, prefilled

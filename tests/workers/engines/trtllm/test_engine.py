@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.infra.model import modeldir
-from penstock.schemas import blocks, wire
+from penstock.schemas import block_hashes, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import Cleared, Removed, Stored
 from penstock.schemas.requests import Sampling
@@ -40,8 +40,8 @@ def expected(prompt: list[int]) -> list[int]:
 
 
 def names(vocabulary: modeldir.ModelDir, tokens: Sequence[int], salt: str = "") -> list[bytes]:
-    root = blocks.root(vocabulary.revision, salt=salt)
-    return blocks.split(blocks.chain(wire.pack_tokens(tokens), BLOCK, root))
+    root = block_hashes.root(vocabulary.revision, salt=salt)
+    return block_hashes.split(block_hashes.chain(wire.pack_tokens(tokens), BLOCK, root))
 
 
 # --- answers
@@ -135,7 +135,7 @@ def test_samples_follow_their_seed(make: Make, prompt: list[int]) -> None:
 
 def test_a_second_prompt_finds_the_first_ones_blocks_and_tenants_find_nothing(make: Make, prompt: list[int]) -> None:
     engine = make()
-    tenant = blocks.root("rev", salt="tenant")
+    tenant = block_hashes.root("rev", salt="tenant")
     assert run(engine, ask("a", prompt, 2)).cached == {"a": 0}
     assert run(engine, ask("b", prompt, 2)).cached["b"] >= len(prompt) // BLOCK * BLOCK - BLOCK
     assert run(engine, ask("c", prompt, 2, root=tenant)).cached == {"c": 0}
@@ -354,12 +354,12 @@ def test_blocks_are_reported_under_our_names(make: Make, prompt: list[int], voca
     until(engine, lambda results: len(stored(results)) >= len(wanted), results)
     assert stored(results) == wanted
     dumped = [event for event in engine.dump() if isinstance(event, Stored)]
-    assert [name for event in dumped for name in blocks.split(event.digests)] == wanted
+    assert [name for event in dumped for name in block_hashes.split(event.digests)] == wanted
     assert engine.stats().cached_blocks == len(wanted)
 
 
 def stored(results: Results) -> list[bytes]:
-    return [name for event in results.events if isinstance(event, Stored) for name in blocks.split(event.digests)]
+    return [name for event in results.events if isinstance(event, Stored) for name in block_hashes.split(event.digests)]
 
 
 def test_attention_dp_ranks_are_chosen_and_distinguished(
@@ -379,11 +379,11 @@ def test_attention_dp_ranks_are_chosen_and_distinguished(
 
 def of_rank(results: Results, rank: int) -> list[bytes]:
     events = [event for step in results.steps for event in step.others.get(rank, ())]
-    return [name for event in events if isinstance(event, Stored) for name in blocks.split(event.digests)]
+    return [name for event in events if isinstance(event, Stored) for name in block_hashes.split(event.digests)]
 
 
 def of_rank_dump(engine: Any, rank: int) -> list[bytes]:
-    return [name for event in engine.dump(rank) for name in blocks.split(event.digests)]
+    return [name for event in engine.dump(rank) for name in block_hashes.split(event.digests)]
 
 
 def test_what_is_evicted_is_reported(make: Make, prompt: list[int], vocabulary: modeldir.ModelDir) -> None:
@@ -397,7 +397,9 @@ def test_what_is_evicted_is_reported(make: Make, prompt: list[int], vocabulary: 
 
 
 def removed(results: Results) -> list[bytes]:
-    return [name for event in results.events if isinstance(event, Removed) for name in blocks.split(event.digests)]
+    return [
+        name for event in results.events if isinstance(event, Removed) for name in block_hashes.split(event.digests)
+    ]
 
 
 def test_lost_events_clear_what_routers_know(make: Make, prompt: list[int]) -> None:

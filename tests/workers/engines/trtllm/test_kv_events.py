@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas import blocks
+from penstock.schemas import block_hashes
 from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
 from penstock.workers.engines.trtllm.kv_events import Roots, TrtllmEventTranslator, unsigned
 from tests.properties import examples
 
 SIZE = 4
-ROOT = blocks.root("rev")
-TENANT = blocks.root("rev", salt="tenant")
+ROOT = block_hashes.root("rev")
+TENANT = block_hashes.root("rev", salt="tenant")
 GLOBAL, SLIDING = 32768, 512
 
 
@@ -71,7 +71,7 @@ class Source:
 
 
 def names(tokens: Sequence[int], root: bytes = ROOT) -> list[bytes]:
-    return blocks.split(blocks.chain(array("I", tokens).tobytes(), SIZE, root))
+    return block_hashes.split(block_hashes.chain(array("I", tokens).tobytes(), SIZE, root))
 
 
 def translator(root: bytes = ROOT) -> TrtllmEventTranslator:
@@ -91,7 +91,7 @@ class Index:
                 self.parents.clear()
                 self.host.clear()
                 continue
-            digests = blocks.split(event.digests)
+            digests = block_hashes.split(event.digests)
             if event.tier:
                 (self.host.update if isinstance(event, Stored) else self.host.difference_update)(digests)
             elif isinstance(event, Stored):
@@ -275,7 +275,7 @@ def test_media_are_part_of_a_name_if_they_are_ours() -> None:
         event["data"]["blocks"][0]["mm_keys"] = [{"type": "mm_key", "hash": digest.hex(), "start_offset": 0}]
         return ours.feed([event])
 
-    assert seen(1, digest) == [Stored(blocks.extend(ROOT, array("I", TOKENS[:SIZE]).tobytes(), digest))]
+    assert seen(1, digest) == [Stored(block_hashes.extend(ROOT, array("I", TOKENS[:SIZE]).tobytes(), digest))]
     assert seen(2, bytes(32)) == []
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from penstock.schemas import done
 from penstock.schemas.done import Done, Outcome
-from penstock.schemas.reassembly import TokenReassembler, replay, scores
+from penstock.schemas.token_dedup import TokenReassembler, replay, scores
 from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
 from penstock.schemas.wire import pack_tokens, unpack_tokens
 

@@ -1,4 +1,4 @@
-"""Reassembles one request's token items: de-duplicated and in order. Used by every reader of the token stream.
+"""De-duplicates one request's token items and puts them in order. Used by every reader of the token stream.
 
 Push items in stream order: the attempt rule of ``penstock.schemas.tokens`` is defined on that order. Within an attempt,
 items may be repeated, overlap or overtake each other. Each token is returned once, each choice ends once.
