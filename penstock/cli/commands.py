@@ -195,13 +195,13 @@ COMMANDS = {
     ),
     "plan": Command(
         "watch load and latencies, and start and drain workers",
-        "penstock.measure.planner.command:run",
-        "penstock.measure.planner.command:PlannerSettings",
+        "penstock.planner.plan_command:run",
+        "penstock.planner.plan_command:PlannerSettings",
     ),
     "plan simulate": Command(
         "try the planner on a load in simulated time, beside fleets of a fixed size",
-        "penstock.measure.planner.simulation.command:run",
-        "penstock.measure.planner.simulation.command:PlanSimulationSettings",
+        "penstock.planner.simulation.simulate_command:run",
+        "penstock.planner.simulation.simulate_command:PlanSimulationSettings",
     ),
     "bench index": Command("measure the routing index", "tests.perf.index:main", NOTHING),
     "eval demo": Command(

@@ -1,1 +1,1 @@
-"""Benchmarks, profiles, simulations, and the planner that follows from them."""
+"""Benchmarks, profiles and simulations: what a deployment does under a load, measured or computed."""

@@ -22,7 +22,7 @@ ROLES = {
     "workers": "worker",
     "penstock/launch": "`up`",
     "infra/broker": "`up`, `nats`",
-    "penstock/measure/planner": "`plan`",
+    "penstock/planner": "`plan`",
     "penstock/log/traces": "`trace`",
     "penstock/operate/dashboard": "`dashboard`",
     "infra/bus": "all",

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.launch.state import Running
 from penstock.measure.profile.data import save
-from tests.penstock.measure.planner.engines import engine
+from tests.penstock.planner.engines import engine
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Process, until
 

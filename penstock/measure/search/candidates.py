@@ -1,7 +1,7 @@
 """Deployments by configuration and size, and how many requests each serves within the SLA. Pure.
 
 A deployment is a pool of aggregated workers, or one of prefill and one of decode workers. Its rate is the highest one
-whose mean latencies, queueing included (``penstock.measure.planner.capacity``), are within the SLA while workers are
+whose mean latencies, queueing included (``penstock.planner.capacity``), are within the SLA while workers are
 busy for at most a share of their time. Of the sizes of one pair of configurations, the smallest is kept that serves
 nearly as much per GPU as the best.
 
@@ -16,7 +16,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from penstock.measure.pareto.cost import Prices, cost, gpu_of
-from penstock.measure.planner.capacity import EngineTiming, latency
+from penstock.planner.capacity import EngineTiming, latency
 from penstock.schemas.plans import Demand, Latency, Role
 
 NEARLY = 0.95

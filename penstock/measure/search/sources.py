@@ -8,11 +8,11 @@ import msgspec
 from msgspec import Struct
 
 from penstock.infra.engine_args.memory_estimate import Shape
-from penstock.measure.planner.capacity import EngineTiming
 from penstock.measure.profile.data import BadProfile, DecodeSurface, Profile, load, ttft_at
 from penstock.measure.profile.modelled import mock_profile
 from penstock.measure.profile.roofline import GPUS, RooflineEngine, fits, mappings, roofline_profile
 from penstock.measure.search.candidates import Configuration, Sla, why_not
+from penstock.planner.capacity import EngineTiming
 
 
 class Choices(Struct, frozen=True):

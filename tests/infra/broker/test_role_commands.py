@@ -15,17 +15,17 @@ from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus, connect
 from penstock.log.sources.open_log import LogSource, running
 from penstock.log.traces.follow import PositionStore, TracePosition, begin
-from penstock.measure.planner.core import Planner
-from penstock.measure.planner.loop import PlannerLoop
 from penstock.operate.doctor.command import examine
 from penstock.operate.doctor.finding import CheckStatus
+from penstock.planner.loop import PlannerLoop
+from penstock.planner.worker_counts import Planner
 from penstock.schemas import control, wire
 from penstock.schemas.plans import Planned
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 from tests.penstock.log.requests.support import accept, end
-from tests.penstock.measure.planner.test_loop import RULES, TIMINGS, Workers, keep_serving, register
 from tests.penstock.operate.dashboard.test_dashboard import serving
+from tests.penstock.planner.test_loop import RULES, TIMINGS, Workers, keep_serving, register
 
 MakeBroker = Callable[..., EmbeddedNats]
 S = Subjects()

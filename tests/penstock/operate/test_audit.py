@@ -21,7 +21,7 @@ from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode
 from tests.infra.bus.support import opened
 from tests.penstock.log.requests.support import accept, end
-from tests.penstock.measure.planner.test_loop import register
+from tests.penstock.planner.test_loop import register
 
 MakeBroker = Callable[..., EmbeddedNats]
 S = Subjects()

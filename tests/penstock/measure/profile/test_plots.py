@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from penstock.measure.profile.data import Decode, Profile
-from tests.penstock.measure.planner.engines import engine
 from tests.penstock.measure.profile.test_data import SETUP
+from tests.penstock.planner.engines import engine
 
 pytest.importorskip("matplotlib")
 

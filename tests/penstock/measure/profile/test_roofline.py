@@ -5,7 +5,6 @@ import pytest
 
 from penstock.infra.engine_args.memory_estimate import UnknownShape
 from penstock.launch.recipes.catalogue import known_shape
-from penstock.measure.planner.capacity import EngineTiming
 from penstock.measure.profile.roofline import (
     GPUS,
     Efficiency,
@@ -16,6 +15,7 @@ from penstock.measure.profile.roofline import (
     most,
     roofline_profile,
 )
+from penstock.planner.capacity import EngineTiming
 from tests.penstock.measure.profile.accuracy import EXPERTS, LLAMA, MIXTURE, engine, rows
 
 LLAMA_8B = known_shape("meta-llama/Llama-3.1-8B-Instruct")

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.planner.capacity import latency
 from penstock.measure.search.candidates import Configuration, Scope, SizedDeployment, Sla, candidates, why_not
+from penstock.planner.capacity import latency
 from penstock.schemas.plans import Demand
-from tests.penstock.measure.planner.engines import engine
+from tests.penstock.planner.engines import engine
 from tests.properties import examples
 
 SLA = Sla(ttft_ms=500.0, itl_ms=25.0, isl=2000, osl=200)

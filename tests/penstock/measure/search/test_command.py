@@ -16,7 +16,7 @@ from penstock.launch.recipes.advice import advise, check_set, failed
 from penstock.launch.recipes.catalogue import context_of, parse
 from penstock.measure.profile.data import save
 from penstock.measure.search.command import SlaProfileSettings, run
-from tests.penstock.measure.planner.engines import engine
+from tests.penstock.planner.engines import engine
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 PRICES = "gpus: {H200: {price_per_hour: 3.6}}\n"

@@ -8,7 +8,7 @@ import pytest
 from penstock.measure.search.answer import hosts
 from penstock.measure.search.candidates import Configuration, PoolSize, Scope, SizedDeployment, Sla, candidates
 from penstock.measure.search.simulated import Percentile, Pools, SimulatedLoad, measure, search
-from tests.penstock.measure.planner.engines import engine
+from tests.penstock.planner.engines import engine
 
 SLA = Sla(ttft_ms=300.0, itl_ms=14.0, isl=2000, osl=50)
 ONE = Configuration("one", engine(prefill_ms=50, step_ms=8, growth_ms=0.1))

@@ -9,7 +9,7 @@ from penstock.launch.recipes.catalogue import known_shape
 from penstock.measure.profile.data import BadProfile, Decode, Prefill, save
 from penstock.measure.search import sources
 from penstock.measure.search.candidates import Sla
-from tests.penstock.measure.planner.engines import engine
+from tests.penstock.planner.engines import engine
 
 SLA = Sla(ttft_ms=500.0, itl_ms=25.0, isl=2000, osl=200)
 

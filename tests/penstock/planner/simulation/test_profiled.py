@@ -7,10 +7,6 @@ import pytest
 import yaml
 
 from penstock.cli.figures import quantile
-from penstock.measure.planner.capacity import EngineTiming
-from penstock.measure.planner.simulation.command import PlanSimulationSettings, run
-from penstock.measure.planner.simulation.run import BLOCK_SIZE, BLOCKS, Engines, ProfileTimes, simulate, worker_of
-from penstock.measure.planner.simulation.shapes import generate
 from penstock.measure.profile.data import BadProfile, file_of, load, save
 from penstock.measure.profile.modelled import mock_profile
 from penstock.measure.search.command import SlaProfileSettings
@@ -19,11 +15,15 @@ from penstock.measure.simulation.fleet import simulate as run_fleet
 from penstock.measure.simulation.placement import PlacementPolicy
 from penstock.measure.simulation.policy import SimulatedFleet
 from penstock.measure.simulation.trace import Request
+from penstock.planner.capacity import EngineTiming
+from penstock.planner.simulation.run import BLOCK_SIZE, BLOCKS, Engines, ProfileTimes, simulate, worker_of
+from penstock.planner.simulation.shapes import generate
+from penstock.planner.simulation.simulate_command import PlanSimulationSettings, run
 from penstock.schemas.plans import Role, Rules
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines import mock
 from penstock.workers.engines.base import SequenceRequest
-from tests.penstock.measure.planner.engines import engine
+from tests.penstock.planner.engines import engine
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 MOCK = EngineTiming(mock_profile(blocks=BLOCKS, block_size=BLOCK_SIZE))

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.planner.capacity import EngineTiming, latency
-from penstock.measure.planner.core import Planner, PlannerState
+from penstock.planner.capacity import EngineTiming, latency
+from penstock.planner.worker_counts import Planner, PlannerState
 from penstock.schemas.plans import Bounds, Observation, PlanDecision, Pool, Role, Rules, Times
-from tests.penstock.measure.planner.engines import engine
+from tests.penstock.planner.engines import engine
 
 RULES = Rules(
     ttft_ms=600.0,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.launch.state import Running
-from penstock.measure.planner.connectors import ConnectorFailed, LocalWorkers, joining
+from penstock.planner.connectors import ConnectorFailed, LocalWorkers, joining
 
 PROCESSES = [
     Running("worker-0", "worker", 1),

@@ -21,9 +21,9 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last, read
 from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE
 from penstock.infra.bus.publisher import Publisher
-from penstock.measure.planner.connectors import Connector, ConnectorFailed
-from penstock.measure.planner.core import HISTORY, Planner, PlannerState
-from penstock.measure.planner.observe import LoadReader
+from penstock.planner.connectors import Connector, ConnectorFailed
+from penstock.planner.observe import LoadReader
+from penstock.planner.worker_counts import HISTORY, Planner, PlannerState
 from penstock.schemas import plans
 from penstock.schemas.errors import ServingError
 from penstock.schemas.plans import PlanDecision, Planned, Role, Rules

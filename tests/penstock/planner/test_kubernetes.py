@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.measure.planner.connectors import BadCluster, ConnectorFailed, KubernetesApi, Replicas, scale_path
+from penstock.planner.connectors import BadCluster, ConnectorFailed, KubernetesApi, Replicas, scale_path
 
 DEPLOYMENT = "/apis/apps/v1/namespaces/serving/deployments/penstock-prefill/scale"
 GROUP = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/serving/leaderworkersets/penstock-decode/scale"

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from penstock.measure.planner.capacity import BUSY, EngineTiming, Need, latency, needed
+from penstock.planner.capacity import BUSY, EngineTiming, Need, latency, needed
 from penstock.schemas.plans import (
     Bounds,
     Change,

@@ -1,7 +1,7 @@
 """Engines with known times, for planners under test."""
 
-from penstock.measure.planner.capacity import EngineTiming
 from penstock.measure.profile.data import Decode, DecodePoint, Prefill, Profile, Setup
+from penstock.planner.capacity import EngineTiming
 
 OSL = 200
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.planner.capacity import BUSY, latency, needed
+from penstock.planner.capacity import BUSY, latency, needed
 from penstock.schemas.plans import Demand
-from tests.penstock.measure.planner.engines import engine
+from tests.penstock.planner.engines import engine
 
 TIMING = engine()
 ROLES = st.sampled_from(["prefill", "decode", "aggregated"])

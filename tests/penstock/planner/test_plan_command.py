@@ -7,10 +7,10 @@ import pytest
 
 from penstock.configs.flags import BadSettings
 from penstock.configs.planner_settings import BadRules, PlannerSettings, rules_of
-from penstock.measure.planner.command import connector_of, line, run, timings
-from penstock.measure.planner.connectors import Replicas
 from penstock.measure.profile.data import save
-from tests.penstock.measure.planner.engines import engine
+from penstock.planner.connectors import Replicas
+from penstock.planner.plan_command import connector_of, line, run, timings
+from tests.penstock.planner.engines import engine
 from tests.schemas.samples import SAMPLES
 
 NOBODY: Any = None

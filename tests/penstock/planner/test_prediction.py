@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.planner.core import predict
+from penstock.planner.worker_counts import predict
 
 RAMP = [float(value) for value in range(10, 30)]
 

@@ -12,10 +12,10 @@ from penstock.infra.broker.apply import apply
 from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import get_last, read
-from penstock.measure.planner.connectors import ConnectorFailed
-from penstock.measure.planner.core import Planner
-from penstock.measure.planner.loop import TTL_S, NoDecision, PlannerLease, PlannerLoop, folded, moved
-from penstock.measure.planner.observe import LoadReader
+from penstock.planner.connectors import ConnectorFailed
+from penstock.planner.loop import TTL_S, NoDecision, PlannerLease, PlannerLoop, folded, moved
+from penstock.planner.observe import LoadReader
+from penstock.planner.worker_counts import Planner
 from penstock.schemas import done, fleet, plans
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.plans import Bounds, Planned, Pool, Role, Rules
@@ -24,7 +24,7 @@ from penstock.schemas.streams import topology
 from penstock.schemas.subjects import HEADER_SUMMARY, Subjects
 from penstock.schemas.summary import header_of
 from penstock.schemas.wire import encode, pack_tokens
-from tests.penstock.measure.planner.engines import engine
+from tests.penstock.planner.engines import engine
 from tests.schemas.samples import REQUEST
 
 RULES = Rules(
@@ -205,7 +205,7 @@ async def test_a_change_that_fails_is_in_the_log_and_tried_again(bus: Bus) -> No
 async def test_an_unreadable_decision_and_a_broker_that_is_away_do_not_end_the_planner(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.measure.planner.loop.STANDBY_S", 0.02)
+    monkeypatch.setattr("penstock.planner.loop.STANDBY_S", 0.02)
     await register(bus, "w-1")
     await bus.js.publish(bus.subjects.plan("tiny"), b"of another build")
     begin, failures = LoadReader.begin, [ServingError(Code.broker_unavailable, "away")]
@@ -228,8 +228,8 @@ async def test_an_unreadable_decision_and_a_broker_that_is_away_do_not_end_the_p
 async def test_so_many_decisions_are_not_waited_for_where_none_can_be_made(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.measure.planner.loop.STANDBY_S", 0.02)
-    monkeypatch.setattr("penstock.measure.planner.loop.TAKEN_OVER_S", 0.12)
+    monkeypatch.setattr("penstock.planner.loop.STANDBY_S", 0.02)
+    monkeypatch.setattr("penstock.planner.loop.TAKEN_OVER_S", 0.12)
     await register(bus, "w-1")
     said = list[Planned]()
     async with asyncio.timeout(20):
@@ -256,7 +256,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def test_one_planner_decides_and_another_takes_over(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.measure.planner.loop.STANDBY_S", 0.02)
+    monkeypatch.setattr("penstock.planner.loop.STANDBY_S", 0.02)
     await register(bus, "w-1")
     load = asyncio.create_task(keep_serving(bus))
     told: dict[str, list[Planned]] = {"plan-1": [], "plan-2": []}

@@ -16,12 +16,12 @@ from penstock.cli.terminal import stdout
 from penstock.configs import planner_settings
 from penstock.configs.flags import BadSettings
 from penstock.configs.planner_settings import BadRules, rules_of
-from penstock.measure.planner.capacity import EngineTiming
-from penstock.measure.planner.simulation.run import Engines, PolicyOutcome, Simulated, simulate
-from penstock.measure.planner.simulation.shapes import Shape, generate
 from penstock.measure.plots import PlotsMissing
 from penstock.measure.profile.data import BadProfile, load
 from penstock.measure.simulation.trace import RequestTrace, TraceError, read
+from penstock.planner.capacity import EngineTiming
+from penstock.planner.simulation.run import Engines, PolicyOutcome, Simulated, simulate
+from penstock.planner.simulation.shapes import Shape, generate
 from penstock.schemas.plans import Predictor, Role, Rules, Times
 
 _COLOURS: dict[Role, str] = {"aggregated": "#0f766e", "prefill": "#b45309", "decode": "#0f766e"}

@@ -8,12 +8,12 @@ ends when those it has are over, as ``penstock drain`` does.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.measure.planner.observe import times
 from penstock.measure.simulation.cache import StoredRun
 from penstock.measure.simulation.fleet import SimulatedRequest
 from penstock.measure.simulation.placement import PlacementPolicy
 from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target
 from penstock.measure.simulation.trace import Request
+from penstock.planner.observe import times
 from penstock.schemas.plans import Observation, PlanDecision, Pool, Role
 
 Decide = Callable[[Observation, float], PlanDecision | None]

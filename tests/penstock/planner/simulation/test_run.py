@@ -2,10 +2,10 @@
 
 import pytest
 
-from penstock.measure.planner.simulation.command import PlanSimulationSettings, run
-from penstock.measure.planner.simulation.run import Engines, Simulated, simulate
-from penstock.measure.planner.simulation.shapes import generate
 from penstock.measure.simulation.trace import RequestTrace
+from penstock.planner.simulation.run import Engines, Simulated, simulate
+from penstock.planner.simulation.shapes import generate
+from penstock.planner.simulation.simulate_command import PlanSimulationSettings, run
 from penstock.schemas.plans import Bounds, Role, Rules
 
 RULES = Rules(

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.planner.capacity import EngineTiming
 from penstock.measure.profile.data import BadProfile, Prefill
-from tests.penstock.measure.planner.engines import engine
+from penstock.planner.capacity import EngineTiming
+from tests.penstock.planner.engines import engine
 
 TIMING = engine()
 

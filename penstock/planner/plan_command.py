@@ -24,13 +24,13 @@ from penstock.configs.planner_settings import BadRules, PlannerSettings, rules_o
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.log.sources.open_log import FAILURES, LogSource, open_log
-from penstock.measure.planner.capacity import EngineTiming
-from penstock.measure.planner.connectors import BadCluster, Connector, DryRun, KubernetesApi, LocalWorkers, Replicas
-from penstock.measure.planner.core import Planner
-from penstock.measure.planner.loop import NoDecision, PlannerLoop
 from penstock.measure.profile.data import BadProfile, Profile, load
 from penstock.measure.profile.modelled import mock_profile
 from penstock.operate.workers import registrations
+from penstock.planner.capacity import EngineTiming
+from penstock.planner.connectors import BadCluster, Connector, DryRun, KubernetesApi, LocalWorkers, Replicas
+from penstock.planner.loop import NoDecision, PlannerLoop
+from penstock.planner.worker_counts import Planner
 from penstock.schemas import plans
 from penstock.schemas.plans import ROLES, Change, Planned, Role
 

@@ -10,14 +10,14 @@ import msgspec
 from msgspec import Struct
 
 from penstock.cli.figures import quantile
-from penstock.measure.planner.capacity import EngineTiming
-from penstock.measure.planner.core import Planner
-from penstock.measure.planner.simulation.elastic import ElasticPolicy, Life, Step
 from penstock.measure.profile.modelled import mock_profile
 from penstock.measure.simulation.engine import MAX_SEQUENCES
 from penstock.measure.simulation.fleet import SimulatedRequest, Simulation
 from penstock.measure.simulation.policy import SimulatedFleet, WorkerSpec
 from penstock.measure.simulation.trace import RequestTrace
+from penstock.planner.capacity import EngineTiming
+from penstock.planner.simulation.elastic import ElasticPolicy, Life, Step
+from penstock.planner.worker_counts import Planner
 from penstock.schemas.plans import Observation, PlanDecision, Role, Rules
 
 _UNKNOWN_TOKENS = 1 << 24  # of KV cache, where a profile does not tell
