@@ -89,7 +89,7 @@ test-install: $(VENV)/.installed-dev  ## wheel, source distribution, editable an
 	$(BIN)/python -m pytest tests/test_install.py $(ARGS)
 
 test-hosts: $(VENV)/.installed-dev  ## the page on several machines, as printed, on three hosts in network namespaces (needs root)
-	PENSTOCK_TEST_HOSTS=1 $(BIN)/python -m pytest tests/infra/broker/test_several_machines.py $(ARGS)
+	PENSTOCK_TEST_HOSTS=1 $(BIN)/python -m pytest tests/infra/nats_server/test_several_machines.py $(ARGS)
 
 test-clients: $(VENV)/.installed-dev  ## real clients on the demo model, and the table in docs/clients.md (ARGS="openai codex": these alone)
 	$(BIN)/python -m tests.clients run $(ARGS)

@@ -19,9 +19,9 @@ from typing import Any
 import nats
 from nats.aio.client import Client
 
-from penstock.infra.broker.config import USERS, Cluster
-from penstock.infra.broker.datadir import load_secrets
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.config import USERS, Cluster
+from penstock.infra.nats_server.datadir import load_secrets
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects, inbox_prefix
 from tests.pipeline.support import free_port
 

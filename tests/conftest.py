@@ -18,9 +18,9 @@ import pytest
 import structlog
 from nats.aio.client import Client
 
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.client import BusClient
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects, inbox_prefix
 from tests import properties
@@ -37,7 +37,7 @@ TOGETHER = ("tests/pipeline/shared/", "tests/pipeline/fleet/", "tests/pipeline/d
 LONGEST = (
     *TOGETHER,
     "tests/workers/engines/test_contract.py",
-    "tests/infra/broker/test_several_machines.py",
+    "tests/infra/nats_server/test_several_machines.py",
     "tests/pipeline/",
     "tests/chaos/",
     "tests/workers/kv_transfer/",

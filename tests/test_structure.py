@@ -22,7 +22,7 @@ LEVELS = {
         (".",),
         ("metrics", "constraints", "process", "engine_args"),
         ("bus", "text", "engine_args.rules"),
-        ("text.parsers", "broker"),
+        ("text.parsers", "nats_server"),
         ("model",),
         ("deploy.images",),
     ),
@@ -342,7 +342,7 @@ def test_the_command_line_itself_imports_nothing_heavy() -> None:
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = set(ast.literal_eval(run.stdout))
     assert loaded.isdisjoint(
-        {"torch", "nats", "asyncio", "rich", "structlog", "uvicorn", "penstock.launch", "penstock.infra.broker"}
+        {"torch", "nats", "asyncio", "rich", "structlog", "uvicorn", "penstock.launch", "penstock.infra.nats_server"}
     )
 
 

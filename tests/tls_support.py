@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 
 DAYS = 2  # for which certificates are valid
 Pair = tuple[Path, Path]  # files of a certificate and its key

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.infra.broker.datadir import write_private
+from penstock.infra.nats_server.datadir import write_private
 
 MAX_EVENT_BYTES = 8 << 20
 MAX_CHARS = 16 << 20  # of text, thoughts and arguments together: some 4 million tokens

@@ -22,8 +22,8 @@ from penstock.chat.client import BROKEN
 from penstock.chat.command import INTERRUPTED, add_chat_flags, talk
 from penstock.cli.terminal import visible
 from penstock.configs.flags import Parser
-from penstock.infra.broker.datadir import Lock, holder
 from penstock.infra.model.modeldir import ModelError, resolve
+from penstock.infra.nats_server.datadir import Lock, holder
 from penstock.infra.process.child import die_with_parent
 from penstock.infra.process.signals import leave_closed_terminal
 from penstock.launch.state import read_state

@@ -13,10 +13,10 @@ from msgspec import Meta, Struct
 
 from penstock.configs.flags import BadFlags, Parser, read
 from penstock.configs.settings import Common, GatewaySettings, RouterSettings, WorkerSettings, about
-from penstock.infra.broker.config import USERS
-from penstock.infra.broker.datadir import load_secrets
-from penstock.infra.broker.roles import BROKER_ROLES
-from penstock.infra.broker.tenants import user_in_use
+from penstock.infra.nats_server.config import USERS
+from penstock.infra.nats_server.datadir import load_secrets
+from penstock.infra.nats_server.permissions import BROKER_ROLES
+from penstock.infra.nats_server.tenants import user_in_use
 from penstock.launch.nats import CLIENTS_PORT, ROUTES_PORT
 from penstock.schemas.control import DRAINED
 from penstock.schemas.subjects import Namespace

@@ -26,12 +26,12 @@ import penstock
 from penstock.cli.commands import unknown_variables
 from penstock.configs.settings import served_names
 from penstock.configs.up_settings import UpSettings
-from penstock.infra.broker.datadir import Lock
-from penstock.infra.broker.disk import DiskWatch
-from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.engine_args.tree import BadArguments, Tree, parse_yaml
 from penstock.infra.model.embedding_model import makes_vectors
+from penstock.infra.nats_server.datadir import Lock
+from penstock.infra.nats_server.disk import DiskWatch
+from penstock.infra.nats_server.jetstream_api import BrokerProblem
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.process.child import Process
 from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen

@@ -15,16 +15,16 @@ from nats.errors import Error as NatsError
 from penstock.cli.commands import StreamsSettings
 from penstock.configs.logs import setup
 from penstock.configs.settings import NatsSettings
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.config import LAME_DUCK_S, USERS, Cluster, ServerConfig, Tls, render
-from penstock.infra.broker.datadir import DataDirBusy, DataDirUnusable, load_secrets, prepare
-from penstock.infra.broker.disk import DiskWatch
-from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.infra.broker.roles import BROKER_ROLES
-from penstock.infra.broker.server import MINIMUM, EmbeddedNats, NoServerBinary, ServerFailed, dotted
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import Refused, authenticate, note_refusal, refusals, why_unreachable
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.config import LAME_DUCK_S, USERS, Cluster, ServerConfig, Tls, render
+from penstock.infra.nats_server.datadir import DataDirBusy, DataDirUnusable, load_secrets, prepare
+from penstock.infra.nats_server.disk import DiskWatch
+from penstock.infra.nats_server.jetstream_api import BrokerProblem
+from penstock.infra.nats_server.permissions import BROKER_ROLES
+from penstock.infra.nats_server.server import MINIMUM, EmbeddedNats, NoServerBinary, ServerFailed, dotted
 from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen
 from penstock.infra.process.supervisor import USAGE, Keeper

@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from penstock.infra.broker.datadir import write_private
+from penstock.infra.nats_server.datadir import write_private
 
 TOKEN_FILE = "dashboard.token"
 

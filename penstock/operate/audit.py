@@ -12,8 +12,8 @@ from rich.console import Console
 from penstock.cli.figures import clock, moment_ns
 from penstock.cli.terminal import escape, print_hanging, stdout
 from penstock.configs.flags import Parser
-from penstock.infra.broker.roles import role_of
 from penstock.infra.bus.direct_get import read
+from penstock.infra.nats_server.permissions import role_of
 from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.schemas.audit import AuditEntry, decode
 from penstock.schemas.keys import PREFIX

@@ -14,11 +14,11 @@ from rich.console import Console
 from penstock.cli.figures import counted
 from penstock.cli.terminal import confirmed, stdout
 from penstock.configs.flags import Parser
-from penstock.infra.broker.jetstream_api import BrokerProblem, request
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.forget import Ended, Eraser, check_stores, find_ended, forget_messages
+from penstock.infra.nats_server.jetstream_api import BrokerProblem, request
 from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import request_of_answer, time_of

@@ -17,10 +17,10 @@ import msgspec
 from nats.errors import Error as NatsError
 
 from penstock.cli.figures import quantile
-from penstock.infra.broker import retention
-from penstock.infra.broker.retention import StreamUse
 from penstock.infra.bus.client import Frame, Headers
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server import retention
+from penstock.infra.nats_server.retention import StreamUse
 from penstock.operate.workers import registrations, routers
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Registration

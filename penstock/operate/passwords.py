@@ -19,11 +19,12 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
 from penstock.configs.flags import Parser
-from penstock.infra.broker.config import ROUTE, ROUTE_BEFORE, USERS, route_passwords
-from penstock.infra.broker.datadir import load_secrets
-from penstock.infra.broker.jetstream_api import BrokerProblem, reload, running_pid
-from penstock.infra.broker.roles import BROKER_ROLES
-from penstock.infra.broker.tenants import (
+from penstock.infra.bus.audit import recorded
+from penstock.infra.nats_server.config import ROUTE, ROUTE_BEFORE, USERS, route_passwords
+from penstock.infra.nats_server.datadir import load_secrets
+from penstock.infra.nats_server.jetstream_api import BrokerProblem, reload, running_pid
+from penstock.infra.nats_server.permissions import BROKER_ROLES
+from penstock.infra.nats_server.tenants import (
     SECOND_IN_USE,
     held,
     new_password,
@@ -33,7 +34,6 @@ from penstock.infra.broker.tenants import (
     with_user,
     write_passwords,
 )
-from penstock.infra.bus.audit import recorded
 from penstock.launch.nats import as_operator, connect_operator
 from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects

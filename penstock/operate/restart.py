@@ -15,8 +15,8 @@ from rich.console import Console
 from penstock.cli.figures import duration_ns
 from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
-from penstock.infra.broker.datadir import holder
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.datadir import holder
 from penstock.infra.process.signals import RESUME
 from penstock.launch.readiness import get_url
 from penstock.launch.state import DeploymentState, Running, read_state, start_of, write_resume

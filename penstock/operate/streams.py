@@ -12,10 +12,10 @@ from rich.table import Table
 from penstock.cli.figures import counted, duration_ns, parse_size, show_duration, show_size
 from penstock.cli.terminal import Column, confirmed, fitting_table, stdout
 from penstock.configs.flags import Parser
-from penstock.infra.broker import retention
-from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.infra.broker.retention import Loss, StreamUse
 from penstock.infra.bus.audit import recorded
+from penstock.infra.nats_server import retention
+from penstock.infra.nats_server.jetstream_api import BrokerProblem
+from penstock.infra.nats_server.retention import Loss, StreamUse
 from penstock.log.sources.log_copy import recorded_max_age_s
 from penstock.log.sources.open_log import Log, LogSource, add_flags, open_log, run_command
 from penstock.schemas.streams import topology

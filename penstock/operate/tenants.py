@@ -22,15 +22,15 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
 from penstock.configs.flags import PREFIX, Parser, add_broker_flags
-from penstock.infra.broker import tenants
-from penstock.infra.broker.apply import apply_submissions
-from penstock.infra.broker.config import USERS, second_tenant_user, tenant_user
-from penstock.infra.broker.datadir import load_secrets
-from penstock.infra.broker.jetstream_api import BrokerProblem, reload, running_pid
-from penstock.infra.broker.tenants import Accounts, Copies, Tenant, Tenants, client_passwords, user_in_use
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import authenticate
+from penstock.infra.nats_server import tenants
+from penstock.infra.nats_server.apply_streams import apply_submissions
+from penstock.infra.nats_server.config import USERS, second_tenant_user, tenant_user
+from penstock.infra.nats_server.datadir import load_secrets
+from penstock.infra.nats_server.jetstream_api import BrokerProblem, reload, running_pid
+from penstock.infra.nats_server.tenants import Accounts, Copies, Tenant, Tenants, client_passwords, user_in_use
 from penstock.launch.nats import as_operator
 from penstock.launch.state import read_state
 from penstock.schemas import wire

@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Protocol
 import httpcore2
 import msgspec
 
-from penstock.infra.broker.datadir import holder
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.datadir import holder
 from penstock.infra.process.signals import RESUME
 from penstock.launch.state import Running, read_state, write_resume
 from penstock.operate.drain import DrainFailed, ask, change_of

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from penstock.infra.broker.server import EmbeddedNats, find_server
+from penstock.infra.nats_server.server import EmbeddedNats, find_server
 from penstock.launch.nats import apply_at
 from penstock.launch.readiness import get
 from tests.chaos.plan import BROKER

@@ -12,7 +12,7 @@ from typing import Any, Self
 import pytest
 
 from penstock.client import Client, Disconnected
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from tests.chaos.builds import ROOT, source_of
 from tests.chaos.disk import CHUNK_BYTES, Disk, found_in
 from tests.chaos.launch import CLOCK, CLOCKS, Starts, linked

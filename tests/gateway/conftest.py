@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from penstock.gateway.base.request_bodies import PrepareContext
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import ModelDir, load
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
 from tests.gateway.nats.support import Running, gateway_on
 from tests.infra.bus.support import opened

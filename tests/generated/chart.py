@@ -26,9 +26,9 @@ from penstock.deploy.values import (
     WorkerDefaults,
     defaults,
 )
-from penstock.infra.broker import config
-from penstock.infra.broker.config import USERS, Cluster, ServerConfig, render, variable
-from penstock.infra.broker.server import TESTED, dotted
+from penstock.infra.nats_server import config
+from penstock.infra.nats_server.config import USERS, Cluster, ServerConfig, render, variable
+from penstock.infra.nats_server.server import TESTED, dotted
 from penstock.schemas.subjects import Subjects
 
 NAMESPACE = "namespace-of-the-values"  # the chart puts the real one in its place

@@ -21,7 +21,7 @@ ROLES = {
     "router": "router",
     "workers": "worker",
     "penstock/launch": "`up`",
-    "infra/broker": "`up`, `nats`",
+    "infra/nats_server": "`up`, `nats`",
     "penstock/planner": "`plan`",
     "penstock/log/traces": "`trace`",
     "penstock/operate/dashboard": "`dashboard`",

@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from penstock.infra.broker.roles import (
+from penstock.infra.engine_args.memory_estimate import GIB, GpuMemory, estimate
+from penstock.infra.engine_args.rules.check import RULES
+from penstock.infra.nats_server.permissions import (
     AUDITED,
     BROKER_ROLES,
     SECOND,
@@ -19,8 +21,6 @@ from penstock.infra.broker.roles import (
     subscribes,
     table,
 )
-from penstock.infra.engine_args.memory_estimate import GIB, GpuMemory, estimate
-from penstock.infra.engine_args.rules.check import RULES
 from penstock.infra.text.parsers.families import PACKAGED, CallFormat, Family, read_rows
 from penstock.launch.recipes.catalogue import FOLDER, Recipe, RecipeEntry, context_of, load, members
 from penstock.launch.recipes.command import hardware

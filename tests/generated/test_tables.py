@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.broker.roles import BROKER_ROLES, permissions
+from penstock.infra.nats_server.permissions import BROKER_ROLES, permissions
 from penstock.infra.text.parsers.families import PACKAGED, read_rows
 from penstock.schemas.subjects import Subjects
 from tests.generated.tables import DOCS, PAGES, engines

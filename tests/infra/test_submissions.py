@@ -5,7 +5,7 @@ import dataclasses
 from nats.aio.client import Client
 from nats.js.errors import APIError
 
-from penstock.infra.broker.apply import apply
+from penstock.infra.nats_server.apply_streams import apply
 from penstock.schemas.streams import StreamSpec, Topology, topology
 from penstock.schemas.subjects import Subjects
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.nats import apply_at
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.perf.cpu import cpu_seconds

@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 
 from nats.js.api import AckPolicy, ConsumerConfig
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.client import Frame, FrameReader, publish_command
 from penstock.infra.bus.puller import ACK, pull_request
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.nats import apply_at, connect_operator
 from penstock.measure.generator.lag import loop_factory
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects

@@ -21,10 +21,10 @@ from typing import NamedTuple
 import msgspec
 from nats.js.api import StreamInfo
 
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.model.modeldir import TINY, load_tokenizer
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import block_hashes, jobs, wire
 from penstock.schemas.done import Done, Outcome, Returned, Timings, Usage, encode_within, returned_header
 from penstock.schemas.jobs import Candidate, Decision, Job, Stage

@@ -1,6 +1,6 @@
 """The generated log is one that every reader of logs understands."""
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log.requests.find_requests import ended
 from penstock.log.requests.inspection import inspect
 from penstock.log.timeline.read import read_timeline

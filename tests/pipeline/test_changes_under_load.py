@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from penstock.cli.commands import main
-from penstock.infra.broker import retention
 from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.nats_server import retention
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import MODEL_NAME, Deployment, Oracle, ending, joined, parse_sse, until, words
 from tests.tls_support import Pair, issue

@@ -10,7 +10,7 @@ import pytest
 from nats.aio.client import Client
 
 from penstock.cli.commands import main
-from penstock.infra.broker.tenants import SECOND_IN_USE
+from penstock.infra.nats_server.tenants import SECOND_IN_USE
 from tests.penstock.cli.test_printed_commands import ROOT, commands_of, lines_of
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import MODEL_NAME, Deployment

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.nats import apply_at
 from tests.conftest import outside
 from tests.pipeline.support import MODEL, Process, free_port, stopped, until

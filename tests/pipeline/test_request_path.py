@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from tests.conftest import outside
 from tests.pipeline.request_path import FOLDER, ROOT, Call, in_both, read_calls, without
 from tests.pipeline.support import MODEL, MODEL_NAME, Process, free_port

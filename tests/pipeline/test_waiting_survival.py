@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from penstock.gateway.base.event_stream import COMMENT
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.connection import connect as open_bus
 from penstock.infra.bus.direct_get import read
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.state.snapshots import Snapshots
 from penstock.schemas import jobs
 from penstock.schemas.streams import topology

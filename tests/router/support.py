@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from penstock.configs.settings import RouterSettings
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.service.service import Router
 from penstock.router.state.metrics import Metrics
 from penstock.schemas import block_hashes, control, done, fleet, jobs, kv, wire

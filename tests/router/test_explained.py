@@ -5,7 +5,7 @@ import time
 
 from rich.console import Console
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log.requests.inspect import show
 from penstock.log.requests.inspection import inspect
 from penstock.log.timeline.read import read_timeline

@@ -1,6 +1,6 @@
 """Requests and the revisions of their model: placed in one, gone on with in the same, or ended with the reason."""
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import WorkerState
 from penstock.schemas.subjects import Subjects

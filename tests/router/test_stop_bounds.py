@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.tasks import EXIT_OK, EXIT_STUCK
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.main import END_S
 from penstock.schemas import wire
 from penstock.schemas.streams import topology

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
 from tests.workers.support import LogClient, log_client
 

@@ -13,13 +13,13 @@ import msgspec
 from nats.errors import Error as NatsError
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import Entry, read
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import end
 from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import block_hashes, control, done, fleet, jobs, kv, tokens, transfer, wire
 from penstock.schemas.errors import ServingError

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.configs.flags import parse
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.workers.kv_transfer.loopback import LoopbackNetwork

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.model import modeldir
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import CONSTRAINT, Constraint, GenerateRequest, LogitsProcessor, Sampling
 from penstock.schemas.subjects import Subjects

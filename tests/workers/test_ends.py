@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import contents, done, wire
 from penstock.schemas.requests import Sampling
 from penstock.schemas.subjects import HEADER_SUMMARY, Subjects

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually

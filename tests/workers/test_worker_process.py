@@ -9,8 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.model.modeldir import TINY, ModelError
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import control, fleet, wire
 from penstock.schemas.subjects import Subjects
 from penstock.workers.engines.base import Engine, NodeLost

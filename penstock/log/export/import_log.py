@@ -12,10 +12,10 @@ from nats.errors import Error as NatsError
 
 from penstock.cli.figures import counted
 from penstock.configs.flags import Parser, add_broker_flags
-from penstock.infra.broker.apply import create_streams, stream_configs
-from penstock.infra.broker.datadir import Lock
-from penstock.infra.broker.jetstream_api import BrokerProblem
 from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.nats_server.apply_streams import create_streams, stream_configs
+from penstock.infra.nats_server.datadir import Lock
+from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.log.sources.export_file import ExportFile, open_export
 from penstock.log.sources.log_copy import STREAMS_DIR, stream_name
 from penstock.log.sources.log_line import BadLine

@@ -16,9 +16,9 @@ import msgspec
 import structlog
 
 from penstock.configs.flags import add_broker_flags
-from penstock.infra.broker.datadir import DataDirBusy, DataDirUnusable, Lock, holder
-from penstock.infra.broker.server import NoServerBinary, ServerFailed
 from penstock.infra.bus.direct_get import LogFiles, Readable
+from penstock.infra.nats_server.datadir import DataDirBusy, DataDirUnusable, Lock, holder
+from penstock.infra.nats_server.server import NoServerBinary, ServerFailed
 from penstock.launch.state import DeploymentState, read_state
 from penstock.log.sources.data_folder import StoredLog
 from penstock.log.sources.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces, stream_name
@@ -305,7 +305,7 @@ class NotStarted:
 @contextlib.asynccontextmanager
 async def _served(folder: str, namespace: str, name: str, role: str, timeout_s: float) -> AsyncIterator[Log]:
     """Run a broker on ``folder`` until the context ends."""
-    from penstock.infra.broker.server import EmbeddedNats  # few commands need it
+    from penstock.infra.nats_server.server import EmbeddedNats  # few commands need it
 
     server = EmbeddedNats(folder, namespace)
     await server.start()
@@ -359,7 +359,8 @@ def running(source: LogSource, data_dir: Path, role: str = "operator") -> tuple[
     with contextlib.suppress(OSError, msgspec.DecodeError):
         state = read_state(data_dir / "state.json")
     namespace = source.namespace or (state.namespace if state is not None else "ps")
-    from penstock.infra.broker.tenants import user_in_use  # loads slowly, and a stopped deployment is read without it
+    # It loads slowly, and a stopped deployment is read without it.
+    from penstock.infra.nats_server.tenants import user_in_use
 
     with contextlib.suppress(OSError, ValueError, KeyError):
         passwords = json.loads((data_dir / "secrets.json").read_text())

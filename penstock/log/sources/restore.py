@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from penstock.infra.broker.apply import stream_configs
+from penstock.infra.nats_server.apply_streams import stream_configs
 from penstock.log.sources.export_file import ExportFile
 from penstock.log.sources.log_copy import MEDIA, STREAMS_DIR, stream_name
 from penstock.log.sources.log_line import STREAMS, BadLine

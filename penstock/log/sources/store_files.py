@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 import msgspec
 import structlog
 
-from penstock.infra.broker.server import MINIMUM, TESTED, dotted, find_server, parse_version
 from penstock.infra.bus.direct_get import parse_time
+from penstock.infra.nats_server.server import MINIMUM, TESTED, dotted, find_server, parse_version
 from penstock.log.sources.highway_hash import highway_hash_64
 from penstock.log.sources.log_line import BadLine, LogLine
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import uvicorn
 
 from penstock.configs.flags import Parser
-from penstock.infra.broker.datadir import prepare
+from penstock.infra.nats_server.datadir import prepare
 from penstock.infra.process.sockets import CannotListen, bind
 from penstock.launch.readiness import base_url
 from penstock.launch.state import stored_token

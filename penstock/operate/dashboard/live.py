@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import structlog
 
-from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.operate.observe import DeploymentSnapshot, Observer
 from penstock.schemas.errors import ServingError
 

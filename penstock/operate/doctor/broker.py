@@ -6,12 +6,12 @@ from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from penstock.cli.figures import show_size
-from penstock.infra.broker.apply import check, stream_configs, widened
-from penstock.infra.broker.jetstream_api import BrokerProblem, existing_config, request
-from penstock.infra.broker.retention import StreamUse, uses
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import parse_time
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
+from penstock.infra.nats_server.apply_streams import check, stream_configs, widened
+from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_config, request
+from penstock.infra.nats_server.retention import StreamUse, uses
 from penstock.operate.doctor.finding import CheckResult, check_broker_certificate, ok, problem, warning
 from penstock.schemas.streams import topology
 

@@ -28,9 +28,9 @@ from penstock.cli.terminal import escape, stdout
 from penstock.configs import logs
 from penstock.configs.flags import Parser
 from penstock.configs.settings import GatewaySettings
-from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.infra.broker.retention import uses
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.jetstream_api import BrokerProblem
+from penstock.infra.nats_server.retention import uses
 from penstock.launch.state import DeploymentState, read_state
 from penstock.log.sources.open_log import FAILURES, LogSource, add_flags, open_log
 from penstock.operate.doctor.broker import check_address, check_broker

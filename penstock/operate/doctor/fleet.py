@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.cli.figures import counted, span
-from penstock.infra.broker.apply import begins_too_late
-from penstock.infra.broker.jetstream_api import BrokerProblem, existing_info, request
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import parse_time, read
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
+from penstock.infra.nats_server.apply_streams import begins_too_late
+from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_info, request
 from penstock.launch.readiness import _SAMPLE, get, get_url, metrics
 from penstock.launch.state import DeploymentState
 from penstock.operate.doctor.finding import CheckResult, check_gateway_certificate, ok, problem, warning

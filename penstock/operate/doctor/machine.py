@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 from penstock.cli.figures import show_size
-from penstock.infra.broker import datadir
-from penstock.infra.broker.server import NoServerBinary, find_server
+from penstock.infra.nats_server import datadir
+from penstock.infra.nats_server.server import NoServerBinary, find_server
 from penstock.launch.state import DeploymentState
 from penstock.operate.doctor.finding import CheckResult, ok, problem, skipped, warning
 from penstock.schemas.streams import limits_bytes, topology

@@ -12,10 +12,10 @@ from penstock.gateway.access import table
 from penstock.gateway.access.guard import ANYONE, Guard, noted_in
 from penstock.gateway.access.table import STALE_S
 from penstock.gateway.main import Exposed, check_loopback, listen
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.audit import person
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.tasks import Tasks
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate import key_store
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.keys import ApiKey, digest_of, new_key

@@ -8,9 +8,9 @@ from nats.aio.client import Client
 
 from penstock.gateway.admission.storage import LogCapacity
 from penstock.gateway.base.metrics import GatewayMetrics
-from penstock.infra.broker.apply import apply
 from penstock.infra.bus.connection import Bus
 from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.nats_server.apply_streams import apply
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Priority
 from penstock.schemas.streams import StreamSpec, topology

@@ -9,9 +9,9 @@ from structlog.testing import capture_logs
 
 from penstock.gateway.admission.storage import DAY, Retention, retention_s
 from penstock.gateway.base.metrics import GatewayMetrics
-from penstock.infra.broker.apply import apply
 from penstock.infra.bus.connection import Bus
 from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.nats_server.apply_streams import apply
 from penstock.schemas.streams import WEEK, StreamSpec, topology
 from penstock.schemas.subjects import Subjects
 

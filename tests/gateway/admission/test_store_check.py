@@ -8,8 +8,8 @@ import pytest
 
 from penstock.gateway.admission import queues
 from penstock.gateway.admission.queues import StoreCheck
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually, opened

@@ -12,10 +12,10 @@ from penstock.gateway.log import catch_up
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.lookup import RequestFinder
 from penstock.gateway.log.subscriptions import TokenSubscription
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import Tasks
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.process import turns
 from penstock.schemas import wire
 from penstock.schemas.errors import ServingError

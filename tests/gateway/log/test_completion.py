@@ -13,10 +13,10 @@ from penstock.gateway.log.completion import Completion
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.log.lookup import Records
 from penstock.gateway.log.subscriptions import TokenSubscription
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import Tasks
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import done, wire
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import MEMORY, Subjects

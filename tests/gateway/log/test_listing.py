@@ -8,8 +8,8 @@ from penstock.gateway.http.request_list import parse
 from penstock.gateway.log import listing
 from penstock.gateway.log.listing import Page, ProgressReader, RequestListing
 from penstock.gateway.log.lookup import Records
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import control
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from penstock.gateway.log.lookup import Records, RequestFinder, RequestLookup
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import contents, deletions, done, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import new_request_id

@@ -20,7 +20,6 @@ from penstock.gateway.media import loader as media_loader
 from penstock.gateway.media.loader import MediaLoader
 from penstock.gateway.media.sources import MediaPart
 from penstock.gateway.service.service import Gateway
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
@@ -28,6 +27,7 @@ from penstock.infra.bus.object_store import get
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.model.modeldir import MODELS, Vision, load
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import Subjects
 from tests.demo_model import vision as pictures

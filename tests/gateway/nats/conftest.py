@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
 from tests.gateway.nats.support import Engine, Running, gateway_on
 from tests.infra.bus.support import opened

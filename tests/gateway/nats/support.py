@@ -13,11 +13,11 @@ from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.nats.api import NatsApi
 from penstock.gateway.nats.protocol import key_of
 from penstock.gateway.service.service import Gateway
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import requests, wire
 from penstock.schemas.done import Done, Outcome
 from penstock.schemas.requests import GenerateRequest

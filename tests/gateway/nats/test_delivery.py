@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from nats.aio.msg import Msg
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
 from tests.gateway.nats.support import BODY, Engine, Running, Submitter, finals, gateway_on, number_of
 from tests.infra.bus.support import eventually

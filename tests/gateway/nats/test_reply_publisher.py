@@ -11,8 +11,8 @@ from nats.aio.client import Client
 from penstock.gateway.nats import delivery
 from penstock.gateway.nats.delivery import ReplyPublisher
 from penstock.gateway.nats.messages import DeliveredMessage
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 

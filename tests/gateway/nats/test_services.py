@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from penstock.gateway.nats import services
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Ack, Publisher
 from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_REQUEST, Subjects
 from tests.gateway.nats.support import (
     BODY,

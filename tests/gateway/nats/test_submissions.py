@@ -8,10 +8,10 @@ import pytest
 
 from penstock.gateway.nats import submissions
 from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery, ReplyPublisher
-from penstock.infra.broker.apply import apply_submissions
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.nats_server.apply_streams import apply_submissions
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import Subjects
 from tests.gateway.nats.support import (

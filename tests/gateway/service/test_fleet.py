@@ -11,11 +11,11 @@ from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.guard import ANYONE, Caller
 from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.service.fleet import FleetView
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import connect
 from penstock.infra.bus.registry import RegisteredWorker
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.model.modeldir import DEMO, TINY, load
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.text.parsers.registry import ParserNames
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Registration, WorkerState

@@ -6,8 +6,8 @@ import pytest
 
 from penstock.gateway.service import fleet
 from penstock.gateway.service.fleet import MAX_MODELS, RoleModels, ServedLately
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import DIFFUSION, Diffuser, Registration, WorkerState
 from penstock.schemas.requests import EMBEDDING, new_request_id

@@ -8,9 +8,9 @@ from nats.aio.msg import Msg
 
 from penstock.gateway.admission.queues import unstored
 from penstock.gateway.http.answers import DISCONNECTED
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.doctor.fleet import Keys, find_keys
 from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects

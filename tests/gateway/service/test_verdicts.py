@@ -13,10 +13,10 @@ from nats.aio.client import Client
 import penstock.gateway.service.verdicts
 from penstock.gateway.log.inflight import InflightRequest
 from penstock.gateway.service.verdicts import REFUSED_FROM, WATCHED_FROM, Verdicts
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Diffusion, GenerateRequest, Sampling, new_request_id
 from penstock.schemas.streams import topology

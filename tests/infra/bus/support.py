@@ -6,9 +6,9 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 

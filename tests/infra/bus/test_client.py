@@ -7,10 +7,10 @@ import pytest
 import uvloop
 from nats.errors import BadSubjectError, Error, NoRespondersError
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import client
 from penstock.infra.bus.client import BusClient, Frame, Headers
 from penstock.infra.bus.connection import connect as bus_connect
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import ServingError
 from tests.conftest import Connect
 from tests.infra.bus.support import eventually

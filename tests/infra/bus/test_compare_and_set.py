@@ -8,9 +8,9 @@ import pytest
 from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE, compare_and_set
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 

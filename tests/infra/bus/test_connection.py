@@ -6,9 +6,9 @@ import pytest
 import structlog.testing
 from nats.errors import Error as NatsError
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import connect
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import direct_get
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import (
@@ -20,6 +19,7 @@ from penstock.infra.bus.direct_get import (
     read,
     read_backwards,
 )
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened

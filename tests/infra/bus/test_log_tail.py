@@ -10,14 +10,14 @@ import pytest
 import structlog.testing
 from nats.errors import NoRespondersError
 
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import log_tail as module
 from penstock.infra.bus.client import Frame, Headers
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, read
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.publisher import Publisher
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects

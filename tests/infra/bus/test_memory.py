@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 import pytest
 from nats.errors import NoRespondersError
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import memory
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.memory import ContentReader, MemoryStreams
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.contents import REQUEST
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.object_store import CHUNK, get, put, replace
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from nats.aio.msg import Msg
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.publisher import Ack, Publisher
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually, opened

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from nats.js.api import AckPolicy, ConsumerConfig
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.puller import ACK, NAK, Puller
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually, opened
 

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.registry import RENEWED_S, RegisteredWorker, WorkerRegistry
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import fleet
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode

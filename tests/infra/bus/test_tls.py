@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from penstock.client import Client, PenstockError
-from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import connect
+from penstock.infra.nats_server.jetstream_api import BrokerProblem
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.nats import connect_operator
 from penstock.schemas.errors import ServingError
 from tests.infra.bus.support import eventually

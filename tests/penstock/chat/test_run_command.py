@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.chat import run_command
-from penstock.infra.broker.datadir import Lock
+from penstock.infra.nats_server.datadir import Lock
 from tests.workers.kv_transfer.support import until
 
 

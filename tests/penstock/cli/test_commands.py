@@ -17,7 +17,7 @@ import pytest
 from penstock.cli import commands as cli
 from penstock.cli.commands import ARGV, COMMANDS, NOTHING, main, split, usage
 from penstock.configs import settings
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
 
 ROOT = Path(__file__).parents[3]

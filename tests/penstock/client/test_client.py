@@ -25,7 +25,7 @@ from penstock.client import (
 )
 from penstock.client.connection import token
 from penstock.client.errors import error
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import subjects as wire
 from tests.conftest import Connect
 from tests.penstock.client.fake_gateway import FakeGateway, whole

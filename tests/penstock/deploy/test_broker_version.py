@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from penstock.deploy.kubernetes import CHART
-from penstock.infra.broker import apply
-from penstock.infra.broker.config import USERS, variable
-from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.infra.broker.server import MINIMUM, TESTED, WHEEL, dotted, find_server, parse_version
+from penstock.infra.nats_server import apply_streams
+from penstock.infra.nats_server.config import USERS, variable
+from penstock.infra.nats_server.jetstream_api import BrokerProblem
+from penstock.infra.nats_server.server import MINIMUM, TESTED, WHEEL, dotted, find_server, parse_version
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 from tests.binaries import OLDEST, find_oldest_server
@@ -71,7 +71,7 @@ class OldServer:
 
 async def test_an_older_broker_is_refused_by_name() -> None:
     with pytest.raises(BrokerProblem, match=rf"nats-server 2\.14\.6 is too old: at least {re.escape(dotted(MINIMUM))}"):
-        await apply.apply(OldServer(), topology(Subjects()))  # type: ignore[arg-type]
+        await apply_streams.apply(OldServer(), topology(Subjects()))  # type: ignore[arg-type]
 
 
 def configurations(folder: Path) -> Iterator[Path]:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from penstock.deploy.kubernetes import CHART
-from penstock.infra.broker.config import USERS as BROKER_USERS
+from penstock.infra.nats_server.config import USERS as BROKER_USERS
 from tests.infra.bus.test_credentials import needs_openssl, seed, served, tls
 from tests.penstock.deploy.support import Tree, found, helm, manifests, named, needs_helm, pods
 from tests.penstock.deploy.test_chart import CREDENTIALS, OWN_NATS

@@ -14,7 +14,7 @@ from penstock.configs.flags import read
 from penstock.configs.settings import WorkerSettings
 from penstock.deploy.systemd import GRACE_S, USER_ROLES, run
 from penstock.workers.session.process import GRACE_S as WORKER_GRACE_S
-from tests.infra.broker.test_several_machines import UNITS, UPGRADE
+from tests.infra.nats_server.test_several_machines import UNITS, UPGRADE
 
 FLAGS = {
     "router": ["--metrics-port", "9101"],

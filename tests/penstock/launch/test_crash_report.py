@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.direct_get import read
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.deployment import report_end
 from penstock.schemas import done
 from penstock.schemas.subjects import Subjects

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from penstock.configs.flags import parse
 from penstock.configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
 from penstock.configs.up_settings import UpSettings
-from penstock.infra.broker.datadir import DataDirBusy
+from penstock.infra.nats_server.datadir import DataDirBusy
 from penstock.infra.process.child import Process
 from penstock.infra.process.supervisor import Keeper, RestartBackoff
 from penstock.launch.deployment import Deployment, UpFailed

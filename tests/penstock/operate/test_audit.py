@@ -11,10 +11,10 @@ import pytest
 
 from penstock.cli import commands
 from penstock.configs.logs import setup
-from penstock.infra.broker.jetstream_api import BrokerProblem, request
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.audit import Auditor, Watch, broker_user, of_advisory
 from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.nats_server.jetstream_api import BrokerProblem, request
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.audit import AuditLine, told, unexplained
 from penstock.schemas.audit import AuditEntry
 from penstock.schemas.subjects import Subjects

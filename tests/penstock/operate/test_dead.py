@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.dead import run
 from penstock.schemas import wire
 from penstock.schemas.done import Returned

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import forget as erasing
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.forget import run
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects

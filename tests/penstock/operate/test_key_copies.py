@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from penstock.cli.commands import COMMANDS
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate import key_store
 from penstock.operate.key_store import line_of, read_keys
 from penstock.operate.keys import VERBS, run

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.broker.datadir import Lock
+from penstock.infra.nats_server.datadir import Lock
 from penstock.launch.state import DeploymentState, Running, start_of, write_state
 from penstock.operate.restart import run
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.observe import (
     Count,
     DeploymentSnapshot,

@@ -8,10 +8,10 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import get_last, read
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.planner.connectors import ConnectorFailed
 from penstock.planner.loop import TTL_S, NoDecision, PlannerLease, PlannerLoop, folded, moved
 from penstock.planner.observe import LoadReader

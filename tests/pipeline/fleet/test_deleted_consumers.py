@@ -10,8 +10,8 @@ import httpx
 import nats
 import pytest
 
-from penstock.infra.broker.apply import apply
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.apply_streams import apply
 from penstock.schemas.streams import topology
 from tests.pipeline.support import Deployment, Oracle, registrations, until, words
 

@@ -6,8 +6,8 @@ import pytest
 from nats.aio.client import Client
 
 import penstock.router.held.tenant_weights
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.held.tenant_weights import TenantWeights
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects

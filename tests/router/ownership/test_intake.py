@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.jetstream_api import request as ask_broker
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.puller import config_of, pull_request
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.jetstream_api import request as ask_broker
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.doctor import fleet
 from penstock.operate.doctor.finding import CheckResult, CheckStatus
 from penstock.operate.doctor.fleet import check_fleet

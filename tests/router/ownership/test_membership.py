@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log.whatif.decided_again import decide_again
 from penstock.router.ownership import intake, membership
 from penstock.router.ownership.intake import redeliver

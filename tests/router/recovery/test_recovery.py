@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.direct_get import read
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log.timeline.read import read_timeline
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.recovery import recovery

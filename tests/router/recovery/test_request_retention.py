@@ -10,11 +10,11 @@ from nats.aio.client import Client
 
 from penstock.gateway.admission.storage import LogCapacity
 from penstock.gateway.base.metrics import GatewayMetrics
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.puller import sequence, stored_ns
 from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.requests import Priority
 from penstock.schemas.streams import StreamSpec, topology
 from penstock.schemas.subjects import Subjects

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.recovery import watchdog
 from penstock.router.recovery.watchdog import LATE, LEAST_SAMPLES, Late, find_late
 from penstock.router.state.load_tracker import LoadTracker

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 from nats.aio.client import Client
 
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get, read
 from penstock.infra.bus.publisher import Publisher
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.service.maintenance import JobRetention
 from penstock.router.state.attempts import parse_stage
 from penstock.router.state.load_tracker import LoadTracker

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.recovery import watchdog
 from penstock.router.recovery.watchdog import Watchdog
 from penstock.router.state.attempts import ActiveRequest

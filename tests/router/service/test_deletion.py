@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from nats.errors import NoRespondersError
 
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import forget as erasing
 from penstock.infra.bus import forget as forgetting
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.forget import AWAY_S, DeletedRequests, Ended, ReplicaAway, erase
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.nats import apply_at
 from penstock.operate.forget import forget
 from penstock.router.service import deletion

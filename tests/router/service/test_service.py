@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import memory
 from penstock.infra.bus.puller import ACK, NAK
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.placement.decider import Decisions
 from penstock.router.placement.routing import RoutingDecision, RoutingRequest
 from penstock.router.service.maintenance import CLAIM_S

@@ -14,11 +14,11 @@ import pytest
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.service.service import Gateway
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.model import modeldir
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.router.state.attempts import ENDED_REMEMBERED
 from penstock.router.state.cluster_state import ClusterState

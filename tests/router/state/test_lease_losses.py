@@ -5,8 +5,8 @@ import asyncio
 import msgspec
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.observe import lost_leases
 from penstock.operate.workers import routers
 from penstock.router.state.lost_workers import NAMES, WINDOW_NS, LeaseLosses

@@ -1,9 +1,9 @@
 """Registrations of dead workers are removed, also those that a killed server brought back, which never expire."""
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.registry import RENEWED_S, WorkerRegistry
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.state.lost_workers import RegistrationRemoval
 from penstock.schemas import fleet
 from penstock.schemas.subjects import Subjects

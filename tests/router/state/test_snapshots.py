@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.object_store import get, replace
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.index_command import index_at
 from penstock.router.state import caches
 from penstock.router.state.prefix_index import PrefixIndex

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.placement import decide
 from penstock.router.recovery import recovery
 from penstock.router.state import cluster_state

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 from blake3 import blake3
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import object_store
 from penstock.infra.bus.direct_get import read
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import block_hashes, control, jobs, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.jobs import Stage

@@ -3,7 +3,7 @@
 import pytest
 from structlog.testing import capture_logs
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.workers.kv_transfer.loopback import LoopbackNetwork

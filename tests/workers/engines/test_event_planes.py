@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.state.holders import keys_view
 from penstock.router.state.prefix_index import PrefixIndex
 from penstock.schemas import block_hashes, kv

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
 from penstock.workers.metrics.multiprocess import LAUNCHED, VARIABLE, RankMetricsSettings, own_directory, served
 from tests.pipeline.support import MODEL, Process, free_port, samples

@@ -15,11 +15,11 @@ import pytest
 from PIL import Image
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.object_store import get
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.model.modeldir import ModelError
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import control, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Diffuser

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import done
 from penstock.schemas.subjects import HEADER_CRASHED, Subjects
 from penstock.workers.session.crash_journal import CrashJournal, End, LastLife, Ran, judge, paths, read_journal, returns

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from nats.js.errors import NotFoundError
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.registry import WorkerRegistry
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import fleet
 from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from nats.errors import Error as NatsError
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.direct_get import read
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import Subjects
 from penstock.workers.session import lease as module

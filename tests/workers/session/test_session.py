@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import TINY, load_tokenizer
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import contents, done, fleet, wire
 from penstock.schemas.errors import Code

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.model.modeldir import TINY
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import control, wire
 from penstock.schemas.jobs import Stage
 from penstock.schemas.streams import topology

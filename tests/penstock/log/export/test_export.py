@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, read
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log.export import export, import_log, read_lines
 from penstock.log.requests import inspect, list_requests, tail
 from penstock.log.sources import store_files

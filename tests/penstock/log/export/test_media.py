@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log.export import export, import_log
 from penstock.log.export.recording import BUCKET, RecordedRun, move_media
 from penstock.log.sources.log_copy import MEDIA

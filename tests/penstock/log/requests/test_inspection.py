@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log.requests.inspect import as_json, run, show
 from penstock.log.requests.inspection import MOST_LINES, InspectedEvent, Inspection, inspect, line_of, token_lines
 from penstock.log.requests.inspection_page import page

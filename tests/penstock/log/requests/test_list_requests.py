@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import TINY, load_tokenizer
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log.requests import find_requests
 from penstock.log.requests.find_requests import ended, summaries, unfinished
 from penstock.log.requests.list_requests import RequestLine, lines, run

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log.requests.tail import run
 from penstock.schemas.kv import KvBatch, Stored
 from penstock.schemas.requests import Media

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.infra.broker import datadir
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.datadir import DataDirUnusable, Lock
-from penstock.infra.broker.server import TESTED, EmbeddedNats, dotted
 from penstock.infra.bus.connection import connect
 from penstock.infra.bus.direct_get import read
+from penstock.infra.nats_server import datadir
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.datadir import DataDirUnusable, Lock
+from penstock.infra.nats_server.server import TESTED, EmbeddedNats, dotted
 from penstock.log.requests import inspect, leases
 from penstock.log.sources import log_copy
 from penstock.log.sources.highway_hash import highway_hash_64

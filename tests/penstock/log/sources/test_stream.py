@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, Readable, get, get_last, get_last_of, get_next, read, read_backwards
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log.sources.data_folder import StoredLog
 from penstock.log.sources.log_copy import STREAMS_DIR, CopyFailed
 from penstock.log.sources.open_log import LogSource, open_log

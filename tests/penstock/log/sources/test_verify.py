@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log.requests import inspect, list_requests
 from penstock.log.sources import store_files
 from penstock.log.sources.log_copy import STREAMS_DIR

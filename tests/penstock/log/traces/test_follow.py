@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log.traces import follow
 from penstock.log.traces.follow import Following, PositionStore, TracePosition, begin, share
 from penstock.log.traces.span import Span

@@ -12,8 +12,8 @@ import pytest
 import uvicorn
 from starlette.requests import Request
 
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.process.sockets import bind
 from penstock.launch.state import TOKEN_FILE, stored_token
 from penstock.log.sources.open_log import Log, LogSource, open_log

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from penstock.configs.settings import GatewaySettings
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus import audit
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.nats import apply_at
 from penstock.launch.readiness import get
 from penstock.launch.state import DeploymentState, Running, write_state

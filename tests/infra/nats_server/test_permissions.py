@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.roles import BROKER_ROLES, permissions
-from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.permissions import BROKER_ROLES, permissions
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 from tests.conftest import Connect, round_trip

@@ -22,9 +22,9 @@ from importlib import metadata
 from pathlib import Path
 
 from penstock.configs.settings import Durability
-from penstock.infra.broker.config import USERS, Cluster, ServerConfig, render
-from penstock.infra.broker.datadir import Lock, load_secrets, write_private
-from penstock.infra.broker.tenants import INCLUDE, PASSWORDS_INCLUDE, user_in_use, write_passwords
+from penstock.infra.nats_server.config import USERS, Cluster, ServerConfig, render
+from penstock.infra.nats_server.datadir import Lock, load_secrets, write_private
+from penstock.infra.nats_server.tenants import INCLUDE, PASSWORDS_INCLUDE, user_in_use, write_passwords
 from penstock.infra.process.child import die_with_parent
 from penstock.infra.process.scheduling import lax_timers
 from penstock.infra.process.sockets import CannotListen, bind, check_free

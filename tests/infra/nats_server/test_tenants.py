@@ -13,12 +13,12 @@ from nats.aio.client import Client
 from nats.errors import TimeoutError as NatsTimeout
 
 from penstock.cli.commands import main
-from penstock.infra.broker import tenants
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.jetstream_api import reload
-from penstock.infra.broker.server import EmbeddedNats
-from penstock.infra.broker.tenants import Accounts, Tenant
 from penstock.infra.bus.client import BusClient
+from penstock.infra.nats_server import tenants
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.jetstream_api import reload
+from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.infra.nats_server.tenants import Accounts, Tenant
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tenants import Limits

@@ -25,8 +25,8 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
-from penstock.infra.broker.server import was_started_with
 from penstock.infra.bus.jetstream import BUSY, ApiError
+from penstock.infra.nats_server.server import was_started_with
 
 Config = dict[str, Any]
 

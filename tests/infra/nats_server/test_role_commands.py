@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from penstock.cli import commands
-from penstock.infra.broker import roles
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.nats_server import permissions
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log.sources.open_log import LogSource, running
 from penstock.log.traces.follow import PositionStore, TracePosition, begin
 from penstock.operate.doctor.command import examine
@@ -130,8 +130,8 @@ async def test_a_key_is_made_on_a_broker_that_does_not_let_its_maker_see_workers
     make_broker: MakeBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As one that an earlier release has configured."""
-    known = roles._keys
-    monkeypatch.setattr(roles, "_keys", lambda s: known(s)[:-1])
+    known = permissions._keys
+    monkeypatch.setattr(permissions, "_keys", lambda s: known(s)[:-1])
     server = make_broker()
     await server.start()
     async with opened(server, S):

@@ -13,12 +13,12 @@ import pytest
 from nats.aio.client import Client
 
 from penstock.client import connection as client_connection
-from penstock.infra.broker import apply as apply_module
-from penstock.infra.broker import jetstream_api
-from penstock.infra.broker.apply import apply_submissions
-from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.infra.broker.server import EmbeddedNats, find_server
 from penstock.infra.bus.connection import connect
+from penstock.infra.nats_server import apply_streams as apply_module
+from penstock.infra.nats_server import jetstream_api
+from penstock.infra.nats_server.apply_streams import apply_submissions
+from penstock.infra.nats_server.jetstream_api import BrokerProblem
+from penstock.infra.nats_server.server import EmbeddedNats, find_server
 from penstock.launch.nats import apply_at, connect_operator
 from penstock.schemas.streams import GIB, topology
 from penstock.schemas.subjects import Subjects

@@ -36,10 +36,10 @@ from nats.js.errors import (
 )
 from nats.js.kv import KeyValue
 
-from penstock.infra.broker.config import passwords, tenant_accounts
-from penstock.infra.broker.datadir import write_private
-from penstock.infra.broker.roles import SECOND
 from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE
+from penstock.infra.nats_server.config import passwords, tenant_accounts
+from penstock.infra.nats_server.datadir import write_private
+from penstock.infra.nats_server.permissions import SECOND
 from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
 from penstock.schemas.tenants import MAX_PENDING, Limits, check_name
 from penstock.schemas.tenants import decode as decode_limits

@@ -19,8 +19,8 @@ import nats
 import pytest
 import structlog.testing
 
-from penstock.infra.broker import disk
-from penstock.infra.broker.disk import DiskWatch
+from penstock.infra.nats_server import disk
+from penstock.infra.nats_server.disk import DiskWatch
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.broker.apply import apply
-from penstock.infra.broker.jetstream_api import request
-from penstock.infra.broker.server import EmbeddedNats
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.jetstream_api import request
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.streams import run_list, run_set
 from penstock.schemas.streams import DAY, GIB, HOUR, MIB, topology
 from penstock.schemas.subjects import Subjects

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import msgspec
 from nats.aio.client import Client
 
-from penstock.infra.broker.apply import SET_BY_OPERATOR
-from penstock.infra.broker.jetstream_api import BrokerProblem, Config, existing_config, existing_info, request
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import parse_time, read
 from penstock.infra.bus.jetstream import STREAM_NOT_FOUND
+from penstock.infra.nats_server.apply_streams import SET_BY_OPERATOR
+from penstock.infra.nats_server.jetstream_api import BrokerProblem, Config, existing_config, existing_info, request
 from penstock.schemas.streams import HOUR, LONGEST_DEADLINE_S, MIB, Topology
 
 _NS = 1_000_000_000

@@ -9,7 +9,16 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from penstock.infra.broker.roles import BROKER_ROLES, SECOND, Login, Permissions, account, exports, permissions, role_of
+from penstock.infra.nats_server.permissions import (
+    BROKER_ROLES,
+    SECOND,
+    Login,
+    Permissions,
+    account,
+    exports,
+    permissions,
+    role_of,
+)
 from penstock.schemas.streams import MAX_PAYLOAD
 from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
 

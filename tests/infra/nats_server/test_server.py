@@ -20,13 +20,15 @@ from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import NotFoundError
 
 from penstock.configs.settings import NatsSettings
-from penstock.infra.broker import server
-from penstock.infra.broker.apply import apply, stream_configs, widened
-from penstock.infra.broker.config import USERS, ServerConfig, render
-from penstock.infra.broker.datadir import DataDirBusy, Lock, load_secrets
-from penstock.infra.broker.jetstream_api import BrokerProblem
-from penstock.infra.broker.roles import BROKER_ROLES, permissions
-from penstock.infra.broker.server import (
+from penstock.infra.bus import object_store
+from penstock.infra.bus.connection import connect as open_bus
+from penstock.infra.nats_server import server
+from penstock.infra.nats_server.apply_streams import apply, stream_configs, widened
+from penstock.infra.nats_server.config import USERS, ServerConfig, render
+from penstock.infra.nats_server.datadir import DataDirBusy, Lock, load_secrets
+from penstock.infra.nats_server.jetstream_api import BrokerProblem
+from penstock.infra.nats_server.permissions import BROKER_ROLES, permissions
+from penstock.infra.nats_server.server import (
     EmbeddedNats,
     ServerFailed,
     find_server,
@@ -35,8 +37,6 @@ from penstock.infra.broker.server import (
     was_started_with,
     with_memory_limit,
 )
-from penstock.infra.bus import object_store
-from penstock.infra.bus.connection import connect as open_bus
 from penstock.infra.process.sockets import CannotListen
 from penstock.launch.nats import apply_at, own_config
 from penstock.schemas.streams import topology
@@ -418,7 +418,7 @@ async def test_a_role_that_may_not_create_streams_gets_an_error_that_says_so(
 async def test_a_small_max_payload_is_named_with_the_fix(
     make_broker: MakeBroker, monkeypatch: pytest.MonkeyPatch, connect: Connect
 ) -> None:
-    monkeypatch.setattr("penstock.infra.broker.config.MAX_PAYLOAD", 1 << 20)
+    monkeypatch.setattr("penstock.infra.nats_server.config.MAX_PAYLOAD", 1 << 20)
     server = make_broker()
     await server.start()
     client = await connect(server)
