@@ -322,8 +322,8 @@ def test_cores_and_schemas_touch_neither_broker_nor_clock() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "cli.import_structlog(); import penstock.router.main",
-        "cli.import_structlog(); import penstock.gateway.main; from penstock.infra.model import modeldir; "
+        "cli.import_structlog(); import penstock.router.run_router",
+        "cli.import_structlog(); import penstock.gateway.run_gateway; from penstock.infra.model import modeldir; "
         "modeldir.load(modeldir.TINY)",
         "import penstock.launch.up; sys.modules.pop('rich', None)",
     ],

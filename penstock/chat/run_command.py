@@ -18,8 +18,8 @@ import httpcore2
 import msgspec
 from rich.console import Console
 
+from penstock.chat.chat_command import INTERRUPTED, add_chat_flags, talk
 from penstock.chat.client import BROKEN
-from penstock.chat.command import INTERRUPTED, add_chat_flags, talk
 from penstock.cli.terminal import visible
 from penstock.configs.flags import Parser
 from penstock.infra.model.modeldir import ModelError, resolve

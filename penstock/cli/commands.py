@@ -70,22 +70,22 @@ COMMANDS = {
         "penstock.operate.keys:run",
         choices=("create", "list", "show", "set", "revoke", "export", "import"),
     ),
-    "gateway": Command("run a gateway (OpenAI API)", "penstock.gateway.main:run", "GatewaySettings"),
-    "router": Command("run a router", "penstock.router.main:run", "RouterSettings"),
-    "worker": Command("run a worker", "penstock.workers.main:run", "WorkerSettings"),
+    "gateway": Command("run a gateway (OpenAI API)", "penstock.gateway.run_gateway:run", "GatewaySettings"),
+    "router": Command("run a router", "penstock.router.run_router:run", "RouterSettings"),
+    "worker": Command("run a worker", "penstock.workers.run_worker:run", "WorkerSettings"),
     "rank-metrics": Command(
         "serve the metrics of an engine's ranks on a machine that has no worker",
         "penstock.workers.metrics.multiprocess:run",
         "penstock.workers.metrics.multiprocess:RankMetricsSettings",
     ),
-    "chat": Command("talk to a model in the terminal", "penstock.chat.command:run"),
+    "chat": Command("talk to a model in the terminal", "penstock.chat.chat_command:run"),
     "run": Command("serve a model for one conversation: start, answer, stop", "penstock.chat.run_command:run"),
     "requests": Command("list and search requests, running and ended", "penstock.log.requests.list_requests:run"),
     "tail": Command("print the last messages of the log, decoded", "penstock.log.requests.tail:run"),
     "inspect": Command("show everything that happened to a request, and why", "penstock.log.requests.inspect:run"),
     "trace": Command(
         "send the traces of all requests to an OpenTelemetry collector",
-        "penstock.log.traces.command:run",
+        "penstock.log.traces.trace_command:run",
         "TraceSettings",
     ),
     "export": Command("write recorded requests to a file", "penstock.log.export.export:run"),
@@ -96,11 +96,12 @@ COMMANDS = {
         "show what each worker's cache held at a given time, from the log", "penstock.operate.index_command:run"
     ),
     "whatif": Command(
-        "repeat recorded routing decisions with other weights, modes or workers", "penstock.log.whatif.command:run"
+        "repeat recorded routing decisions with other weights, modes or workers",
+        "penstock.log.whatif.whatif_command:run",
     ),
     "top": Command("watch a running deployment in the terminal", "penstock.operate.top:run"),
-    "dashboard": Command("show a deployment in the browser", "penstock.operate.dashboard.command:run"),
-    "doctor": Command("find problems, and how to fix them", "penstock.operate.doctor.command:run"),
+    "dashboard": Command("show a deployment in the browser", "penstock.operate.dashboard.dashboard_command:run"),
+    "doctor": Command("find problems, and how to fix them", "penstock.operate.doctor.doctor_command:run"),
     "models check": Command("say what a model folder is, and show a prompt of it", "penstock.operate.check_model:run"),
     "health": Command("check that a process of this machine is healthy, for containers", "penstock.operate.health:run"),
     "drain": Command("take workers out of service without failing a request", "penstock.operate.drain:run"),
@@ -112,15 +113,19 @@ COMMANDS = {
     ),
     "audit": Command("list who changed what, or read what of others", "penstock.operate.audit:run"),
     "forget": Command("delete ended requests from the log", "penstock.operate.forget:run"),
-    "recipe list": Command("list the recipes that come with penstock", "penstock.launch.recipes.command:run_list"),
-    "recipe show": Command("show a recipe and the commands that run it", "penstock.launch.recipes.command:run_show"),
+    "recipe list": Command(
+        "list the recipes that come with penstock", "penstock.launch.recipes.recipe_command:run_list"
+    ),
+    "recipe show": Command(
+        "show a recipe and the commands that run it", "penstock.launch.recipes.recipe_command:run_show"
+    ),
     "recipe check": Command(
-        "check engine arguments for errors and slow settings", "penstock.launch.recipes.command:run_check"
+        "check engine arguments for errors and slow settings", "penstock.launch.recipes.recipe_command:run_check"
     ),
     "recipe generate": Command(
         "generate engine arguments for a model, GPUs and a load", "penstock.launch.recipes.generate:run_generate"
     ),
-    "recipe matrix": Command("show what each engine supports", "penstock.launch.recipes.command:run_matrix"),
+    "recipe matrix": Command("show what each engine supports", "penstock.launch.recipes.recipe_command:run_matrix"),
     "kubernetes render": Command("make values for the Helm chart", "penstock.deploy.kubernetes:run_render"),
     "kubernetes chart": Command("write the Helm chart to a folder", "penstock.deploy.kubernetes:run_chart"),
     "systemd": Command(
@@ -136,12 +141,12 @@ COMMANDS = {
     ),
     "bench sweep": Command(
         "measure OpenAI-compatible servers at several levels of load",
-        "penstock.measure.sweep.command:run",
-        "penstock.measure.sweep.command:SweepSettings",
+        "penstock.measure.sweep.sweep_command:run",
+        "penstock.measure.sweep.sweep_command:SweepSettings",
     ),
     "bench plot": Command("plot what bench sweep has measured", "penstock.measure.sweep.plot:run"),
     "bench pareto": Command(
-        "compare measured deployments by throughput per GPU and by cost", "penstock.measure.pareto.command:run"
+        "compare measured deployments by throughput per GPU and by cost", "penstock.measure.pareto.pareto_command:run"
     ),
     "bench convert": Command(
         "take over results of aiperf",
@@ -173,7 +178,7 @@ COMMANDS = {
     ),
     "slurm": Command(
         "measure deployments on a Slurm cluster: submit, status, collect, cancel",
-        "penstock.measure.slurm.command:run",
+        "penstock.measure.slurm.slurm_command:run",
         choices=("cancel", "collect", "status", "submit"),
     ),
     "slurm layout": Command(
@@ -181,13 +186,13 @@ COMMANDS = {
     ),
     "profile endpoint": Command(
         "measure prefill and decode of a live engine, each alone",
-        "penstock.measure.profile.command:run",
-        "penstock.measure.profile.command:EndpointProfileSettings",
+        "penstock.measure.profile.profile_endpoint_command:run",
+        "penstock.measure.profile.profile_endpoint_command:EndpointProfileSettings",
     ),
     "profile sla": Command(
         "choose the configuration that serves most per GPU within given latencies",
-        "penstock.measure.search.command:run",
-        "penstock.measure.search.command:SlaProfileSettings",
+        "penstock.measure.search.profile_sla_command:run",
+        "penstock.measure.search.profile_sla_command:SlaProfileSettings",
     ),
     "profile kernels": Command(
         "shares of attention and dense layers in a trace of torch's profiler",

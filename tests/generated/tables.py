@@ -23,7 +23,7 @@ from penstock.infra.nats_server.permissions import (
 )
 from penstock.infra.text.parsers.families import PACKAGED, CallFormat, Family, read_rows
 from penstock.launch.recipes.catalogue import FOLDER, Recipe, RecipeEntry, context_of, load, members
-from penstock.launch.recipes.command import hardware
+from penstock.launch.recipes.recipe_command import hardware
 from penstock.schemas.subjects import Subjects
 from penstock.workers.engines.support import matrix, sampling_notes, sampling_table
 

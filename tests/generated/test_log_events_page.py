@@ -49,8 +49,8 @@ def test_every_form_of_a_call_is_found_with_its_fields() -> None:
 
 
 def test_an_event_that_cannot_be_named_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"router/main.py:3: the name of this event cannot be found"):
-        list(calls_of(ast.parse("def run(names):\n    pass\n    log.error(names[0])\n"), "router/main.py"))
+    with pytest.raises(ValueError, match=r"router/run_router.py:3: the name of this event cannot be found"):
+        list(calls_of(ast.parse("def run(names):\n    pass\n    log.error(names[0])\n"), "router/run_router.py"))
 
 
 def test_an_event_without_a_meaning_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.log.whatif import command
+from penstock.log.whatif import whatif_command
 from penstock.operate import index_command
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, token_prompt
@@ -41,17 +41,17 @@ async def test_every_decision_is_made_again_as_it_was_and_with_a_change(
     recorded: Deployment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await ask(recorded)
-    same = await output(command.run, recorded, capsys)
+    same = await output(whatif_command.run, recorded, capsys)
     assert same["decisions"] == same["usable"] == same["reproduced"] == REQUESTS
     assert (same["moved"], same["waiting"]) == (0, 0)
     assert same["recorded"] == same["then"]
     assert same["ms_per_token"] > 0
-    without = await output(command.run, recorded, capsys, "--without", "worker-0")
+    without = await output(whatif_command.run, recorded, capsys, "--without", "worker-0")
     assert without["reproduced"] == REQUESTS
     assert without["moved"] == sum(
         count for worker, count in same["recorded"]["by_worker"].items() if worker.startswith("worker-0-")
     )
-    nobody = await output(command.run, recorded, capsys, *(f"--without=worker-{number}" for number in range(3)))
+    nobody = await output(whatif_command.run, recorded, capsys, *(f"--without=worker-{number}" for number in range(3)))
     assert nobody["waiting"] == REQUESTS
 
 

@@ -11,7 +11,7 @@ import pytest
 from penstock.infra.bus.tasks import EXIT_OK, EXIT_STUCK
 from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.router.main import END_S
+from penstock.router.run_router import END_S
 from penstock.schemas import wire
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects

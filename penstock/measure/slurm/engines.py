@@ -16,7 +16,7 @@ from penstock.launch.recipes.catalogue import GPUS
 from penstock.launch.recipes.engine_args import BLOCK, EngineSpec, context_of, generate, sizes
 from penstock.measure.slurm.placement import SlurmGroup
 from penstock.measure.slurm.sweep_file import BadSweep, Flags, Role, SweepFile, SweepPoint, argv_of, tree_over
-from penstock.measure.sweep.command import SweepSettings
+from penstock.measure.sweep.sweep_command import SweepSettings
 from penstock.measure.sweep.workload import levels_of, workload_of
 
 EXTERNAL = ("trtllm", "vllm")

@@ -11,7 +11,7 @@ import structlog.testing
 from penstock.gateway.access import table
 from penstock.gateway.access.guard import ANYONE, Guard, noted_in
 from penstock.gateway.access.table import STALE_S
-from penstock.gateway.main import Exposed, check_loopback, listen
+from penstock.gateway.run_gateway import Exposed, check_loopback, listen
 from penstock.infra.bus.audit import person
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.tasks import Tasks

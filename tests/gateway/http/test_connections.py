@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.gateway.http.server import SCOPE, ConnectionLimits, HttpConnection, HttpServer
-from penstock.gateway.main import listen
+from penstock.gateway.run_gateway import listen
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.process import turns
 from tests.infra.bus.support import eventually

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from penstock.gateway.http.server import ConnectionLimits, HttpServer
 from penstock.gateway.http.tls import BadCertificate, Certificate
-from penstock.gateway.main import listen
+from penstock.gateway.run_gateway import listen
 from penstock.infra.bus.tasks import Tasks
 from tests.gateway.http.test_connections import GET, Application
 from tests.tls_support import DAYS, issue

@@ -15,7 +15,7 @@ from penstock.infra.nats_server import permissions
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log.sources.open_log import LogSource, running
 from penstock.log.traces.follow import PositionStore, TracePosition, begin
-from penstock.operate.doctor.command import examine
+from penstock.operate.doctor.doctor_command import examine
 from penstock.operate.doctor.finding import CheckStatus
 from penstock.planner.loop import PlannerLoop
 from penstock.planner.worker_counts import Planner

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from penstock.chat.answer import Conversation
+from penstock.chat.chat_command import run
 from penstock.chat.client import ChatClient
-from penstock.chat.command import run
 from penstock.chat.session import ChatOptions, Session
 from tests.penstock.chat.test_answer import event
 

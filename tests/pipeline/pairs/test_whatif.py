@@ -5,7 +5,7 @@ import datetime
 import httpx
 import pytest
 
-from penstock.log.whatif import command
+from penstock.log.whatif import whatif_command
 from tests.pipeline.support import Deployment, token_prompt
 from tests.pipeline.test_whatif import REQUESTS, output
 
@@ -18,17 +18,19 @@ async def test_pairs_are_decided_again_with_other_workers_and_policies(
         prompt = token_prompt(400, number % 5) + token_prompt(300 * (number % 3), 100 + number)
         answer = await http.post("/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 4})
         assert answer.status_code == 200, answer.text
-    same = await output(command.run, pairs, capsys, *options)
+    same = await output(whatif_command.run, pairs, capsys, *options)
     assert same["decisions"] == same["usable"] == same["reproduced"] == REQUESTS
     assert same["recorded"] == same["then"]
     assert (split := sum(same["recorded"]["decoded_by"].values())) > REQUESTS // 3
-    without = await output(command.run, pairs, capsys, *options, "--without", "prefill-0", "--without", "decode-1")
+    without = await output(
+        whatif_command.run, pairs, capsys, *options, "--without", "prefill-0", "--without", "decode-1"
+    )
     assert not any(name.startswith(("prefill-0-", "decode-1-")) for name in without["then"]["by_worker"])
     assert all(name.startswith("decode-0-") for name in without["then"]["decoded_by"])
     killed = await output(
-        command.run, pairs, capsys, *options, "--kill", "decode-0", "--kill", "decode-1", "--at", "1h"
+        whatif_command.run, pairs, capsys, *options, "--kill", "decode-0", "--kill", "decode-1", "--at", "1h"
     )
     assert (killed["waiting"], killed["then"]["decoded_by"]) == (0, {})  # prefill workers run everything
-    local = await output(command.run, pairs, capsys, *options, "--local-prefill-tokens", "100000")
+    local = await output(whatif_command.run, pairs, capsys, *options, "--local-prefill-tokens", "100000")
     assert local["then"]["decoded_by"] == {}
     assert local["moved"] == split

@@ -1,6 +1,6 @@
 """What every engine owes its worker, asked through the protocol of ``penstock.workers.engines.base`` alone.
 
-``SUBJECTS`` are the engines, each made from a worker's settings as ``penstock.workers.main`` makes it;
+``SUBJECTS`` are the engines, each made from a worker's settings as ``penstock.workers.run_worker`` makes it;
 ``test_contract.py`` is the suite. Where an engine cannot keep a clause, ``lacks`` says why, and its test is skipped
 with that reason.
 

@@ -45,7 +45,7 @@ def test_torch_is_imported_after_the_wait_policy_is_set() -> None:
         "from penstock.configs.settings import WorkerSettings\n"
         "from penstock.infra.model.modeldir import TINY\n"
         "from penstock.workers.engines import native\n"
-        "import penstock.workers.main\n"
+        "import penstock.workers.run_worker\n"
         "assert 'torch' not in sys.modules\n"
         "try:\n"
         "    native.from_settings(WorkerSettings(logits_processor=('wrong',)), TINY)\n"

@@ -48,7 +48,8 @@ def test_front_processes_and_the_mock_engine_need_none_of_them() -> None:
     code = (
         "import sys\n"
         f"sys.modules |= dict.fromkeys({ABSENT!r})\n"
-        "import penstock.gateway.main, penstock.router.main, penstock.launch.up, penstock.workers.main\n"
+        "import penstock.gateway.run_gateway, penstock.router.run_router, penstock.workers.run_worker\n"
+        "import penstock.launch.up\n"
         "import penstock.client\n"
         "from penstock.configs.settings import WorkerSettings\n"
         "from penstock.infra.model import modeldir\n"

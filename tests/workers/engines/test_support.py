@@ -16,7 +16,7 @@ from penstock.workers.engines.support import (
     sampling_notes,
     sampling_table,
 )
-from penstock.workers.main import check_settings
+from penstock.workers.run_worker import check_settings
 from penstock.workers.runners.pipeline_runner import build_engine
 from tests.workers.engines.contract import (
     ALL,

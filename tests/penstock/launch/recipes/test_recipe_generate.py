@@ -12,9 +12,9 @@ from penstock.infra.engine_args.rules.check import check
 from penstock.infra.engine_args.tree import BadArguments, decode
 from penstock.launch.recipes.catalogue import GPUS, known_shape, load, parse
 from penstock.launch.recipes.catalogue import context_of as context_of_recipe
-from penstock.launch.recipes.command import run_check
 from penstock.launch.recipes.engine_args import EngineSpec, context_of, generate, sizes
 from penstock.launch.recipes.generate import PER_NODE, run_generate
+from penstock.launch.recipes.recipe_command import run_check
 
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = sorted({recipe.header.model for recipe in load().values() if recipe.header})

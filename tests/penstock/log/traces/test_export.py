@@ -9,10 +9,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from penstock.configs.settings import TraceSettings
 from penstock.log.traces import export
-from penstock.log.traces.command import BadUse, check
 from penstock.log.traces.export import Exporter
 from penstock.log.traces.span import Span
 from penstock.log.traces.spans import spans as spans_of
+from penstock.log.traces.trace_command import BadUse, check
 from penstock.schemas.trace import Trace
 from tests.penstock.log.traces.collector import Collector
 from tests.penstock.log.traces.samples import PARENT, at, split

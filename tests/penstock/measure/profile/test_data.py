@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.measure.profile.command import begun
 from penstock.measure.profile.data import BadProfile, Decode, DecodePoint, Prefill, Profile, Setup, load, save
+from penstock.measure.profile.profile_endpoint_command import begun
 
 SETUP = Setup(
     model="m", api="chat", gpus=1, attention_dp=1, osl=500, max_context=8192, max_kv_tokens=100_000, max_batch=64

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 
 
 def test_each_part_that_was_measured_has_its_plot(tmp_path: Path) -> None:
-    from penstock.measure.profile.command import draw
+    from penstock.measure.profile.profile_endpoint_command import draw
 
     both = engine().profile
     assert [path.name for path in draw(both, tmp_path)] == ["prefill.png", "decode.png"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.measure.slurm.command import run
+from penstock.measure.slurm.slurm_command import run
 from tests.penstock.measure.sweep.samples import result, write
 from tests.standins.slurm import COMMANDS, install
 from tests.standins.slurm.commands import OPTIONS, parse

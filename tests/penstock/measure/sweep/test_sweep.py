@@ -13,13 +13,13 @@ import pytest
 from penstock.configs.flags import BadSettings
 from penstock.measure.simulation.trace import RequestTrace, TraceRow
 from penstock.measure.sweep import results
-from penstock.measure.sweep.command import Plan, Sweep, SweepFailed, SweepSettings, plan_of
-from penstock.measure.sweep.command import run as run_command
 from penstock.measure.sweep.endpoints import parse_endpoints
 from penstock.measure.sweep.level_run import RunLimits
 from penstock.measure.sweep.report import knee_of
 from penstock.measure.sweep.results import BadResults, read_series
 from penstock.measure.sweep.smoke import Unhealthy
+from penstock.measure.sweep.sweep_command import Plan, Sweep, SweepFailed, SweepSettings, plan_of
+from penstock.measure.sweep.sweep_command import run as run_command
 from penstock.measure.sweep.workload import LoadLevel, Workload, concurrency_level
 from tests.penstock.measure.sweep.fake_server import TEXTS, FakeServer, fake_server
 from tests.penstock.measure.sweep.samples import load_records

@@ -28,7 +28,7 @@ from penstock.operate.doctor import finding as certificates
 from penstock.operate.doctor import fleet as fleet_checks
 from penstock.operate.doctor import machine
 from penstock.operate.doctor.broker import check_address, check_broker
-from penstock.operate.doctor.command import check_logs, examine, redacted, run, write_bundle
+from penstock.operate.doctor.doctor_command import check_logs, examine, redacted, run, write_bundle
 from penstock.operate.doctor.finding import CheckResult, CheckStatus
 from penstock.operate.doctor.fleet import (
     check_fleet,
@@ -96,7 +96,9 @@ async def test_the_port_of_a_gateway_is_no_problem_where_its_deployment_runs(
         writer.close()
 
     port = listening.getsockname()[1]
-    monkeypatch.setattr("penstock.operate.doctor.command.GatewaySettings", partial(GatewaySettings, http_port=port))
+    monkeypatch.setattr(
+        "penstock.operate.doctor.doctor_command.GatewaySettings", partial(GatewaySettings, http_port=port)
+    )
     there = LogSource(tmp_path, nats_url="nats://127.0.0.1:1")
 
     async def found(source: LogSource, *, machine_only: bool = False) -> CheckResult:

@@ -10,7 +10,7 @@ import structlog
 
 from penstock.configs.logs import setup
 from penstock.operate.doctor import trtllm as doctor
-from penstock.operate.doctor.command import run
+from penstock.operate.doctor.doctor_command import run
 from penstock.operate.doctor.finding import CheckResult, CheckStatus
 from tests import standins
 

@@ -9,8 +9,8 @@ import yaml
 from penstock.cli.figures import quantile
 from penstock.measure.profile.data import BadProfile, file_of, load, save
 from penstock.measure.profile.modelled import mock_profile
-from penstock.measure.search.command import SlaProfileSettings
-from penstock.measure.search.command import run as suggest
+from penstock.measure.search.profile_sla_command import SlaProfileSettings
+from penstock.measure.search.profile_sla_command import run as suggest
 from penstock.measure.simulation.fleet import simulate as run_fleet
 from penstock.measure.simulation.placement import PlacementPolicy
 from penstock.measure.simulation.policy import SimulatedFleet

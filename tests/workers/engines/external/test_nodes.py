@@ -23,7 +23,7 @@ from penstock.workers.engines.external.nodes import (
     reached_at,
     towards,
 )
-from penstock.workers.node import in_thread
+from penstock.workers.run_engine_node import in_thread
 from tests.pipeline.support import free_port
 
 OWN = JoinRequest(0, 3, "vllm", "0.33.0", "abc")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.measure.pareto.command import run
+from penstock.measure.pareto.pareto_command import run
 from penstock.measure.pareto.records import FILE, BadDeployment, parse_deployment
 from tests.penstock.measure.sweep.samples import result, write
 

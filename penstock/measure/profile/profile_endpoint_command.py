@@ -23,9 +23,9 @@ from penstock.measure.profile import grid
 from penstock.measure.profile.data import FILE, BadProfile, Decode, Prefill, Profile, Setup, load
 from penstock.measure.profile.endpoint import Capacity, Grid, ProfileFailed, Profiler, capacity_of
 from penstock.measure.sweep.bodies import Bodies, LevelTooLarge
-from penstock.measure.sweep.command import text_of
 from penstock.measure.sweep.endpoints import BadEndpoint, SweptEndpoint, parse_endpoints
 from penstock.measure.sweep.smoke import Api, Smoke, Unhealthy, smoke
+from penstock.measure.sweep.sweep_command import text_of
 from penstock.measure.sweep.workload import NoShortWord, TokenText
 
 _LINE = "#0f766e"

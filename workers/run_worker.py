@@ -31,10 +31,10 @@ def run(settings: WorkerSettings) -> int:
         with own_directory():
             check_nodes(settings)
             if settings.node_rank:
-                from penstock.workers import node
+                from penstock.workers import run_engine_node
 
                 check_settings(settings)
-                return node.run(settings)
+                return run_engine_node.run(settings)
             status: int = uvloop.run(_serve(settings))
         return status
     except NodeLost as error:

@@ -15,7 +15,7 @@ from penstock.launch.groups import fleet_of
 from penstock.launch.recipes.advice import advise, check_set, failed
 from penstock.launch.recipes.catalogue import context_of, parse
 from penstock.measure.profile.data import save
-from penstock.measure.search.command import SlaProfileSettings, run
+from penstock.measure.search.profile_sla_command import SlaProfileSettings, run
 from tests.penstock.planner.engines import engine
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"

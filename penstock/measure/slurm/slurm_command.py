@@ -15,7 +15,7 @@ from penstock.cli.terminal import reason, stdout
 from penstock.configs.flags import Parser, read
 from penstock.infra.engine_args.tree import Tree, parse_yaml
 from penstock.launch.recipes.catalogue import shape_at
-from penstock.measure.pareto import command as pareto
+from penstock.measure.pareto import pareto_command as pareto
 from penstock.measure.pareto import records
 from penstock.measure.slurm import script
 from penstock.measure.slurm.engines import Worker, load_of, workers_of
@@ -35,8 +35,8 @@ from penstock.measure.slurm.placement import BadAllocation, node_count
 from penstock.measure.slurm.script import FOLDER
 from penstock.measure.slurm.sweep_file import BadSweep, SweepFile, SweepPoint, deployment_of, parse, select
 from penstock.measure.sweep import plot
-from penstock.measure.sweep.command import SweepSettings
 from penstock.measure.sweep.results import BadResults
+from penstock.measure.sweep.sweep_command import SweepSettings
 from penstock.measure.sweep.workload import LoadLevel, levels_of
 
 _STYLES = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "dim", "FAILED": "red", "LOST": "red", "TIMEOUT": "red"}
