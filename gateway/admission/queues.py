@@ -24,7 +24,7 @@ from nats.js.errors import NotFoundError
 from penstock.gateway.admission.storage import LogCapacity
 from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.base.request_bodies import resolve_priority
-from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.forget import stores

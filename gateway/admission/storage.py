@@ -20,7 +20,7 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.gateway.base.metrics import GatewayMetrics
-from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get, get_next
 from penstock.infra.bus.memory import Fill, MemoryStreams

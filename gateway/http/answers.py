@@ -44,7 +44,7 @@ from penstock.gateway.http.asgi import (
 )
 from penstock.gateway.http.idempotency import submit_once
 from penstock.gateway.http.server import SCOPE, HttpConnection
-from penstock.gateway.log.inflight import GOES_ON, InflightRequest
+from penstock.gateway.request_log.inflight import GOES_ON, InflightRequest
 from penstock.gateway.service.service import Gateway
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.keys import ApiKey

@@ -14,8 +14,8 @@ from penstock.gateway.admission.idempotency import Claim, claim, digest_of, find
 from penstock.gateway.apis.chat.bodies import StreamOptions
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.base.request_bodies import decode_body, unsupported
-from penstock.gateway.log.inflight import InflightRequest
-from penstock.gateway.log.lookup import StoredRequest
+from penstock.gateway.request_log.inflight import InflightRequest
+from penstock.gateway.request_log.lookup import StoredRequest
 from penstock.gateway.service.service import Gateway, submit_claimed
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import time_of

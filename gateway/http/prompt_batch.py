@@ -13,7 +13,7 @@ from penstock.gateway.base.request_bodies import unsupported
 from penstock.gateway.http.answers import DISCONNECTED, HEAD_S, JSON, SSE_HEADERS, IdleTimer, StreamClock, id_headers
 from penstock.gateway.http.asgi import ClientIds, Scope, Send
 from penstock.gateway.http.server import SCOPE, HttpConnection
-from penstock.gateway.log.inflight import GOES_ON, InflightRequest
+from penstock.gateway.request_log.inflight import GOES_ON, InflightRequest
 from penstock.gateway.service.service import Gateway
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas.errors import ServingError

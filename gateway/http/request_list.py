@@ -13,9 +13,9 @@ from msgspec import Struct
 from penstock.gateway.apis.endpoints import Aggregator, aggregator_for, encode_answer
 from penstock.gateway.apis.images import ImageAggregator
 from penstock.gateway.base.chat_objects import Status, error_body
-from penstock.gateway.log.completion import LATE_S, last_item
-from penstock.gateway.log.listing import Page, progress_of
-from penstock.gateway.log.lookup import StoredRequest, erased, has_output, is_whole
+from penstock.gateway.request_log.completion import LATE_S, last_item
+from penstock.gateway.request_log.listing import Page, progress_of
+from penstock.gateway.request_log.lookup import StoredRequest, erased, has_output, is_whole
 from penstock.gateway.service.service import Gateway
 from penstock.schemas import done
 from penstock.schemas.control import Progress

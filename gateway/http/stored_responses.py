@@ -19,7 +19,7 @@ from penstock.gateway.base.request_bodies import RESPONSE, invalid
 from penstock.gateway.http.answers import JSON, HttpExchange, Responder, answer_text, id_headers, send_error
 from penstock.gateway.http.asgi import Receive, Scope, Send
 from penstock.gateway.http.request_list import running_progress
-from penstock.gateway.log.lookup import StoredRequest
+from penstock.gateway.request_log.lookup import StoredRequest
 from penstock.gateway.service.service import Gateway
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import done

@@ -22,9 +22,9 @@ from nats.errors import Error as NatsError
 
 from penstock.gateway.apis.endpoints import aggregator_for, encode_answer
 from penstock.gateway.base.metrics import account
-from penstock.gateway.log.inflight import InflightRequest
-from penstock.gateway.log.lookup import has_output, is_whole
 from penstock.gateway.nats.messages import DeliveredMessage, StreamMessages, failure
+from penstock.gateway.request_log.inflight import InflightRequest
+from penstock.gateway.request_log.lookup import has_output, is_whole
 from penstock.gateway.service.service import Gateway
 from penstock.infra.bus.connection import Bus
 from penstock.schemas.done import Done, items

@@ -21,7 +21,6 @@ from nats.errors import Error as NatsError
 from penstock.gateway.admission.idempotency import IdempotencyConflict, digest_of
 from penstock.gateway.admission.queues import class_of
 from penstock.gateway.base.chat_objects import stopping
-from penstock.gateway.log.lookup import unknown
 from penstock.gateway.nats.acceptor import RequestAcceptor
 from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery, KeyedSlots, ReplyPublisher
 from penstock.gateway.nats.messages import DeliveredMessage, failure
@@ -35,6 +34,7 @@ from penstock.gateway.nats.protocol import (
     parse_headers,
     usable_reply_to,
 )
+from penstock.gateway.request_log.lookup import unknown
 from penstock.gateway.service.service import Gateway
 from penstock.infra.bus.forget import Eraser
 from penstock.infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller, config_of, make_again

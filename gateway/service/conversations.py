@@ -8,7 +8,7 @@ from typing import NamedTuple
 from penstock.gateway.apis.responses.chat import Turn
 from penstock.gateway.apis.responses.record import PREFIX, check_turns, read_stored, turn_of
 from penstock.gateway.base.request_bodies import RESPONSE, invalid
-from penstock.gateway.log.lookup import RequestLookup, StoredRequest, has_output
+from penstock.gateway.request_log.lookup import RequestLookup, StoredRequest, has_output
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import done
 from penstock.schemas.errors import Code, ServingError

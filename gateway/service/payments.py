@@ -9,8 +9,8 @@ import asyncio
 from penstock.gateway.access.guard import Caller
 from penstock.gateway.access.limiter import Limiter, Paid
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
-from penstock.gateway.log.inflight import InflightRequest
-from penstock.gateway.log.lookup import Records, RequestFinder
+from penstock.gateway.request_log.inflight import InflightRequest
+from penstock.gateway.request_log.lookup import Records, RequestFinder
 from penstock.infra.bus.clock import BrokerClock
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas.errors import Code, ServingError

@@ -26,13 +26,13 @@ from penstock.gateway.apis.responses.objects import InputTokens
 from penstock.gateway.base.chat_objects import stopping
 from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.base.request_bodies import BOM, PrepareContext
-from penstock.gateway.log.completion import Completion
-from penstock.gateway.log.inflight import InflightRequest
-from penstock.gateway.log.listing import ProgressReader, RequestListing, progress_of
-from penstock.gateway.log.lookup import Records, RequestFinder, RequestLookup, StoredRequest, is_whole
-from penstock.gateway.log.subscriptions import TokenSubscription, TokenSubscriptions
-from penstock.gateway.log.unstored import UnstoredRequests
 from penstock.gateway.media.loader import MediaLoader
+from penstock.gateway.request_log.completion import Completion
+from penstock.gateway.request_log.inflight import InflightRequest
+from penstock.gateway.request_log.listing import ProgressReader, RequestListing, progress_of
+from penstock.gateway.request_log.lookup import Records, RequestFinder, RequestLookup, StoredRequest, is_whole
+from penstock.gateway.request_log.subscriptions import TokenSubscription, TokenSubscriptions
+from penstock.gateway.request_log.unstored import UnstoredRequests
 from penstock.gateway.service.conversations import Conversations
 from penstock.gateway.service.fleet import FleetView, ServedLately, named_in
 from penstock.gateway.service.payments import Payments

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get_last
 from penstock.infra.bus.jetstream import compare_and_set

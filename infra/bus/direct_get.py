@@ -73,8 +73,8 @@ class StreamState(NamedTuple):
 
 
 class LogFiles(abc.ABC):
-    """Streams whose broker does not run, read from its files (``penstock.log.sources``). The methods are the functions
-    below.
+    """Streams whose broker does not run, read from its files (``penstock.log_tools.sources``). The methods are the
+    functions below.
     """
 
     subjects: Subjects

@@ -80,24 +80,28 @@ COMMANDS = {
     ),
     "chat": Command("talk to a model in the terminal", "penstock.chat.chat_command:run"),
     "run": Command("serve a model for one conversation: start, answer, stop", "penstock.chat.run_command:run"),
-    "requests": Command("list and search requests, running and ended", "penstock.log.requests.list_requests:run"),
-    "tail": Command("print the last messages of the log, decoded", "penstock.log.requests.tail:run"),
-    "inspect": Command("show everything that happened to a request, and why", "penstock.log.requests.inspect:run"),
+    "requests": Command("list and search requests, running and ended", "penstock.log_tools.requests.list_requests:run"),
+    "tail": Command("print the last messages of the log, decoded", "penstock.log_tools.requests.tail:run"),
+    "inspect": Command(
+        "show everything that happened to a request, and why", "penstock.log_tools.requests.inspect:run"
+    ),
     "trace": Command(
         "send the traces of all requests to an OpenTelemetry collector",
-        "penstock.log.traces.trace_command:run",
+        "penstock.log_tools.traces.trace_command:run",
         "TraceSettings",
     ),
-    "export": Command("write recorded requests to a file", "penstock.log.export.export:run"),
-    "import": Command("read an export into a data folder or a running broker", "penstock.log.export.import_log:run"),
-    "replay": Command("run recorded requests again and compare", "penstock.log.replay.replay:run"),
-    "leases": Command("list KV blocks that workers hold for each other", "penstock.log.requests.leases:run"),
+    "export": Command("write recorded requests to a file", "penstock.log_tools.export.export:run"),
+    "import": Command(
+        "read an export into a data folder or a running broker", "penstock.log_tools.export.import_log:run"
+    ),
+    "replay": Command("run recorded requests again and compare", "penstock.log_tools.replay.replay:run"),
+    "leases": Command("list KV blocks that workers hold for each other", "penstock.log_tools.requests.leases:run"),
     "index": Command(
         "show what each worker's cache held at a given time, from the log", "penstock.operate.index_command:run"
     ),
     "whatif": Command(
         "repeat recorded routing decisions with other weights, modes or workers",
-        "penstock.log.whatif.whatif_command:run",
+        "penstock.log_tools.whatif.whatif_command:run",
     ),
     "top": Command("watch a running deployment in the terminal", "penstock.operate.top:run"),
     "dashboard": Command("show a deployment in the browser", "penstock.operate.dashboard.dashboard_command:run"),

@@ -14,7 +14,7 @@ from penstock.cli.terminal import escape, print_hanging, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import read
 from penstock.infra.nats_server.permissions import role_of
-from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.schemas.audit import AuditEntry, decode
 from penstock.schemas.keys import PREFIX
 

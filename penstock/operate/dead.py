@@ -16,12 +16,12 @@ from penstock.cli.figures import clock, counted, moment_ns
 from penstock.cli.terminal import confirmed, escape, print_hanging, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import get_last
-from penstock.log.replay import replay
-from penstock.log.requests import inspect
-from penstock.log.requests.find_requests import ended, of_entry
-from penstock.log.sources.open_log import REQUEST_STREAMS, Log, LogSource, add_flags, open_log, run_command
-from penstock.log.timeline.read import read_timeline
-from penstock.log.timeline.request_timeline import RequestTimeline
+from penstock.log_tools.replay import replay
+from penstock.log_tools.requests import inspect
+from penstock.log_tools.requests.find_requests import ended, of_entry
+from penstock.log_tools.sources.open_log import REQUEST_STREAMS, Log, LogSource, add_flags, open_log, run_command
+from penstock.log_tools.timeline.read import read_timeline
+from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import request_of_answer, time_of
 from penstock.schemas.summary import Criteria, RequestSummary

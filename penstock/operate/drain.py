@@ -13,7 +13,7 @@ from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.connection import Bus
-from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.operate.workers import alone, chosen, registrations
 from penstock.schemas import control, wire
 from penstock.schemas.fleet import Registration, WorkerState

@@ -19,7 +19,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.forget import Ended, Eraser, check_stores, find_ended, forget_messages
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, request
-from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import request_of_answer, time_of
 from penstock.schemas.subjects import HEADER_NO_STORE

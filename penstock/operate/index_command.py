@@ -17,7 +17,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Readable, read
 from penstock.launch.readiness import metrics
 from penstock.launch.state import read_state
-from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.operate.workers import registrations
 from penstock.router.state.prefix_index import PrefixIndex
 from penstock.schemas import kv

@@ -16,7 +16,7 @@ from penstock.cli.terminal import escape, stdout
 from penstock.configs.flags import Parser, add_broker_flags
 from penstock.infra.bus.audit import person
 from penstock.infra.bus.connection import Bus
-from penstock.log.sources.open_log import LogSource, open_log, run_command
+from penstock.log_tools.sources.open_log import LogSource, open_log, run_command
 from penstock.operate import key_store
 from penstock.operate.key_store import copy_into, line_of, read_keys
 from penstock.operate.workers import registrations, unserved

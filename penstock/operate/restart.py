@@ -20,7 +20,7 @@ from penstock.infra.nats_server.datadir import holder
 from penstock.infra.process.signals import RESUME
 from penstock.launch.readiness import get_url
 from penstock.launch.state import DeploymentState, Running, read_state, start_of, write_resume
-from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.operate.workers import registrations
 from penstock.schemas.fleet import WorkerState
 

@@ -16,8 +16,8 @@ from penstock.infra.bus.audit import recorded
 from penstock.infra.nats_server import retention
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.retention import Loss, StreamUse
-from penstock.log.sources.log_copy import recorded_max_age_s
-from penstock.log.sources.open_log import Log, LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.log_copy import recorded_max_age_s
+from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, open_log, run_command
 from penstock.schemas.streams import topology
 
 NONE = "none"

@@ -14,7 +14,7 @@ from penstock.cli.figures import clock, duration_ns, show_duration, show_size, s
 from penstock.cli.terminal import Column, escape, fitting_table, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
-from penstock.log.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.operate.observe import DeploymentSnapshot, Observer, QueueView, Rates, WorkerView, tenant_rows, unsteady
 
 BAR = 10  # characters

@@ -23,7 +23,7 @@ from penstock.configs.logs import setup
 from penstock.configs.planner_settings import BadRules, PlannerSettings, rules_of
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
-from penstock.log.sources.open_log import FAILURES, LogSource, open_log
+from penstock.log_tools.sources.open_log import FAILURES, LogSource, open_log
 from penstock.measure.profile.data import BadProfile, Profile, load
 from penstock.measure.profile.modelled import mock_profile
 from penstock.operate.workers import registrations

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last, read
 from penstock.launch.readiness import get_url
-from penstock.log.requests.leases import leases
+from penstock.log_tools.requests.leases import leases
 from penstock.schemas import done, fleet, requests, tokens
 from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST, TokenItem
 from tests.chaos.audit import End, Log, Streamed

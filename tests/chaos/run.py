@@ -15,9 +15,9 @@ from rich.console import Console
 
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.model.modeldir import MODELS, load
-from penstock.log.requests.inspect import show
-from penstock.log.requests.inspection import inspect
-from penstock.log.timeline.read import read_timeline
+from penstock.log_tools.requests.inspect import show
+from penstock.log_tools.requests.inspection import inspect
+from penstock.log_tools.timeline.read import read_timeline
 from penstock.operate import key_store
 from penstock.schemas.keys import ApiKey, digest_of, new_key
 from penstock.schemas.wire import pack_tokens

@@ -7,7 +7,7 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from penstock.gateway.log.lookup import erased
+from penstock.gateway.request_log.lookup import erased
 from penstock.infra.bus.memory import lost
 from penstock.schemas.requests import new_request_id
 from penstock.schemas.tokens import WHOLE_REQUEST, TokenItem

@@ -23,7 +23,7 @@ ROLES = {
     "penstock/launch": "`up`",
     "infra/nats_server": "`up`, `nats`",
     "penstock/planner": "`plan`",
-    "penstock/log/traces": "`trace`",
+    "penstock/log_tools/traces": "`trace`",
     "penstock/operate/dashboard": "`dashboard`",
     "infra/bus": "all",
     "infra/metrics": "all",

@@ -1,9 +1,9 @@
 """The generated log is one that every reader of logs understands."""
 
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.log.requests.find_requests import ended
-from penstock.log.requests.inspection import inspect
-from penstock.log.timeline.read import read_timeline
+from penstock.log_tools.requests.find_requests import ended
+from penstock.log_tools.requests.inspection import inspect
+from penstock.log_tools.timeline.read import read_timeline
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.summary import Criteria
 from tests.infra.bus.support import opened

@@ -23,8 +23,8 @@ from penstock.infra.model import modeldir
 from penstock.infra.process.child import die_with_parent
 from penstock.infra.process.sockets import bind
 from penstock.launch.state import DeploymentState, read_state
-from penstock.log.timeline.read import read_timeline
-from penstock.log.timeline.request_timeline import RequestTimeline
+from penstock.log_tools.timeline.read import read_timeline
+from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas import fleet, requests
 from penstock.schemas.done import Done
 from penstock.schemas.requests import GenerateRequest, Sampling

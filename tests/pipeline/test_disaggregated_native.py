@@ -18,7 +18,7 @@ from PIL import Image
 
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.model import modeldir
-from penstock.log.requests.leases import leases
+from penstock.log_tools.requests.leases import leases
 from penstock.schemas.jobs import Stage
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS
 from tests.demo_model import vision

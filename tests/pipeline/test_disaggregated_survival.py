@@ -14,7 +14,7 @@ import pytest
 
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.model.modeldir import MODELS
-from penstock.log.requests.leases import leases
+from penstock.log_tools.requests.leases import leases
 from tests.chaos.log import ends_since
 from tests.chaos.plan import BROKER, Act, plan
 from tests.chaos.run import Options, run_on

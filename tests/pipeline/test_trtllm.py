@@ -10,9 +10,9 @@ import pytest
 
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.model.modeldir import DEMO
-from penstock.log.requests.leases import leases
-from penstock.log.timeline.request_timeline import RequestTimeline
-from penstock.log.traces.spans import spans
+from penstock.log_tools.requests.leases import leases
+from penstock.log_tools.timeline.request_timeline import RequestTimeline
+from penstock.log_tools.traces.spans import spans
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, Deployment, ending, idle_workers, metrics, until
 from tests.standins import FOLDER, VARIANT

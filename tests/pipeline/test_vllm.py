@@ -15,8 +15,8 @@ import pytest
 from penstock.cli.commands import main
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.model.modeldir import DEMO
-from penstock.log.requests.leases import leases
-from penstock.log.timeline.read import read_timeline
+from penstock.log_tools.requests.leases import leases
+from penstock.log_tools.timeline.read import read_timeline
 from tests import standins
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.shared.test_prefix_reuse import cached, chosen, published

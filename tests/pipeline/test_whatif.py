@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.log.whatif import whatif_command
+from penstock.log_tools.whatif import whatif_command
 from penstock.operate import index_command
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, token_prompt

@@ -6,9 +6,9 @@ import time
 from rich.console import Console
 
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.log.requests.inspect import show
-from penstock.log.requests.inspection import inspect
-from penstock.log.timeline.read import read_timeline
+from penstock.log_tools.requests.inspect import show
+from penstock.log_tools.requests.inspection import inspect
+from penstock.log_tools.timeline.read import read_timeline
 from penstock.schemas import jobs, wire
 from penstock.schemas.requests import Media, new_request_id
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects

@@ -19,7 +19,7 @@ from penstock.schemas.tokens import Finish, Logprob
 from penstock.schemas.trace import Trace
 from penstock.schemas.transfer import Encoded, Endpoint, Prefilled, Ticket
 from penstock.schemas.wire import encode, pack_tokens
-from tests.penstock.log.traces import samples
+from tests.penstock.log_tools.traces import samples
 from tests.schemas.test_messages import STAYS as RECORDED
 
 SECRET, SAID, TOKEN = "sesame", b"sesame", 71_077_345

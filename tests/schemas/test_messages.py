@@ -27,7 +27,7 @@ from penstock.schemas.summary import RequestSummary, of_done, of_encoded_done
 from penstock.schemas.tokens import TokenItem
 from penstock.schemas.trace import Trace
 from penstock.schemas.wire import encode, pack_tokens
-from tests.penstock.log.traces import samples
+from tests.penstock.log_tools.traces import samples
 from tests.schemas.samples import SAMPLES
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -15,12 +15,12 @@ from starlette.staticfiles import StaticFiles
 
 from penstock.cli.figures import clock, duration_ns, moment_ns
 from penstock.infra.bus.connection import refusals, why_unreachable
-from penstock.log.requests import inspection_page
-from penstock.log.requests.find_requests import ended, unfinished
-from penstock.log.requests.inspection import inspect
-from penstock.log.requests.leases import leases, stopped_ns
-from penstock.log.sources.open_log import Log
-from penstock.log.timeline.read import read_timeline
+from penstock.log_tools.requests import inspection_page
+from penstock.log_tools.requests.find_requests import ended, unfinished
+from penstock.log_tools.requests.inspection import inspect
+from penstock.log_tools.requests.leases import leases, stopped_ns
+from penstock.log_tools.sources.open_log import Log
+from penstock.log_tools.timeline.read import read_timeline
 from penstock.operate.dashboard import pages
 from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.live import Live, Moment

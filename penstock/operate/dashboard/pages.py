@@ -12,8 +12,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from penstock.cli.figures import clock, show_duration, show_size, span
-from penstock.log.requests.find_requests import LoggedRequest
-from penstock.log.timeline.request_timeline import TicketLease
+from penstock.log_tools.requests.find_requests import LoggedRequest
+from penstock.log_tools.timeline.request_timeline import TicketLease
 from penstock.operate.dashboard.live import Moment
 from penstock.operate.observe import DeploymentSnapshot, tenant_rows, unsteady
 from penstock.schemas.summary import STATES

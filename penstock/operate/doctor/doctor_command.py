@@ -32,7 +32,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.retention import uses
 from penstock.launch.state import DeploymentState, read_state
-from penstock.log.sources.open_log import FAILURES, LogSource, add_flags, open_log
+from penstock.log_tools.sources.open_log import FAILURES, LogSource, add_flags, open_log
 from penstock.operate.doctor.broker import check_address, check_broker
 from penstock.operate.doctor.finding import CheckResult, CheckStatus, ok, problem, skipped
 from penstock.operate.doctor.fleet import (

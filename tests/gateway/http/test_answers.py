@@ -20,7 +20,7 @@ from penstock.gateway.base.event_stream import COMMENT as PING_COMMENT
 from penstock.gateway.http.answers import Generations, IdleTimer, Responder, SendError, answer_text, send_error
 from penstock.gateway.http.app import send_message_error
 from penstock.gateway.http.server import SCOPE
-from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.infra.process.turns import TurnBudget
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest

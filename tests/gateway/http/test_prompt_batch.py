@@ -10,7 +10,7 @@ from penstock.configs.settings import GatewaySettings
 from penstock.gateway.base.event_stream import COMMENT
 from penstock.gateway.http.asgi import ClientIds
 from penstock.gateway.http.prompt_batch import _PromptStream, answer_prompts
-from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.schemas.errors import Code, ServingError
 from tests.gateway.answers import DETOKENIZER, STOP, items, request
 

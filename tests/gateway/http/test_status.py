@@ -6,7 +6,7 @@ import pytest
 from penstock.gateway.base.chat_objects import Status
 from penstock.gateway.http import request_list as status
 from penstock.gateway.http.request_list import status_of
-from penstock.gateway.log.lookup import StoredRequest
+from penstock.gateway.request_log.lookup import StoredRequest
 from penstock.infra.bus.connection import Bus
 from penstock.schemas import done, wire
 from penstock.schemas.errors import Code, ServingError

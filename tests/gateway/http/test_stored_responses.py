@@ -10,7 +10,7 @@ from starlette.requests import Request
 from penstock.gateway.access.guard import ANYONE, CALLER
 from penstock.gateway.base.request_bodies import RESPONSE
 from penstock.gateway.http.stored_responses import StoredResponses
-from penstock.gateway.log.lookup import StoredRequest
+from penstock.gateway.request_log.lookup import StoredRequest
 from penstock.gateway.service.service import Gateway
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, Stop

@@ -8,7 +8,7 @@ import pytest
 from penstock.gateway.apis.responses.bodies import ResponsesRequest
 from penstock.gateway.apis.responses.record import encode_stored
 from penstock.gateway.base.request_bodies import RESPONSE
-from penstock.gateway.log.lookup import StoredRequest
+from penstock.gateway.request_log.lookup import StoredRequest
 from penstock.gateway.service import conversations
 from penstock.gateway.service.conversations import Conversations
 from penstock.infra.text.detokenizer import Detokenizer
@@ -17,7 +17,7 @@ from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.wire import pack_tokens
 from tests.gateway.answers import DETOKENIZER
-from tests.gateway.log.test_inflight import request_of
+from tests.gateway.request_log.test_inflight import request_of
 
 ASKED = msgspec.structs.replace(
     request_of(), endpoint=RESPONSE, client_body=encode_stored(ResponsesRequest(model="m", input="hi"))

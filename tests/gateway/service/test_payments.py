@@ -9,8 +9,8 @@ import pytest
 
 from penstock.gateway.access.guard import Caller
 from penstock.gateway.admission.idempotency import Claim
-from penstock.gateway.log.inflight import InflightRequest
-from penstock.gateway.log.lookup import unknown
+from penstock.gateway.request_log.inflight import InflightRequest
+from penstock.gateway.request_log.lookup import unknown
 from penstock.gateway.service import payments
 from penstock.gateway.service.payments import Payments, prompt_tokens
 from penstock.gateway.service.service import submit_claimed

@@ -13,7 +13,7 @@ from penstock.schemas.fleet import DIFFUSION, Diffuser, Registration, WorkerStat
 from penstock.schemas.requests import EMBEDDING, new_request_id
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode
-from tests.gateway.log.test_inflight import request_of
+from tests.gateway.request_log.test_inflight import request_of
 from tests.infra.bus.support import opened
 
 MODEL = Diffuser("image", "FluxPipeline", 64, 64, 4, ("png",), 1 << 20, 50)

@@ -11,7 +11,7 @@ import pytest
 from nats.aio.client import Client
 
 import penstock.gateway.service.verdicts
-from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.service.verdicts import REFUSED_FROM, WATCHED_FROM, Verdicts
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last

@@ -13,8 +13,8 @@ from penstock.cli import commands
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.nats_server import permissions
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.log.sources.open_log import LogSource, running
-from penstock.log.traces.follow import PositionStore, TracePosition, begin
+from penstock.log_tools.sources.open_log import LogSource, running
+from penstock.log_tools.traces.follow import PositionStore, TracePosition, begin
 from penstock.operate.doctor.doctor_command import examine
 from penstock.operate.doctor.finding import CheckStatus
 from penstock.planner.loop import PlannerLoop
@@ -23,7 +23,7 @@ from penstock.schemas import control, wire
 from penstock.schemas.plans import Planned
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
-from tests.penstock.log.requests.support import accept, end
+from tests.penstock.log_tools.requests.support import accept, end
 from tests.penstock.operate.dashboard.test_dashboard import serving
 from tests.penstock.planner.test_loop import RULES, TIMINGS, Workers, keep_serving, register
 

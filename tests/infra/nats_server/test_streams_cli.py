@@ -15,7 +15,7 @@ from penstock.operate.streams import run_list, run_set
 from penstock.schemas.streams import DAY, GIB, HOUR, MIB, topology
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
-from tests.penstock.log.requests.support import accept
+from tests.penstock.log_tools.requests.support import accept
 
 
 @pytest.fixture

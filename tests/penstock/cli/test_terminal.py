@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from penstock.cli.terminal import bar, escape, print_hanging, visible
-from penstock.log.requests.list_requests import RequestLine, lines
+from penstock.log_tools.requests.list_requests import RequestLine, lines
 from penstock.schemas.summary import RequestSummary
 
 

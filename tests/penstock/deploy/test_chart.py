@@ -21,7 +21,7 @@ from penstock.deploy.monitoring import ALERTS, GRAFANA, alert_rules
 from penstock.deploy.values import Thresholds
 from penstock.infra.engine_args.tree import decode, parse_yaml
 from penstock.launch.recipes.catalogue import members
-from penstock.log.traces.trace_command import check
+from penstock.log_tools.traces.trace_command import check
 from penstock.planner.connectors import scale_path
 from tests.generated.chart import files
 from tests.penstock.deploy.support import (

@@ -26,7 +26,7 @@ from tests.penstock.deploy.support import (
     pods,
 )
 from tests.penstock.deploy.test_broker import nats_conf
-from tests.penstock.log.traces.collector import Collector
+from tests.penstock.log_tools.traces.collector import Collector
 from tests.pipeline.support import MODEL, free_port, until
 
 pytestmark = [needs_helm, pytest.mark.timeout(180)]

@@ -20,7 +20,7 @@ from penstock.schemas.audit import AuditEntry
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode
 from tests.infra.bus.support import opened
-from tests.penstock.log.requests.support import accept, end
+from tests.penstock.log_tools.requests.support import accept, end
 from tests.penstock.planner.test_loop import register
 
 MakeBroker = Callable[..., EmbeddedNats]

@@ -14,7 +14,7 @@ from penstock.schemas.done import Returned
 from penstock.schemas.requests import new_request_id
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.infra.bus.support import opened
-from tests.penstock.log.requests.support import accept, assign, end
+from tests.penstock.log_tools.requests.support import accept, assign, end
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from penstock.operate.forget import run
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.infra.bus.support import opened
-from tests.penstock.log.requests.support import accept, assign, end
+from tests.penstock.log_tools.requests.support import accept, assign, end
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from penstock.schemas.routers import TENANTS, HeldByTenant, LostLeases, Member
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.summary import RequestSummary, State
 from tests.infra.bus.support import opened
-from tests.penstock.log.requests.support import accept, end
+from tests.penstock.log_tools.requests.support import accept, end
 from tests.penstock.operate.support import holds
 
 

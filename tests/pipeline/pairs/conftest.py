@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from penstock.infra.bus.connection import Bus, connect
-from tests.penstock.log.traces.collector import Collector
+from tests.penstock.log_tools.traces.collector import Collector
 from tests.pipeline.conftest import NewDeployment, deployments
 from tests.pipeline.support import Deployment
 

@@ -13,8 +13,8 @@ import pytest
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
-from penstock.log.requests.leases import leases
-from penstock.log.timeline.request_timeline import TicketLease
+from penstock.log_tools.requests.leases import leases
+from penstock.log_tools.timeline.request_timeline import TicketLease
 from penstock.schemas import jobs, wire
 from penstock.schemas.jobs import Job
 from penstock.schemas.subjects import HEADER_MSG_ID

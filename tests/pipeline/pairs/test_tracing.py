@@ -12,9 +12,9 @@ import nats
 import pytest
 
 from penstock.infra.bus.connection import Bus
-from penstock.log.timeline.read import read_timeline
+from penstock.log_tools.timeline.read import read_timeline
 from penstock.schemas.subjects import HEADER_FINAL, HEADER_REPLY_TO, HEADER_REQUEST
-from tests.penstock.log.traces.collector import Collector, Got
+from tests.penstock.log_tools.traces.collector import Collector, Got
 from tests.pipeline.support import ROOT, Deployment, ending, parse_sse, registrations, token_prompt, until
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

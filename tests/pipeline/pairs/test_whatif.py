@@ -5,7 +5,7 @@ import datetime
 import httpx
 import pytest
 
-from penstock.log.whatif import whatif_command
+from penstock.log_tools.whatif import whatif_command
 from tests.pipeline.support import Deployment, token_prompt
 from tests.pipeline.test_whatif import REQUESTS, output
 

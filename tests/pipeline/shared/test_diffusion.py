@@ -18,9 +18,9 @@ from PIL import Image
 from rich.console import Console
 
 from penstock.infra.bus.connection import Bus
-from penstock.log.requests.inspect import show
-from penstock.log.requests.inspection import inspect
-from penstock.log.timeline.read import read_timeline
+from penstock.log_tools.requests.inspect import show
+from penstock.log_tools.requests.inspection import inspect
+from penstock.log_tools.timeline.read import read_timeline
 from penstock.schemas import fleet
 from penstock.schemas.subjects import HEADER_REPLY_TO
 from tests.pipeline.conftest import NewDeployment

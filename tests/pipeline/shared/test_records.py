@@ -12,7 +12,7 @@ import pytest
 
 from penstock.gateway.admission.idempotency import claim
 from penstock.gateway.http.idempotency import _canonical_body
-from penstock.gateway.log.lookup import Records, RequestFinder, RequestLookup
+from penstock.gateway.request_log.lookup import Records, RequestFinder, RequestLookup
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import read
 from penstock.schemas import done, requests, wire

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.model.modeldir import TINY
-from penstock.log.requests.leases import leases
+from penstock.log_tools.requests.leases import leases
 from penstock.schemas.wire import unpack_tokens
 from tests import standins
 from tests.pipeline.support import ROOT, Deployment, Process, ending, idle_workers, until

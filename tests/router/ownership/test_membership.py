@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.log.whatif.decided_again import decide_again
+from penstock.log_tools.whatif.decided_again import decide_again
 from penstock.router.ownership import intake, membership
 from penstock.router.ownership.intake import redeliver
 from penstock.router.ownership.membership import Membership

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from penstock.infra.bus.direct_get import read
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.log.timeline.read import read_timeline
+from penstock.log_tools.timeline.read import read_timeline
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.recovery import recovery
 from penstock.router.recovery.recovery import fence

@@ -30,8 +30,8 @@ from penstock.schemas.streams import topology
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.cluster_support import LocalCluster, three_nodes
 from tests.infra.bus.support import eventually
-from tests.penstock.log.requests.support import assign, end
-from tests.penstock.log.traces import samples
+from tests.penstock.log_tools.requests.support import assign, end
+from tests.penstock.log_tools.traces import samples
 from tests.router.support import Routing, routing
 from tests.workers.support import dial
 

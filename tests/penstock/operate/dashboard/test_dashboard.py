@@ -16,7 +16,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.process.sockets import bind
 from penstock.launch.state import TOKEN_FILE, stored_token
-from penstock.log.sources.open_log import Log, LogSource, open_log
+from penstock.log_tools.sources.open_log import Log, LogSource, open_log
 from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.app import MAX_WATCHERS, Dashboard
 from penstock.operate.dashboard.dashboard_command import STREAMS
@@ -28,8 +28,8 @@ from penstock.schemas.fleet import Registration
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.transfer import Handoff, Handoffs
 from tests.infra.bus.support import opened
-from tests.penstock.log.requests.support import accept, assign, end
-from tests.penstock.log.sources.test_stopped import stored
+from tests.penstock.log_tools.requests.support import accept, assign, end
+from tests.penstock.log_tools.sources.test_stopped import stored
 from tests.penstock.operate.dashboard import browser
 from tests.penstock.operate.dashboard.browser import CHROMIUM
 from tests.penstock.operate.support import holds

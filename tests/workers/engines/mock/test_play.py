@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.log.export.export import LineWriter
-from penstock.log.sources.log_line import FORMAT, FileHeader, LogLine, Selection, encode_line, header_line
+from penstock.log_tools.export.export import LineWriter
+from penstock.log_tools.sources.log_line import FORMAT, FileHeader, LogLine, Selection, encode_line, header_line
 from penstock.schemas.done import Done, Outcome, Timings
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import Logprob, TokenBatch, TokenItem
@@ -18,7 +18,7 @@ from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.mock import MockOptions, build
 from penstock.workers.engines.mock.play import Played, Player, RecordedChoice, read_recording
-from tests.penstock.log.traces import samples
+from tests.penstock.log_tools.traces import samples
 
 PROMPT = list(range(40))
 ANSWER = RecordedChoice([7, 8, 9, 10], [1.0, 1.5, 1.5, 4.0], tuple(Logprob(-float(at)) for at in range(4)))

@@ -1,0 +1,363 @@
+"""One open request inside a gateway: its token items in order, each once, in a bounded buffer.
+
+An ``InflightRequest`` is filled from the log and drained by the code that answers the client. It owns no task: waiting
+uses a future, and the gateway's periodic sweep ends overdue requests. While its client does not read, a full buffer
+takes no further items: they are in the log, and are read from there once the client continues
+(``penstock.gateway.request_log.catch_up``).
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+
+from penstock.gateway.access.limiter import Paid
+from penstock.infra.process.turns import TurnBudget
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.token_dedup import TokenReassembler
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+
+MAX_ITEMS = 2_048  # kept for a client that does not read, of a request with one choice and no log-probabilities
+FEW_ITEMS = 16
+PORTION_BYTES = 4_096  # token ids returned at once: 1,024 tokens are rendered in about 2 ms
+ITEM_BYTES = 16  # size of an item without its tokens
+
+# With these a gateway ends an answer whose request goes on, and can be read on elsewhere or later.
+GOES_ON = (Code.shutting_down, Code.broker_unavailable)
+
+Behind = Callable[["InflightRequest"], None]
+
+
+class InflightRequest:
+    """Items of one request.
+
+    Attributes:
+        cancelling: the client has disconnected; the request is kept until its terminal event.
+        behind: items are read from the log, because live ones were dropped.
+        seq: while behind, the sequence in the token stream up to which everything was fed; 0: nothing was.
+        on_behind: requests the dropped items; set by the subscription that it is attached to.
+        abort: closes the client's connection; set by the responder.
+        turns: wakes and resumes its reader; None: at once.
+        on_poisoned: called with the request if it ends as poisonous.
+        kept: every item of it so far, if it may have to be stored again; None: it is stored for good.
+        paid: what it took of its API key's limits, until it has ended; None: nothing.
+    """
+
+    __slots__ = (
+        "_attempt",
+        "_ended",
+        "_error",
+        "_failed",
+        "_held",
+        "_items",
+        "_limit",
+        "_live",
+        "_mark",
+        "_more",
+        "_moved",
+        "_nudged",
+        "_paused",
+        "_waiter",
+        "abort",
+        "behind",
+        "cancel_sent",
+        "cancelling",
+        "fold",
+        "kept",
+        "on_behind",
+        "on_poisoned",
+        "paid",
+        "request",
+        "seq",
+        "turns",
+    )
+
+    def __init__(self, request: GenerateRequest, *, bounded: bool = True, last_attempt: int | None = None) -> None:
+        """
+        Args:
+            bounded: False: all items are kept, even if they are not taken.
+            last_attempt: as for ``TokenReassembler``.
+        """
+        self.request = request
+        self.fold = TokenReassembler(request.n, last_attempt=last_attempt)
+        self.cancelling = False
+        self.behind = False
+        self.seq = 0
+        self.cancel_sent = 0.0
+        self.on_behind: Behind | None = None
+        self.abort: Callable[[], None] | None = None
+        self.turns: TurnBudget | None = None
+        self.kept: list[TokenItem] | None = None
+        self.paid: Paid | None = None
+        self.on_poisoned: Callable[[GenerateRequest], None] | None = None
+        self._failed = False
+        self._limit = limit_of(request) if bounded else 1 << 62
+        self._items: list[TokenItem] = []
+        self._more = False  # the last portion left items
+        self._held: list[TokenItem] | None = None  # live items, while the last past ones are read
+        self._paused = False  # the log is not read for it until the buffered items are taken
+        self._waiter: asyncio.Future[None] | None = None
+        self._live: asyncio.Future[None] | None = None
+        self._error: ServingError | None = None
+        self._attempt = 0
+        self._mark: int | None = None  # of the fold, at the last call of ``quiet_s``
+        self._moved = 0.0  # monotonic; since when it is that
+        self._ended: set[int] = set()  # choices that ended while it was behind
+        self._nudged = False
+
+    @property
+    def ended(self) -> bool:
+        """The log has the end of every choice, whether or not it was taken."""
+        if not self.fold.open:
+            return True
+        # Once it is live again, only the fold counts: an end behind a fence that it has read since then is void.
+        return self.behind and self._attempt >= self.fold.attempt and len(self._ended) >= self.request.n
+
+    @property
+    def paused(self) -> bool:
+        """The client reads more slowly than tokens arrive, and the buffer is full."""
+        return self._paused
+
+    def quiet_s(self, now: float) -> float:
+        """How long the log has brought no item of it, as of calls of this; 0 while nothing is expected from there."""
+        mark = self.fold.mark
+        if mark != self._mark or self._paused or self.ended:
+            self._mark, self._moved = mark, now
+        return now - self._moved
+
+    @property
+    def cut_off(self) -> bool:
+        """Its reader was failed while the request itself goes on."""
+        return self._error is not None and self._error.code in GOES_ON
+
+    @property
+    def answered(self) -> bool:
+        """The log has the end of every choice, and none is a failure."""
+        return self.ended and not self._failed
+
+    # --- filled from the log ---
+
+    def feed(self, item: TokenItem, seq: int) -> None:
+        """Add a live item, in stream order. ``seq``: sequence of the message that it came in."""
+        if not self.behind:
+            self._push(item, seq)
+            return
+        if item.finish is not None or item.attempt > self._attempt:
+            self._note_behind(item)
+        if self._held is not None:
+            self._held.append(item)
+            if len(self._held) > self._limit:
+                self._held = None
+
+    def feed_past(self, item: TokenItem, seq: int) -> bool:
+        """Add an item read from the log; False: the buffer is full, so stop until it is drained."""
+        self._push(item, seq)
+        return not self._paused
+
+    def _push(self, item: TokenItem, seq: int) -> None:
+        if item.finish is not None and item.finish.code:
+            self._note_failure(item.finish)
+        due = self.fold.push(item)
+        if not due:
+            return
+        if self.kept is not None:
+            self.kept += due
+        if self.cancelling:
+            return
+        items = self._items
+        items += due
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            if self.turns is None:
+                waiter.set_result(None)
+            else:
+                self._waiter = None  # it is woken once
+                self.turns.wake(waiter)
+        if len(items) > self._limit and self.fold.open:
+            self.behind = self._paused = True
+            self.seq = (
+                seq - 1
+            )  # read this message again: its later items are missing, and the reassembler drops duplicates
+            self._held = None
+
+    def _note_failure(self, finish: Finish) -> None:
+        self._failed = True
+        if finish.code == Code.poisoned_request and self.on_poisoned is not None:
+            on_poisoned, self.on_poisoned = self.on_poisoned, None
+            on_poisoned(self.request)
+
+    def _note_behind(self, item: TokenItem) -> None:
+        """Note the attempt of an item that is not folded yet, and what ends with it."""
+        if item.finish is not None and item.finish.code:
+            self._note_failure(item.finish)
+        if item.attempt > self._attempt:
+            self._attempt = item.attempt
+            self._ended.clear()
+        if item.finish is not None and item.attempt == self._attempt:
+            self._ended.update(range(self.request.n) if item.choice == WHOLE_REQUEST else (item.choice,))
+
+    # --- behind the live stream ---
+
+    def fall_behind(self, seq: int = 0) -> None:
+        """From now on, read everything after ``seq`` from the log."""
+        self.behind, self._paused, self.seq = True, False, seq
+
+    def hold(self) -> None:
+        """Keep live items from now on, until ``join``."""
+        self._held = []
+
+    def join(self) -> bool:
+        """Continue with live items; False: too many came meanwhile, so it is still behind."""
+        held, self._held = self._held, None
+        if held is None:
+            return False
+        self.behind = False
+        for item in held:
+            self._push(item, self.seq + 1)
+        if self._live is not None and not self._live.done():
+            self._live.set_result(None)
+        return True
+
+    async def caught_up(self) -> None:
+        """Wait until all items in the log were fed.
+
+        Raises:
+            ServingError: the log cannot be read.
+        """
+        if self.behind and self._error is None and self.fold.open:
+            self._live = asyncio.get_running_loop().create_future()
+            await self._live
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+    def complete(self, items: Iterable[TokenItem]) -> None:
+        """Add the missing items from the request's record (``penstock.schemas.done.items``)."""
+        parts = [part for item in items for part in _parts(item)]
+        for part in parts:
+            if part.finish is not None and part.finish.code:
+                self._note_failure(part.finish)
+        due = self.fold.conclude(parts)
+        if due and not self.cancelling:
+            self._items += due
+        self.behind = self._paused = False
+        self._held = None
+        for waiter in (self._waiter, self._live):
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+
+    # --- drained by the responder ---
+
+    def fail(self, error: ServingError) -> None:
+        """Raise this error in ``take`` once the buffered items are taken."""
+        self._error = error
+        for waiter in (self._waiter, self._live):
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+
+    def nudge(self) -> None:
+        """Have a ``take`` that asks for it return without items."""
+        self._nudged = True
+        if self._waiter is not None:
+            _wake(self._waiter)
+
+    def available(self) -> list[TokenItem]:
+        """The buffered items, without waiting."""
+        items, self._items = self._items, []
+        return items
+
+    async def take(self, *, nudged: bool = False) -> list[TokenItem]:
+        """Wait for the next items, at least one: all since the last call, or a portion that renders without a stall.
+
+        Args:
+            nudged: ``nudge`` ends the wait, too; then there are none.
+        Raises:
+            ServingError: no more items will come (deadline, broker).
+        """
+        if self._more:  # let other tasks run between two portions
+            await asyncio.sleep(0)
+        while not self._items:
+            if self._error is not None:
+                # The error may be shared by many requests: each would leave its frames in the traceback for good.
+                raise self._error.with_traceback(None)
+            if nudged and self._nudged:
+                self._nudged = False
+                return []
+            self._read_on()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._nudged = False
+        if self.turns is not None:
+            await self.turns.resume()
+        return self._taken()
+
+    async def take_within(self, seconds: float) -> list[TokenItem]:
+        """As ``take``, but return an empty list if no item comes in time."""
+        if not self._items and self._error is None:
+            self._read_on()
+            loop = asyncio.get_running_loop()
+            self._waiter = waiter = loop.create_future()
+            timer = loop.call_later(seconds, _wake, waiter)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+            if self.turns is not None:
+                await self.turns.resume()
+            if self._items:
+                self._nudged = False
+                return self._taken()
+            if self._error is None:
+                return []
+        return await self.take()
+
+    def _read_on(self) -> None:
+        """Everything buffered was taken: read what was dropped meanwhile from the log."""
+        if self._paused and self.on_behind is not None:
+            self._paused = False
+            self.on_behind(self)
+
+    def _taken(self) -> list[TokenItem]:
+        items = self._items
+        if len(items) <= FEW_ITEMS:
+            self._items, self._more = [], False
+            return items
+        size = 0
+        for count, item in enumerate(items, 1):
+            size += ITEM_BYTES + len(item.tokens)
+            if size >= PORTION_BYTES:
+                self._items, self._more = items[count:], count < len(items)
+                return items[:count]
+        self._items, self._more = [], False
+        return items
+
+
+def limit_of(request: GenerateRequest) -> int:
+    """How many items are buffered for a client that does not read: about 1 MB."""
+    top = request.sampling.logprobs
+    weight = 1 if top is None else 4 + top
+    return max(MAX_ITEMS // weight, 64 * request.n)
+
+
+def _parts(item: TokenItem) -> Iterator[TokenItem]:
+    """Split an item into pieces that render without a stall."""
+    size = PORTION_BYTES // 4
+    tokens, logprobs = item.tokens, item.logprobs
+    last = max(0, len(tokens) // 4 - 1) // size if item.choice >= 0 else 0
+    if not last:
+        yield item
+        return
+    for number in range(last + 1):
+        at, end = number * size, (number + 1) * size
+        yield TokenItem(
+            item.request,
+            item.attempt,
+            item.choice,
+            item.first + at,
+            tokens[4 * at : 4 * end],
+            item.finish if number == last else None,
+            logprobs[at:end] if logprobs is not None else None,
+        )
+
+
+def _wake(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)

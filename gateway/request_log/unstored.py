@@ -1,0 +1,567 @@
+"""This gateway's requests with ``no_store``: what is in memory storage of them, until a grace period after their end.
+
+The gateway that accepted a request keeps its content and what was streamed of it in its own memory for the same time.
+So a broker without a cluster may restart: everything is put again, and neither the worker nor the client notices.
+
+Which messages in memory storage no open request needs any more. Pure.
+
+Messages are deleted from the front, of one gateway's subjects at a time: one command deletes however many. So each
+request holds back what was stored after its beginning, until its end and the grace period are over. A request that runs
+for long would hold back everything; see ``late``.
+"""
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import NamedTuple
+
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+
+from penstock.gateway.request_log.inflight import ITEM_BYTES, InflightRequest
+from penstock.gateway.request_log.lookup import Records
+from penstock.gateway.request_log.subscriptions import TokenSubscription, TokenSubscriptions
+from penstock.infra.bus import memory
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.jetstream import ApiError
+from penstock.infra.bus.memory import MemoryStreams
+from penstock.infra.bus.publisher import Ack, Publisher
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas import contents
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import MEMORY
+from penstock.schemas.tokens import Logprob, TokenBatch, TokenItem
+from penstock.schemas.wire import encode
+
+REMEMBERED = 4096  # ended requests; what is left of others expires
+
+
+class Fronts(NamedTuple):
+    """The first sequence that is still needed, of a gateway's contents and of its tokens; 0: nothing new to delete."""
+
+    contents: int
+    tokens: int
+
+
+class _Floor(msgspec.Struct, gc=False):
+    """Everything of a request is behind the sequences ``contents`` and ``tokens``. ``since``: when that became so."""
+
+    contents: int
+    tokens: int
+    since: float
+    first: tuple[int, int, float]  # these as they were at its beginning: no later request had lower ones
+    has_parts: bool = False  # stored before the request's content
+
+
+class MemoryLedger:
+    """Times are of any one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, _Floor] = {}
+        self._dead: dict[str, None] = {}  # ended, and perhaps not deleted yet
+        self._contents = 0  # the last sequences known
+        self._tokens = 0
+        self._deleted = Fronts(1, 1)
+
+    def __len__(self) -> int:
+        """Requests that are open, or in their grace period."""
+        return len(self._live)
+
+    def began(self, request: str, now: float) -> None:
+        """A request is about to be stored, or a part of it; then again."""
+        floor = self._live.get(request)
+        if floor is None:
+            first = self._contents, self._tokens, now
+            self._live[request] = _Floor(*first, first)
+        else:
+            floor.has_parts = True
+
+    def stored(self, request: str, seq: int) -> None:
+        """Its content was stored, before anything else of it."""
+        self._contents = max(self._contents, seq)
+        floor = self._live.get(request)
+        if floor is not None and seq and not floor.has_parts:
+            floor.contents = max(floor.contents, seq - 1)
+
+    def read(self, seq: int) -> None:
+        """A message of tokens was read; later ones have higher sequences."""
+        self._tokens = max(self._tokens, seq)
+
+    def over(self, request: str) -> None:
+        """Nobody needs it any more."""
+        if self._live.pop(request, None) is not None:
+            self._dead[request] = None
+            if len(self._dead) > REMEMBERED:
+                del self._dead[next(iter(self._dead))]
+
+    def renewed(self) -> None:
+        """The streams were lost: sequences begin again, and what is open is stored again."""
+        self._contents = self._tokens = 0
+        self._deleted = Fronts(1, 1)
+        self._dead.clear()
+        for floor in self._live.values():
+            floor.contents = floor.tokens = 0
+            floor.first = 0, 0, floor.first[2]
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is open, or may have to be deleted."""
+        return bool(self._live or self._dead) or any(self.fronts())
+
+    def fronts(self) -> Fronts:
+        """What can be deleted by now; call ``deleted`` once it is."""
+        contents, tokens = self._contents, self._tokens
+        for floor in self._live.values():
+            if floor.first[0] >= contents and floor.first[1] >= tokens:
+                break  # nor has any later one a lower floor: tens of thousands may be in their grace period
+            contents, tokens = min(contents, floor.contents), min(tokens, floor.tokens)
+        deleted = self._deleted
+        return Fronts(
+            contents + 1 if contents >= deleted.contents else 0, tokens + 1 if tokens >= deleted.tokens else 0
+        )
+
+    def deleted(self, fronts: Fronts) -> None:
+        self._deleted = Fronts(max(self._deleted.contents, fronts.contents), max(self._deleted.tokens, fronts.tokens))
+
+    def late(self, now: float, after_s: float, limit: int) -> list[str]:
+        """Requests that have held back others' tokens for so long: what they have so far is to be stored again.
+
+        Then ``moved`` is called with the last sequence that was read before.
+        """
+        if not self._dead:
+            return []
+        late = []
+        for name, floor in self._live.items():
+            if now - floor.first[2] <= after_s:
+                break
+            if now - floor.since > after_s:
+                late.append((floor.tokens, name))
+        return [name for tokens, name in sorted(late)[:limit] if tokens < self._tokens]
+
+    @property
+    def position(self) -> int:
+        """Of the tokens: the last sequence that was read."""
+        return self._tokens
+
+    def moved(self, request: str, position: int, now: float) -> None:
+        floor = self._live.get(request)
+        if floor is not None:
+            floor.tokens, floor.since = max(floor.tokens, position), now
+
+    def left(self, limit: int) -> list[str]:
+        """The latest ended requests of which parts may be left: stored by routers or workers, or held back.
+
+        They are deleted one by one.
+        """
+        return list(self._dead)[-limit:]
+
+    def forget(self, requests: Iterable[str]) -> None:
+        for request in requests:
+            self._dead.pop(request, None)
+
+
+log = structlog.get_logger("gateway")
+
+SWEEP_S = 1.0
+LATE_S = 60.0  # a request that runs for longer is stored again, so that it holds back less
+LATE_AT_ONCE = 16
+SINGLY = 64  # contents deleted one by one at a time, behind a request that runs for long
+DELETE_S = 2.0
+MOST_ENDED_BYTES = 32 << 20  # of requests in their grace period, kept to be put again; the oldest are dropped
+MOST_MEDIA_BYTES = 256 << 20  # of images of open requests, kept to be put again
+OTHERS_S = 15.0
+OTHERS_AT_ONCE = 256
+
+
+class _Purged(msgspec.Struct):
+    error: ApiError | None = None
+
+
+class _Media(msgspec.Struct):
+    """Images of one request, by their parts."""
+
+    until: float  # monotonic; if it is not accepted by then, they are dropped
+    request: str = ""  # id of the accepted request
+    parts: dict[str, bytes] = {}
+
+
+class _Open(msgspec.Struct):
+    inflight: InflightRequest
+    content: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes kept to be put again."""
+        size = len(self.content)
+        for item in self.inflight.kept or ():
+            size += ITEM_BYTES + len(item.tokens) + sum(16 + 16 * len(each.top) for each in item.logprobs or ())
+        return size
+
+
+class _Ended(msgspec.Struct):
+    """``until``: when it is deleted, monotonic. ``kept``: what is put again; None: it was too much."""
+
+    until: float
+    kept: _Open | None
+    size: int
+
+
+_purged = msgspec.json.Decoder(_Purged).decode
+
+
+class UnstoredRequests:
+    def __init__(
+        self,
+        bus: Bus,
+        publisher: Publisher,
+        gateway: str,
+        grace_s: float,
+        *,
+        subscriptions: TokenSubscriptions,
+        records: Records,
+        tasks: Tasks,
+    ) -> None:
+        self._records = records
+        self.streams = MemoryStreams(bus)
+        self._bus = bus
+        self._publisher = publisher
+        self._gateway = gateway
+        self._grace_s = grace_s
+        self._subscriptions = subscriptions
+        self._tasks = tasks.group("unstored")
+        self._key = secrets.token_bytes(32)
+        self._open: dict[str, _Open] = {}
+        self._ended: dict[str, _Ended] = {}
+        self._ended_bytes = 0
+        self._ledger = MemoryLedger()
+        self._media: dict[str, _Media] = {}
+        self._media_bytes = 0
+        self._batch = 0
+        self._subscription: TokenSubscription | None = None
+
+    async def start(self) -> None:
+        await self.streams.open()
+        self.streams.on_renewed.append(self._put_again)
+        self._tasks.spawn(self.streams.watch(lambda: bool(self._open or self._ended)), name="watch")
+        self._tasks.spawn(self._sweep_forever(), name="sweep")
+        self._tasks.spawn(self._sweep_others_forever(), name="sweep-others")
+
+    async def close(self) -> None:
+        self.streams.close()
+        await self._tasks.aclose()
+
+    def __len__(self) -> int:
+        """Requests of which something is in memory storage."""
+        return len(self._ledger)
+
+    @property
+    def open(self) -> Iterable[InflightRequest]:
+        return [each.inflight for each in self._open.values()]
+
+    # --- accepting ---
+
+    async def subscription(self) -> TokenSubscription:
+        """Where the tokens of these requests arrive.
+
+        Raises:
+            ServingError: the stream cannot be read.
+        """
+        if self._subscription is None:
+            found = await self._subscriptions.open(f"{MEMORY}.{self._gateway}")
+            found.on_read = self._ledger.read
+            self._subscription = found
+        return self._subscription
+
+    def without_content(self, request: GenerateRequest) -> GenerateRequest:
+        return contents.without_content(request, self._key)
+
+    async def keep_medium(self, owner: str, digest: bytes, data: bytes, keep_s: float) -> None:
+        """Store an image for a request that is about to be accepted, under this id or another.
+
+        Raises:
+            ServingError: broker_unavailable: memory storage is full, or did not confirm it.
+        """
+        if self._media_bytes + len(data) > MOST_MEDIA_BYTES:
+            raise ServingError(
+                Code.broker_unavailable,
+                f"images of open requests with no_store take {self._media_bytes >> 20} MiB of this gateway's memory, "
+                f"and the limit is {MOST_MEDIA_BYTES >> 20} MiB; try again later",
+                retry_after=1.0,
+            )
+        media = self._media.setdefault(owner, _Media(time.monotonic() + keep_s))
+        self._ledger.began(owner, time.monotonic())
+        part = memory.media_part(owner, digest)
+        if part not in media.parts:
+            media.parts[part] = data
+            self._media_bytes += len(data)
+        await memory.put_file(self._bus, self._publisher, self._gateway, owner, part, data, keep_s=keep_s)
+
+    def _drop_media(self, owner: str) -> None:
+        media = self._media.pop(owner, None)
+        if media is not None:
+            self._media_bytes -= sum(map(len, media.parts.values()))
+
+    async def put(self, inflight: InflightRequest, content: bytes, timeout: float) -> "asyncio.Future[Ack]":
+        """Send the content of a new request to memory storage; the returned future is its acknowledgement.
+
+        Raises:
+            ServingError: it is too large for a message.
+        """
+        request = inflight.request
+        inflight.kept = []
+        for owner in {medium.private for medium in request.media if medium.private}:
+            if owner in self._media:
+                self._media[owner].request = request.id
+        # A repeat of one whose acceptance was not confirmed: what is there of that one stays until it has ended.
+        self._open.setdefault(request.id, _Open(inflight, content))
+        self._ledger.began(request.id, time.monotonic())
+        future = await memory.put(
+            self._bus,
+            self._publisher,
+            request,
+            contents.REQUEST,
+            content,
+            now_ns=self._bus.clock.now_ns(),
+            timeout=timeout,
+            insist=False,
+        )
+        future.add_done_callback(partial(self._stored, request.id))
+        return future
+
+    def _stored(self, request_id: str, done: "asyncio.Future[Ack]") -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._ledger.stored(request_id, done.result().seq)
+
+    def drop(self, inflight: InflightRequest) -> None:
+        """It was not accepted, or is another one."""
+        request_id = inflight.request.id
+        found = self._open.get(request_id)
+        if found is not None and found.inflight is inflight:
+            del self._open[request_id]
+            self._over(request_id)
+
+    def _over(self, request_id: str) -> None:
+        self._ledger.over(request_id)
+        for owner in [owner for owner, media in self._media.items() if media.request == request_id]:
+            self._drop_media(owner)
+            self._ledger.over(owner)
+
+    def holds(self, inflight: InflightRequest) -> bool:
+        """Whether it is followed until its end, although nobody reads it."""
+        found = self._open.get(inflight.request.id)
+        return found is not None and found.inflight is inflight and not inflight.ended
+
+    def released(self, inflight: InflightRequest) -> None:
+        """Nobody reads it any more. If it has ended, only its grace period is left."""
+        request_id = inflight.request.id
+        found = self._open.get(request_id)
+        if found is not None and found.inflight is inflight and inflight.ended:
+            self._end(request_id, time.monotonic())
+
+    # --- ending and deleting ---
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            if not self._ledger.busy:
+                continue
+            try:
+                await self._sweep(time.monotonic())
+            except (ServingError, NatsError, OSError, TimeoutError) as error:  # the broker is away; sweep again later
+                log.debug("unstored_sweep_failed", error=repr(error))
+            except Exception:
+                log.exception("unstored_sweep_failed")
+
+    async def _sweep(self, now: float) -> None:
+        for request_id, each in list(self._open.items()):
+            if each.inflight.ended:
+                self._end(request_id, now)
+        for request_id, ended in list(takewhile(lambda each: each[1].until <= now, self._ended.items())):  # in order
+            del self._ended[request_id]
+            self._drop_kept(ended)
+            self._over(request_id)
+        for owner in [owner for owner, media in self._media.items() if not media.request and media.until < now]:
+            self._drop_media(owner)  # its request was never accepted
+            self._ledger.over(owner)
+        await self._store_late_again(now)
+        await self._delete(self._ledger.fronts())
+
+    def _end(self, request_id: str, now: float) -> None:
+        each = self._open.pop(request_id)
+        ended = _Ended(now + self._grace_s, each, each.size)
+        self._ended[request_id] = ended
+        self._ended_bytes += ended.size
+        if self._ended_bytes > MOST_ENDED_BYTES:
+            for older in self._ended.values():
+                self._drop_kept(older)
+                if self._ended_bytes <= MOST_ENDED_BYTES // 2:
+                    break
+
+    def _drop_kept(self, ended: _Ended) -> None:
+        if ended.kept is not None:
+            ended.kept.inflight.kept = None
+            ended.kept = None
+            self._ended_bytes -= ended.size
+
+    async def _store_late_again(self, now: float) -> None:
+        position = self._ledger.position
+        late = self._ledger.late(now, LATE_S, LATE_AT_ONCE)
+        for request_id in late:
+            each = self._open.get(request_id)
+            if each is not None:
+                await self._put_tokens([each.inflight])
+            self._ledger.moved(request_id, position, now)
+        if late or not len(self._ledger):
+            for request_id in (dead := self._ledger.left(SINGLY)):
+                subject = self._bus.subjects.contents(self._gateway, request_id, ">")
+                await self._purge("MEMORY_CONTENTS", subject, 0)
+            self._ledger.forget(dead)
+
+    async def _delete(self, fronts: Fronts) -> None:
+        subjects = self._bus.subjects
+        if fronts.contents:
+            every = f"{subjects.namespace}.{MEMORY}.contents.{self._gateway}.>"
+            await self._purge("MEMORY_CONTENTS", every, fronts.contents)
+        if fronts.tokens:
+            await self._purge("MEMORY_TOKENS", subjects.tokens(f"{MEMORY}.{self._gateway}"), fronts.tokens)
+        self._ledger.deleted(fronts)
+
+    # --- of gateways that are gone ---
+
+    async def _sweep_others_forever(self) -> None:
+        while True:
+            await asyncio.sleep(OTHERS_S * random.uniform(0.5, 1.0))
+            if self.streams.settling or not self._bus.connected:
+                continue
+            try:
+                await self._sweep_others(self._bus.clock.now_ns())
+            except (ServingError, NatsError, OSError, TimeoutError) as error:
+                log.debug("unstored_sweep_failed", error=repr(error))
+            except Exception:
+                log.exception("unstored_sweep_failed")
+
+    async def _sweep_others(self, now_ns: int) -> None:
+        """Delete what gateways that are gone have left of ended requests. The rest expires after its deadline."""
+        requests: dict[str, set[str]] = {}
+        prefix = f"{self._bus.subjects.namespace}.{MEMORY}."
+        for subject in await self.streams.subjects():
+            kind, gateway, *rest = subject.removeprefix(prefix).split(".")
+            of = requests.setdefault(gateway, set())
+            if kind == "contents":
+                of.add(rest[0])
+        requests.pop(self._gateway, None)
+        for gateway, names in requests.items():
+            if not await memory.answers(self._bus, gateway):
+                await self._delete_left(gateway, sorted(names), now_ns)
+
+    async def _delete_left(self, gateway: str, requests: Sequence[str], now_ns: int) -> None:
+        deleted = 0
+        for request_id in requests[:OTHERS_AT_ONCE]:
+            record = await self._records.ended_ns(request_id)
+            if record and record + int(self._grace_s * 1e9) < now_ns:
+                await self._purge("MEMORY_CONTENTS", self._bus.subjects.contents(gateway, request_id, ">"), 0)
+                deleted += 1
+        if deleted == len(requests):
+            await self._purge("MEMORY_TOKENS", self._bus.subjects.tokens(f"{MEMORY}.{gateway}"), 0)
+        if deleted:
+            log.info("contents_left_deleted", gateway=gateway, requests=deleted)
+
+    async def _purge(self, stream: str, subject: str, before: int) -> None:
+        """Delete what is stored under a subject, if ``before``: below that sequence."""
+        body = msgspec.json.encode({"filter": subject} | ({"seq": before} if before else {}))
+        name = self._bus.subjects.stream(stream)
+        reply = await self._bus.nc.request(f"$JS.API.STREAM.PURGE.{name}", body, timeout=DELETE_S)
+        error = _purged(reply.data).error
+        if error is not None:
+            log.warning("contents_not_deleted", stream=name, error=str(error))
+
+    # --- after the restart of a broker without a cluster ---
+
+    async def _put_again(self) -> None:
+        self._ledger.renewed()
+        now_ns = self._bus.clock.now_ns()
+        ended = [each.kept for each in self._ended.values() if each.kept is not None]
+        open_ = [*self._open.values(), *ended]
+        waits = [
+            await memory.put(
+                self._bus,
+                self._publisher,
+                each.inflight.request,
+                contents.REQUEST,
+                each.content,
+                now_ns=now_ns,
+                again=True,
+            )
+            for each in open_
+        ]
+        for each, future in zip(open_, waits, strict=True):
+            future.add_done_callback(partial(self._stored, each.inflight.request.id))
+        for owner, media in list(self._media.items()):
+            for part, data in media.parts.items():
+                await memory.put_file(
+                    self._bus, self._publisher, self._gateway, owner, part, data, keep_s=LATE_S, again=True
+                )
+        waits += await self._put_tokens([each.inflight for each in open_])
+        results = await asyncio.gather(*waits, return_exceptions=True)
+        failed = [result for result in results if isinstance(result, BaseException)]
+        log.info("contents_put_again", requests=len(open_), failed=len(failed))
+
+    async def _put_tokens(self, inflights: Sequence[InflightRequest]) -> "list[asyncio.Future[Ack]]":
+        items = [item for inflight in inflights for item in so_far(inflight)]
+        return [await self._put_batch(part) for part in _portions(items, self._bus.max_message // 2)]
+
+    async def _put_batch(self, items: Sequence[TokenItem]) -> "asyncio.Future[Ack]":
+        self._batch += 1
+        batch = TokenBatch(self._gateway, 0, self._batch, tuple(items))
+        subject = self._bus.subjects.tokens(f"{MEMORY}.{self._gateway}")
+        return await self._publisher.send(subject, encode(batch), f"{self._gateway}:again:{self._batch}", timeout=10.0)
+
+
+def so_far(inflight: InflightRequest) -> list[TokenItem]:
+    """What a gateway has read of a request, as items of its present attempt: one a choice."""
+    fold, items = inflight.fold, inflight.kept or []
+    if fold.attempt < 0:
+        return []
+    found: dict[int, list[TokenItem]] = {}
+    for item in items:
+        found.setdefault(item.choice, []).append(item)
+    # The fence of the present attempt comes first, so that nothing of earlier ones counts.
+    merged = []
+    for choice, parts in found.items():
+        last = parts[-1]
+        logprobs: list[Logprob] | None = None
+        if any(part.logprobs is not None for part in parts):
+            logprobs = [each for part in parts for each in part.logprobs or ()]
+        merged.append(
+            TokenItem(
+                last.request,
+                fold.attempt,
+                choice,
+                parts[0].first,
+                b"".join(part.tokens for part in parts),
+                last.finish,
+                None if logprobs is None else tuple(logprobs),
+            )
+        )
+    return merged
+
+
+def _portions(items: Iterable[TokenItem], limit: int) -> Iterable[list[TokenItem]]:
+    """Of about ``limit`` bytes at most; an item is larger only if it alone is."""
+    portion: list[TokenItem] = []
+    size = 0
+    for item in items:
+        more = 64 + len(item.tokens) + sum(16 + 16 * len(each.top) for each in item.logprobs or ())
+        if portion and size + more > limit:
+            yield portion
+            portion, size = [], 0
+        portion.append(item)
+        size += more
+    if portion:
+        yield portion

@@ -1,0 +1,1 @@
+"""Tools over the log: requests, timelines, traces, exports, replays, decisions made again."""

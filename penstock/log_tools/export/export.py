@@ -1,0 +1,358 @@
+"""``penstock export``: recorded requests as a file: every message about them, one line of JSON each."""
+
+import argparse
+import contextlib
+import gc
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+from penstock.cli.figures import counted, moment_ns, parse_size, show_size
+from penstock.configs.flags import Parser
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Readable, format_time, get, get_last, read, read_backwards
+from penstock.log_tools.export.read_lines import copy_messages
+from penstock.log_tools.export.recording import Exported, export_media, media_of
+from penstock.log_tools.export.redaction import VOCABULARY, Redactor
+from penstock.log_tools.requests.find_requests import of_entry
+from penstock.log_tools.sources.export_file import STDIO, WrittenRequests, writing
+from penstock.log_tools.sources.log_copy import MEDIA
+from penstock.log_tools.sources.log_line import (
+    FORMAT,
+    STREAMS,
+    VERSION,
+    FileHeader,
+    LogLine,
+    RecordedModel,
+    Selection,
+    StreamLimits,
+    append_line,
+    encode_line,
+    header_line,
+)
+from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_log, run_command
+from penstock.schemas import fleet
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import GenerateRequest, request_of_answer, time_of
+
+SAMPLED = 200  # records from which the models are known
+
+
+WRITTEN_BYTES = 256 << 10  # together
+
+
+class Counted(NamedTuple):
+    """What was written."""
+
+    requests: int
+    messages: int
+    seconds: float
+    left_out: int = 0
+    media: Exported | None = None  # None: the requests have none
+
+
+def run(argv: Sequence[str]) -> int:
+    """Export messages; returns the exit status."""
+    parser = Parser(
+        prog="penstock export",
+        description="write recorded requests to a file: every message about them, one line of JSON each",
+    )
+    add_selection_flags(parser)
+    parser.add_argument("--all", action="store_true", help="every message that the log keeps")
+    parser.add_argument(
+        "--output", "-o", default=STDIO, metavar="FILE", help="name.jsonl or .jsonl.gz; default: stdout"
+    )
+    parser.add_argument("--kv", action=argparse.BooleanOptionalAction, help="with the KV events; default: not with ids")
+    parser.add_argument(
+        "--media-bytes",
+        default="256MiB",
+        metavar="SIZE",
+        help="images of the requests, up to so many bytes together; 0: none (default: %(default)s)",
+    )
+    parser.add_argument("--redact", action="store_true", help="placeholders of the same length for tokens and text")
+    parser.add_argument(
+        "--vocabulary",
+        type=int,
+        default=VOCABULARY,
+        metavar="N",
+        help="of --redact: ids are below (default: %(default)s)",
+    )
+    add_flags(parser)
+    add_verify_flag(parser)
+    args = parser.parse_args(argv)
+    return run_command("export", lambda: _run(args))
+
+
+def add_selection_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that select requests, for ``export`` and ``replay``."""
+    parser.add_argument("ids", nargs="*", metavar="ID", help="requests: the X-Request-Id header or id of each answer")
+    parser.add_argument("--since", default="", help="accepted since: 15m, 2h, 7d ago, or 2026-11-22T09:30")
+    parser.add_argument("--until", default="", help="accepted before; written like --since")
+    parser.add_argument("--from-seq", type=int, default=0, metavar="N", help="from this sequence of REQUESTS on")
+
+
+async def selection(args: argparse.Namespace, bus: Readable, *, everything: bool) -> Selection:
+    """The selection by the flags of ``add_selection_flags``.
+
+    Raises:
+        ValueError: they select nothing, or contradict each other.
+        ServingError: the log cannot be read.
+    """
+    ids = frozenset(map(request_of_answer, args.ids))
+    ranged = bool(args.since or args.until or args.from_seq)
+    if (bool(ids) + ranged + everything) != 1:
+        raise ValueError(
+            "name requests by their ids, or give --since, --until or --from-seq, or ask for all with --all"
+        )
+    for each in ids:
+        time_of(each)  # raises before anything is read
+    now_ns = time.time_ns()
+    since = moment_ns(args.since, now_ns) if args.since else 0
+    until = moment_ns(args.until, now_ns) if args.until else 0
+    if args.from_seq:
+        entry = await get(bus, bus.subjects.stream("REQUESTS"), args.from_seq)
+        if entry is None:
+            raise ValueError(f"--from-seq {args.from_seq}: REQUESTS has no message with this sequence")
+        since = max(since, time_of(entry.headers.get("Nats-Msg-Id", "")))
+    return Selection(ids, since, until)
+
+
+async def _run(args: argparse.Namespace) -> None:
+    media_bytes = parse_size(args.media_bytes) if not args.redact else 0
+    async with open_log(LogSource.of(args), name="export", streams=STREAMS, role="reader", files=True) as log:
+        chosen = await selection(args, log.reader, everything=args.all)
+        chosen = chosen._replace(kv=not chosen.ids if args.kv is None else args.kv)
+        redactor = Redactor(args.vocabulary) if args.redact else None
+        header = await _header(log.reader, args, redacted=args.redact)
+        with writing(args.output) as file:
+            exported = await _export_messages(log, chosen, header, file, redactor)
+            written = await _with_media(exported, log, LogSource.of(args), file, media_bytes)
+            if not written.requests and not chosen.everything:  # no file is written
+                raise ValueError(
+                    "the log has none of these requests" if chosen.ids else "no request was accepted in this time"
+                )
+    if chosen.ids and written.requests < len(chosen.ids):
+        missing = len(chosen.ids) - written.requests
+        print(
+            f"penstock export: {missing} of {counted(len(chosen.ids), 'request')} are not in the log", file=sys.stderr
+        )
+    left = f"; {written.left_out} that cannot be read were left out" if written.left_out else ""
+    print(
+        f"{counted(written.requests, 'request')}, {counted(written.messages, 'message')} "
+        f"in {written.seconds:.1f} s{left}{_about_media(written.media, args)}",
+        file=sys.stderr,
+    )
+
+
+def _about_media(media: Exported | None, args: argparse.Namespace) -> str:
+    """A sentence about the exported images; "": the requests have none."""
+    if media is None:
+        return ""
+    if args.redact:
+        return f"; {counted(media.too_large, 'image')} left out, since a redacted file has none"
+    text = f"; {counted(media.objects, 'image')} ({show_size(media.size)})" if media.objects else ""
+    if media.gone:
+        text += f"; {counted(media.gone, 'image')} left out: the deployment keeps images for 2 h"
+    if media.too_large:
+        text += f"; {counted(media.too_large, 'image')} left out: larger together than --media-bytes {args.media_bytes}"
+    return text
+
+
+async def export(log: Log, chosen: Selection, header: FileHeader, file: BinaryIO) -> Counted:
+    """Write the header and the selected messages, stream by stream, each in its own order.
+
+    Raises:
+        ServingError: the log cannot be read.
+    """
+    return (await _export_messages(log, chosen, header, file, None)).counted
+
+
+class LineWriter:
+    """Writes the selected messages to a file.
+
+    Attributes:
+        requests: ids of those written.
+        left_out: messages that cannot be redacted.
+        media: digests, in the order of the requests.
+    """
+
+    def __init__(self, chosen: Selection, file: BinaryIO, redactor: Redactor | None) -> None:
+        self._chosen = chosen
+        self._everything = chosen.everything
+        self._file = file
+        self._redactor = redactor
+        self._lines = bytearray()
+        self._written = WrittenRequests()
+        self.requests: set[str] = set()
+        self.messages = 0
+        self.left_out = 0
+        self.media: dict[bytes, None] = {}
+
+    def add(self, record: LogLine) -> None:
+        part: LogLine | None = record
+        if not self._everything:
+            part = self._chosen.part(record)
+            if part is None:
+                return
+        if part is not None and self._redactor is not None:
+            part = self._redactor.record(part)
+        if part is None:
+            self.left_out += 1
+            return
+        if record.stream in ("REQUESTS", "DONE"):
+            request = record.headers.get("Nats-Msg-Id", "")[:36]
+            self.requests.add(request)
+            if record.stream == "REQUESTS":
+                self._written.add(request, record.seq, part.data)
+            for each in media_of(record):
+                self.media[each.digest] = None
+        append_line(part, self._lines, self._written.sequence_of)
+        self.messages += 1
+        if len(self._lines) >= WRITTEN_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        self._file.write(self._lines)
+        self._lines.clear()
+
+
+@contextlib.contextmanager
+def without_gc() -> Iterator[None]:
+    """Pause garbage collection: nothing here makes cycles, and a collection would visit everything that was read."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Exported(NamedTuple):
+    """``media``: digests of the requests' images, which are still to be written."""
+
+    counted: Counted
+    media: dict[bytes, None]
+
+
+async def _export_messages(
+    log: Log, chosen: Selection, header: FileHeader, file: BinaryIO, redactor: Redactor | None
+) -> _Exported:
+    began = time.perf_counter()
+    file.write(header_line(header))
+    writer = LineWriter(chosen, file, redactor)
+    with without_gc():
+        for stream, limits in header.streams.items():
+            if limits.messages and (stream != "KV" or chosen.kv):
+                await copy_messages(log, stream, limits.last_seq, chosen, writer.add)
+    writer.flush()
+    seconds = time.perf_counter() - began
+    return _Exported(Counted(len(writer.requests), writer.messages, seconds, writer.left_out), writer.media)
+
+
+async def _with_media(exported: _Exported, log: Log, source: LogSource, file: BinaryIO, limit: int) -> Counted:
+    """Write the requests' images behind their messages."""
+    counted, digests = exported
+    if not digests:
+        return counted
+    if not limit:
+        return counted._replace(media=Exported(0, 0, 0, len(digests)))
+
+    def write(record: LogLine) -> None:
+        file.write(encode_line(record))
+
+    if log.files is None:
+        media = await export_media(log.bus, digests, limit, write)
+    else:  # only a broker knows which object an entry stands for
+        async with open_log(source, name="export", streams=(MEDIA,), role="reader") as served:
+            media = await export_media(served.bus, digests, limit, write)
+    return counted._replace(media=media)
+
+
+async def _header(bus: Readable, args: argparse.Namespace, *, redacted: bool) -> FileHeader:
+    selected = [
+        *args.ids,
+        *(
+            f"--{name.replace('_', '-')} {value}"
+            for name in ("since", "until", "from_seq")
+            if (value := getattr(args, name))
+        ),
+    ]
+    return FileHeader(
+        FORMAT,
+        VERSION,
+        _version(),
+        format_time(time.time_ns()),
+        bus.subjects.namespace,
+        " ".join(selected) or "--all",
+        redacted,
+        tuple(await models(bus)),
+        {stream: limits for stream in STREAMS if (limits := await limits_of(bus, stream)) is not None},
+    )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("penstock")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+async def limits_of(bus: Readable, stream: str) -> StreamLimits | None:
+    if not isinstance(bus, Bus):
+        kept = bus.state(bus.subjects.stream(stream))
+        limits = StreamLimits(kept.first_seq, kept.last_seq, kept.messages, kept.max_age_s, kept.max_bytes)
+        return limits if kept.created else None
+    with contextlib.suppress(Exception):  # nats-py: many kinds; a stream may be missing
+        info = await bus.js.stream_info(bus.subjects.stream(stream))
+        state, config = info.state, info.config
+        return StreamLimits(
+            state.first_seq, state.last_seq, state.messages, config.max_age or 0.0, config.max_bytes or -1
+        )
+    return None
+
+
+async def models(bus: Readable) -> list[RecordedModel]:
+    """The models of the last requests, with what their workers have registered."""
+    by_name: dict[str, RecordedModel] = {}
+    count = 0
+    async for entry in read_backwards(bus, bus.subjects.stream("DONE"), bus.subjects.all("done")):
+        ended = of_entry(entry)
+        if ended is not None and ended.request is not None and ended.request.model not in by_name:
+            by_name[ended.request.model] = _model(ended.request)
+        count += 1
+        if count >= SAMPLED:
+            break
+    for worker in await workers(bus):
+        known = by_name.get(worker.model, RecordedModel(worker.model))
+        by_name[worker.model] = msgspec.structs.replace(
+            known,
+            revision=known.revision or worker.revision,
+            tokenizer=known.tokenizer or worker.tokenizer,
+            block_size=known.block_size or worker.block_size,
+            engine=worker.engine,
+            workers=known.workers + 1,
+        )
+    return list(by_name.values())
+
+
+def _model(request: GenerateRequest) -> RecordedModel:
+    return RecordedModel(request.model, request.revision, request.tokenizer, request.block_size)
+
+
+async def workers(bus: Readable) -> list[fleet.Registration]:
+    """The workers that are registered now; none if the deployment is stopped."""
+    by_id: dict[str, Any] = {}
+    stream = f"KV_{bus.subjects.bucket('workers')}"
+    try:
+        if await get_last(bus, stream, f"$KV.{bus.subjects.bucket('workers')}.>") is None:
+            return []
+        async for entry in read(bus, stream, f"$KV.{bus.subjects.bucket('workers')}.>"):
+            by_id[entry.subject] = fleet.decode(entry.data) if entry.data else None
+    except (ServingError, msgspec.MsgspecError):
+        return []
+    return [each for each in by_id.values() if each is not None]

@@ -1,0 +1,164 @@
+"""``penstock import``: an export as a data folder, or in a namespace of a running broker."""
+
+import asyncio
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from nats.errors import Error as NatsError
+
+from penstock.cli.figures import counted
+from penstock.configs.flags import Parser, add_broker_flags
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.nats_server.apply_streams import create_streams, stream_configs
+from penstock.infra.nats_server.datadir import Lock
+from penstock.infra.nats_server.jetstream_api import BrokerProblem
+from penstock.log_tools.sources.export_file import ExportFile, open_export
+from penstock.log_tools.sources.log_copy import STREAMS_DIR, stream_name
+from penstock.log_tools.sources.log_line import BadLine
+from penstock.log_tools.sources.open_log import CONNECT_S, FAILURES
+from penstock.log_tools.sources.restore import RESTORED, prefix, restore
+from penstock.log_tools.sources.store_files import check_server
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import HEADER_RECORDED_TIME, Subjects
+
+PART = ".import-"  # prefix of an incomplete folder
+WHOLE = "whole"  # file in it: its streams are being moved
+FLUSH = 500  # messages between two waits for the broker
+STORED_S = 30.0
+
+
+def run(argv: Sequence[str]) -> int:
+    """Import a file; returns the exit status."""
+    parser = Parser(
+        prog="penstock import",
+        description="read an export into a new data folder, which keeps the recorded times and sequences, or into an "
+        "unused namespace of a running broker",
+    )
+    parser.add_argument("file", metavar="FILE", help="of `penstock export`; '-' for standard input")
+    add_broker_flags(
+        parser,
+        folder="a folder without this namespace's streams",
+        broker="a running broker, with the operator's credentials",
+        default="",
+    )
+    parser.add_argument(
+        "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the file's own"
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="leave damaged lines out")
+    args = parser.parse_args(argv)
+    if bool(args.data_dir) == bool(args.nats_url):
+        parser.error("give --data-dir for a data folder, or --nats-url for a running broker")
+    began = time.perf_counter()
+    try:
+        with open_export(args.file, skip_bad=args.skip_bad) as exported:
+            namespace = args.namespace or exported.header.namespace
+            if args.data_dir:
+                counts = _into_folder(exported, Path(args.data_dir).resolve(), namespace)
+            else:
+                counts = asyncio.run(_into_broker(exported, args.nats_url, namespace))
+            if exported.bad:
+                print(exported.left_out(), file=sys.stderr)
+    except (*FAILURES, BrokerProblem, OSError) as error:
+        print(f"penstock import: {error}", file=sys.stderr)
+        return 1
+    parts = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+    whole = counted(sum(counts.values()), "message")
+    print(f"{whole} in {time.perf_counter() - began:.1f} s into namespace {namespace}: {parts}")
+    return 0
+
+
+def _into_folder(exported: ExportFile, data_dir: Path, namespace: str) -> dict[str, int]:
+    check_server()
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = Lock(data_dir / "nats.lock")
+    lock.acquire("a nats-server of penstock")
+    try:
+        folders = [data_dir / STREAMS_DIR / stream_name(Subjects(namespace), stream) for stream in RESTORED]
+        _undo(data_dir)
+        if any(folder.exists() for folder in folders):
+            raise ValueError(f"{data_dir} has streams of namespace {namespace}: name another folder or --namespace")
+        part = Path(tempfile.mkdtemp(prefix=PART, dir=data_dir))
+        try:
+            counts = restore(exported, part, namespace)
+            (part / WHOLE).touch()
+            folders[0].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in folders:
+                (part / STREAMS_DIR / folder.name).rename(folder)
+            return counts
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    finally:
+        lock.release()
+
+
+def _undo(data_dir: Path) -> None:
+    """Remove the remains of killed imports: incomplete folders, and streams that were already moved."""
+    for part in data_dir.glob(f"{PART}*"):
+        names = {folder.name for folder in (part / STREAMS_DIR).glob("*")}
+        if (part / WHOLE).exists() and names:
+            namespace = next(iter(names)).removeprefix("OBJ_").rpartition("_")[0]
+            for name in {stream_name(Subjects(namespace), stream) for stream in RESTORED} - names:
+                shutil.rmtree(data_dir / STREAMS_DIR / name, ignore_errors=True)
+        shutil.rmtree(part, ignore_errors=True)
+
+
+async def _into_broker(exported: ExportFile, url: str, namespace: str) -> dict[str, int]:
+    """Publish every message; the recorded time goes into a header.
+
+    Raises:
+        ValueError: the namespace is in use: routers would run the requests again.
+    """
+    subjects = Subjects(namespace)
+    async with await connect(url, role="operator", name="import", namespace=namespace, timeout=CONNECT_S) as bus:
+        streams = {stream_name(subjects, stream): stream for stream in RESTORED}
+        try:
+            configs = [each for each in stream_configs(topology(subjects)) if each["name"] in streams]
+            await create_streams(bus.nc, [each | {"max_age": 0} for each in configs])
+        except BrokerProblem as error:
+            raise ValueError(
+                f"namespace {namespace} cannot be made ({error}); name an unused one: --namespace"
+            ) from error
+        for name in streams:
+            if (await bus.js.stream_info(name)).state.last_seq:  # a deployment's routers would run the requests
+                raise ValueError(f"{name} has messages already: name an unused --namespace")
+        counts = dict.fromkeys(RESTORED, 0)
+        for record in exported.records():
+            if record.stream not in counts:
+                continue
+            name = stream_name(subjects, record.stream)
+            recorded = prefix(exported.header.namespace, name)
+            if not record.subject.startswith(recorded):
+                exported.reject(BadLine(f"subject {record.subject} does not begin with {recorded}"))
+                continue
+            headers = {name: value for name, value in record.headers.items() if not name.startswith("Nats-Expected-")}
+            subject = prefix(namespace, name) + record.subject[len(recorded) :]
+            await bus.nc.publish(subject, record.data, headers=headers | {HEADER_RECORDED_TIME: record.time})
+            counts[record.stream] += 1
+            if not counts[record.stream] % FLUSH:
+                await bus.nc.flush()
+        await _stored(bus, counts)
+        return counts
+
+
+async def _stored(bus: Bus, counts: dict[str, int]) -> None:
+    """Wait until the streams hold all published messages.
+
+    Raises:
+        ValueError: they do not.
+    """
+    async with asyncio.timeout(STORED_S):
+        await bus.nc.flush()
+    for stream, count in counts.items():
+        try:
+            info = await bus.js.stream_info(stream_name(bus.subjects, stream))
+        except NatsError as error:
+            raise ValueError(f"stream {stream} cannot be read: {error}") from error
+        if info.state.messages != count:
+            raise ValueError(
+                f"{stream} holds {info.state.messages} of {counted(count, 'message')}: its broker was restarted, "
+                "or has no room"
+            )

@@ -1,0 +1,246 @@
+"""Finds requests in the log by model, time, state and other criteria, newest first.
+
+Ended requests are read from the records in DONE. The others are those that the consumers of REQUESTS and WORK have not
+acknowledged. A stopped deployment has no consumers, so the last hour of both streams is read instead.
+
+What a stopped deployment has stored about requests that have no record: they have not ended.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+import structlog
+
+from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, get_last, get_last_of, read, read_backwards
+from penstock.log_tools.sources.data_folder import StoredLog
+from penstock.log_tools.sources.store_files import Place, Raw, StoredStream, message, message_id, subject_of
+from penstock.schemas import done, jobs, requests
+from penstock.schemas.jobs import Job, Revoke
+from penstock.schemas.requests import GenerateRequest, time_of
+from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
+from penstock.schemas.subjects import KEPT
+from penstock.schemas.summary import QUEUED, RUNNING, Criteria, RequestSummary, of_done, of_encoded_done, of_request
+
+log = structlog.get_logger("timeline")
+
+_ID = 36  # characters of a request's id
+
+
+class Left(NamedTuple):
+    """A message about such a request. ``stream``: without the namespace."""
+
+    stream: str
+    subject: str
+    data: bytes
+
+
+def left_open(stored: StoredLog, since_ns: int) -> list[Left]:
+    """The messages of REQUESTS and WORK about requests without a record, of those stored since a time (Unix, ns)."""
+    return [_left(name, raw) for name, raw in _search(stored, since_ns)]
+
+
+def _search(stored: StoredLog, since_ns: int) -> Iterator[tuple[str, Raw]]:
+    over: set[bytes] = set()
+    for data, places in _blocks(stored, "DONE", since_ns):
+        over.update([subject_of(data, at)[-_ID:] for _, _, at in places])
+    waiting: set[bytes] = set()
+    for raw in _without(stored, "REQUESTS", since_ns, over):
+        waiting.add(message_id(raw.block, raw.at)[:_ID])
+        yield "REQUESTS", raw
+    if _has_all(_stream(stored, "REQUESTS"), since_ns):
+        if not waiting:
+            return  # WORK is several times as large, and has no request that REQUESTS lacks
+        since_ns = min(_made_ns(each) for each in waiting)
+    for raw in _without(stored, "WORK", since_ns, over):
+        yield "WORK", raw
+
+
+def _without(stored: StoredLog, name: str, since_ns: int, over: set[bytes]) -> Iterator[Raw]:
+    """The messages of a stream about other requests than these."""
+    for data, places in _blocks(stored, name, since_ns):
+        for seq, time_ns, at in places:
+            if message_id(data, at)[:_ID] not in over:
+                yield Raw(seq, time_ns, data, at)
+
+
+def _left(name: str, raw: Raw) -> Left:
+    stored = message(raw.block, raw.at)
+    return Left(name, stored.subject, stored.data)
+
+
+def _made_ns(request_id: bytes) -> int:
+    """When a request was made; its jobs were stored later."""
+    try:
+        return max(0, time_of(request_id.decode()) - CLOCK_SKEW_NS)
+    except ValueError:  # no request of ours
+        return 0
+
+
+def _has_all(stream: StoredStream | None, since_ns: int) -> bool:
+    """Whether a stream has all messages that it has got since a time (Unix, ns)."""
+    if stream is None or not stream.blocks:
+        return False
+    return stream.first_seq <= 1 or next(stream.forward()).time_ns <= since_ns
+
+
+def _stream(stored: StoredLog, name: str) -> StoredStream | None:
+    return stored.stream(stored.subjects.stream(name))
+
+
+def _blocks(stored: StoredLog, name: str, since_ns: int) -> Iterator[tuple[bytes, list[Place]]]:
+    stream = _stream(stored, name)
+    if stream is not None:
+        yield from stream.by_block(since_ns=since_ns)
+
+
+CHECKED = 200  # requests whose end is looked up at once
+CONSUMERS = 256  # per page of the broker's list
+
+
+class LoggedRequest(msgspec.Struct, frozen=True):
+    """A request in the log. ``record``: None while it has not ended."""
+
+    summary: RequestSummary
+    request: GenerateRequest | None
+    record: done.Done | None = None
+
+
+async def ended(
+    bus: Readable, criteria: Criteria, *, before: int = 0
+) -> AsyncGenerator[tuple[int, LoggedRequest], None]:
+    """Ended requests with the sequences of their records, latest end first.
+
+    Args:
+        before: begin before this sequence of DONE; 0: with the last.
+    Raises:
+        ServingError: the stream cannot be read.
+    """
+    stream, subjects = bus.subjects.stream("DONE"), bus.subjects.all("done")
+    oldest = criteria.since_ns
+    async for entry in read_backwards(bus, stream, subjects, before=before):
+        if oldest and entry.time_ns < oldest:  # it was accepted even earlier
+            return
+        summary = of_entry(entry)
+        if summary is not None and criteria.accepts(summary.summary):
+            yield entry.seq, summary
+
+
+async def summaries(bus: Readable, criteria: Criteria) -> AsyncGenerator[RequestSummary, None]:
+    """As ``ended``, without requests and records: neither prompts nor tokens are decoded."""
+    stream, subjects = bus.subjects.stream("DONE"), bus.subjects.all("done")
+    async for entry in read_backwards(bus, stream, subjects):
+        if criteria.since_ns and entry.time_ns < criteria.since_ns:
+            return
+        try:
+            summary = of_encoded_done(entry.data, RequestSummary)
+        except msgspec.MsgspecError as error:
+            log.warning("record_unreadable", seq=entry.seq, error=str(error))
+            continue
+        if summary is not None and criteria.accepts(summary):
+            yield summary
+
+
+def of_entry(entry: Entry) -> LoggedRequest | None:
+    """The record in a message of DONE. None: another message, or one of a later release."""
+    try:
+        event = done.decode(entry.data)
+        if not isinstance(event, done.Done):
+            return None
+        return LoggedRequest(of_done(event), done.request_of(event), event)
+    except msgspec.MsgspecError as error:
+        log.warning("record_unreadable", seq=entry.seq, error=str(error))
+        return None
+
+
+async def unfinished(bus: Readable, criteria: Criteria, *, stopped: bool = False) -> list[LoggedRequest]:
+    """Requests that have not ended, latest accepted first.
+
+    Args:
+        stopped: the deployment does not run; the last hour of its log is read.
+    Raises:
+        ServingError: a stream cannot be read.
+    """
+    by_id: dict[str, LoggedRequest] = {}
+    if isinstance(bus, StoredLog):
+        for name, subject, data in left_open(bus, await _hour_before_end(bus)):
+            if name == "REQUESTS":
+                request = requests.decode(data)
+                by_id[request.id] = LoggedRequest(of_request(request, state=QUEUED), request)
+            elif (running := _running(subject, data)) is not None:
+                _keep_later(by_id, running)
+        left = [each for each in by_id.values() if criteria.accepts(each.summary)]
+        return sorted(left, key=lambda each: each.summary.created_ns, reverse=True)
+    async for entry in _unacknowledged(bus, "REQUESTS", stopped):
+        request = requests.decode(entry.data)
+        by_id[request.id] = LoggedRequest(of_request(request, state=QUEUED), request)
+    async for entry in _unacknowledged(bus, "WORK", stopped):
+        running = _running(entry.subject, entry.data)
+        if running is not None:
+            _keep_later(by_id, running)
+    over = {record.request async for record in _records(bus, [each.summary for each in by_id.values()])}
+    left = [each for name, each in by_id.items() if name not in over and criteria.accepts(each.summary)]
+    return sorted(left, key=lambda each: each.summary.created_ns, reverse=True)
+
+
+async def _hour_before_end(bus: Readable) -> int:
+    """Unix ns of the last accepted or routed request, minus the longest time that a request may take."""
+    ends = [
+        await get_last(bus, bus.subjects.stream(name), f"{bus.subjects.namespace}.>") for name in ("REQUESTS", "WORK")
+    ]
+    last = max((entry.time_ns for entry in ends if entry is not None), default=time.time_ns())
+    return max(0, last - int(LONGEST_DEADLINE_S * 1e9))
+
+
+def _keep_later(requests: dict[str, LoggedRequest], running: LoggedRequest) -> None:
+    before = requests.get(running.summary.id)
+    if before is None or before.summary.attempts <= running.summary.attempts:
+        requests[running.summary.id] = running
+
+
+def _running(subject: str, data: bytes) -> LoggedRequest | None:
+    """The request of a message in WORK. None: a revocation, or a kept copy of a job, which no worker reads."""
+    worker = subject.rpartition(".")[2]
+    if KEPT in subject.split("."):
+        return None
+    message = jobs.decode(data)
+    if isinstance(message, Revoke):
+        return None
+    job = message if isinstance(message, Job) else jobs.decode_job(message.job)
+    request = requests.decode(job.request)
+    state = of_request(request, state=RUNNING, attempt=job.attempt, worker=worker, routed_ns=job.decision.at_ns)
+    return LoggedRequest(state, request)
+
+
+async def _unacknowledged(bus: Readable, name: str, stopped: bool) -> AsyncGenerator[Entry, None]:
+    stream = bus.subjects.stream(name)
+    if stopped or isinstance(bus, LogFiles):
+        last = await get_last(bus, stream, f"{bus.subjects.namespace}.>")
+        ended_ns = last.time_ns if last is not None else time.time_ns()
+        since = ended_ns - int(LONGEST_DEADLINE_S * 1e9)
+        async for entry in read(bus, stream, ">", since_ns=since):
+            yield entry
+        return
+    offset = 0
+    while page := await bus.js.consumers_info(stream, offset=offset):
+        for info in page:
+            if not info.num_pending and not info.num_ack_pending:
+                continue
+            floor = info.ack_floor.stream_seq if info.ack_floor is not None else 0
+            config = info.config
+            for subject in config.filter_subjects or [config.filter_subject or ">"]:
+                async for entry in read(bus, stream, subject, after=floor):
+                    yield entry
+        offset += len(page)
+        if len(page) < CONSUMERS:
+            return
+
+
+async def _records(bus: Readable, wanted: Iterable[RequestSummary]) -> AsyncGenerator[done.Done, None]:
+    subjects = [bus.subjects.done(each.tenant, each.model, each.id) for each in wanted]
+    for start in range(0, len(subjects), CHECKED):
+        for entry in await get_last_of(bus, bus.subjects.stream("DONE"), subjects[start : start + CHECKED]):
+            event = done.decode(entry.data)
+            if isinstance(event, done.Done):
+                yield event

@@ -1,0 +1,321 @@
+"""``penstock requests``: lists the requests of a deployment, which may be running or stopped.
+
+Formats a list of requests as lines of text, as wide as the terminal; 100,000 take a second. Pure.
+"""
+
+import argparse
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+
+from penstock.cli.figures import clock, duration_ns, moment_ns, span
+from penstock.cli.terminal import stdout
+from penstock.configs.flags import Parser
+from penstock.infra.bus.direct_get import Readable, get_last, read
+from penstock.log_tools.requests.describe import Texts
+from penstock.log_tools.requests.find_requests import LoggedRequest, ended, of_entry, summaries, unfinished
+from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_log, run_command
+from penstock.schemas.summary import QUEUED, RUNNING, STATES, Criteria, RequestSummary, as_dict
+
+_COLOURS = {"done": "32", "failed": "31", "cancelled": "33", "running": "36", "queued": "35"}  # ANSI
+_GAP = "  "
+_NONE, _ERROR, _MATCH = -len(_GAP), 16, 24  # columns for nothing, for an error, for what --grep found
+_LEAST = 8
+
+
+class RequestLine(NamedTuple):
+    """``match``: what --grep found, with its surroundings."""
+
+    summary: RequestSummary
+    match: str = ""
+
+
+class _Column(NamedTuple):
+    """A column of the list. Least ``width``: rows that --follow adds later stand below the first ones."""
+
+    name: str
+    width: int
+    cell: Callable[[RequestSummary, int], str]
+    leaves: int = 0  # the highest is left out first where there is no room; 0: it stays
+    number: bool = False
+
+
+def lines(
+    requests: Sequence[RequestLine], *, width: int, now_ns: int, header: str = "", colours: bool = False
+) -> Iterator[str]:
+    """
+    Args:
+        width: of the terminal, in columns.
+        header: name of the last column, above the list; "": no line of names.
+        colours: as ANSI escape sequences.
+    """
+    table = {column: [column.cell(each.summary, now_ns) for each in requests] for column in _COLUMNS}
+    sizes = {column: max(column.width, *map(len, cells)) for column, cells in table.items()}
+    if not any(table[_CODE]):
+        del sizes[_CODE]
+    left = _drop(sizes, width, _wanted(requests))
+    cut = _CODE if _CODE in sizes else _STATE
+    sizes[cut] += min(0, left - _NONE)  # what stays is wider than the terminal
+    columns, widths = list(sizes), list(sizes.values())
+    rows = zip(*(table[column] for column in columns), strict=True)
+    forms = [f"{{:{'>' if column.number else '<'}{size}}}" for column, size in zip(columns, widths, strict=True)]
+    form = _GAP.join(forms).format
+    if header:
+        name = f"{_GAP}{header}" if left >= _LEAST else ""
+        yield _bold(f"{form(*(column.name for column in columns))}{name}", colours)
+    state, place = columns.index(_STATE), columns.index(cut)
+    for (summary, match), row in zip(requests, rows, strict=True):
+        cells = list(row)
+        cells[place] = _cut(cells[place], widths[place])
+        if colours:
+            cells[state] = f"\x1b[{_COLOURS[summary.state]}m{cells[state]:<{widths[state]}}\x1b[0m"
+        text = match or summary.message if left >= _LEAST else ""
+        if text:
+            text = _cut(_one_line(" ".join(text.split())), left)
+        yield f"{form(*cells)}{_GAP}{text}".rstrip()
+
+
+def _wanted(requests: Sequence[RequestLine]) -> int:
+    if any(each.match for each in requests):
+        return _MATCH
+    return _ERROR if any(each.summary.message for each in requests) else _NONE
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _drop(sizes: dict[_Column, int], width: int, text: int) -> int:
+    """Remove columns until the others and ``text`` characters of text fit. Returns the width left for text."""
+    for column in sorted(sizes, key=lambda column: column.leaves, reverse=True):
+        left = width - sum(sizes.values()) - len(_GAP) * len(sizes)
+        if column.leaves <= _OVER_ERRORS and text == _ERROR:
+            text = _NONE
+        if left >= text or not column.leaves:
+            break
+        del sizes[column]
+    return left
+
+
+def _bold(text: str, colours: bool) -> str:
+    return f"\x1b[1m{text}\x1b[0m" if colours else text
+
+
+@lru_cache(maxsize=4096)
+def _second(seconds: int, now_ns: int) -> str:
+    return clock(seconds * 1_000_000_000, now_ns)[:-4]
+
+
+def _clock(at_ns: int, now_ns: int) -> str:
+    seconds, nanoseconds = divmod(at_ns, 1_000_000_000)
+    return f"{_second(seconds, now_ns)}.{nanoseconds // 1_000_000:03d}"
+
+
+def _one_line(text: str) -> str:
+    """A client's text, without control characters that would move the cursor."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else "�" for each in text)
+
+
+_OVER_ERRORS = 4  # columns up to here matter more than the text of errors, whose code has a column
+_STATE = _Column("state", 9, lambda request, _: request.state)
+_CODE = _Column("code", 4, lambda request, _: request.code if request.code != request.state else "", 1)
+_COLUMNS = (
+    _Column("accepted", 12, lambda request, now_ns: _clock(request.created_ns, now_ns), 3),
+    _Column("id", 36, lambda request, _: request.id),
+    _STATE,
+    _CODE,
+    _Column("model", 6, lambda request, _: _one_line(request.model), 7),
+    _Column("worker", 17, lambda request, _: _one_line(request.worker), 5),
+    _Column("prompt", 6, lambda request, _: str(request.prompt_tokens), 6, number=True),
+    _Column("cached", 6, lambda request, _: str(request.cached_tokens), 9, number=True),
+    _Column("out", 5, lambda request, _: str(request.completion_tokens), 4, number=True),
+    _Column("ttft", 9, lambda request, _: span(request.ttft_ms), 8, number=True),
+    _Column("duration", 9, lambda request, _: span(request.duration_ms), 2, number=True),
+)
+
+
+POLL_S = 0.5
+WRITTEN_TOGETHER = 500  # lines
+_encode = msgspec.json.Encoder().encode
+SNIPPET = 60  # characters of what --grep found
+BEFORE = 10  # of them in front of it, so that a narrow terminal shows the match
+
+
+class ListOptions(NamedTuple):
+    """What to list and how. ``limit``: at most so many; 0: all."""
+
+    criteria: Criteria
+    limit: int
+    follow: bool
+    as_json: bool
+    grep: re.Pattern[str] | None
+    texts: Texts
+
+
+def run(argv: Sequence[str]) -> int:
+    """List requests; returns the exit status."""
+    parser = Parser(
+        prog="penstock requests",
+        description="list requests: unfinished ones first, then those that have ended, the last to end first",
+    )
+    _add_flags(parser)
+    args = parser.parse_args(argv)
+    console = stdout()
+    return run_command("requests", lambda: _run(LogSource.of(args), _options(args), console))
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--since", default="", help="accepted since: 15m, 2h, 7d ago, or 2026-11-22T09:30")
+    parser.add_argument("--until", default="", help="accepted before; written like --since")
+    parser.add_argument("--model", default="", help="as the client named it")
+    parser.add_argument("--tenant", default="", help="whose requests")
+    parser.add_argument("--worker", default="", help="id of its last worker, or the beginning of it")
+    parser.add_argument("--user", default="", help="the client's `user` field")
+    parser.add_argument("--state", action="append", choices=STATES, default=[], help="may be given several times")
+    parser.add_argument("--code", default="", help="error code, such as deadline_exceeded; `any`: every failure")
+    parser.add_argument("--min-duration", default="0s", help="took at least, from acceptance to the end: 300ms, 20s")
+    parser.add_argument("--min-ttft", default="0s", help="took at least so long to its first token")
+    parser.add_argument("--grep", default="", help="regular expression that its prompt or its answer contains")
+    parser.add_argument("--ignore-case", "-i", action="store_true", help="of --grep")
+    parser.add_argument(
+        "--model-path", default="", help="directory of the tokenizer for --grep; default: by the model's name"
+    )
+    parser.add_argument("--limit", "-n", type=int, default=50, help="at most so many; 0: all")
+    parser.add_argument("--follow", "-f", action="store_true", help="then print requests as they end, until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    add_flags(parser)
+    add_verify_flag(parser)
+
+
+def _options(args: argparse.Namespace) -> ListOptions:
+    now_ns = time.time_ns()
+    criteria = Criteria(
+        moment_ns(args.since, now_ns) if args.since else 0,
+        moment_ns(args.until, now_ns) if args.until else 0,
+        args.model,
+        args.tenant,
+        args.worker,
+        args.user,
+        frozenset(args.state),
+        args.code,
+        duration_ns(args.min_duration) / 1e6,
+        duration_ns(args.min_ttft) / 1e6,
+    )
+    if args.limit < 0:
+        raise ValueError(f"--limit {args.limit}: give a number of requests, or 0 for all")
+    try:
+        grep = re.compile(args.grep, re.IGNORECASE if args.ignore_case else 0) if args.grep else None
+    except re.error as error:
+        raise ValueError(f"--grep {args.grep!r} is not a regular expression: {error}") from error
+    return ListOptions(criteria, args.limit, args.follow, args.json, grep, Texts(args.model_path))
+
+
+async def _run(source: LogSource, options: ListOptions, console: Console) -> None:
+    async with open_log(source, name="requests", streams=("REQUESTS", "WORK", "DONE"), files=True) as log:
+        if options.follow and log.stopped:
+            raise ValueError("the deployment is stopped: there is nothing to follow")
+        last = await get_last(log.reader, log.reader.subjects.stream("DONE"), log.reader.subjects.all("done"))
+        lines = [line async for line in _list(log, options)]
+        _print(lines, options, console, header=True)
+        if not lines and not options.as_json and not options.follow:
+            console.print("no request matches")
+        if options.follow:
+            await _follow(log.reader, last.seq if last is not None else 0, options, console)
+
+
+async def _list(log: Log, options: ListOptions) -> AsyncGenerator[RequestLine, None]:
+    count = 0
+    criteria = options.criteria
+    states = criteria.states
+    requests = []
+    if _may_be_unfinished(criteria):
+        requests = await unfinished(log.reader, criteria, stopped=log.stopped)
+    for each in requests:
+        if (line := _line(each, options)) is not None:
+            yield line
+            count += 1
+            if count == options.limit:
+                return
+    if states and not states - {QUEUED, RUNNING}:
+        return
+    async for line in _ended(log.reader, options):
+        yield line
+        count += 1
+        if count == options.limit:
+            return
+
+
+async def _ended(bus: Readable, options: ListOptions) -> AsyncGenerator[RequestLine, None]:
+    if options.grep is None:
+        async for summary in summaries(bus, options.criteria):
+            yield RequestLine(summary)
+        return
+    async for _, each in ended(bus, options.criteria):  # with what --grep searches
+        if (line := _line(each, options)) is not None:
+            yield line
+
+
+def _may_be_unfinished(criteria: Criteria) -> bool:
+    if criteria.code or criteria.min_ms:
+        return False
+    return not criteria.states or bool(criteria.states & {QUEUED, RUNNING})
+
+
+async def _follow(bus: Readable, after: int, options: ListOptions, console: Console) -> None:
+    stream, subject = bus.subjects.stream("DONE"), bus.subjects.all("done")
+    while True:
+        new = []
+        async for entry in read(bus, stream, subject, after=after):
+            after = entry.seq
+            request = of_entry(entry)
+            if request is not None and options.criteria.accepts(request.summary):
+                line = _line(request, options)
+                new += [line] if line is not None else []
+        _print(new, options, console, header=False)
+        await asyncio.sleep(POLL_S)
+
+
+def _line(request: LoggedRequest, options: ListOptions) -> RequestLine | None:
+    if options.grep is None:
+        return RequestLine(request.summary)
+    texts = [options.texts.prompt(request.request)] if request.request is not None else []
+    texts += options.texts.outputs(request.record) if request.record is not None else []
+    for text in texts:
+        if match := options.grep.search(text):
+            start = max(0, match.start() - BEFORE)
+            end = max(match.end(), start + SNIPPET)
+            return RequestLine(request.summary, " ".join(text[start:end].split()))
+    return None
+
+
+def _print(request_lines: Sequence[RequestLine], options: ListOptions, console: Console, *, header: bool) -> None:
+    written: Iterable[str]
+    if options.as_json:
+        written = (_encode(_as_dict(line)).decode() for line in request_lines)
+    elif request_lines:
+        width, colours = console.width, console.color_system is not None and not console.no_color
+        name = ("text" if options.grep is not None else "error") if header else ""
+        written = lines(request_lines, width=width, now_ns=time.time_ns(), header=name, colours=colours)
+    else:
+        return
+    for part in _batched(written, WRITTEN_TOGETHER):  # standard output is flushed at each line's end
+        console.file.write("\n".join(part) + "\n")
+    console.file.flush()
+
+
+def _batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
+    """The items in lists of ``size``."""
+    rest = iter(items)
+    while part := list(islice(rest, size)):
+        yield part
+
+
+def _as_dict(line: RequestLine) -> dict[str, object]:
+    return as_dict(line.summary) | ({"match": line.match} if line.match else {})

@@ -1,0 +1,223 @@
+"""``penstock tail``: prints stored messages as lines, and follows new ones."""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+
+from penstock.cli.figures import clock, moment_ns
+from penstock.cli.terminal import escape, print_hanging, stdout
+from penstock.configs.flags import Parser, closest
+from penstock.infra.bus.direct_get import Entry, Readable, format_time, get_last, read, read_backwards
+from penstock.log_tools.requests.describe import Described, describe, plain
+from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.schemas.requests import request_of_answer, time_of
+from penstock.schemas.streams import CLOCK_SKEW_NS
+
+POLL_S = 0.25
+STREAMS = {
+    "requests": ("REQUESTS", "request"),
+    "work": ("WORK", "work"),
+    "tokens": ("TOKENS", "tokens"),
+    "kv": ("KV", "kv"),
+    "handoff": ("HANDOFF", "handoff"),
+    "done": ("DONE", "done"),
+    "returned": ("DONE", "returned"),
+    "plan": ("PLAN", "plan"),
+}
+_STYLES = {
+    "job": "cyan",
+    "done": "green",
+    "returned": "red",
+    "revoke": "red",
+    "tokens": "dim",
+    "kv": "dim",
+    "plan": "yellow",
+}
+
+
+class TailOptions(NamedTuple):
+    """Which messages. ``subjects``: (stream without the namespace, subject) pairs."""
+
+    subjects: tuple[tuple[str, str], ...]
+    lines: int
+    from_seq: int
+    since_ns: int
+    until_ns: int
+    worker: str
+    request: str
+    follow: bool
+    as_json: bool
+
+    @property
+    def ranged(self) -> bool:
+        """Whether a start is given; without one, the last ``lines`` messages are shown."""
+        return bool(self.from_seq or self.since_ns)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print messages; returns the exit status."""
+    parser = Parser(prog="penstock tail", description="print the last messages of the log, decoded, one line each")
+    _add_flags(parser)
+    args = parser.parse_args(argv)
+    console = stdout()
+    return run_command("tail", lambda: _run(LogSource.of(args), args, console))
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    kinds = ", ".join(STREAMS)
+    parser.add_argument("what", nargs="*", help=f"{kinds}, or a subject such as ps.work.decode.>; default: everything")
+    parser.add_argument("--worker", default="", help="only messages to, from or about it: its id or a part of it")
+    parser.add_argument("--request", default="", help="only messages about this request")
+    parser.add_argument("--from-seq", type=int, default=0, help="begin at this sequence; of one stream only")
+    parser.add_argument("--since", default="", help="begin 15m, 2h, 7d ago, or at 2026-11-22T09:30")
+    parser.add_argument("--until", default="", help="end there; written like --since")
+    parser.add_argument("--lines", "-n", type=int, default=10, help="without a beginning: the last so many")
+    parser.add_argument(
+        "--follow", "-f", action="store_true", help="then print messages as they are stored, until Ctrl-C"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object per line, with the whole message")
+    add_flags(parser)
+
+
+async def _run(source: LogSource, args: argparse.Namespace, console: Console) -> None:
+    names = sorted({stream for stream, _ in STREAMS.values()})
+    async with open_log(source, name="tail", streams=names, files=True) as log:
+        options = _options(args, log.reader)
+        if options.follow and log.stopped:
+            raise ValueError("the deployment is stopped: there is nothing to follow")
+        ends = {pair: await _end(log.reader, pair) for pair in options.subjects}
+        shown: list[Entry] = []
+        for pair in options.subjects:
+            shown += await _stored(log.reader, pair, ends[pair], options)
+        shown.sort(key=lambda entry: entry.time_ns)
+        kept = [each for entry in shown if (each := _wanted(entry, options)) is not None]
+        _print(kept if options.ranged else kept[len(kept) - min(options.lines, len(kept)) :], options, console)
+        if not kept and not options.follow:
+            print("no message matches", file=sys.stderr)
+        if options.follow:
+            await _follow(log.reader, ends, options, console)
+
+
+def _options(args: argparse.Namespace, bus: Readable) -> TailOptions:
+    now_ns = time.time_ns()
+    subjects = tuple(_subject(what, bus) for what in args.what) or tuple(
+        (stream, bus.subjects.all(kind)) for stream, kind in STREAMS.values()
+    )
+    if args.from_seq and len(subjects) != 1:
+        raise ValueError(
+            "--from-seq counts the messages of one stream: name it, as in `penstock tail work --from-seq 100`"
+        )
+    if args.lines < 0:
+        raise ValueError(f"--lines {args.lines}: give a number of messages")
+    request = request_of_answer(args.request)
+    if request:
+        time_of(request)  # raises before anything is read
+    return TailOptions(
+        subjects,
+        args.lines,
+        args.from_seq,
+        moment_ns(args.since, now_ns) if args.since else 0,
+        moment_ns(args.until, now_ns) if args.until else 0,
+        args.worker,
+        request,
+        args.follow,
+        args.json,
+    )
+
+
+def _subject(what: str, bus: Readable) -> tuple[str, str]:
+    if what in STREAMS:
+        stream, kind = STREAMS[what]
+        return stream, bus.subjects.all(kind)
+    parts = what.split(".")
+    if len(parts) > 1 and parts[0] == bus.subjects.namespace:
+        for stream, kind in STREAMS.values():
+            if parts[1] == kind:
+                return stream, what
+    near = closest(what, STREAMS)
+    hint = (
+        f"did you mean {near}?"
+        if near
+        else f"name one of {', '.join(STREAMS)}, or a subject below {bus.subjects.namespace}."
+    )
+    raise ValueError(f"{what!r} is not a kind of message: {hint}")
+
+
+async def _end(bus: Readable, pair: tuple[str, str]) -> int:
+    last = await get_last(bus, bus.subjects.stream(pair[0]), pair[1], newest=True)
+    return last.seq if last is not None else 0
+
+
+async def _stored(bus: Readable, pair: tuple[str, str], end: int, options: TailOptions) -> list[Entry]:
+    if not end:
+        return []
+    stream, subject = bus.subjects.stream(pair[0]), pair[1]
+    entries: list[Entry] = []
+    if options.ranged:
+        start = max(0, options.from_seq - 1)
+        async for entry in read(bus, stream, subject, after=start, since_ns=options.since_ns, until_seq=end):
+            if options.until_ns and entry.time_ns >= options.until_ns:
+                break
+            entries.append(entry)
+        return entries
+    oldest = time_of(options.request) - CLOCK_SKEW_NS if options.request else 0
+    async for entry in read_backwards(bus, stream, subject, before=end + 1):
+        if len(entries) == options.lines or entry.time_ns < oldest:
+            break
+        if (not options.until_ns or entry.time_ns < options.until_ns) and _wanted(entry, options) is not None:
+            entries.append(entry)
+    return entries
+
+
+async def _follow(bus: Readable, ends: dict[tuple[str, str], int], options: TailOptions, console: Console) -> None:
+    while True:
+        new: list[Entry] = []
+        for pair, end in ends.items():
+            async for entry in read(bus, bus.subjects.stream(pair[0]), pair[1], after=end):
+                new.append(entry)
+                ends[pair] = entry.seq
+        new.sort(key=lambda entry: entry.time_ns)
+        _print([each for entry in new if (each := _wanted(entry, options)) is not None], options, console)
+        await asyncio.sleep(POLL_S)
+
+
+def _wanted(entry: Entry, options: TailOptions) -> tuple[Entry, Described] | None:
+    described = describe(entry.subject, entry.headers, entry.data)
+    if options.request and options.request not in described.requests:
+        return None
+    if options.worker and options.worker not in entry.subject and options.worker not in described.text:
+        return None
+    return entry, described
+
+
+def _print(described: Iterable[tuple[Entry, Described]], options: TailOptions, console: Console) -> None:
+    now_ns = time.time_ns()
+    for entry, about in described:
+        if options.as_json:
+            line = {
+                "subject": entry.subject,
+                "seq": entry.seq,
+                "time": format_time(entry.time_ns),
+                "headers": {name: value for name, value in entry.headers.items() if not name.startswith("Nats-")},
+                "kind": about.kind,
+                "message": plain(about.content),
+            }
+            console.file.write(msgspec.json.encode(line).decode() + "\n")
+            continue
+        where = f"{entry.subject.split('.')[1]}#{entry.seq}"
+        print_hanging(console, *markup(clock(entry.time_ns, now_ns), where, about))
+    console.file.flush()
+
+
+def markup(at: str, where: str, about: Described) -> tuple[str, str]:
+    """A message in rich's markup: time, place, kind and text. ``at``, ``where``: as shown."""
+    style = _STYLES.get(about.kind, "")
+    kind = f"[{style}]{about.kind:<9}[/]" if style else f"{about.kind:<9}"
+    name = next(iter(about.requests)) if len(about.requests) == 1 else ""
+    return f"{at} {where:<14} {kind} ".lstrip(), f"{name} {escape(about.text)}".lstrip()

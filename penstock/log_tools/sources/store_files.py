@@ -1,0 +1,619 @@
+"""The private files of nats-server's streams: the only module that knows their form, read and written. No broker runs.
+
+A stream is a folder of metadata (``meta.inf``, ``meta.sum``) and of blocks (``msgs/N.blk``). A block is a row of
+records (nats-server ``filestore.go``):
+
+    4 bytes  length of the record; the top bit: it has headers
+    8        sequence; bit 63: the message was erased; bit 62: a tombstone, "the message of this sequence is deleted"
+    8        Unix time in ns
+    2        length of the subject
+             subject, [4 bytes: length of the headers, headers,] body
+    8        checksum: HighwayHash-64 of sequence, time, subject, headers and body, under a key per block
+
+All numbers are little-endian. What a block begins with is read from its first record, the stream's limits from
+``index.db``, which the server writes when it stops. If it was killed instead, or single messages were deleted, all
+blocks are walked once for tombstones.
+
+``known_form`` says whether a server's version is one whose files were tested. Files of others are read by a broker,
+from a copy (``log_copy``), and none are written for them.
+"""
+
+import hashlib
+import mmap
+import re
+import struct
+import subprocess
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from operator import le
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import structlog
+
+from penstock.infra.bus.direct_get import parse_time
+from penstock.infra.nats_server.server import MINIMUM, TESTED, dotted, find_server, parse_version
+from penstock.log_tools.sources.highway_hash import highway_hash_64
+from penstock.log_tools.sources.log_line import BadLine, LogLine
+
+log = structlog.get_logger("store")
+
+# --- records ---
+
+HEADER = struct.Struct("<IQqH")  # length, sequence, time, length of the subject
+HAS_HEADERS = 1 << 31
+CHECKSUM_BYTES = 8
+ERASED, TOMBSTONE = 1 << 63, 1 << 62
+LARGEST = 32 << 20  # bytes of a record; the server takes a longer one for damage
+_SIZE = struct.Struct("<I")
+_SEQUENCE = TOMBSTONE - 1
+_FLAGS = ERASED | TOMBSTONE
+_SMALLEST = HEADER.size + CHECKSUM_BYTES
+LARGEST_GAP = 1 << 24  # sequences before the last message of a block; behind a larger gap it is damaged
+
+Place = tuple[int, int, int]  # sequence, Unix time in ns, offset in the block
+
+
+class BlockRecords(NamedTuple):
+    """Where the records of a block begin.
+
+    Attributes:
+        places: of the messages, in the order of their sequences. Erased ones are left out.
+        deleted: the sequences that its tombstones name. Those messages may be in any block.
+        first: sequence of the first record that is no tombstone, erased or not; 0: there is none.
+        damaged: bytes that are left out: an end that is no whole record, as when the machine lost power while the
+            server wrote it, and messages whose sequences do not ascend.
+    """
+
+    places: list[Place]
+    deleted: list[int]
+    first: int
+    damaged: int
+
+
+class BlockMessage(NamedTuple):
+    """A stored message."""
+
+    subject: str
+    headers: bytes  # as on the wire, with "NATS/1.0"; empty: none
+    data: bytes
+
+
+def records(block: bytes) -> BlockRecords:
+    """Find the records of a block."""
+    places: list[Place] = []
+    deleted: list[int] = []
+    first = at = 0
+    size, unpack, add = len(block), HEADER.unpack_from, places.append
+    while at + _SMALLEST <= size:
+        length, seq, time_ns, subject = unpack(block, at)
+        length &= ~HAS_HEADERS
+        if not _SMALLEST + subject <= length <= LARGEST or at + length > size:
+            break
+        if not seq & _FLAGS:
+            add((seq, time_ns, at))
+            first = first or seq
+        elif seq & TOMBSTONE and not seq & ERASED:
+            deleted.append(seq & _SEQUENCE)
+        else:
+            first = first or seq & _SEQUENCE
+        at += length
+    damaged = size - at
+    if (len(places) > 1 and places[-1][0] - places[-2][0] > LARGEST_GAP) or any(map(le, places[1:], places)):
+        kept = _ascending(places)
+        damaged += sum(_length(block, place) for place in set(places).difference(kept))
+        places = kept
+        first = kept[0][0]
+    return BlockRecords(places, deleted, first, damaged)
+
+
+def _ascending(places: list[Place]) -> list[Place]:
+    """Without messages whose sequences contradict those around them: each would hide others, or millions."""
+    kept: list[Place] = []
+    for place in places:
+        if kept and place[0] <= kept[-1][0]:
+            if len(kept) > 1 and place[0] <= kept[-2][0]:
+                continue
+            kept.pop()  # it is larger than the two around it
+        kept.append(place)
+    if len(kept) > 1 and kept[-1][0] - kept[-2][0] > LARGEST_GAP:
+        kept.pop()
+    return kept
+
+
+def _length(block: bytes, place: Place) -> int:
+    (length,) = _SIZE.unpack_from(block, place[2])
+    return int(length) & ~HAS_HEADERS
+
+
+def subject_of(block: bytes, at: int) -> bytes:
+    """The subject of the message at an offset, encoded."""
+    start = at + HEADER.size
+    return block[start : start + int.from_bytes(block[start - 2 : start], "little")]
+
+
+_MESSAGE_ID = b"\r\nNats-Msg-Id:"
+
+
+def message_id(block: bytes, at: int) -> bytes:
+    """The message id of the message at an offset, encoded; empty: it has none."""
+    length, _, _, subject_bytes = HEADER.unpack_from(block, at)
+    if not length & HAS_HEADERS:
+        return b""
+    start = at + HEADER.size + subject_bytes
+    end = start + _SIZE.size + int.from_bytes(block[start : start + _SIZE.size], "little")
+    name = block.find(_MESSAGE_ID, start, end)
+    return block[name + len(_MESSAGE_ID) : block.find(b"\r\n", name + 2, end)].strip() if name >= 0 else b""
+
+
+def message(block: bytes, at: int) -> BlockMessage:
+    """The message at an offset.
+
+    Raises:
+        ValueError: the lengths in the record contradict each other.
+    """
+    length, _, _, subject_bytes = HEADER.unpack_from(block, at)
+    start = at + HEADER.size
+    body = start + subject_bytes
+    end = at + (length & ~HAS_HEADERS) - CHECKSUM_BYTES
+    headers = b""
+    if length & HAS_HEADERS:
+        (header_bytes,) = _SIZE.unpack_from(block, body)
+        body += _SIZE.size + header_bytes
+        if body > end:
+            raise ValueError(f"a record at offset {at} has headers of {header_bytes} bytes")
+        headers = block[body - header_bytes : body]
+    return BlockMessage(block[start : start + subject_bytes].decode(), headers, block[body:end])
+
+
+def parse_headers(headers: bytes) -> dict[str, str]:
+    """The names and values of a message's headers."""
+    values = {}
+    for line in headers.decode(errors="replace").split("\r\n")[1:]:
+        name, colon, value = line.partition(":")
+        if colon:
+            values[name] = value.strip()
+    return values
+
+
+# --- checksums ---
+
+_FEW_BYTES = 256 << 10
+_LENGTH_BYTES = 4
+
+
+def key_of(stream: str, block: int) -> bytes:
+    """The key of a block's checksums.
+
+    Args:
+        stream: with the namespace.
+        block: its number, which its file is named by.
+    """
+    return hashlib.sha256(f"{stream}-{block}".encode()).digest()
+
+
+def damaged(key: bytes, block: bytes, offsets: Sequence[int]) -> list[int]:
+    """The messages at these offsets whose checksums are wrong."""
+    sums = checksums(key, [_covered(block, at) for at in offsets])
+    return [at for at, checksum in zip(offsets, sums, strict=True) if checksum != _stored(block, at)]
+
+
+def can_verify_much() -> bool:
+    """Whether whole streams can be checked in reasonable time."""
+    return find_spec("numpy") is not None
+
+
+def _covered(block: bytes, at: int) -> bytes:
+    length, _, _, subject_bytes = HEADER.unpack_from(block, at)
+    end = at + (length & ~HAS_HEADERS) - CHECKSUM_BYTES
+    body = at + HEADER.size + subject_bytes
+    head, subject = block[at + _LENGTH_BYTES : at + HEADER.size - 2], block[at + HEADER.size : body]
+    if length & HAS_HEADERS:
+        body += _LENGTH_BYTES
+    return head + subject + block[body:end]
+
+
+def _stored(block: bytes, at: int) -> bytes:
+    length: int = HEADER.unpack_from(block, at)[0]
+    end = at + (length & ~HAS_HEADERS)
+    return block[end - CHECKSUM_BYTES : end]
+
+
+def checksums(key: bytes, messages: Sequence[bytes]) -> list[bytes]:
+    """The hash of each message under one key. Pure Python does 1 MB/s, numpy 100 MB/s of many messages."""
+    if sum(map(len, messages)) > _FEW_BYTES and can_verify_much():
+        from penstock.log_tools.sources.many_checksums import many_checksums
+
+        return many_checksums([key] * len(messages), messages)
+    return [highway_hash_64(key, each) for each in messages]
+
+
+# --- reading ---
+
+KEPT_BLOCKS = 2  # of up to 8 MiB, for the next look at the same place
+_INDEX_MAGIC = 11
+_INDEX_VERSIONS = range(1, 5)
+
+
+class UnreadableFiles(Exception):
+    """The files are encrypted or compressed: only a broker can read them."""
+
+
+class Raw(NamedTuple):
+    """A message where it lies. ``block``: the bytes that hold it."""
+
+    seq: int
+    time_ns: int
+    block: bytes
+    at: int
+
+
+class _Config(msgspec.Struct):
+    Created: str = ""  # as the server writes it
+    created: str = ""  # as ``restore`` does
+    compression: str = "none"
+    max_age: int = 0  # ns
+    max_bytes: int = -1
+
+
+class _Block(NamedTuple):
+    number: int
+    first_seq: int
+    first_ns: int
+    path: Path
+
+
+class StoredStream:
+    """A stream's messages, in both directions.
+
+    Args:
+        folder: of the stream, with ``meta.inf`` and ``msgs``. It is only read.
+        check: called after each look at the files; raises if a broker has started on them.
+        verify: leave out messages whose checksums are wrong, and say so.
+    Raises:
+        UnreadableFiles: see there.
+        OSError, msgspec.MsgspecError: it is no stream's folder, or cannot be read.
+    """
+
+    def __init__(self, folder: Path, check: Callable[[], None] = lambda: None, *, verify: bool = False) -> None:
+        config = msgspec.json.decode((folder / "meta.inf").read_bytes(), type=_Config)
+        if (folder / "meta.key").exists() or config.compression not in ("", "none"):
+            raise UnreadableFiles(f"stream {folder.name} is encrypted or compressed")
+        self.name = folder.name
+        self.folder = folder
+        self._check = check
+        self._verify = verify
+        self.created = config.Created or config.created
+        self.max_age_s = config.max_age / 1e9
+        self.max_bytes = config.max_bytes
+        self._kept: OrderedDict[int, tuple[bytes, BlockRecords]] = OrderedDict()
+        paths = sorted((int(path.stem), path) for path in (folder / "msgs").glob("*.blk") if path.stem.isdecimal())
+        deleted: list[int] = []
+        self._blocks = [block for number, path in paths if (block := _begin(number, path, deleted)) is not None]
+        self._firsts = [block.first_seq for block in self._blocks]
+        limits = _limits(folder / "msgs" / "index.db", paths[-1][1]) if paths else None
+        self._deleted: frozenset[int] = frozenset()
+        self._whole = limits is not None and limits.messages == limits.last_seq - limits.first_seq + 1
+        if not self._whole:
+            for block in self._blocks:
+                deleted += self._records(block)[1].deleted
+            self._deleted = frozenset(deleted)
+            if limits is not None and not self._agree(limits):
+                log.warning("index_damaged", stream=self.name)
+                limits = None
+        self.first_seq = limits.first_seq if limits is not None else self._firsts[0] if self._blocks else 0
+        self.last_seq = limits.last_seq if limits is not None else self._last()
+
+    @property
+    def blocks(self) -> list[Path]:
+        """The files that hold messages, in order."""
+        return [block.path for block in self._blocks]
+
+    def deleted(self) -> list[int]:
+        """Sequences from the first to the last one that have no message."""
+        if self._whole:
+            return []
+        gone: list[int] = []
+        after = self.first_seq
+        for place in self._places(0):
+            gone += range(after, place[0])
+            after = place[0] + 1
+        return [*gone, *range(after, self.last_seq + 1)]
+
+    def forward(self, pattern: re.Pattern[bytes] | None = None, *, after: int = 0, since_ns: int = 0) -> Iterator[Raw]:
+        """Messages in the order of their sequences.
+
+        Args:
+            pattern: of their subjects (``subject_pattern``); None: all.
+            after: behind this sequence; with 0, from the first message on that was stored at ``since_ns`` or later.
+        """
+        for data, places in self.by_block(after=after, since_ns=since_ns):
+            for seq, time_ns, at in places:
+                if pattern is None or pattern.fullmatch(subject_of(data, at)):
+                    yield Raw(seq, time_ns, data, at)
+
+    def by_block(self, *, after: int = 0, since_ns: int = 0) -> Iterator[tuple[bytes, list[Place]]]:
+        """As ``forward``, a block at a time: its bytes, and where its messages are."""
+        number = self._number_at(after + 1) if after else self._number_since(since_ns)
+        for index in range(number, len(self._blocks)):
+            data, places = self._block(index)
+            if places and (places[0][0] <= after or places[0][1] < since_ns):
+                places = [place for place in places if place[0] > after and place[1] >= since_ns]
+            if places:
+                since_ns = 0
+                yield data, places
+
+    def backward(self, pattern: re.Pattern[bytes] | None = None, *, before: int = 0) -> Iterator[Raw]:
+        """Messages, newest first: those before a sequence, or all."""
+        start = min(self._number_at(before - 1) if before else len(self._blocks), len(self._blocks) - 1)
+        for index in range(start, -1, -1):
+            data, places = self._block(index)
+            for seq, time_ns, at in reversed(places):
+                if (not before or seq < before) and (pattern is None or pattern.fullmatch(subject_of(data, at))):
+                    yield Raw(seq, time_ns, data, at)
+
+    def is_intact(self, seq: int) -> bool:
+        """Whether the message of a sequence, which is stored, is as the broker wrote it."""
+        block = self._blocks[self._number_at(seq)]
+        data, rows = self._records(block)
+        at = rows.places[bisect_left(rows.places, (seq,))][2]
+        return not damaged(key_of(self.name, block.number), data, [at])
+
+    # --- blocks ---
+
+    def _block(self, index: int) -> tuple[bytes, list[Place]]:
+        data, rows = self._records(self._blocks[index])
+        return data, self._living(rows.places)
+
+    def _living(self, places: list[Place]) -> list[Place]:
+        if not self._deleted and places and places[0][0] >= self.first_seq:
+            return places
+        return [place for place in places if place[0] >= self.first_seq and place[0] not in self._deleted]
+
+    def _places(self, number: int) -> Iterator[Place]:
+        for block in self._blocks[number:]:
+            yield from self._living(self._records(block)[1].places)
+
+    def _agree(self, limits: "_Limits") -> bool:
+        """Whether the blocks have the first message that the server noted, and nothing far from the last one."""
+        if not limits.messages or not self._blocks:
+            return True
+        first = self._records(self._blocks[self._number_at(limits.first_seq)])[1].places
+        begins = any(place[0] == limits.first_seq and place[1] == limits.first_ns for place in first)
+        return begins and 0 <= limits.last_seq - self._last() <= LARGEST_GAP
+
+    def _number_at(self, seq: int) -> int:
+        return max(0, bisect_right(self._firsts, seq) - 1)
+
+    def _number_since(self, since_ns: int) -> int:
+        return max(0, bisect_left(self._blocks, since_ns, key=lambda block: block.first_ns) - 1) if since_ns else 0
+
+    def _last(self) -> int:
+        return max((place[0] for block in self._blocks[-1:] for place in self._records(block)[1].places), default=0)
+
+    def _records(self, block: _Block) -> tuple[bytes, BlockRecords]:
+        kept = self._kept.get(block.number)
+        if kept is None:
+            try:
+                data = block.path.read_bytes()
+            except FileNotFoundError:
+                self._check()
+                raise
+            self._check()
+            rows = records(data)
+            if rows.damaged:
+                log.warning("block_damaged", stream=self.name, file=block.path.name, bytes_left_out=rows.damaged)
+            if self._verify:
+                rows = self._intact(block, data, rows)
+            kept = self._kept[block.number] = data, rows
+            if len(self._kept) > KEPT_BLOCKS:
+                self._kept.popitem(last=False)
+        return kept
+
+    def _intact(self, block: _Block, data: bytes, rows: BlockRecords) -> BlockRecords:
+        bad = set(damaged(key_of(self.name, block.number), data, [at for _, _, at in rows.places]))
+        if not bad:
+            return rows
+        seqs = [seq for seq, _, at in rows.places if at in bad]
+        log.warning("messages_damaged", stream=self.name, file=block.path.name, left_out=len(seqs), first=seqs[0])
+        return rows._replace(places=[place for place in rows.places if place[2] not in bad])
+
+
+def _begin(number: int, path: Path, deleted: list[int]) -> _Block | None:
+    """What a block begins with; None: it has no message, and ``deleted`` gets what its tombstones name."""
+    with path.open("rb") as file:
+        head = file.read(HEADER.size)
+        if len(head) < HEADER.size:
+            return None
+        length, seq, time_ns, _ = HEADER.unpack(head)
+        file.seek(length & ~HAS_HEADERS)
+        following = file.read(HEADER.size)
+    if seq and not seq >> 62 and (len(following) < HEADER.size or HEADER.unpack(following)[1] > seq):
+        return _Block(number, seq, time_ns, path)
+    rows = records(path.read_bytes())
+    if rows.places:
+        return _Block(number, rows.first, rows.places[0][1], path)
+    deleted += rows.deleted
+    return None
+
+
+class _Limits(NamedTuple):
+    messages: int
+    first_seq: int
+    first_ns: int
+    last_seq: int
+
+
+def _limits(index: Path, last_block: Path) -> _Limits | None:
+    """What the server noted about the stream when it stopped; None: nothing, or it has written since.
+
+    The file begins with two bytes of its form and a row of variable-length numbers: messages, bytes, first sequence,
+    its time, last sequence. It ends with the checksum of the last record then, and its own.
+    """
+    try:
+        data = index.read_bytes()
+        with last_block.open("rb") as file:
+            file.seek(-CHECKSUM_BYTES, 2)
+            last_checksum = file.read()
+    except OSError:
+        return None
+    if len(data) < 32 or data[0] != _INDEX_MAGIC or data[1] not in _INDEX_VERSIONS:
+        return None
+    if data[-2 * CHECKSUM_BYTES : -CHECKSUM_BYTES] != last_checksum:
+        return None
+    numbers = array("Q")
+    at = 2
+    while len(numbers) < 5:
+        value = shift = 0
+        while True:
+            byte = data[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                break
+        numbers.append(value & (2**64 - 1))
+    first_ns = (numbers[3] >> 1) ^ -(numbers[3] & 1)  # signed, the sign last
+    return _Limits(numbers[0], numbers[2], first_ns, numbers[4])
+
+
+def subject_pattern(subject: str) -> re.Pattern[bytes] | None:
+    """A subject with wildcards as a pattern for encoded subjects; None: every subject."""
+    if subject == ">":
+        return None
+    parts = [{"*": rb"[^.]+", ">": rb".+"}.get(part) or re.escape(part.encode()) for part in subject.split(".")]
+    return re.compile(rb"\.".join(parts), re.DOTALL)
+
+
+def without_limits(name: str, meta: bytes) -> tuple[bytes, str]:
+    """A stream's metadata without an age limit and for a single server, and its checksum.
+
+    The checksum is HighwayHash-64 under the SHA-256 of the stream's name, in hex (nats-server ``filestore.go``).
+
+    Raises:
+        ValueError: the metadata is not what nats-server writes.
+    """
+    try:
+        config = msgspec.json.decode(meta, type=dict[str, object])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"the metadata of stream {name} is damaged: {error}") from error
+    lifted = msgspec.json.encode(config | {"max_age": 0, "num_replicas": 1})
+    return lifted, highway_hash_64(hashlib.sha256(name.encode()).digest(), lifted).hex()
+
+
+# --- writing ---
+
+BLOCK_BYTES = 4 << 20
+
+
+class StreamFiles:
+    """Writes one stream under recorded sequences and times. ``add`` its messages in order, then ``close``.
+
+    A broker gives every message that is published a new sequence and the present time, and ``inspect``, traces and
+    what-if need the recorded ones. The server reads a stream without an index from its blocks, and marks missing
+    sequences as deleted.
+
+    Args:
+        folder: of the stream; it is made.
+        recorded: how the recorded subjects begin, and ``stored``: how they are to begin.
+    """
+
+    def __init__(self, folder: Path, config: dict[str, Any], recorded: str, stored: str) -> None:
+        self._folder = folder
+        self._name = folder.name
+        self._config = config
+        self._from, self._to = recorded, stored
+        self._parts: list[tuple[bytes, bytes, bytes, bytes]] = []  # header, subject, headers, body
+        self._bytes = 0
+        self._blocks = 0
+        self._last = 0
+        self.messages = 0
+        (self._folder / "msgs").mkdir(mode=0o700, parents=True)
+
+    def add(self, record: LogLine) -> None:
+        """
+        Raises:
+            BadLine: a sequence that does not follow the one before, or a subject of another namespace.
+        """
+        if record.seq <= self._last:
+            raise BadLine(f"sequence {record.seq} of {record.stream} comes after {self._last}")
+        if not record.subject.startswith(self._from):
+            raise BadLine(f"subject {record.subject} does not begin with {self._from}")
+        self._last = record.seq
+        subject = (self._to + record.subject[len(self._from) :]).encode()
+        headers = b""
+        if record.headers:
+            lines = "".join(f"{name}: {value}\r\n" for name, value in record.headers.items())
+            headers = f"NATS/1.0\r\n{lines}\r\n".encode()
+        size = HEADER.size + len(subject) + len(record.data) + CHECKSUM_BYTES
+        if headers:
+            size += 4 + len(headers)
+        head = HEADER.pack(size | bool(headers) << 31, record.seq, parse_time(record.time), len(subject))
+        self._parts.append((head, subject, headers, record.data))
+        self._bytes += size
+        self.messages += 1
+        if self._bytes >= BLOCK_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        """Write the buffered messages and the stream's metadata."""
+        self._flush()
+        meta, checksum = without_limits(self._name, msgspec.json.encode(self._config))
+        (self._folder / "meta.inf").write_bytes(meta)
+        (self._folder / "meta.sum").write_text(checksum)
+
+    def _flush(self) -> None:
+        if not self._parts:
+            return
+        self._blocks += 1
+        # The server's checksum leaves out both lengths.
+        hashed = [head[4:20] + subject + headers + data for head, subject, headers, data in self._parts]
+        sums = checksums(key_of(self._name, self._blocks), hashed)
+        out = bytearray()
+        for (head, subject, headers, data), checksum in zip(self._parts, sums, strict=True):
+            length = len(headers).to_bytes(4, "little") if headers else b""
+            out += b"".join((head, subject, length, headers, data, checksum))
+        (self._folder / "msgs" / f"{self._blocks}.blk").write_bytes(out)
+        self._parts.clear()
+        self._bytes = 0
+
+
+# --- versions ---
+
+
+class OtherServer(ValueError):
+    """The nats-server of this machine may store streams in another form."""
+
+
+def known_form(version: tuple[int, int, int] | None) -> bool:
+    """Whether the files of a server are as this module reads and writes them. None: unknown, so they are tried."""
+    return version is None or (version >= MINIMUM and version[:2] <= TESTED[:2])
+
+
+def written_by(data_dir: Path) -> tuple[int, int, int] | None:
+    """The version of the server that ran last on a data folder, from its log; None: unknown."""
+    try:
+        with (data_dir / "nats.log").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as log:
+            at = log.rfind(b"[INF]   Version:")
+            line = log[at : log.find(b"\n", at)] if at >= 0 else b""
+    except (OSError, ValueError):  # none, or empty
+        return None
+    return parse_version("v" + line.decode(errors="replace").rpartition(" ")[2])
+
+
+def check_server() -> None:
+    """
+    Raises:
+        OtherServer: the nats-server that would read files written here is of a later version than was tested.
+        NoServerBinary: there is none.
+    """
+    said = subprocess.run([find_server(), "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    if not known_form(parse_version(said)):
+        raise OtherServer(
+            f"{said.strip()} may store streams in another form than {dotted(TESTED)}, which was tested: install that "
+            "one (pip install penstock), or import into a running broker with --nats-url"
+        )

@@ -1,0 +1,219 @@
+"""A request's timeline, read from the broker by direct get: it needs neither a consumer nor any other process.
+
+A batch that is filtered by subject costs the broker a count of what is left: up to seconds with a million messages
+whose blocks are not in memory (nats-server 2.15.1), where one without a filter takes a few milliseconds. So short
+windows of time are read whole, and searched here.
+"""
+
+import contextlib
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, get_last, read
+from penstock.log_tools.sources.data_folder import StoredLog
+from penstock.log_tools.timeline.request_timeline import RequestTimeline
+from penstock.schemas import done, jobs, requests, tokens
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import GenerateRequest, time_of
+from penstock.schemas.streams import CLOCK_SKEW_NS
+from penstock.schemas.subjects import HEADER_MSG_ID, KEPT
+from penstock.schemas.transfer import Handoff, decode_ledger
+
+NEAR_NS = 100_000_000  # the clocks of a process and of the broker differ by less, or more is read
+LONG_NS = 20_000_000_000  # a window above which the broker filters
+NEAR_BATCH, TOKENS_BATCH = 100, 300
+EVERYTHING = ">"
+
+
+async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = False) -> RequestTimeline:
+    """Read everything that the log holds about a request.
+
+    Args:
+        with_tokens: read TOKENS too: every batch that the request's gateway got while the request ran.
+    Raises:
+        ValueError: not a request id, or the log does not have this request.
+        ServingError: a stream cannot be read.
+    """
+    since = time_of(request_id) - CLOCK_SKEW_NS
+    timeline = RequestTimeline(request_id)
+    last = await _record(bus, timeline, since)
+    request = await _request(bus, timeline, since, last)
+    if request is None and timeline.damaged:
+        raise ValueError(
+            f"what the log has about request {request_id} is damaged on the disk: {', '.join(timeline.damaged)}"
+        )
+    if request is None:
+        raise ValueError(f"no request {request_id} in the log; requests are kept for a day, their records for a week")
+    timeline.add_request(request)
+    if last is not None:
+        timeline.add_end(done.decode(last.data), last.time_ns)
+    # By the broker's clock, not by the worker's, as is what lies between.
+    until_ns = last.time_ns + CLOCK_SKEW_NS if last is not None else 0
+    await _add_returns(bus, timeline, since, until_ns)
+    await _add_work(bus, timeline, since, until_ns)
+    if any(stage.handed_off for stage in timeline.stages):
+        for line in await _ledger(bus, timeline, since, until_ns):
+            timeline.add_handoff(line)
+    if with_tokens:
+        await _add_tokens(bus, timeline, since, until_ns)
+    return timeline
+
+
+async def _record(bus: Readable, timeline: RequestTimeline, since: int) -> Entry | None:
+    """The request's record, of which there is at most one; None: it has not ended."""
+    stream, subject = bus.subjects.stream("DONE"), bus.subjects.done_of(timeline.request_id)
+    if not isinstance(bus, LogFiles):
+        return await get_last(bus, stream, subject)
+    async with contextlib.aclosing(read(bus, stream, subject, since_ns=since)) as entries:
+        entry = await anext(entries, None)  # files have no index of subjects: it is soon behind the request
+    if entry is None:  # its subject may be damaged
+        entry = await _naming(bus, stream, timeline.request_id, since)
+    return entry if entry is not None and _is_intact(bus, timeline, "DONE", entry) else None
+
+
+async def _naming(bus: Readable, stream: str, request_id: str, since: int) -> Entry | None:
+    """The first message with this id among those that are not found under it."""
+    async with contextlib.aclosing(read(bus, stream, EVERYTHING, since_ns=since)) as entries:
+        async for entry in entries:
+            if entry.headers.get(HEADER_MSG_ID) == request_id:
+                return entry
+    return None
+
+
+def _is_intact(bus: Readable, timeline: RequestTimeline, name: str, entry: Entry) -> bool:
+    """Whether a message is as it was stored; if it is not, the timeline notes it. A broker verifies what it reads."""
+    if not isinstance(bus, StoredLog) or bus.is_intact(entry, bus.subjects.stream(name)):
+        return True
+    message = f"{name} {entry.seq}"
+    if message not in timeline.damaged:
+        timeline.damaged.append(message)
+    return False
+
+
+async def _window(
+    bus: Readable, name: str, subject: str, since_ns: int, until_ns: int, batch: int = NEAR_BATCH
+) -> AsyncGenerator[Entry, None]:
+    """Messages stored from ``since_ns`` to ``until_ns`` (0: to the end). Short windows are read with all subjects."""
+    short = until_ns and until_ns - since_ns < LONG_NS
+    wanted = EVERYTHING if short else subject
+    stored = read(bus, bus.subjects.stream(name), wanted, since_ns=since_ns, batch=batch)
+    async with contextlib.aclosing(stored) as entries:
+        async for entry in entries:
+            if until_ns and entry.time_ns > until_ns:
+                return
+            yield entry
+
+
+async def _request(bus: Readable, timeline: RequestTimeline, since: int, last: Entry | None) -> GenerateRequest | None:
+    """The request from its record, if it has ended, or from REQUESTS."""
+    request_id = timeline.request_id
+    event = done.decode(last.data) if last is not None else None
+    if isinstance(event, done.Done) and event.submitted and "prompt" not in event.left_out:
+        return done.request_of(event)
+    subjects = bus.subjects
+    near = since + CLOCK_SKEW_NS - NEAR_NS
+    async for entry in _window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS):
+        if entry.headers.get(HEADER_MSG_ID) == request_id and _is_intact(bus, timeline, "REQUESTS", entry):
+            return requests.decode(entry.data)
+    async for entry in read(bus, subjects.stream("REQUESTS"), subjects.shard_of(request_id), since_ns=since):
+        if entry.headers.get(HEADER_MSG_ID) == request_id and _is_intact(bus, timeline, "REQUESTS", entry):
+            return requests.decode(entry.data)
+    return done.request_of(event) if isinstance(event, done.Done) else None
+
+
+async def _add_returns(bus: Readable, timeline: RequestTimeline, since: int, until_ns: int) -> None:
+    """Add the attempts that workers returned. A request that ended in its first attempt has none."""
+    if timeline.done is not None and timeline.done.attempt == 1:
+        return
+    async for entry in _window(bus, "DONE", bus.subjects.all("returned"), since, until_ns):
+        of_it = entry.headers.get(HEADER_MSG_ID, "").startswith(f"{timeline.request_id}:")
+        if of_it and _is_intact(bus, timeline, "DONE", entry):
+            timeline.add_end(done.decode(entry.data), entry.time_ns)
+
+
+async def _add_work(bus: Readable, timeline: RequestTimeline, since: int, until_ns: int) -> None:
+    """Add the request's jobs and handoffs."""
+    if await _add_only_attempt(bus, timeline):
+        return
+    async for entry in _window(bus, "WORK", bus.subjects.all("work"), since, until_ns):
+        if _is_work_of(timeline.request_id, entry) and _is_intact(bus, timeline, "WORK", entry):
+            _add_job(timeline, entry)
+
+
+async def _add_only_attempt(bus: Readable, timeline: RequestTimeline) -> bool:
+    """The messages of a request that ended in its first attempt, from the moments in which they were stored.
+
+    The first message says how many there are. False: not all were found, so search further.
+    """
+    event = timeline.done
+    if event is None or event.attempt != 1 or not event.worker or not event.timings.routed_ns:
+        return False
+    times, entries = event.timings, dict[str, Entry]()
+    first = await _first_work(bus, timeline, entries, times.routed_ns, times.ended_ns)
+    if first is None:
+        return False
+    message = jobs.decode(first.data)
+    route = message.decision.route if isinstance(message, jobs.Job) else ()
+    for number in range(1, len(route)):  # the last stage's begins with the first token, those between before it
+        since = times.first_token_ns if number == len(route) - 1 and times.first_token_ns else first.time_ns
+        if await _first_work(bus, timeline, entries, since, times.ended_ns) is None:
+            return False
+    for entry in sorted(entries.values(), key=lambda each: each.seq):
+        _add_job(timeline, entry)
+    return True
+
+
+async def _first_work(
+    bus: Readable, timeline: RequestTimeline, jobs: dict[str, Entry], since_ns: int, until_ns: int
+) -> Entry | None:
+    """Find the first message about the request that is not in ``jobs``, and add it there. None: there is none."""
+    since, until = since_ns - NEAR_NS, until_ns + NEAR_NS
+    async with contextlib.aclosing(_window(bus, "WORK", bus.subjects.all("work"), since, until)) as entries:
+        async for entry in entries:
+            name = entry.headers.get(HEADER_MSG_ID, "")
+            wanted = _is_work_of(timeline.request_id, entry) and name not in jobs
+            if wanted and _is_intact(bus, timeline, "WORK", entry):
+                jobs[name] = entry
+                return entry
+    return None
+
+
+def _is_work_of(request_id: str, entry: Entry) -> bool:
+    name = entry.headers.get(HEADER_MSG_ID, "")
+    return name.startswith(request_id) and KEPT not in name.split(":")
+
+
+def _add_job(timeline: RequestTimeline, entry: Entry) -> None:
+    role, worker = entry.subject.split(".")[-2:]
+    timeline.add_work(role, worker, entry.time_ns, jobs.decode(entry.data))
+
+
+async def _ledger(bus: Readable, timeline: RequestTimeline, since: int, until_ns: int) -> list[Handoff]:
+    """The ledger lines of this request's tickets; none if the deployment has no ledger."""
+    event, handoffs, name = timeline.done, list[Handoff](), timeline.request_id.encode()
+    if event is not None and event.attempt == 1 and event.timings.routed_ns:
+        since, until_ns = event.timings.routed_ns - NEAR_NS, event.timings.ended_ns + NEAR_NS
+    with contextlib.suppress(ServingError):
+        async for entry in _window(bus, "HANDOFF", bus.subjects.all("handoff"), since, until_ns):
+            if name not in entry.data or not _is_intact(bus, timeline, "HANDOFF", entry):
+                continue
+            with contextlib.suppress(msgspec.MsgspecError):
+                events = decode_ledger(entry.data).events
+                handoffs += [each for each in events if each.ticket.startswith(timeline.request_id)]
+    return handoffs
+
+
+async def _add_tokens(bus: Readable, timeline: RequestTimeline, since: int, until_ns: int) -> None:
+    """Read all batches for the request's gateway while the request ran. A batch has tokens of many requests."""
+    event, name = timeline.done, timeline.request_id.encode()
+    if event is not None and event.attempt == 1 and event.timings.started_ns:
+        since, until_ns = event.timings.started_ns - NEAR_NS, event.timings.ended_ns + NEAR_NS
+    subject = bus.subjects.tokens(timeline.request.token_address)
+    async for entry in _window(bus, "TOKENS", subject, since, until_ns, TOKENS_BATCH):
+        if name not in entry.data or not _is_intact(bus, timeline, "TOKENS", entry):
+            continue
+        batch = tokens.decode(entry.data)
+        for item in batch.items:
+            if item.request == timeline.request_id:
+                timeline.add_tokens(batch.worker, entry.time_ns, item)

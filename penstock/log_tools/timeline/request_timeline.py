@@ -1,0 +1,319 @@
+"""One request's stored messages, folded into an ordered list of typed events. Pure: no broker, no clock.
+
+Used by everything that reads a request back from the log: ``penstock inspect`` prints the events, ``penstock trace``
+makes spans of them, ``penstock leases`` lists the leases of their handoffs.
+
+    timeline = RequestTimeline(request.id)
+    timeline.add_request(request)
+    timeline.add_work("decode", "worker-0", stored_ns, job)
+    timeline.add_end(done, stored_ns)
+    for event in timeline.events():
+        match event: ...
+
+``penstock.log_tools.timeline.read`` fills one from a broker.
+
+One handoff's lease, folded from the lines of the handoff ledger. Pure.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from penstock.log_tools.timeline.events import (
+    AttemptReturned,
+    AttemptRevoked,
+    BlocksHandedOff,
+    MediaEncoded,
+    PromptPrefilled,
+    RequestAccepted,
+    RequestContinued,
+    RequestDone,
+    RequestQueued,
+    RequestRouted,
+    StageAssigned,
+    TimelineEvent,
+    TokensStored,
+    TransferReported,
+)
+from penstock.schemas.block_hashes import DIGEST_BYTES
+from penstock.schemas.done import Done, Returned
+from penstock.schemas.jobs import Decision, Job, Revoke, WorkMessage
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import PROMPT, TokenItem
+from penstock.schemas.transfer import Encoded, Handoff, Prefilled
+
+_OWNER_ENDS = frozenset({"released", "expired"})  # written by the owner of the blocks
+
+
+class TicketLease(msgspec.Struct):
+    """One ticket and its latest ledger line.
+
+    Attributes:
+        ended: the owner has released the blocks.
+        quarantined: blocks of the reader that cannot be used yet.
+    """
+
+    offer: Handoff
+    last: Handoff
+    ended: bool = False
+    quarantined: int = 0
+
+    def is_open(self, now_ns: int) -> bool:
+        """Whether some worker still holds blocks. An owner that died writes no end: its lease ends with its time."""
+        return bool(self.quarantined) or (not self.ended and now_ns <= self.offer.lease_ns)
+
+    def apply(self, line: Handoff) -> None:
+        """Count one more line about this ticket."""
+        if line.state in _OWNER_ENDS:
+            self.ended = True
+        if line.state == "quarantined":
+            self.quarantined = line.blocks
+        elif line.state == "settled":
+            self.quarantined = 0
+        if line.at_ns >= self.last.at_ns:
+            self.last = line
+
+
+def ticket_leases(lines: Iterable[Handoff]) -> dict[str, TicketLease]:
+    """Leases by ticket id, from ledger lines in stream order.
+
+    The lines of two workers about one ticket may cross, so lines before the offer wait for it. A ticket without an
+    offer has no lease.
+    """
+    leases: dict[str, TicketLease] = {}
+    early: dict[str, list[Handoff]] = {}
+    for line in lines:
+        lease = leases.get(line.ticket)
+        if line.state == "offered":
+            lease = leases[line.ticket] = TicketLease(line, line)
+            for earlier in early.pop(line.ticket, ()):
+                lease.apply(earlier)
+        elif lease is None:
+            early.setdefault(line.ticket, []).append(line)
+        else:
+            lease.apply(line)
+    return leases
+
+
+class StageRun(msgspec.Struct):
+    """One worker's part in one attempt.
+
+    Attributes:
+        assigned_ns: when its message was stored.
+        result: its output for the next stage; None: none, or not yet.
+        handed_off: the handoff to the next stage.
+        revoked: a router revoked the attempt.
+    """
+
+    attempt: int
+    role: str
+    worker: str
+    assigned_ns: int
+    result: MediaEncoded | PromptPrefilled | None = None
+    handed_off: BlocksHandedOff | None = None
+    revoked: bool = False
+
+
+class RequestTimeline:
+    """Everything in the log about one request.
+
+    Feed messages of one stream in their stream order; the streams may interleave in any way. A message that was stored
+    twice counts once.
+
+    Args:
+        compact: keep counts instead of prompts, score tables and tokens, so that many unfinished requests fit into
+            memory (about 3 kB each).
+    Attributes:
+        done: the terminal event; None: the request has not ended.
+        stages: one entry per worker and attempt, in the order of their messages.
+        routed: the routers' decisions, in the order of their messages.
+        returned: attempts that a worker returned, by number.
+        handoffs: the ledger's lines, in stream order.
+        damaged: messages about it that are left out, because they are not as they were stored: stream and sequence.
+    """
+
+    def __init__(self, request_id: str, *, compact: bool = False) -> None:
+        self.request_id = request_id
+        self.accepted: RequestAccepted | None = None
+        self.done: Done | None = None
+        self.stages: list[StageRun] = []
+        self.routed: list[RequestRouted] = []
+        self.returned: dict[int, AttemptReturned] = {}
+        self.handoffs: list[Handoff] = []
+        self.damaged: list[str] = []
+        self._compact = compact
+        self._done_ns = 0
+        self._work: list[tuple[int, TimelineEvent]] = []  # with the time at which its message was stored
+        self._tokens: list[TokensStored] = []
+
+    @property
+    def request(self) -> GenerateRequest:
+        """The request as it was accepted.
+
+        Raises:
+            ValueError: ``add_request`` was not called.
+        """
+        if self.accepted is None:
+            raise ValueError(f"the log does not have request {self.request_id}, only later messages about it")
+        return self.accepted.request
+
+    # --- messages in ---
+
+    def add_request(self, request: GenerateRequest) -> None:
+        """The accepted request, from REQUESTS, a job or the record of the request."""
+        prompt, blocks, media = request.prompt_tokens, len(request.digests) // DIGEST_BYTES, len(request.media)
+        kept = _without_content(request) if self._compact else request
+        self.accepted = RequestAccepted(request.created_ns, kept, prompt, blocks, media)
+
+    def add_work(self, role: str, worker: str, stored_ns: int, message: WorkMessage) -> None:
+        """A message in WORK for this worker. Leave out the kept copies of jobs (``penstock.schemas.subjects.KEPT``)."""
+        if isinstance(message, Revoke):
+            for stage in self.stages:
+                if stage.attempt <= message.attempt and stage.worker == worker:
+                    stage.revoked = True
+            self._append(stored_ns, AttemptRevoked(stored_ns, message.attempt, worker))
+            return
+        if any((stage.attempt, stage.role) == (message.attempt, role) for stage in self.stages):
+            return  # stored again, after the broker's duplicate window
+        if isinstance(message, Job):
+            self._add_decision(message, stored_ns)
+        else:
+            self._add_result(role, worker, stored_ns, message)
+        self.stages.append(StageRun(message.attempt, role, worker, stored_ns))
+        self._append(stored_ns, StageAssigned(stored_ns, message.attempt, role, worker))
+
+    def add_handoff(self, line: Handoff) -> None:
+        """A line of the handoff ledger about one of the request's tickets."""
+        self.handoffs.append(line)
+
+    def add_tokens(self, worker: str, stored_ns: int, item: TokenItem) -> None:
+        """An item of a token batch. Items of overtaken attempts count too: the timeline shows what was stored."""
+        count = len(item.logprobs or ()) if item.choice == PROMPT else len(item.tokens) >> 2
+        finish = item.finish.reason if item.finish is not None else ""
+        self._tokens.append(TokensStored(stored_ns, item.attempt, worker, item.choice, item.first, count, finish))
+
+    def add_end(self, event: Done | Returned, stored_ns: int) -> None:
+        """The terminal event, or the end of one attempt."""
+        if isinstance(event, Returned):
+            self.returned[event.attempt] = AttemptReturned(
+                stored_ns, event.attempt, event.worker, event.reason, event.poison, event.crashed
+            )
+        elif self.done is None:
+            self.done = _without_output(event) if self._compact else event
+            self._done_ns = stored_ns
+
+    # --- events out ---
+
+    def events(self) -> list[TimelineEvent]:
+        """All events, oldest first.
+
+        Clocks of several machines differ, so time alone does not order them: the request's acceptance comes first, a
+        decision never after its job was stored, and the terminal event never before a stage or a token.
+        """
+        keyed = [(key, event) for key, event in self._work]
+        keyed += [(event.at_ns, event) for event in self._tokens]
+        keyed += [(event.at_ns, event) for event in self.returned.values()]
+        last = max((key for key, _ in keyed), default=0)
+        if self.done is not None:
+            keyed.append((max(self._done_ns, last), RequestDone(self._done_ns, self.done)))
+        keyed += [(line.at_ns, TransferReported(line.at_ns, line)) for line in self.handoffs]
+        keyed.sort(key=lambda pair: pair[0])  # stable: what one message caused stays together
+        events = [event for _, event in keyed]
+        return events if self.accepted is None else [self.accepted, *events]
+
+    def leases(self) -> dict[str, TicketLease]:
+        """The leases of the request's handoffs, by ticket."""
+        return ticket_leases(self.handoffs)
+
+    def transfers(self, ticket: str) -> list[Handoff]:
+        """The ledger lines about one ticket, ordered by the workers' clocks."""
+        return sorted((line for line in self.handoffs if line.ticket == ticket), key=lambda line: line.at_ns)
+
+    # --- events of a message ---
+
+    def _append(self, key_ns: int, *events: TimelineEvent) -> None:
+        self._work += [(key_ns, event) for event in events]
+
+    def _add_decision(self, job: Job, stored_ns: int) -> None:
+        decision, attempt = job.decision, job.attempt
+        resumed = sum(len(part) // 4 for part in job.resume)
+        routed = _routed(attempt, decision, resumed, self._compact)
+        before = self.stages[-1].worker if self.stages else ""
+        self.routed.append(routed)
+        # By the router's clock they may lie after the moment in which the broker stored the job.
+        queued_ns = min(decision.at_ns - decision.waited_ns, stored_ns)
+        self._append(queued_ns, RequestQueued(decision.at_ns - decision.waited_ns, attempt, decision.router))
+        self._append(min(decision.at_ns, stored_ns), routed)
+        if attempt > 1:
+            continued = RequestContinued(decision.at_ns, attempt, decision.chosen, before, decision.reason, resumed)
+            self._append(min(decision.at_ns, stored_ns), continued)
+
+    def _add_result(self, role: str, worker: str, stored_ns: int, message: Encoded | Prefilled) -> None:
+        source, attempt = message.ticket.worker, message.attempt
+        result: MediaEncoded | PromptPrefilled
+        if isinstance(message, Prefilled):
+            result = PromptPrefilled(
+                stored_ns,
+                attempt,
+                source,
+                message.started_ns,
+                message.first_token_ns,
+                message.cached,
+                message.stamps,
+            )
+        else:
+            result = MediaEncoded(stored_ns, attempt, source, message.started_ns, message.stamps)
+        offer = _handed_off(message, role, worker, stored_ns)
+        for stage in self.stages:
+            if (stage.attempt, stage.worker) == (attempt, source) and stage.result is None:
+                stage.result, stage.handed_off = result, offer
+                break
+        self._append(stored_ns, result, offer)
+
+
+def _routed(attempt: int, decision: Decision, resumed: int, compact: bool) -> RequestRouted:
+    computing = {stage.worker for stage in decision.route if stage.role != "encode"} or {decision.chosen}
+    chosen = [each for each in decision.candidates if each.worker in computing and not each.excluded]
+    return RequestRouted(
+        decision.at_ns,
+        attempt,
+        msgspec.structs.replace(decision, candidates=()) if compact else decision,
+        resumed,
+        len(decision.candidates),
+        sum(bool(each.excluded) for each in decision.candidates),
+        max((each.overlap_blocks for each in chosen), default=None),
+        min((each.score for each in chosen), default=None),
+    )
+
+
+def _handed_off(message: Encoded | Prefilled, role: str, worker: str, stored_ns: int) -> BlocksHandedOff:
+    ticket = message.ticket
+    blocks, pool = len(ticket.blocks) // 4, ticket.endpoint.pools.get(ticket.pool)
+    return BlocksHandedOff(
+        stored_ns,
+        message.attempt,
+        ticket.worker,
+        worker,
+        role,
+        ticket.id,
+        ticket.pool,
+        blocks,
+        blocks * pool.block_bytes if pool is not None else 0,
+        ticket.endpoint.backend,
+        ticket.lease_ns,
+    )
+
+
+def _without_content(request: GenerateRequest) -> GenerateRequest:
+    diffusion = request.diffusion
+    if diffusion is not None:
+        diffusion = msgspec.structs.replace(diffusion, prompt="", negative="")
+    embedding = request.embedding
+    if embedding is not None:
+        embedding = msgspec.structs.replace(embedding, texts=(), lengths=())
+    return msgspec.structs.replace(request, prompt=b"", digests=b"", media=(), diffusion=diffusion, embedding=embedding)
+
+
+def _without_output(done: Done) -> Done:
+    choices = tuple(msgspec.structs.replace(each, tokens=b"", files=(), logprobs=()) for each in done.choices)
+    return msgspec.structs.replace(done, choices=choices, submitted=b"", scores=())

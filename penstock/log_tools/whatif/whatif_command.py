@@ -1,0 +1,210 @@
+"""``penstock whatif``: how recorded requests would have been routed with other weights, modes or workers."""
+
+import argparse
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from penstock.cli.figures import clock, counted, moment_ns, span
+from penstock.cli.terminal import stdout
+from penstock.configs.flags import Parser
+from penstock.infra.bus.direct_get import Readable, read
+from penstock.log_tools.requests.find_requests import of_entry
+from penstock.log_tools.sources.open_log import LogSource, add_flags, add_verify_flag, open_log, run_command
+from penstock.log_tools.whatif.change import (
+    PlacementChange,
+    Redecided,
+    RequestDistribution,
+    WhatIfReport,
+    ms_per_token,
+    redecide,
+    report,
+)
+from penstock.log_tools.whatif.decided_again import insufficient
+from penstock.router.placement.routing import Weights
+from penstock.schemas import jobs
+from penstock.schemas.jobs import Job
+from penstock.schemas.streams import LONGEST_DEADLINE_S
+from penstock.schemas.subjects import KEPT
+
+DEFAULTS = Weights()
+
+
+def run(argv: Sequence[str]) -> int:
+    """Decide recorded decisions again, and return the exit status."""
+    parser = Parser(
+        prog="penstock whatif",
+        description="decide the routing decisions of the log again, as they were and with a change. Each decision has "
+        "the loads and caches of its record: what the change would have done to later ones is not followed "
+        "(`penstock bench router` simulates that).",
+    )
+    parser.add_argument("--since", default="", help="decided since: 15m, 2h ago, or 2026-11-22T09:30")
+    parser.add_argument("--until", default="", help="decided before; written like --since")
+    parser.add_argument("--model", default="", help="as the client named it")
+    parser.add_argument("--overlap-weight", type=float, default=DEFAULTS.overlap, help="as the router's flag")
+    parser.add_argument("--prefill-weight", type=float, default=DEFAULTS.prefill, help="as the router's flag")
+    parser.add_argument("--transfer-weight", type=float, default=DEFAULTS.transfer, help="as the router's flag")
+    parser.add_argument(
+        "--local-prefill-tokens", type=int, default=DEFAULTS.local_prefill_tokens, help="as the router's flag"
+    )
+    parser.add_argument("--mode", default="kv", choices=("kv", "round_robin", "random", "least_loaded"))
+    parser.add_argument("--without", action="append", default=[], metavar="WORKER", help="not there; may be repeated")
+    parser.add_argument("--kill", action="append", default=[], metavar="WORKER", help="not there from --at on")
+    parser.add_argument("--at", default="", metavar="TIME", help="of --kill, written like --since")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_flags(parser)
+    add_verify_flag(parser)
+    args = parser.parse_args(argv)
+    if bool(args.kill) != bool(args.at):
+        parser.error("--kill and --at go together")
+    for flag in ("overlap_weight", "prefill_weight", "transfer_weight", "local_prefill_tokens"):
+        least = -1 if flag == "local_prefill_tokens" else 0
+        if not least <= getattr(args, flag) < math.inf:
+            parser.error(f"--{flag.replace('_', '-')}: give a number from {least} on")
+    return run_command("whatif", lambda: _run(args, stdout()))
+
+
+async def _run(args: argparse.Namespace, console: Console) -> None:
+    now_ns = time.time_ns()
+    since_ns, until_ns, at_ns = (moment_ns(text, now_ns) if text else 0 for text in (args.since, args.until, args.at))
+    change = PlacementChange(
+        Weights(
+            args.overlap_weight,
+            args.prefill_weight,
+            transfer=args.transfer_weight,
+            local_prefill_tokens=args.local_prefill_tokens,
+        ),
+        args.mode,
+        frozenset(args.without),
+        frozenset(args.kill),
+        at_ns,
+    )
+    async with open_log(LogSource.of(args), name="whatif", role="reader", streams=("WORK", "DONE"), files=True) as log:
+        decided = await decide_all(log.reader, change, since_ns=since_ns, until_ns=until_ns, model=args.model)
+    if args.json:
+        console.file.write(msgspec.json.encode(decided).decode() + "\n")
+        return
+    _print(decided, console)
+
+
+async def decide_all(
+    bus: Readable, change: PlacementChange, *, since_ns: int = 0, until_ns: int = 0, model: str = ""
+) -> WhatIfReport:
+    """Decide again all decisions recorded between two times (Unix ns; 0: no limit).
+
+    Raises:
+        ServingError: a stream cannot be read.
+        ValueError: there is no decision that can be decided again, or none has a worker that the change removes.
+    """
+    total = 0
+    left_out: Counter[str] = Counter()
+    workers: set[str] = set()
+    decisions: list[Redecided] = []
+    ahead: dict[str, tuple[int, float]] = {}  # by request: when its last decision was made, and the work ahead then
+    async for request_id, job in _jobs(bus, since_ns, until_ns):
+        if model and msgspec.msgpack.decode(job.request, type=_OfModel).model != model:
+            continue
+        total += 1
+        workers.update(each.worker for each in job.decision.candidates)
+        again = redecide(job, change, total - 1)
+        if again is None:
+            left_out[insufficient(job) or "without a candidate"] += 1
+        else:
+            decisions.append(again)
+            ahead[request_id] = (again.at_ns, again.recorded.ahead)
+    if not total:
+        raise ValueError("no routing decision was recorded in this time")
+    if unknown := change.unknown(workers):
+        raise ValueError(f"no worker {unknown[0]!r} in these decisions; there are {', '.join(sorted(workers))}")
+    if not decisions:
+        why = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
+        raise ValueError(f"no recorded decision can be decided again: {why}")
+    return report(total, decisions, await _measured(bus, ahead, since_ns), left_out)
+
+
+class _OfModel(msgspec.Struct):
+    model: str = ""
+
+
+async def _jobs(bus: Readable, since_ns: int, until_ns: int) -> AsyncGenerator[tuple[str, Job], None]:
+    """The jobs that routers have published, each with the id of its request."""
+    subjects = bus.subjects
+    async for entry in read(bus, subjects.stream("WORK"), subjects.all("work"), since_ns=since_ns):
+        if until_ns and entry.time_ns >= until_ns:
+            return
+        if KEPT in entry.subject.split("."):
+            continue
+        try:
+            job = jobs.decode(entry.data)
+        except msgspec.MsgspecError:
+            continue  # of a later release
+        if isinstance(job, Job):
+            yield entry.headers.get("Nats-Msg-Id", "").partition(":")[0], job
+
+
+async def _measured(bus: Readable, ahead: dict[str, tuple[int, float]], since_ns: int) -> float | None:
+    """Milliseconds to the first token per token of work ahead, from the records of these requests."""
+    measured = []
+    last_ns = max((at_ns for at_ns, _ in ahead.values()), default=0) + int(LONGEST_DEADLINE_S * 1e9)
+    async for entry in read(bus, bus.subjects.stream("DONE"), bus.subjects.all("done"), since_ns=since_ns):
+        if entry.time_ns > last_ns:
+            break
+        name = entry.subject.rpartition(".")[2]
+        if name in ahead and (record := of_entry(entry)) is not None and record.summary.first_token_ns > ahead[name][0]:
+            at_ns, tokens = ahead[name]
+            measured.append(((record.summary.first_token_ns - at_ns) / 1e6, tokens))
+    return ms_per_token(measured)
+
+
+def _print(decided: WhatIfReport, console: Console) -> None:
+    now_ns = time.time_ns()
+    console.print(
+        f"{counted(decided.decisions, 'decision')} from {clock(decided.first_ns, now_ns)} "
+        f"to {clock(decided.last_ns, now_ns)}; the record of {decided.usable:,} suffices\n"
+        f"this build decides {decided.reproduced:,} of them as recorded ({decided.reproduced / decided.usable:.1%})",
+        highlight=False,
+    )
+    for reason, count in decided.left_out.items():
+        console.print(f"left out: {count:,} {reason}", highlight=False)
+    if decided.reproduced < decided.usable:
+        console.print("[yellow]the others were made with other weights, or by a build that decides differently[/]")
+    moved = f"{decided.moved:,} go elsewhere ({decided.moved / decided.usable:.0%})"
+    waiting = f", {decided.waiting:,} have no worker left and wait" if decided.waiting else ""
+    console.print(f"with the change {moved}{waiting}\n", highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "recorded", "what if", "change"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    was, then = decided.recorded, decided.then
+    table.add_row("prompt tokens from cache", f"{was.cached_share:.1%}", f"{then.cached_share:.1%}",
+                  f"{100 * (then.cached_share - was.cached_share):+.1f} points")  # fmt: skip
+    for name in ("p50", "p95"):
+        _row(table, f"tokens ahead of the first one, {name}", *(getattr(each, f"ahead_{name}") for each in (was, then)))
+    if decided.ms_per_token is not None:
+        for name in ("p50", "p95"):
+            values = (_ms(each, name, decided.ms_per_token) for each in (was, then))
+            table.add_row(f"predicted time to first token, {name}", *values, "")
+    table.add_row(
+        "busiest worker / mean", f"{was.balance:.2f}", f"{then.balance:.2f}", f"{then.balance - was.balance:+.2f}"
+    )
+    for worker in sorted(was.by_worker | then.by_worker):
+        before, after = was.by_worker.get(worker, 0), then.by_worker.get(worker, 0)
+        table.add_row(f"requests to {worker}", f"{before:,}", f"{after:,}", f"{after - before:+,}")
+    for worker in sorted(was.decoded_by | then.decoded_by):
+        before, after = was.decoded_by.get(worker, 0), then.decoded_by.get(worker, 0)
+        table.add_row(f"decoded by {worker}", f"{before:,}", f"{after:,}", f"{after - before:+,}")
+    console.print(table)
+
+
+def _row(table: Table, name: str, was: float | None, then: float | None) -> None:
+    change = f"{(then / was - 1):+.0%}" if was and then is not None else ""
+    table.add_row(name, *("-" if value is None else f"{value:,.0f}" for value in (was, then)), change)
+
+
+def _ms(placement: RequestDistribution, name: str, ms_per_token: float) -> str:
+    ahead: float | None = getattr(placement, f"ahead_{name}")
+    return "-" if ahead is None else span(ahead * ms_per_token)

@@ -1,0 +1,132 @@
+"""Listing requests on a real broker: each one once, in pages of any size, whatever became of it."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from penstock.gateway.http.request_list import parse
+from penstock.gateway.request_log import listing
+from penstock.gateway.request_log.listing import Page, ProgressReader, RequestListing
+from penstock.gateway.request_log.lookup import Records
+from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.schemas import control
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.summary import Criteria
+from tests.infra.bus.support import opened
+from tests.penstock.log_tools.requests.support import accept, assign, end
+
+ALL = Criteria()
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+@pytest.fixture
+def requests(bus: Bus) -> RequestListing:
+    async def none_yet(request: GenerateRequest) -> control.Progress:
+        return control.Progress(-1, 0)
+
+    return RequestListing(bus, Records(bus), ProgressReader(bus, "gw-test", lambda request_id: []), none_yet)
+
+
+async def pages(requests: RequestListing, criteria: Criteria, limit: int) -> list[str]:
+    found: list[str] = []
+    page = Page([], "start")
+    while page.after:
+        page = await requests.page(criteria, limit, "" if page.after == "start" else page.after)
+        assert len(page.found) <= limit
+        found += [each.id for each in page.found]
+    return found
+
+
+async def test_every_request_is_on_one_page_the_newest_first(bus: Bus, requests: RequestListing) -> None:
+    sent = [await accept(bus) for _ in range(7)]
+    for request in (sent[4], sent[0]):
+        await end(bus, request, 1, 2)
+    await end(bus, sent[2], code="internal")
+    for limit in (1, 3, 7, 50):
+        assert await pages(requests, ALL, limit) == [each.id for each in reversed(sent)]
+    page = await requests.page(ALL, 50)
+    states = {each.id: each.state for each in page.found}
+    assert [states[each.id] for each in sent] == [
+        *("done", "queued", "failed", "queued"),
+        *("done", "queued", "queued"),
+    ]
+
+
+async def test_records_of_requests_that_are_no_longer_in_requests_follow(bus: Bus, requests: RequestListing) -> None:
+    sent = [await accept(bus, created_ns=1_000_000_000 + n) for n in range(5)]
+    for request in sent:
+        await end(bus, request, 1)
+    await bus.js.purge_stream(bus.subjects.stream("REQUESTS"))
+    new = [await accept(bus) for _ in range(2)]
+    for limit in (1, 2, 50):
+        assert await pages(requests, ALL, limit) == [each.id for each in (*reversed(new), *reversed(sent))]
+    await bus.js.purge_stream(bus.subjects.stream("REQUESTS"))
+    assert await pages(requests, ALL, 2) == [each.id for each in reversed(sent)]
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ({"model": "other"}, [1]),
+        ({"tenant": "acme"}, [1]),
+        ({"state": "failed"}, [2]),
+        ({"state": "queued,failed"}, [2, 0]),
+        ({"code": "deadline_exceeded"}, [2]),
+        ({"code": "any"}, [2]),
+        ({"worker": "w-1"}, [2, 1]),
+        ({"until": "2001-01-01T00:00:00Z"}, []),
+        ({"since": "2001-01-01T00:00:00+01:00"}, [2, 1, 0]),
+    ],
+)
+async def test_filters_narrow_the_list(
+    bus: Bus, requests: RequestListing, query: dict[str, str], expected: list[int]
+) -> None:
+    sent = [await accept(bus), await accept(bus, model="other", tenant="acme"), await accept(bus)]
+    await assign(bus, sent[0])
+    await end(bus, sent[1], 1)
+    await end(bus, sent[2], code="deadline_exceeded")
+    assert await pages(requests, parse(query).criteria, 10) == [sent[n].id for n in expected]
+
+
+async def test_a_page_reads_a_bounded_part_of_the_log(
+    bus: Bus, requests: RequestListing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "MAX_READ", 4)
+    monkeypatch.setattr(listing, "TOGETHER", 2)
+    sent = [await accept(bus, user="her" if n == 0 else "") for n in range(9)]
+    page = await requests.page(Criteria(user="her"), 10)
+    assert (page.found, bool(page.after)) == ([], True)
+    assert await pages(requests, Criteria(user="her"), 10) == [sent[0].id]
+
+
+@pytest.mark.parametrize("after", ["x", "r", "rx", "d1", "d.5", "01a2"])
+async def test_a_position_that_is_none_is_refused(requests: RequestListing, after: str) -> None:
+    with pytest.raises(ServingError) as refused:
+        await requests.page(ALL, 10, after)
+    assert (refused.value.code, refused.value.param) == (Code.invalid_request, "after")
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"limit": "0"},
+        {"limit": "x"},
+        {"limit": "101"},
+        {"state": "lost"},
+        {"since": "soon"},
+        {"until": "-5"},
+        {"q": "1"},
+    ],
+)
+def test_wrong_parameters_are_named(query: dict[str, str]) -> None:
+    with pytest.raises(ServingError) as refused:
+        parse(query)
+    assert refused.value.param == next(iter(query))

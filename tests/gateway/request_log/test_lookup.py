@@ -1,0 +1,64 @@
+"""Finding a request again: its content was in memory storage and is not there any more, or it was deleted."""
+
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from penstock.gateway.request_log.lookup import Records, RequestFinder, RequestLookup
+from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.schemas import contents, deletions, done, wire
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import new_request_id
+from penstock.schemas.subjects import Subjects
+from tests.gateway.request_log.test_inflight import request_of
+from tests.infra.bus.support import opened
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+@pytest.mark.parametrize(
+    ("code", "grace_s", "expected"),
+    [
+        ("", 30.0, Code.content_lost),
+        ("", 0.0, Code.request_erased),
+        ("content_lost", 0.0, Code.content_lost),
+        ("deadline_exceeded", 30.0, Code.content_lost),
+    ],
+)
+async def test_content_that_is_gone_before_its_grace_is_over_was_lost_and_not_deleted(
+    bus: Bus, code: str, grace_s: float, expected: Code
+) -> None:
+    now = time.time_ns()
+    request = msgspec.structs.replace(
+        request_of(), id=new_request_id(now), gateway="gone", no_store=True, created_ns=now
+    )
+    stored = wire.encode(contents.without_content(request, bytes(32)))
+    event = done.Done(request.id, request.model, 1, code=code, submitted=stored, left_out=("prompt", "tokens"))
+    await bus.js.publish(bus.subjects.done(request.tenant, request.model, request.id), wire.encode(event))
+    lookup = RequestLookup(bus, Records(bus), RequestFinder(bus), grace_s)
+    with pytest.raises(ServingError) as caught:
+        await lookup.find(request.id)
+    assert caught.value.code is expected
+
+
+async def test_a_deleted_request_is_not_found_though_its_record_is_back_but_by_who_deletes_it(bus: Bus) -> None:
+    now = time.time_ns()
+    request = msgspec.structs.replace(request_of(), id=new_request_id(now), created_ns=now)
+    event = done.Done(request.id, request.model, 1, submitted=wire.encode(request))
+    await bus.js.publish(bus.subjects.done(request.tenant, request.model, request.id), wire.encode(event))
+    lookup = RequestLookup(bus, Records(bus), RequestFinder(bus), 0.0)
+    note = deletions.Deletion("subject of its record")
+    await bus.js.publish(f"$KV.{bus.subjects.bucket('deleted')}.{request.id}", wire.encode(note))
+    await lookup.deleted.start(bus.tasks)
+    with pytest.raises(ServingError) as caught:
+        await lookup.find(request.id)
+    assert caught.value.code is Code.request_not_found
+    assert (await lookup.find(request.id, deleted=True)).record == event
+    await lookup.deleted.stop()
