@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated
 
 import msgspec
@@ -48,16 +47,7 @@ KEPT = "kept"  # appended to a job's message id in the id of its copy
 
 def token(name: str) -> str:
     """A name as one subject token: characters with a meaning in NATS (dots, blanks, wildcards) become "_"."""
-    return _short_token(name) if len(name) <= _REMEMBERED_NAME else _token(name)
-
-
-def _token(name: str) -> str:
     return _TOKEN.sub("_", name) or "_"
-
-
-# Ids and names of models. Clients may ask for ids that are megabytes long.
-_REMEMBERED_NAME = 128
-_short_token = lru_cache(maxsize=4096)(_token)
 
 
 def in_memory(address: str) -> bool:

@@ -16,7 +16,6 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 from urllib.parse import ParseResult
 
@@ -30,13 +29,11 @@ from nats.protocol.parser import Parser
 CRLF = b"\r\n"
 _VERSION = b"NATS/1.0\r\n"
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_MOST_NAMES = 256
 # The headers that the server adds, in its order.
 _REPUBLISHED = re.compile(
     rb"\r\nNats-Stream: [^\r]*\r\nNats-Subject: ([^\r]*)\r\nNats-Sequence: (\d+)\r\n"
     rb"Nats-Time-Stamp: [^\r]*\r\nNats-Last-Sequence: (\d+)\r\n"
 )
-_names: dict[str, str] = {}  # header names that are valid, with what stands before their value
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
@@ -122,7 +119,6 @@ def has_status(raw: bytes) -> bool:
     return raw.startswith(b"NATS/1.0 ")
 
 
-@lru_cache(maxsize=256)
 def _beginning(name: str) -> bytes:
     """Of a header's line, with the end of the line before."""
     return b"\r\n%b:" % name.encode()
@@ -191,23 +187,14 @@ def publish_command(subject: str, payload: bytes, reply: str, headers: Mapping[s
         return None
     if not headers:
         return b"PUB %b %d\r\n%b\r\n" % (where.encode(), len(payload), payload)
-    lines = [prefix + value for name, value in headers.items() if (prefix := _names.get(name) or _prefix(name))]
+    # Not f-strings: nats-py's own names are members of an enum, which format as its name.
+    lines = [name + ": " + value for name, value in headers.items() if _NAME.fullmatch(name)]
     text = "\r\n".join(lines)
     # A line break in a value would begin another header.
     if len(lines) != len(headers) or text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
         return None
     head = b"NATS/1.0\r\n%b\r\n\r\n" % text.encode()
     return b"HPUB %b %d %d\r\n%b%b\r\n" % (where.encode(), len(head), len(head) + len(payload), head, payload)
-
-
-def _prefix(name: str) -> str:
-    """ "": the name is not valid."""
-    if not _NAME.fullmatch(name):
-        return ""
-    prefix = name + ": "  # not an f-string: nats-py's own names are members of an enum, which format as its name
-    if len(_names) < _MOST_NAMES:
-        _names[name] = prefix
-    return prefix
 
 
 CLOSED_S = 1.0

@@ -16,7 +16,6 @@ import datetime
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -116,12 +115,7 @@ def parse_time(text: str) -> int:
 def format_time(time_ns: int) -> str:
     """RFC 3339 with nanoseconds, UTC."""
     seconds, nanoseconds = divmod(time_ns, 1_000_000_000)
-    return f"{_second(seconds)}.{nanoseconds:09d}Z"
-
-
-@lru_cache(16)
-def _second(seconds: int) -> str:
-    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%dT%H:%M:%S}"
+    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%dT%H:%M:%S}.{nanoseconds:09d}Z"
 
 
 async def read(
