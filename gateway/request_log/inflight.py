@@ -17,7 +17,6 @@ from penstock.schemas.token_dedup import TokenReassembler
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
 
 MAX_ITEMS = 2_048  # kept for a client that does not read, of a request with one choice and no log-probabilities
-FEW_ITEMS = 16
 PORTION_BYTES = 4_096  # token ids returned at once: 1,024 tokens are rendered in about 2 ms
 ITEM_BYTES = 16  # size of an item without its tokens
 
@@ -316,11 +315,7 @@ class InflightRequest:
             self.on_behind(self)
 
     def _taken(self) -> list[TokenItem]:
-        items = self._items
-        if len(items) <= FEW_ITEMS:
-            self._items, self._more = [], False
-            return items
-        size = 0
+        items, size = self._items, 0
         for count, item in enumerate(items, 1):
             size += ITEM_BYTES + len(item.tokens)
             if size >= PORTION_BYTES:
