@@ -77,7 +77,6 @@ class LeafAges:
 
 KEY_MASK = (1 << 60) - 1  # ints below 2^60 take 32 bytes, larger ones 48
 NODE_BLOCKS = 1024  # at most, which bounds what a split moves
-GROWN_BLOCKS = 128  # at most, if they come one by one: each time, all of them are copied
 _SETTLED_AT_ONCE = 2
 _MOST_NODES = 1 << 24  # in a snapshot
 _STEP = 2_000  # nodes
@@ -196,7 +195,7 @@ class RadixTree:
         """
         chunk, shard = self.chunks[node], self.shards[key & SLOT]
         grows = self.masks[node] == bit and chunk[-1] == last and not self.children[node]
-        if not grows or len(chunk) >= GROWN_BLOCKS or key in shard:
+        if not grows or len(chunk) >= NODE_BLOCKS or key in shard:
             return False
         if self._frozen is not None:
             self._keep(node)
@@ -217,13 +216,12 @@ class RadixTree:
         Returns: the node that they are in, and their number.
         """
         chunk: tuple[int, ...] = ()
-        most = NODE_BLOCKS if len(keys) > 1 else min(NODE_BLOCKS, GROWN_BLOCKS)
         if node >= 0:
             chunk = self.chunks[node]
             if chunk[-1] != before:
                 node = self.split(node, chunk.index(before) + 1)
                 chunk = ()
-            elif not self.masks[node] & bit or self.children[node] or len(chunk) >= most:
+            elif not self.masks[node] & bit or self.children[node] or len(chunk) >= NODE_BLOCKS:
                 chunk = ()
         if chunk:
             if self._frozen is not None:
