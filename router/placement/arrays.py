@@ -28,7 +28,7 @@ from penstock.router.placement.cost import (
 )
 from penstock.router.placement.decide import STORED_CANDIDATES, candidate_of
 from penstock.router.placement.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
-from penstock.router.state.holders import Depths, TargetBits, TargetId, bits_of
+from penstock.router.state.holders import Depths, TargetBits, TargetId
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.target_loads import BACKLOG, COLUMNS, Load, RoutingTarget, TargetLoads
 from penstock.schemas.fleet import Registration
@@ -169,7 +169,6 @@ def costs(
 
 POOLS_CACHED = 256  # kinds of requests
 IDLE = Load()
-_SINGLE = 4  # targets for each depth, on average, up to which a loop over them is cheaper
 _NO_ROWS: Rows = np.zeros(0, np.intp)
 
 
@@ -194,7 +193,7 @@ class Pool(NamedTuple):
     least_longest: float
     least_largest: float
     block_size: Column | float
-    places: dict[TargetBits, tuple[int, dict[int, int], Rows]]
+    places: dict[TargetBits, tuple[int, Rows]]
 
     def column(self, blocks: Mapping[TargetId, int]) -> Column:
         """Values of some targets in their places, 0 in the others; those of other pools' targets are left out."""
@@ -211,17 +210,7 @@ class Pool(NamedTuple):
         masks = depths.masks
         if not masks:
             return np.zeros(len(self.ids) + 1)
-        by_bit, places = self._places_of(depths.bits)
-        if len(masks) * _SINGLE > len(by_bit):
-            values = [0] * (len(self.ids) + 1)
-            for mask, depth in zip(masks, depths.numbers, strict=True):
-                at = by_bit.get(mask)
-                if at is not None:
-                    values[at] = depth
-                    continue
-                for bit in bits_of(mask):
-                    values[by_bit[bit]] = depth
-            return np.array(values, np.float64)
+        places = self._places_of(depths.bits)
         column: Column = np.zeros(len(self.ids) + 1)
         width = len(places) // 8
         if len(masks) == 1:
@@ -232,17 +221,16 @@ class Pool(NamedTuple):
         column[places[_set_bits(packed) & (len(places) - 1)]] = np.repeat(depths.numbers, counts)
         return column
 
-    def _places_of(self, bits: TargetBits) -> tuple[dict[int, int], Rows]:
-        """The place of the target of each bit: by bit, and by its number. The latter has 8, 16, 32, ... elements."""
-        version, by_bit, places = self.places.get(bits, (-1, {}, _NO_ROWS))
+    def _places_of(self, bits: TargetBits) -> Rows:
+        """The place of the target of each bit, by the bit's number; 8, 16, 32, ... elements."""
+        version, places = self.places.get(bits, (-1, _NO_ROWS))
         if version != bits.version:
             most = max((bit.bit_length() for bit in bits.targets), default=0)
             places = np.full(max(8, 1 << (most - 1).bit_length()), len(self.ids), np.intp)
-            by_bit = {bit: self.position.get(target, len(self.ids)) for bit, target in bits.targets.items()}
-            for bit, at in by_bit.items():
-                places[bit.bit_length() - 1] = at
-            self.places[bits] = bits.version, by_bit, places
-        return by_bit, places
+            for bit, target in bits.targets.items():
+                places[bit.bit_length() - 1] = self.position.get(target, len(self.ids))
+            self.places[bits] = bits.version, places
+        return places
 
     def allowed(self, request: RoutingRequest) -> NDArray[np.bool_]:
         """Targets that take the request now or once they have room."""
