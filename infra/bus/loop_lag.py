@@ -8,13 +8,10 @@ from collections.abc import Callable
 from io import FileIO
 
 from penstock.infra.metrics.scope import MetricScope
-from penstock.infra.process.gc_policy import collect_idle
 
 EVERY_S = 0.1  # each measurement costs 30 to 60 CPU-µs
 WINDOW_S = 30.0
 LATE_S = 0.005
-IDLE_S = 0.0012  # of lag, when an event loop is idle: its timers are precise to 1 ms
-COLLECT_EVERY = 20  # idle measurements: 2 s
 
 
 class ThreadTimes:
@@ -72,8 +69,6 @@ class Worst:
 class LoopLag:
     """The lag of this event loop. Run ``watch`` in the background once the process is ready: its start is no lag.
 
-    ``watch`` collects garbage every few seconds while nothing else is due.
-
     Args:
         late: called for each measurement that was late by more than ``LATE_S``.
 
@@ -101,17 +96,12 @@ class LoopLag:
             self._late()
 
     async def watch(self) -> None:
-        idle, times = 0, ThreadTimes()
+        times = ThreadTimes()
         with contextlib.closing(times):
             while True:
                 due = self._clock() + EVERY_S
                 await asyncio.sleep(EVERY_S)
-                late = self._clock() - due
-                self.measured(late, *times.lap())
-                if late < IDLE_S:
-                    idle += 1
-                    if idle % COLLECT_EVERY == 0:
-                        collect_idle()
+                self.measured(self._clock() - due, *times.lap())
 
 
 def gauge(scope: MetricScope) -> LoopLag:

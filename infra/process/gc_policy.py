@@ -1,4 +1,4 @@
-"""When a process that serves collects garbage: young objects often and in idle moments, everything else hardly ever."""
+"""When a process that serves collects garbage: young objects often, everything else hardly ever."""
 
 import gc
 
@@ -19,12 +19,3 @@ def freeze_loaded() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(SERVING_OBJECTS, SERVING_YOUNG, SERVING_MIDDLE)
-
-
-def collect_idle() -> None:
-    """Collect all but what has survived one collection, in a moment when nothing else is due.
-
-    With 2,500 open streams this takes 2 to 4 ms, since it visits what each of them waits with. Python's own collection
-    would come in the midst of a turn.
-    """
-    gc.collect(1)
