@@ -28,7 +28,7 @@ LEVELS = {
     ),
     "gateway": (
         ("base",),
-        ("media", "grammars", "access"),
+        ("media", "grammars", "access", "admission.rate_limits"),
         ("apis.chat",),
         ("apis.responses", "apis.messages"),
         ("apis",),

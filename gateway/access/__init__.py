@@ -1,1 +1,1 @@
-"""Who may use the HTTP API, and how much of it."""
+"""Who asks, and what they may see: API keys and tenants. How much they may ask is decided in ``gateway.admission``."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from penstock.gateway.access.guard import Caller
+from penstock.gateway.access.authentication import Caller
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail

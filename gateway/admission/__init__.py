@@ -1,1 +1,4 @@
-"""Whether new work is taken: room in the queues and in the streams, repeats of a request."""
+"""Whether a request may come in now: limits of keys and tenants, queues, room in the streams, repeats, poison.
+
+Who asks is known by then, from ``gateway.access``.
+"""

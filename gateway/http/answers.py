@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 import structlog
 
-from penstock.gateway.access.guard import caller_of
-from penstock.gateway.access.limiter import Limiter
+from penstock.gateway.access.authentication import caller_of
+from penstock.gateway.admission.rate_limits.limiter import Limiter
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest, with_trace
 from penstock.gateway.apis.endpoints import (
     Aggregator,
@@ -178,7 +178,7 @@ class Generations:
                 await self._send_error(send, INTERNAL, accepted)
         finally:
             for request_id in reserved:
-                gateway.payments.abandon(request_id)
+                gateway.charges.abandon(request_id)
             if code:
                 counted = gateway.metrics.of(scope.get(MODEL) or gateway.fleet.name_in(body))
                 counted.requests.labels("http", code).inc()
@@ -194,7 +194,7 @@ class Generations:
         scope[MODEL] = prepared.request.model
         if caller.key is not None:
             reserved.append(prepared.request.id)
-            await self._gateway.payments.reserve(caller, prepared)
+            await self._gateway.charges.reserve(caller, prepared)
             if caller.key.limited and len(reserved) == 1:
                 show_limits(scope, self._gateway.limiter, caller.key)
         prepared = with_client_id(prepared, names)

@@ -30,7 +30,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.gateway.access.guard import ANYONE, CALLER, Caller, audited, caller_of
+from penstock.gateway.access.authentication import ANYONE, CALLER, Caller, audited, caller_of
 from penstock.gateway.apis.chat.tokenization import detokenize, tokenize
 from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH
 from penstock.gateway.apis.images import IMAGE_PATHS

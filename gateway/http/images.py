@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.gateway.access.guard import caller_of
+from penstock.gateway.access.authentication import caller_of
 from penstock.gateway.apis.images import ImageAggregator, ImagesResponse, ImageStreamRenderer
 from penstock.gateway.base.event_stream import COMMENT
 from penstock.gateway.http.answers import HEAD_S, JSON, HttpExchange, IdleTimer, Responder

@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from penstock.gateway.access.guard import ANYONE, CALLER, Caller
+from penstock.gateway.access.authentication import ANYONE, CALLER, Caller
 from penstock.gateway.http.asgi import REQUEST_ID, App, Receive, Scope, Send
 
 log = structlog.get_logger("gateway.access")

@@ -8,7 +8,7 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.gateway.access.guard import caller_of
+from penstock.gateway.access.authentication import caller_of
 from penstock.gateway.apis.chat.segments import SegmentRenderer, WholeAnswer
 from penstock.gateway.apis.responses.bodies import InputItem
 from penstock.gateway.apis.responses.objects import DeletedResponse, InputItemList

@@ -9,7 +9,7 @@ takes no further items: they are in the log, and are read from there once the cl
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
-from penstock.gateway.access.limiter import Paid
+from penstock.gateway.admission.rate_limits.limiter import Paid
 from penstock.infra.process.turns import TurnBudget
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest

@@ -21,7 +21,7 @@ import msgspec
 import structlog
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.access.guard import ANYONE, Caller
+from penstock.gateway.access.authentication import ANYONE, Caller
 from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH
 from penstock.gateway.apis.images import IMAGE_PATHS
 from penstock.gateway.base.metrics import GatewayMetrics

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.access.guard import ANYONE, Caller
+from penstock.gateway.access.authentication import ANYONE, Caller
 from penstock.gateway.apis.chat.prepare_chat import (
     PendingMediaRequest,
     PreparedRequest,

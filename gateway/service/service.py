@@ -14,11 +14,13 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.configs.settings import GatewaySettings, served_names
-from penstock.gateway.access.guard import ANYONE, Caller, Guard, noted_in
-from penstock.gateway.access.limiter import Limiter
+from penstock.gateway.access.authentication import ANYONE, Caller, Guard, noted_in
 from penstock.gateway.access.tenants import TenantTable
+from penstock.gateway.admission.charges import Charges
 from penstock.gateway.admission.idempotency import Claim, reclaim
+from penstock.gateway.admission.poison_requests import Verdicts
 from penstock.gateway.admission.queues import QUIET_S, QueueMonitor, StoreCheck, unstored
+from penstock.gateway.admission.rate_limits.limiter import Limiter
 from penstock.gateway.admission.storage import MemoryCheck, Retention
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.images import IMAGE_PATHS
@@ -35,9 +37,7 @@ from penstock.gateway.request_log.subscriptions import TokenSubscription, TokenS
 from penstock.gateway.request_log.unstored import UnstoredRequests
 from penstock.gateway.service.conversations import Conversations
 from penstock.gateway.service.fleet import FleetView, ServedLately, named_in
-from penstock.gateway.service.payments import Payments
 from penstock.gateway.service.preparation import RequestPreparer
-from penstock.gateway.service.verdicts import Verdicts
 from penstock.infra.bus.audit import Auditor
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.forget import check_stores
@@ -114,7 +114,7 @@ class Gateway:
         self._verdicts = Verdicts(bus)
         self._served_lately = ServedLately(bus)
         finder = RequestFinder(bus)
-        self.payments = Payments(self.limiter, self.records, finder, self.tasks, bus.clock)
+        self.charges = Charges(self.limiter, self.records, finder, self.tasks, bus.clock)
         self._publisher = publisher
         self._subscriptions = TokenSubscriptions(bus, self.id, self.tasks)
         self._cancelling = 0
@@ -307,8 +307,8 @@ class Gateway:
         inflight.turns = self.turns
         self._verdicts.follow(inflight)
         subscription.subscribe(inflight)  # before publishing: the first token may overtake the acknowledgement
-        if self.payments.reserved:
-            self.payments.began(inflight)
+        if self.charges.reserved:
+            self.charges.began(inflight)
         timeout = min(ACCEPT_S, max(0.1, (request.deadline_ns - self.bus.clock.now_ns()) / 1e9))
         kept: asyncio.Future[Ack] | None = None
         try:
@@ -340,7 +340,7 @@ class Gateway:
 
     async def _attach_repeated(self, inflight: InflightRequest) -> InflightRequest:
         """The log had the request already."""
-        self.payments.repeated(inflight)
+        self.charges.repeated(inflight)
         self.unstored.drop(inflight)
         try:
             stored, record = await self.look_up(inflight.request.id)
@@ -372,7 +372,7 @@ class Gateway:
                 self.unstored.released(inflight)
         self._verdicts.released(inflight)
         if inflight.paid is not None:
-            self.payments.ended(inflight)
+            self.charges.ended(inflight)
 
     def stop(self) -> None:
         """Leave all requests to the pipeline: each open answer ends with the id from which it can be continued."""
@@ -593,8 +593,8 @@ async def submit_claimed(
 
 async def _submit_as(gateway: Gateway, request: GenerateRequest, request_id: str) -> InflightRequest:
     """Submit a request under another id, which is paid by what was reserved for its own."""
-    gateway.payments.rename(request.id, request_id)
+    gateway.charges.rename(request.id, request_id)
     try:
         return await gateway.submit(msgspec.structs.replace(request, id=request_id), owner=False)
     finally:
-        gateway.payments.rename(request_id, request.id)  # if it was not submitted
+        gateway.charges.rename(request_id, request.id)  # if it was not submitted

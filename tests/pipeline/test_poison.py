@@ -10,7 +10,7 @@ import httpx
 import nats
 import pytest
 
-from penstock.gateway.service.verdicts import WATCHED_FROM
+from penstock.gateway.admission.poison_requests import WATCHED_FROM
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import read
 from penstock.schemas import jobs

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.access.guard import presented
+from penstock.gateway.access.authentication import presented
 from penstock.schemas.errors import Code, ServingError
 
 KEY = b"pst-0a1b2c3d4e5f-secret"

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.access.guard import Caller, caller_with, check_valid, find_key
+from penstock.gateway.access.authentication import Caller, caller_with, check_valid, find_key
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.keys import ApiKey, check_id, decode, digest_of, id_of, new_key
 from penstock.schemas.subjects import DEFAULT_TENANT

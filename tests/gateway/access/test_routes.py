@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from starlette.routing import Route
 
-from penstock.gateway.access.guard import ANYONE, OPEN_PATHS, OPERATOR, Guard
+from penstock.gateway.access.authentication import ANYONE, OPEN_PATHS, OPERATOR, Guard
 from penstock.gateway.http.app import application, routes_of
 from penstock.gateway.http.server import SCOPE
 from penstock.gateway.service.text_model import Card

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.access.guard import ANYONE, CALLER
+from penstock.gateway.access.authentication import ANYONE, CALLER
 from penstock.gateway.admission.queues import unstored
 from penstock.gateway.apis.endpoints import renderer_for
 from penstock.gateway.apis.messages.render import ClientBody, MessageEvents

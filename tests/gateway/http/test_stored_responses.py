@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from starlette.requests import Request
 
-from penstock.gateway.access.guard import ANYONE, CALLER
+from penstock.gateway.access.authentication import ANYONE, CALLER
 from penstock.gateway.base.request_bodies import RESPONSE
 from penstock.gateway.http.stored_responses import StoredResponses
 from penstock.gateway.request_log.lookup import StoredRequest

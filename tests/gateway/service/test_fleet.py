@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.access.guard import ANYONE, Caller
+from penstock.gateway.access.authentication import ANYONE, Caller
 from penstock.gateway.base.metrics import GatewayMetrics
 from penstock.gateway.service.fleet import FleetView
 from penstock.infra.bus.connection import connect

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.access.guard import Caller
+from penstock.gateway.access.authentication import Caller
 from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.gateway.service import preparation
 from penstock.gateway.service.preparation import COUNT_BYTES, LARGE_BODY, RequestPreparer, check_values

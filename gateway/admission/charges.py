@@ -6,8 +6,8 @@ It holds one of the requests at a time until it has ended, whether or not its cl
 
 import asyncio
 
-from penstock.gateway.access.guard import Caller
-from penstock.gateway.access.limiter import Limiter, Paid
+from penstock.gateway.access.authentication import Caller
+from penstock.gateway.admission.rate_limits.limiter import Limiter, Paid
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.lookup import Records, RequestFinder
@@ -21,7 +21,7 @@ MISSED = 3  # times that the log has neither a request nor its record: it was de
 GRACE_NS = 60_000_000_000  # beyond its deadline; by then a request has ended
 
 
-class Payments:
+class Charges:
     def __init__(
         self, limiter: Limiter, records: Records, finder: RequestFinder, tasks: Tasks, clock: BrokerClock
     ) -> None:

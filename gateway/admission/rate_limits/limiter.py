@@ -13,7 +13,7 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from penstock.gateway.access.account import (
+from penstock.gateway.admission.rate_limits.account import (
     EMPTY,
     Account,
     Amount,

@@ -1,4 +1,4 @@
-"""Admits requests, the first thing that happens to one over HTTP: who sent it, and what follows from that.
+"""Authenticates requests, the first thing that happens to one over HTTP: who sent it, and what follows from that.
 
 A key is presented in ``Authorization: Bearer …`` or ``x-api-key``, and nowhere else: never in the URL, which proxies
 and logs keep. A request with two different credentials is refused: a proxy in front and this gateway might each believe
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from penstock.gateway.access.table import STALE_S, KeyTable
+from penstock.gateway.access.api_keys import STALE_S, KeyTable
 from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.tasks import Tasks

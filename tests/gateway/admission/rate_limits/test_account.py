@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.access.account import (
+from penstock.gateway.admission.rate_limits.account import (
     CHARGED_S,
     EMPTY,
     HOLD_NS,

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from nats.aio.client import Client
 
-import penstock.gateway.service.verdicts
+import penstock.gateway.admission.poison_requests
+from penstock.gateway.admission.poison_requests import REFUSED_FROM, WATCHED_FROM, Verdicts
 from penstock.gateway.request_log.inflight import InflightRequest
-from penstock.gateway.service.verdicts import REFUSED_FROM, WATCHED_FROM, Verdicts
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last
 from penstock.infra.nats_server.apply_streams import apply
@@ -74,7 +74,7 @@ async def test_a_bucket_that_is_made_after_a_gateway_has_started_is_used(
     broker: EmbeddedNats, pipeline: Subjects, nc: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when a chart changes all Deployments and makes the streams at the same time."""
-    monkeypatch.setattr(penstock.gateway.service.verdicts, "AGAIN_S", 0.05)
+    monkeypatch.setattr(penstock.gateway.admission.poison_requests, "AGAIN_S", 0.05)
     await nc.jetstream().delete_stream(f"KV_{pipeline.bucket('verdicts')}")
     async with dial(broker, pipeline, "gateway-0") as bus:
         verdicts, tasks = Verdicts(bus), bus.tasks.group("gateway")

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.gateway.access.guard import Caller
+from penstock.gateway.access.authentication import Caller
+from penstock.gateway.admission import charges
+from penstock.gateway.admission.charges import Charges, prompt_tokens
 from penstock.gateway.admission.idempotency import Claim
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.lookup import unknown
-from penstock.gateway.service import payments
-from penstock.gateway.service.payments import Payments, prompt_tokens
 from penstock.gateway.service.service import submit_claimed
 from penstock.infra.bus.clock import BrokerClock
 from penstock.infra.bus.tasks import Tasks
@@ -36,7 +36,7 @@ class Till:
         self.stored = True
         self.record: Done | None = None
         self.tasks = Tasks("test")
-        self.payments = Payments(
+        self.charges = Charges(
             cast(Any, self), cast(Any, SimpleNamespace(find=self._find)), cast(Any, self), self.tasks, BrokerClock()
         )
 
@@ -60,8 +60,8 @@ class Till:
 
     async def begun(self) -> InflightRequest:
         inflight = InflightRequest(request_named(new_request_id(time.time_ns())))
-        await self.payments.reserve(Caller("t", "t", key=KEY), cast(Any, SimpleNamespace(request=inflight.request)))
-        self.payments.began(inflight)
+        await self.charges.reserve(Caller("t", "t", key=KEY), cast(Any, SimpleNamespace(request=inflight.request)))
+        self.charges.began(inflight)
         assert inflight.paid is not None
         return inflight
 
@@ -73,13 +73,13 @@ def request_named(name: str) -> GenerateRequest:
 
 @pytest.fixture
 def till(monkeypatch: pytest.MonkeyPatch) -> Till:
-    monkeypatch.setattr(payments, "LOOK_S", 0.001)
+    monkeypatch.setattr(charges, "LOOK_S", 0.001)
     return Till()
 
 
 async def test_a_request_that_runs_without_its_client_pays_until_its_record_is_there(till: Till) -> None:
-    till.payments.ended(await till.begun())
-    await eventually(lambda: till.looked > 2 * payments.MISSED)
+    till.charges.ended(await till.begun())
+    await eventually(lambda: till.looked > 2 * charges.MISSED)
     assert not till.settled
     till.record = Done("r", "m", 1, usage=Usage(4, 3))
     await eventually(lambda: till.settled == [4 + 3])
@@ -87,16 +87,16 @@ async def test_a_request_that_runs_without_its_client_pays_until_its_record_is_t
 
 async def test_a_request_that_was_deleted_or_never_stored_holds_no_slot_until_its_deadline(till: Till) -> None:
     till.stored = False
-    till.payments.ended(await till.begun())
+    till.charges.ended(await till.begun())
     await eventually(lambda: len(till.settled) == 1)
     assert till.settled[0] > 10**9  # what it has used is not known, so nothing is given back
 
 
 async def test_a_repeat_of_what_the_log_has_is_not_paid_twice(till: Till) -> None:
     inflight = await till.begun()
-    till.payments.repeated(inflight)
-    till.payments.ended(inflight)
-    till.payments.abandon(inflight.request.id)
+    till.charges.repeated(inflight)
+    till.charges.ended(inflight)
+    till.charges.abandon(inflight.request.id)
     assert (till.settled, till.undone) == ([], 1)
 
 
@@ -109,17 +109,15 @@ async def test_a_request_under_the_id_of_an_earlier_claim_is_paid(till: Till, er
         if error is not None:
             raise error
         inflight = InflightRequest(request)
-        till.payments.began(inflight)
+        till.charges.began(inflight)
         paid.append(inflight.paid is not None)
         return inflight
 
-    gateway = cast(
-        Any, SimpleNamespace(bus=SimpleNamespace(clock=BrokerClock()), payments=till.payments, submit=submit)
-    )
-    await till.payments.reserve(Caller("t", "t", key=KEY), cast(Any, SimpleNamespace(request=request)))
+    gateway = cast(Any, SimpleNamespace(bus=SimpleNamespace(clock=BrokerClock()), charges=till.charges, submit=submit))
+    await till.charges.reserve(Caller("t", "t", key=KEY), cast(Any, SimpleNamespace(request=request)))
     with pytest.raises(ServingError, match="full") if error is not None else nullcontext():
         await submit_claimed(gateway, "t", "key:x", b"", request, Claim(earlier.id, False, 1))
-    till.payments.abandon(request.id)
+    till.charges.abandon(request.id)
     assert (paid, till.undone) == (([], 1) if error is not None else ([True], 0))
 
 
