@@ -41,7 +41,9 @@ from penstock.schemas.requests import Media
 if TYPE_CHECKING:
     from penstock.gateway.media.download import Downloader
 
-LARGE_INLINE = 64 * 1024  # characters of base64 from which decoding leaves the event loop
+# Characters of base64 from which decoding leaves the event loop: they hold it for 65 µs, and a thread costs 25 of
+# CPU (``python -m tests.perf.tuning threads``). 10 MB would hold it for 15 ms.
+LARGE_INLINE = 64 * 1024
 
 
 class Fetcher:
@@ -119,7 +121,9 @@ def _open_below(root: str, names: tuple[str, ...]) -> int:
 
 BUCKET = "media"
 SLOTS = 8
-LARGE = 128 * 1024  # bytes; larger media are hashed in a thread
+# Bytes from which a medium is hashed in a thread, which costs 25 µs of CPU: they hold the event loop for 0.1 ms
+# (``python -m tests.perf.tuning threads``), 100 MB for 10.
+LARGE = 1 << 20
 MAX_KNOWN = 4096  # media remembered as stored
 TRUST_S = 300.0  # for this long; then the store is checked again, which takes 0.2 ms
 

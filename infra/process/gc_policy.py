@@ -4,8 +4,8 @@ import gc
 
 # New objects between two collections of the young ones (1 ms in a burst of requests), how many of these between two of
 # the middle generation (2 ms; 0: every second one is), and how many of those between two of everything (20 to 40 ms
-# with 2,500 open streams; with Python's default, several in a burst). With 2,000 objects there were five times as many
-# collections, three times as long in all, and the longest as long.
+# with 2,500 open streams; with Python's default, several in a burst). For 400,000 objects of 2,500 streams, collections
+# take 1.9 instead of 5.5 ms in all, and 0.8 instead of 1.3 at most (``python -m tests.perf.tuning garbage``).
 SERVING_OBJECTS, SERVING_YOUNG, SERVING_MIDDLE = 5_000, 0, 800
 
 

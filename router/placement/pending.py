@@ -221,7 +221,8 @@ def crowded(tracker: LoadTracker, model: str, suspect: Standing, now_ns: int) ->
     return frozenset(worker for role in counts.values() for worker, count in role.items() if count > min(role.values()))
 
 
-# Shorter prompts are computed before it matters to other routers which blocks they have.
+# Shorter prompts are computed before it matters to other routers which blocks they have. So the end of a long
+# conversation does not send 11 bytes a block of all that is cached: 45 kB for 131,072 tokens, 0.15 ms to write.
 KEYS_FROM_TOKENS = 256
 MOST_KEYS = 4096  # the server takes headers of 64 KiB in all
 KEY_BYTES = 11  # as text (``penstock.schemas.block_hashes.keys_text``)

@@ -42,11 +42,11 @@ from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import ServedModel, SessionContext, StageInput
 from penstock.workers.session.requests import RunningRequest, admit
 
-LOOK_AHEAD = (
-    4096  # waiting inputs that a batch is made of: the oldest ones of each request, as many of one as of another
-)
-NEAR_SHARE = 0.25  # rows may be shorter than the longest by this share,
-NEAR_TOKENS = 16  # or by so many tokens
+# Waiting inputs that a batch is made of: the oldest ones of each request, as many of one as of another.
+LOOK_AHEAD = 4096
+# Rows may be shorter than the longest by this share, or by so many tokens. 8 instead of 14 % of what is computed for
+# texts of mixed length is padding (``python -m tests.perf.tuning padding``).
+NEAR_SHARE, NEAR_TOKENS = 0.25, 16
 
 K = TypeVar("K", bound=Hashable)
 
