@@ -14,7 +14,7 @@ import structlog
 
 from penstock.configs import logs
 from penstock.configs.settings import GatewaySettings, served_names
-from penstock.gateway.base.metrics import GatewayMetrics
+from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.http.app import application
 from penstock.gateway.http.middleware import TrustedProxies, check_origins, with_access_log, with_cors, with_proxies
 from penstock.gateway.http.server import ConnectionLimits, HttpServer

@@ -20,7 +20,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import Tree
 from penstock.infra.metrics.page import check_port, serve_page
 from penstock.infra.model import modeldir
-from penstock.workers.engines.base import EngineError, NodeLost
+from penstock.workers.engines.engine_protocol import EngineError, NodeLost
 from penstock.workers.engines.external.nodes import JoinRequest, NodeFollower, place_of
 from penstock.workers.engines.external.runtime import ProcessGuard, children
 from penstock.workers.metrics.multiprocess import VARIABLE, Merged

@@ -11,9 +11,9 @@ from penstock.infra.metrics.page import PortTaken, check_port
 from penstock.infra.model import modeldir
 from penstock.infra.text.parsers import families
 from penstock.schemas.errors import ServingError
-from penstock.workers.engines.base import EngineError, NodeLost
+from penstock.workers.engines.engine_protocol import EngineError, NodeLost
 from penstock.workers.engines.support import SUPPORT, able, install_hint
-from penstock.workers.kv_transfer.base import TransportUnavailable
+from penstock.workers.kv_transfer.transport_protocol import TransportUnavailable
 from penstock.workers.metrics.multiprocess import own_directory
 from penstock.workers.session.process import EXIT_CONFIG, EXIT_START, MakeBackend, WorkerProcess
 

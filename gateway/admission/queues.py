@@ -22,7 +22,7 @@ from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 
 from penstock.gateway.admission.storage import LogCapacity
-from penstock.gateway.base.metrics import GatewayMetrics
+from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.base.request_bodies import resolve_priority
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.infra.bus.connection import Bus

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import structlog
 from nats.errors import Error as NatsError
 
-from penstock.gateway.base.metrics import GatewayMetrics
+from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get, get_next

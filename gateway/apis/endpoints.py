@@ -17,7 +17,7 @@ from penstock.gateway.apis.images import IMAGE, VIDEO, ImageGenerationRequest, V
 from penstock.gateway.apis.messages.bodies import MessagesRequest
 from penstock.gateway.apis.messages.render import MessageEvents, message
 from penstock.gateway.apis.responses.bodies import CompactionRequest, ResponsesRequest, left_out
-from penstock.gateway.apis.responses.prepare import compacted
+from penstock.gateway.apis.responses.prepare_response import compacted
 from penstock.gateway.apis.responses.render import ResponseEvents, response
 from penstock.gateway.base.chat_objects import UsageBody
 from penstock.gateway.base.request_bodies import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE, invalid, unsupported

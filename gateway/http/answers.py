@@ -26,7 +26,7 @@ from penstock.gateway.apis.endpoints import (
     renderer_for,
 )
 from penstock.gateway.base.chat_objects import error_body, stopping, unconfirmed
-from penstock.gateway.base.metrics import ModelMetrics, account
+from penstock.gateway.base.gateway_metrics import ModelMetrics, account
 from penstock.gateway.base.request_bodies import MESSAGE
 from penstock.gateway.http.asgi import (
     REQUEST_ID,

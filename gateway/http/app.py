@@ -35,7 +35,7 @@ from penstock.gateway.apis.chat.tokenization import detokenize, tokenize
 from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH
 from penstock.gateway.apis.images import IMAGE_PATHS
 from penstock.gateway.apis.messages.objects import message_error, messages_status
-from penstock.gateway.apis.messages.prepare import count_message
+from penstock.gateway.apis.messages.prepare_message import count_message
 from penstock.gateway.base.chat_objects import CancelResponse, error_body, stopping
 from penstock.gateway.base.request_bodies import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
 from penstock.gateway.http import request_list

@@ -8,7 +8,7 @@ from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.chat.prompt_batch import BatchRenderer, merge_answers, split_prompts
 from penstock.gateway.apis.endpoints import Aggregator, aggregator_for, encode_answer
 from penstock.gateway.base.event_stream import COMMENT, error_event
-from penstock.gateway.base.metrics import account
+from penstock.gateway.base.gateway_metrics import account
 from penstock.gateway.base.request_bodies import unsupported
 from penstock.gateway.http.answers import DISCONNECTED, HEAD_S, JSON, SSE_HEADERS, IdleTimer, StreamClock, id_headers
 from penstock.gateway.http.asgi import ClientIds, Scope, Send

@@ -20,7 +20,7 @@ import msgspec
 from blake3 import blake3
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.base.metrics import GatewayMetrics
+from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.media.contents import EMBEDDING, check_image, embedding_tokens
 from penstock.gateway.media.sources import (
     InlineSource,

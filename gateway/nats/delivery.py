@@ -21,7 +21,7 @@ import msgspec
 from nats.errors import Error as NatsError
 
 from penstock.gateway.apis.endpoints import aggregator_for, encode_answer
-from penstock.gateway.base.metrics import account
+from penstock.gateway.base.gateway_metrics import account
 from penstock.gateway.nats.messages import DeliveredMessage, StreamMessages, failure
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.lookup import has_output, is_whole

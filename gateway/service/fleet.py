@@ -24,7 +24,7 @@ from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.authentication import ANYONE, Caller
 from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH
 from penstock.gateway.apis.images import IMAGE_PATHS
-from penstock.gateway.base.metrics import GatewayMetrics
+from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.base.request_bodies import BOM, PrepareContext, decode_body, model_missing, model_not_found
 from penstock.gateway.service.model_store import ModelStore, Source
 from penstock.gateway.service.text_model import TextModel

@@ -27,11 +27,11 @@ from penstock.gateway.apis.chat.prepare_chat import (
 from penstock.gateway.apis.embeddings import MAX_VALUES, prepare_embedding
 from penstock.gateway.apis.endpoints import check_options
 from penstock.gateway.apis.images import IMAGE_PATHS, prepare_images
-from penstock.gateway.apis.messages import prepare as anthropic_chat
-from penstock.gateway.apis.messages.prepare import prepare_message
+from penstock.gateway.apis.messages import prepare_message as anthropic_chat
+from penstock.gateway.apis.messages.prepare_message import prepare_message
 from penstock.gateway.apis.responses import chat
 from penstock.gateway.apis.responses.bodies import parse_compaction, parse_response
-from penstock.gateway.apis.responses.prepare import count_prompt_of, encode_kept, prepare_response, with_body
+from penstock.gateway.apis.responses.prepare_response import count_prompt_of, encode_kept, prepare_response, with_body
 from penstock.gateway.apis.responses.record import encode_stored
 from penstock.gateway.base.request_bodies import CHAT, COMPACTION, MESSAGE, RESPONSE, PrepareContext, invalid, rename
 from penstock.gateway.media.loader import MediaLoader

@@ -26,7 +26,7 @@ from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.images import IMAGE_PATHS
 from penstock.gateway.apis.responses.objects import InputTokens
 from penstock.gateway.base.chat_objects import stopping
-from penstock.gateway.base.metrics import GatewayMetrics
+from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.base.request_bodies import BOM, PrepareContext
 from penstock.gateway.media.loader import MediaLoader
 from penstock.gateway.request_log.completion import Completion

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import structlog
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.base.metrics import ModelMetrics
+from penstock.gateway.base.gateway_metrics import ModelMetrics
 from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.gateway.service.model_store import Loaded, ModelStore, Source
 from penstock.infra.model.modeldir import ModelDir

@@ -15,7 +15,7 @@ import yaml
 from penstock.cli.terminal import reason
 from penstock.configs.flags import Parser
 from penstock.deploy.values import Thresholds
-from penstock.gateway.base.metrics import TTFT_BUCKETS
+from penstock.gateway.base.gateway_metrics import TTFT_BUCKETS
 from penstock.launch.state import DeploymentState, read_state
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from penstock.configs.settings import Common, GatewaySettings, RouterSettings, WorkerSettings
-from penstock.gateway.base.metrics import TTFT_BUCKETS
+from penstock.gateway.base.gateway_metrics import TTFT_BUCKETS
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 from penstock.schemas.subjects import Namespace
 

@@ -34,7 +34,7 @@ from penstock.router.placement.routing import ALONE, ModelPart, RoutingContext, 
 from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.holders import TargetId, as_dict
 from penstock.router.state.load_tracker import MODELS_CACHED, LoadTracker
-from penstock.router.state.metrics import Metrics
+from penstock.router.state.router_metrics import Metrics
 from penstock.router.state.target_loads import ENCODE
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import DecisionInputs, Link, Stage

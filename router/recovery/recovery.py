@@ -21,7 +21,7 @@ from penstock.router.placement.pending import PendingRequest
 from penstock.router.recovery.terminal_events import InterruptedAttempt, TerminalPublisher
 from penstock.router.state.attempts import ActiveRequest
 from penstock.router.state.cluster_state import ClusterState
-from penstock.router.state.metrics import Metrics
+from penstock.router.state.router_metrics import Metrics
 from penstock.schemas import jobs, requests, tokens, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.streams import CLOCK_SKEW_NS

@@ -14,7 +14,7 @@ from penstock.infra.bus.puller import ACK
 from penstock.router.ownership.intake import BackgroundTasks
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.state.cluster_state import ClusterState
-from penstock.router.state.metrics import Metrics
+from penstock.router.state.router_metrics import Metrics
 from penstock.schemas import done, summary, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import GenerateRequest

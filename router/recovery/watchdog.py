@@ -24,7 +24,7 @@ from penstock.router.state.attempts import ActiveRequest
 from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.holders import TargetId
 from penstock.router.state.load_tracker import LoadTracker
-from penstock.router.state.metrics import Metrics
+from penstock.router.state.router_metrics import Metrics
 from penstock.router.state.target_loads import Task
 from penstock.schemas import fleet
 from penstock.schemas.fleet import WorkerState

@@ -32,7 +32,7 @@ from penstock.router.ownership.intake import BackgroundTasks
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.recovery.terminal_events import TerminalPublisher
 from penstock.router.state.cluster_state import ClusterState
-from penstock.router.state.metrics import Metrics
+from penstock.router.state.router_metrics import Metrics
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import headers_of
 from penstock.schemas.streams import ROUTER_ACK_WAIT_S

@@ -38,7 +38,7 @@ from penstock.router.service.deletion import Deletion
 from penstock.router.service.maintenance import Maintenance
 from penstock.router.state.cluster_state import ClusterListener, ClusterState
 from penstock.router.state.holders import keys_view
-from penstock.router.state.metrics import Metrics
+from penstock.router.state.router_metrics import Metrics
 from penstock.router.state.target_loads import ENCODE
 from penstock.schemas import contents, jobs, requests, wire
 from penstock.schemas.block_hashes import keys_text

@@ -9,10 +9,10 @@ from typing import Any
 from penstock.gateway.apis.chat.prepare_chat import PendingMediaRequest, prepare_chat, prepare_completion
 from penstock.gateway.apis.chat.tokenization import detokenize, tokenize
 from penstock.gateway.apis.embeddings import prepare_embedding
-from penstock.gateway.apis.messages.prepare import count_message, prepare_message
+from penstock.gateway.apis.messages.prepare_message import count_message, prepare_message
 from penstock.gateway.apis.responses.bodies import parse_compaction, parse_response
 from penstock.gateway.apis.responses.chat import encode_summary
-from penstock.gateway.apis.responses.prepare import count_prompt_of, encode_kept, prepare_response
+from penstock.gateway.apis.responses.prepare_response import count_prompt_of, encode_kept, prepare_response
 from penstock.gateway.apis.responses.record import encode_stored, input_items, read_stored
 from penstock.infra.constraints import constraints
 from penstock.schemas.errors import Code, ServingError

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from prometheus_client.registry import Collector
 
-import penstock.gateway.base.metrics
-import penstock.router.state.metrics
-import penstock.workers.metrics.worker
+import penstock.gateway.base.gateway_metrics
+import penstock.router.state.router_metrics
+import penstock.workers.metrics.worker_metrics
 from penstock.infra.bus import loop_lag
 from penstock.infra.metrics.scope import MetricScope
 
@@ -47,9 +47,9 @@ def scopes() -> dict[str, MetricScope]:
     """The metrics of each role, as its processes make them."""
     by_role = {role: MetricScope() for role in ("gateway", "router", "worker")}
     gateway_scope, router_scope = by_role["gateway"].child("gateway"), by_role["router"].child("router")
-    penstock.gateway.base.metrics.GatewayMetrics(gateway_scope).of("model")
-    penstock.router.state.metrics.Metrics(router_scope)
-    worker_scope = penstock.workers.metrics.worker.WorkerMetrics(by_role["worker"]).scope
+    penstock.gateway.base.gateway_metrics.GatewayMetrics(gateway_scope).of("model")
+    penstock.router.state.router_metrics.Metrics(router_scope)
+    worker_scope = penstock.workers.metrics.worker_metrics.WorkerMetrics(by_role["worker"]).scope
     for scope in (gateway_scope, router_scope, worker_scope):
         loop_lag.gauge(scope)
     return by_role

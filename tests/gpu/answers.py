@@ -8,8 +8,8 @@ from random import Random
 
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines.base import MediaSpan, SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import MediaSpan, SequenceRequest
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.demo_model import vision

@@ -18,8 +18,8 @@ import torch
 
 from penstock.configs.settings import WorkerSettings
 from penstock.schemas.requests import Diffusion
-from penstock.workers.engines.base import RequestError
 from penstock.workers.engines.diffusion.diffusers_engine import DiffusersEngine, from_settings
+from penstock.workers.engines.engine_protocol import RequestError
 from tests.workers.engines.diffusion import pipelines
 
 SMALL = Diffusion("image", "a red cube on the sea", 32, 32, steps=4, format="png", seed=5)

@@ -16,9 +16,9 @@ import jsonschema
 
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import Constraint, Sampling, Stop
-from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import SequenceRequest
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions
 

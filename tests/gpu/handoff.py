@@ -26,8 +26,8 @@ import torch
 
 from penstock.measure.bench.handoff import Bare, compare, orders, report
 from penstock.schemas.transfer import Endpoint, Memory
-from penstock.workers.kv_transfer.base import TransferError, Transport
 from penstock.workers.kv_transfer.nixl import load
+from penstock.workers.kv_transfer.transport_protocol import TransferError, Transport
 from penstock.workers.kv_transfer.transport_thread import open_transport
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import SequenceRequest
 from penstock.workers.engines.native.build import assemble
 from penstock.workers.engines.native.cuda import rows as products
 from penstock.workers.engines.native.model.loading import describe

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from penstock.infra.model import modeldir
 from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import SequenceRequest
 from penstock.workers.engines.native import build as engine_build
 from penstock.workers.engines.native import executors
 from penstock.workers.engines.native.build import assemble, build

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.engine_protocol import SequenceRequest
 from penstock.workers.engines.native.build import assemble, build
 from penstock.workers.engines.native.model.loading import describe
 from penstock.workers.engines.native.model.options import NativeOptions

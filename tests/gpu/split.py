@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from penstock.schemas.block_hashes import chain, root, split
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.base import SequenceRequest, StepResult
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import SequenceRequest, StepResult
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model import attention
 from penstock.workers.engines.native.model.options import NativeOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.engines.base import Output, StepResult
+from penstock.workers.engines.engine_protocol import Output, StepResult
 from tests.gpu.split import first_result
 
 TESTS = Path(__file__).parents[1]

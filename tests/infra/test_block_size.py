@@ -5,8 +5,8 @@ from array import array
 
 import pytest
 
-from penstock.infra.engine_args.rules.base import Context
 from penstock.infra.engine_args.rules.check import check
+from penstock.infra.engine_args.rules.rule import Context
 from penstock.infra.engine_args.tree import decode
 from penstock.schemas.block_hashes import chain
 from penstock.workers.engines.core.blocks import BlockManager

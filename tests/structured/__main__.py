@@ -26,8 +26,8 @@ import jsonschema
 
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import Constraint, Sampling, Stop
-from penstock.workers.engines.base import RequestError, SequenceRequest
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
+from penstock.workers.engines.engine_protocol import RequestError, SequenceRequest
 
 GROUPS = {
     "object": ("properties", "additionalProperties", "patternProperties", "required", "minProperties", "maxProperties",

@@ -32,10 +32,10 @@ from penstock.schemas.transfer import Handoff
 from penstock.workers.engine_loop.engine_thread import EngineThread
 from penstock.workers.engine_loop.loop import EngineLoop
 from penstock.workers.engines import mock
-from penstock.workers.engines.base import Engine, StepResult
+from penstock.workers.engines.engine_protocol import Engine, StepResult
 from penstock.workers.engines.mock.executor import GREEDY, MockVocabulary, expected_tokens
-from penstock.workers.kv_transfer.base import Transport
-from penstock.workers.metrics.worker import WorkerMetrics
+from penstock.workers.kv_transfer.transport_protocol import Transport
+from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.runners.token_runner import TokenRunner
 from penstock.workers.session.request_runner import ServedModel
 from penstock.workers.session.session import WorkerSession

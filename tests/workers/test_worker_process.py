@@ -13,7 +13,7 @@ from penstock.infra.model.modeldir import TINY, ModelError
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import control, fleet, wire
 from penstock.schemas.subjects import Subjects
-from penstock.workers.engines.base import Engine, NodeLost
+from penstock.workers.engines.engine_protocol import Engine, NodeLost
 from penstock.workers.run_worker import check_nodes, check_settings
 from penstock.workers.runners import token_backend as module
 from penstock.workers.runners.token_backend import build_engine, model_path

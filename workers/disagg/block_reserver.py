@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from penstock.workers.engine_loop.loop import EngineLoop
-from penstock.workers.engines.base import Engine
+from penstock.workers.engines.engine_protocol import Engine
 from penstock.workers.session.requests import RequestTable, RunningRequest
 
 T = TypeVar("T")

@@ -26,8 +26,8 @@ from penstock.workers.disagg.ledger import TransferLedger
 from penstock.workers.disagg.owner import Owner
 from penstock.workers.disagg.reader import BlockReader, PeerWatcher
 from penstock.workers.engine_loop.loop import EngineLoop
-from penstock.workers.engines.base import BlockReservation, Engine, EngineInfo, VisionEngine, kv_transfer_of
-from penstock.workers.kv_transfer.base import TransferError, Transport
+from penstock.workers.engines.engine_protocol import BlockReservation, Engine, EngineInfo, VisionEngine, kv_transfer_of
+from penstock.workers.kv_transfer.transport_protocol import TransferError, Transport
 from penstock.workers.session.request_runner import SessionContext, StageInput
 from penstock.workers.session.requests import RunningRequest, next_job, prompt_digests, stamps, ticket_id
 

@@ -24,8 +24,8 @@ from penstock.workers.disagg.block_reserver import BlockReserver
 from penstock.workers.disagg.owner import Owner
 from penstock.workers.disagg.reader import BlockReader
 from penstock.workers.engine_loop.loop import EngineLoop
-from penstock.workers.engines.base import Engine, MediaReservation, RequestError, VisionEngine, vision_of
-from penstock.workers.kv_transfer.base import TransferError
+from penstock.workers.engines.engine_protocol import Engine, MediaReservation, RequestError, VisionEngine, vision_of
+from penstock.workers.kv_transfer.transport_protocol import TransferError
 from penstock.workers.session.request_runner import SessionContext
 from penstock.workers.session.requests import RunningRequest, next_job, stamps, ticket_id
 

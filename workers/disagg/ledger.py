@@ -11,7 +11,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.schemas import wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.transfer import Handoff, Handoffs, Ticket
-from penstock.workers.metrics.worker import WorkerMetrics
+from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.session.lease import Outbox
 
 log = structlog.get_logger("handoff")

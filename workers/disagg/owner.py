@@ -17,9 +17,9 @@ from penstock.schemas.control import Ok, Push, Pushed, Release
 from penstock.schemas.transfer import Endpoint, Ticket
 from penstock.workers.disagg.ledger import TransferLedger
 from penstock.workers.engine_loop.loop import EngineLoop
-from penstock.workers.engines.base import Engine
-from penstock.workers.kv_transfer.base import TransferError, Transport
-from penstock.workers.metrics.worker import WorkerMetrics
+from penstock.workers.engines.engine_protocol import Engine
+from penstock.workers.kv_transfer.transport_protocol import TransferError, Transport
+from penstock.workers.metrics.worker_metrics import WorkerMetrics
 
 
 class Pin(msgspec.Struct, eq=False):

@@ -23,7 +23,7 @@ from penstock.schemas import control, wire
 from penstock.schemas.control import Push, Pushed, Release
 from penstock.schemas.transfer import Endpoint, Handoff, Ticket
 from penstock.workers.disagg.ledger import TransferLedger
-from penstock.workers.kv_transfer.base import TransferError, Transport, path_between
+from penstock.workers.kv_transfer.transport_protocol import TransferError, Transport, path_between
 
 log = structlog.get_logger("handoff")
 

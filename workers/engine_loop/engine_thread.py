@@ -12,7 +12,7 @@ from collections.abc import Callable
 import structlog
 
 from penstock.workers.engine_loop.loop import EngineLoop
-from penstock.workers.engines.base import Engine
+from penstock.workers.engines.engine_protocol import Engine
 
 log = structlog.get_logger("engine")
 

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from penstock.workers.engine_loop.step_output import CacheSnapshot, Flush, SequenceState, StepOutput
-from penstock.workers.engines.base import Engine, EngineError, RequestError, SequenceRequest
+from penstock.workers.engines.engine_protocol import Engine, EngineError, RequestError, SequenceRequest
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from penstock.infra.text.detokenizer import StopSearch
 from penstock.schemas import kv, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import PROMPT, Finish, Logprob, TokenItem
-from penstock.workers.engines.base import Engine, HeldPrompt, Scored, SequenceMeasurements, StepResult
+from penstock.workers.engines.engine_protocol import Engine, HeldPrompt, Scored, SequenceMeasurements, StepResult
 
 PROMPT_ITEM_BYTES = 32_768  # of one item with prompt logprobs; below any broker's message limit
 

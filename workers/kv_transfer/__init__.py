@@ -1,1 +1,4 @@
-"""Moves blocks of KV cache or embeddings between the memory pools of two workers. See ``base`` for the interface."""
+"""Moves blocks of KV cache or embeddings between the memory pools of two workers. See ``transport_protocol``.
+
+Which request hands which blocks to whom is decided in ``penstock.workers.disagg``.
+"""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.schemas.transfer import Endpoint, Memory
-from penstock.workers.kv_transfer.base import TransferError
+from penstock.workers.kv_transfer.transport_protocol import TransferError
 
 PIECE_BYTES = 64 << 20  # a direct copy blocks the agent's thread: about 10 ms each
 WORD_BYTES = 4  # of a generation

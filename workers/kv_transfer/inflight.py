@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from penstock.schemas.transfer import Endpoint
 from penstock.workers.kv_transfer import agent as blocks
 from penstock.workers.kv_transfer.agent import Agent, CopyOp, PeerLost, TransferRejected
-from penstock.workers.kv_transfer.base import (
+from penstock.workers.kv_transfer.transport_protocol import (
     CAUSES,
     Cause,
     TransferError,

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.workers.kv_transfer.agent import WORD_BYTES, CopyOp, MemoryRanges, PeerLost, TransferRejected
-from penstock.workers.kv_transfer.base import TransportUnavailable, has_rdma, host_identity
 from penstock.workers.kv_transfer.inflight import digest
+from penstock.workers.kv_transfer.transport_protocol import TransportUnavailable, has_rdma, host_identity
 
 MODULES = ("nixl_cu12", "nixl_cu13")  # never both in one process: the second import fails
 INSTALL = "install NIXL: pip install nixl-cu12==1.5.1 (CUDA 12, or no GPU) or nixl-cu13==1.5.1 (CUDA 13)"

@@ -23,7 +23,8 @@ import structlog
 
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.workers.kv_transfer.agent import Agent
-from penstock.workers.kv_transfer.base import (
+from penstock.workers.kv_transfer.inflight import InflightTransfers, TransferRequest
+from penstock.workers.kv_transfer.transport_protocol import (
     QUARANTINE_S,
     TIMEOUT_S,
     TransferError,
@@ -31,7 +32,6 @@ from penstock.workers.kv_transfer.base import (
     Transport,
     TransportStats,
 )
-from penstock.workers.kv_transfer.inflight import InflightTransfers, TransferRequest
 
 POLL_FLOOR_S = 0.001  # poll() counts in milliseconds
 

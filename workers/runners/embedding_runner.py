@@ -34,9 +34,9 @@ from penstock.schemas.kv import KvDump
 from penstock.schemas.requests import Embedding
 from penstock.schemas.tokens import Finish, TokenItem
 from penstock.schemas.wire import pack_tokens, unpack_tokens
-from penstock.workers.engines.base import RequestError
-from penstock.workers.engines.embed.base import EmbeddingEngine, finite, shortened, window
-from penstock.workers.metrics.worker import WorkerMetrics
+from penstock.workers.engines.embed.embedding_protocol import EmbeddingEngine, finite, shortened, window
+from penstock.workers.engines.engine_protocol import RequestError
+from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.runners.pipeline_thread import PipelineThread
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import ServedModel, SessionContext, StageInput

@@ -30,10 +30,10 @@ from penstock.schemas.kv import KvDump
 from penstock.schemas.requests import Diffusion
 from penstock.schemas.tokens import File, Finish, TokenItem
 from penstock.workers.engine_loop.step_output import SequenceState
-from penstock.workers.engines.base import RequestError
-from penstock.workers.engines.diffusion.base import DiffusionEngine, Interrupted
+from penstock.workers.engines.diffusion.diffusion_protocol import DiffusionEngine, Interrupted
 from penstock.workers.engines.diffusion.encode import encode, media_type
-from penstock.workers.metrics.worker import WorkerMetrics
+from penstock.workers.engines.engine_protocol import RequestError
+from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.runners.pipeline_thread import PipelineThread
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import ServedModel, SessionContext, StageInput

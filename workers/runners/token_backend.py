@@ -19,9 +19,9 @@ from penstock.schemas import block_hashes
 from penstock.schemas.transfer import Endpoint
 from penstock.workers.engine_loop.engine_thread import EngineThread
 from penstock.workers.engine_loop.loop import EngineLoop
-from penstock.workers.engines.base import Engine, EngineError, EngineInfo, Grammars, VisionEngine
-from penstock.workers.kv_transfer.base import Transport, TransportUnavailable
-from penstock.workers.metrics.worker import WorkerMetrics
+from penstock.workers.engines.engine_protocol import Engine, EngineError, EngineInfo, Grammars, VisionEngine
+from penstock.workers.kv_transfer.transport_protocol import Transport, TransportUnavailable
+from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.runners.token_runner import TokenPace, TokenRunner
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import ServedModel, SessionContext

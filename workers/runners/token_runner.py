@@ -31,7 +31,7 @@ from penstock.schemas.transfer import Endpoint, Memory, Prefilled
 from penstock.workers.disagg.disaggregation import DisaggCoordinator
 from penstock.workers.engine_loop.loop import EngineLoop, StepPace
 from penstock.workers.engine_loop.step_output import SequenceState
-from penstock.workers.engines.base import (
+from penstock.workers.engines.engine_protocol import (
     BlockReservation,
     Engine,
     EngineError,
@@ -44,7 +44,7 @@ from penstock.workers.engines.base import (
     kv_transfer_of,
     vision_of,
 )
-from penstock.workers.kv_transfer.base import Transport
+from penstock.workers.kv_transfer.transport_protocol import Transport
 from penstock.workers.runners.flush_publisher import Dumper, FlushPublisher
 from penstock.workers.session.request_runner import SessionContext, StageInput
 from penstock.workers.session.requests import RunningRequest, admit, already_over, sequence_requests

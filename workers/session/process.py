@@ -35,11 +35,11 @@ from penstock.schemas import control, wire
 from penstock.schemas.control import HURRY
 from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects
-from penstock.workers.engines.base import NodeLost
-from penstock.workers.engines.external.metrics import NativeSeries
+from penstock.workers.engines.engine_protocol import NodeLost
+from penstock.workers.engines.external.engine_metrics import NativeSeries
 from penstock.workers.metrics import user
 from penstock.workers.metrics.multiprocess import VARIABLE, Merged
-from penstock.workers.metrics.worker import WorkerMetrics
+from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.session.crash_journal import CrashJournal, End, returns, state_folder
 from penstock.workers.session.request_runner import RequestRunner, ServedModel, SessionContext
 from penstock.workers.session.session import WorkerSession

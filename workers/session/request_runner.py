@@ -18,7 +18,7 @@ from penstock.schemas import fleet, jobs, requests
 from penstock.schemas.control import Ok, Push, Pushed, Release
 from penstock.schemas.kv import KvDump
 from penstock.schemas.transfer import Encoded, Prefilled
-from penstock.workers.metrics.worker import WorkerMetrics
+from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.session.lease import Lease, Outbox
 from penstock.workers.session.requests import RequestTable, RunningRequest
 from penstock.workers.session.terminal_events import Reporter, TerminalEvents

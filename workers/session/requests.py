@@ -29,7 +29,13 @@ from penstock.schemas.trace import Stamps, headers, stage_name
 from penstock.schemas.transfer import Ticket
 from penstock.workers.engine_loop.loop import BlockWait
 from penstock.workers.engine_loop.step_output import SequenceState
-from penstock.workers.engines.base import BlockReservation, HeldPrompt, MediaReservation, MediaSpan, SequenceRequest
+from penstock.workers.engines.engine_protocol import (
+    BlockReservation,
+    HeldPrompt,
+    MediaReservation,
+    MediaSpan,
+    SequenceRequest,
+)
 from penstock.workers.session.lease import Outbox
 
 

@@ -29,7 +29,7 @@ from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.kv import KvDump
 from penstock.schemas.subjects import HEADER_PART
 from penstock.schemas.trace import wanted
-from penstock.workers.metrics.worker import WorkerMetrics
+from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.session.crash_journal import CrashJournal
 from penstock.workers.session.lease import Lease, Outbox
 from penstock.workers.session.request_runner import RequestRunner, ServedModel, SessionContext, StageInput

@@ -22,7 +22,7 @@ from penstock.schemas import done, kv, summary, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
-from penstock.workers.metrics.worker import WorkerMetrics
+from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.session.lease import Outbox
 from penstock.workers.session.requests import RequestTable, RunningRequest, terminal
 

@@ -10,7 +10,7 @@ Each module lists its rules by the question that they answer; ``RULES`` here has
 from collections.abc import Iterable
 
 from penstock.infra.engine_args.rules import features, kv_cache, parallelism, steps
-from penstock.infra.engine_args.rules.base import Context, EngineRole, Finding, Level, Rule, up
+from penstock.infra.engine_args.rules.rule import Context, EngineRole, Finding, Level, Rule, up
 from penstock.infra.engine_args.schema import EngineArgs
 
 __all__ = ["RULES", "Context", "EngineRole", "Finding", "Level", "Rule", "check", "up"]

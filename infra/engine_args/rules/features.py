@@ -3,7 +3,7 @@
 Can prefill hand off its KV cache to decode without a deadlock?
 """
 
-from penstock.infra.engine_args.rules.base import Context, Details, longest_prompt, rule, up
+from penstock.infra.engine_args.rules.rule import Context, Details, longest_prompt, rule, up
 from penstock.infra.engine_args.schema import Eagle, EngineArgs, Mtp
 
 # Releases with known bugs: of tensorrt_llm, and of NVIDIA's runtime container.

@@ -4,7 +4,7 @@ Do weights, activations and KV cache fit into the GPU's memory?
 """
 
 from penstock.infra.engine_args.memory_estimate import GIB, estimate
-from penstock.infra.engine_args.rules.base import Context, Details, rule
+from penstock.infra.engine_args.rules.rule import Context, Details, rule
 from penstock.infra.engine_args.schema import EngineArgs
 
 SMALL_BLOCK, LARGE_BLOCK = 16, 128

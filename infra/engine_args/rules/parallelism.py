@@ -6,7 +6,7 @@ Does the backend suit the mixture of experts, and are the experts evenly distrib
 import math
 
 from penstock.infra.engine_args.memory_estimate import NVFP4_BITS
-from penstock.infra.engine_args.rules.base import Context, Details, rule, up
+from penstock.infra.engine_args.rules.rule import Context, Details, rule, up
 from penstock.infra.engine_args.schema import AutoDeployArgs, EngineArgs
 
 

@@ -11,7 +11,7 @@ is accepted with probability a, a draft of k tokens yields (1 - a^(k+1)) / (1 - 
 1 + k c, c being the cost of one draft token relative to one step of the target.
 """
 
-from penstock.infra.engine_args.rules.base import Context, Details, Level, longest_prompt, rule, up
+from penstock.infra.engine_args.rules.rule import Context, Details, Level, longest_prompt, rule, up
 from penstock.infra.engine_args.schema import DraftTarget, Eagle, EngineArgs, Lookahead, Medusa, Mtp, NGram, Speculation
 
 

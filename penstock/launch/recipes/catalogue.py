@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.infra.engine_args.memory_estimate import Shape, UnknownShape, shape_of
-from penstock.infra.engine_args.rules.base import Context, EngineRole
+from penstock.infra.engine_args.rules.rule import Context, EngineRole
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.infra.engine_args.tree import BadArguments, Tree, decode, parse_yaml
 

@@ -11,9 +11,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from penstock.infra.engine_args.memory_estimate import GIB, NVFP4_BITS, GpuMemory, Shape, estimate
-from penstock.infra.engine_args.rules.base import Context, EngineRole, up
 from penstock.infra.engine_args.rules.check import check
 from penstock.infra.engine_args.rules.parallelism import moe_backend
+from penstock.infra.engine_args.rules.rule import Context, EngineRole, up
 from penstock.infra.engine_args.rules.steps import DECODE_BATCH, PREFILL_BATCH
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.infra.engine_args.tree import BadArguments, Tree, decode

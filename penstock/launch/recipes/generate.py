@@ -11,7 +11,7 @@ import yaml
 
 from penstock.configs.flags import Parser
 from penstock.infra.engine_args.memory_estimate import GIB, Shape, UnknownShape
-from penstock.infra.engine_args.rules.base import EngineRole
+from penstock.infra.engine_args.rules.rule import EngineRole
 from penstock.infra.engine_args.schema import TransceiverBackend
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.launch.recipes.advice import check_set, failed

@@ -15,7 +15,7 @@ import msgspec
 from penstock.cli.terminal import reason
 from penstock.configs.flags import Parser
 from penstock.infra.engine_args.memory_estimate import GIB, UnknownShape
-from penstock.infra.engine_args.rules.base import Context, EngineRole
+from penstock.infra.engine_args.rules.rule import Context, EngineRole
 from penstock.infra.engine_args.tree import BadArguments, parse_yaml
 from penstock.launch.recipes import other_engines
 from penstock.launch.recipes.advice import advise, check_set, failed, finding_lines, lines

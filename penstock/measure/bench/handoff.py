@@ -24,8 +24,8 @@ from msgspec import Meta, Struct
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.schemas.wire import decoder, encode
 from penstock.workers.kv_transfer.agent import CopyOp, copy_ops
-from penstock.workers.kv_transfer.base import Transport, TransportUnavailable, path_between
 from penstock.workers.kv_transfer.nixl import KINDS, Library, load
+from penstock.workers.kv_transfer.transport_protocol import Transport, TransportUnavailable, path_between
 from penstock.workers.kv_transfer.transport_thread import open_transport
 
 POOL = "kv"

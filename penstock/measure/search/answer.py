@@ -10,7 +10,7 @@ from penstock.configs.up_settings import UpSettings
 from penstock.deploy.kubernetes import KubernetesSpec, helm_commands, to_yaml, values_of
 from penstock.deploy.values import SETTLED, Engine
 from penstock.infra.engine_args.memory_estimate import GIB
-from penstock.infra.engine_args.rules.base import EngineRole
+from penstock.infra.engine_args.rules.rule import EngineRole
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.launch.groups import EXTERNAL
 from penstock.launch.plan import passed

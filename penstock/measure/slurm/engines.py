@@ -9,8 +9,8 @@ import yaml
 from penstock.configs.flags import BadFlags, read
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.memory_estimate import GIB, Shape, UnknownShape
-from penstock.infra.engine_args.rules.base import up
 from penstock.infra.engine_args.rules.check import check
+from penstock.infra.engine_args.rules.rule import up
 from penstock.infra.engine_args.tree import BadArguments, Tree, decode, merge
 from penstock.launch.recipes.catalogue import GPUS
 from penstock.launch.recipes.engine_args import BLOCK, EngineSpec, context_of, generate, sizes

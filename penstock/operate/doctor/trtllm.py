@@ -20,7 +20,8 @@ from penstock.infra.model import modeldir
 from penstock.operate.doctor.finding import CheckResult, ok, problem, skipped, warning
 from penstock.schemas.block_hashes import root
 from penstock.schemas.requests import Constraint, Sampling, Stop
-from penstock.workers.engines.base import (
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
+from penstock.workers.engines.engine_protocol import (
     Engine,
     EngineError,
     Failure,
@@ -29,7 +30,6 @@ from penstock.workers.engines.base import (
     RequestError,
     SequenceRequest,
 )
-from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
 from penstock.workers.engines.support import ServedOptions
 from penstock.workers.engines.trtllm import api as apis
 from penstock.workers.engines.trtllm import encoder_from_settings, from_settings

@@ -7,7 +7,7 @@ import pytest
 from nats.aio.client import Client
 
 from penstock.gateway.admission.storage import LogCapacity
-from penstock.gateway.base.metrics import GatewayMetrics
+from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.infra.bus.connection import Bus
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.nats_server.apply_streams import apply

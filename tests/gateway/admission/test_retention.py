@@ -8,7 +8,7 @@ from nats.aio.client import Client
 from structlog.testing import capture_logs
 
 from penstock.gateway.admission.storage import DAY, Retention, retention_s
-from penstock.gateway.base.metrics import GatewayMetrics
+from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.infra.bus.connection import Bus
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.nats_server.apply_streams import apply

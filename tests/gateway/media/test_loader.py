@@ -14,7 +14,7 @@ from blake3 import blake3
 from PIL import Image, ImageFile
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.base.metrics import GatewayMetrics
+from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.base.request_bodies import CHAT
 from penstock.gateway.media import loader as media_loader
 from penstock.gateway.media.loader import MediaLoader

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from nats.aio.msg import Msg
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.base.metrics import GatewayMetrics
+from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.nats.api import NatsApi
 from penstock.gateway.nats.protocol import key_of
 from penstock.gateway.service.service import Gateway

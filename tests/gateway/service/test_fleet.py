@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.authentication import ANYONE, Caller
-from penstock.gateway.base.metrics import GatewayMetrics
+from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.service.fleet import FleetView
 from penstock.infra.bus.connection import connect
 from penstock.infra.bus.registry import RegisteredWorker

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.gateway.base.metrics import ModelMetrics
+from penstock.gateway.base.gateway_metrics import ModelMetrics
 from penstock.gateway.service.text_model import Roster
 from penstock.infra.metrics.scope import MetricScope
 from penstock.schemas.fleet import Registration, WorkerState

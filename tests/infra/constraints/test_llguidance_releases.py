@@ -11,9 +11,9 @@ from penstock.gateway.grammars.writer import GrammarWriter
 from penstock.infra.constraints import constraints, llguidance_releases
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import Constraint, Stop
-from penstock.workers.engines.base import GrammarStats, RequestError
 from penstock.workers.engines.constraints import compiler as compilers
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens, working
+from penstock.workers.engines.engine_protocol import GrammarStats, RequestError
 
 MODEL = modeldir.load(modeldir.DEMO)
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from penstock.deploy.monitoring import ALERTS, LATE, run, targets_of, wrong_url
-from penstock.gateway.base.metrics import GatewayMetrics
+from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.infra.metrics.scope import MetricScope
 from penstock.launch.state import DeploymentState, Running
 from tests.generated import dashboards

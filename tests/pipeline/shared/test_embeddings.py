@@ -18,7 +18,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.log_tools.requests.inspection import inspect
 from penstock.log_tools.timeline.read import read_timeline
 from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_REPLY_TO
-from penstock.workers.engines.embed.base import shortened
+from penstock.workers.engines.embed.embedding_protocol import shortened
 from penstock.workers.engines.embed.mock import mock_vector
 from tests.pipeline.support import MODEL, Deployment, Process, accepted, ending, registrations, until
 

@@ -8,11 +8,11 @@ import httpx
 import nats
 import pytest
 
-from penstock.gateway.base.metrics import GatewayMetrics
+from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.infra.metrics.scope import MetricScope
-from penstock.router.state.metrics import Metrics as RouterMetrics
+from penstock.router.state.router_metrics import Metrics as RouterMetrics
 from penstock.schemas.streams import LONGEST_DEADLINE_S
-from penstock.workers.metrics.worker import WorkerMetrics
+from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from tests.pipeline.support import Deployment, metrics, until, words
 
 GATEWAY = "penstock_gateway_"

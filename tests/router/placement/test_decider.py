@@ -13,7 +13,7 @@ from penstock.router.placement.decider import USES, Decider
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.placement.routing import ModelPart
 from penstock.router.state.load_tracker import LoadTracker
-from penstock.router.state.metrics import Metrics
+from penstock.router.state.router_metrics import Metrics
 from penstock.schemas.fleet import Registration
 from tests.workers.support import MODEL, request
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.base.metrics import GatewayMetrics
+from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.service.service import Gateway
 from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.publisher import Publisher

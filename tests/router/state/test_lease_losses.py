@@ -10,7 +10,7 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.observe import lost_leases
 from penstock.operate.workers import routers
 from penstock.router.state.lost_workers import NAMES, WINDOW_NS, LeaseLosses
-from penstock.router.state.metrics import Metrics
+from penstock.router.state.router_metrics import Metrics
 from penstock.schemas import fleet
 from penstock.schemas.routers import LostLeases, Member
 from penstock.schemas.subjects import Subjects

@@ -15,7 +15,7 @@ from penstock.schemas import block_hashes, kv
 from penstock.schemas.fleet import Registration
 from penstock.schemas.requests import Stop
 from penstock.workers.engines import mock
-from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.engine_protocol import SequenceRequest
 from penstock.workers.engines.mock.executor import GREEDY
 from penstock.workers.runners.flush_publisher import in_pages
 from tests.properties import examples

@@ -30,7 +30,7 @@ from penstock.schemas.transfer import Prefilled
 from penstock.workers.disagg import disaggregation
 from penstock.workers.engine_loop.step_output import SequenceState
 from penstock.workers.engines import mock
-from penstock.workers.engines.base import BlockReservation
+from penstock.workers.engines.engine_protocol import BlockReservation
 from penstock.workers.engines.mock.executor import expected_tokens
 from penstock.workers.engines.mock.memory import embedding
 from penstock.workers.session.process import GRACE_S

@@ -11,7 +11,7 @@ from penstock.workers.engine_loop import engine_thread
 from penstock.workers.engine_loop.engine_thread import EngineThread
 from penstock.workers.engine_loop.loop import MAX_AHEAD, EngineLoop
 from penstock.workers.engine_loop.step_output import Flush
-from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.engine_protocol import EngineError
 from tests.infra.bus.support import eventually
 from tests.workers.engine_loop.test_loop import new_choice, refuse, sequence
 from tests.workers.support import ControlledEngine, engine

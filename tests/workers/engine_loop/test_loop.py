@@ -22,7 +22,15 @@ from penstock.workers.engine_loop.engine_thread import EngineThread
 from penstock.workers.engine_loop.loop import FAST_STEP_S, MAX_AHEAD, EngineLoop, StepPace
 from penstock.workers.engine_loop.step_output import PROMPT_ITEM_BYTES, CacheSnapshot, Flush, SequenceState, StepOutput
 from penstock.workers.engines import mock
-from penstock.workers.engines.base import Engine, EngineError, EngineStats, Failure, Output, SequenceRequest, StepResult
+from penstock.workers.engines.engine_protocol import (
+    Engine,
+    EngineError,
+    EngineStats,
+    Failure,
+    Output,
+    SequenceRequest,
+    StepResult,
+)
 from penstock.workers.engines.mock.executor import GREEDY, MockVocabulary, expected_tokens
 
 VOCABULARY = MockVocabulary(1000)

@@ -1,4 +1,4 @@
-"""What every engine owes its worker, asked through the protocol of ``penstock.workers.engines.base`` alone.
+"""What every engine owes its worker, asked through the protocol of ``penstock.workers.engines.engine_protocol`` alone.
 
 ``SUBJECTS`` are the engines, each made from a worker's settings as ``penstock.workers.run_worker`` makes it;
 ``test_contract.py`` is the suite. Where an engine cannot keep a clause, ``lacks`` says why, and its test is skipped
@@ -31,7 +31,7 @@ from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import Logprob
 from penstock.schemas.transfer import Memory
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.base import (
+from penstock.workers.engines.engine_protocol import (
     Engine,
     Failure,
     HeldPrompt,

@@ -18,7 +18,7 @@ from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, Sampling
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.engine_protocol import RequestError
 from tests import standins
 from tests.workers.engines.contract import (
     ALTERNATIVES,

@@ -15,7 +15,7 @@ from penstock.schemas import block_hashes, kv
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import Subjects
 from penstock.workers.engines import mock
-from penstock.workers.engines.base import StepResult
+from penstock.workers.engines.engine_protocol import StepResult
 from penstock.workers.engines.events.relay import EventPublisher, start_relay
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing

@@ -12,8 +12,8 @@ from functools import partial
 
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.workers.kv_transfer.agent import WORD_BYTES, CopyOp, MemoryRanges, PeerLost, TransferRejected
-from penstock.workers.kv_transfer.base import QUARANTINE_S, Transport
 from penstock.workers.kv_transfer.inflight import digest
+from penstock.workers.kv_transfer.transport_protocol import QUARANTINE_S, Transport
 from penstock.workers.kv_transfer.transport_thread import TransportThread
 
 VERSION = "1.0"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from penstock.schemas.transfer import Endpoint, Memory
-from penstock.workers.kv_transfer.base import TransferError, Transport, TransportStats
+from penstock.workers.kv_transfer.transport_protocol import TransferError, Transport, TransportStats
 from penstock.workers.kv_transfer.transport_thread import open_transport
 
 BLOCK_BYTES = 4096

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.workers.kv_transfer import agent
-from penstock.workers.kv_transfer.base import TransferError
+from penstock.workers.kv_transfer.transport_protocol import TransferError
 
 HERE = Memory(base=1 << 40, block_bytes=4096, blocks=64, kind="cpu", layout="x")
 THERE = Memory(base=1 << 41, block_bytes=4096, blocks=64, kind="cuda", device=3, layout="x", generations=1 << 20)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.schemas.transfer import Endpoint
-from penstock.workers.kv_transfer.base import TransferError, Transport
+from penstock.workers.kv_transfer.transport_protocol import TransferError, Transport
 from penstock.workers.kv_transfer.transport_thread import TransportThread, open_transport
 from tests.properties import examples
 from tests.workers.kv_transfer.loopback import LoopbackNetwork, open_loopback

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from penstock.schemas.transfer import Endpoint
-from penstock.workers.kv_transfer.base import TransferError, Transport, host_identity, path_between
 from penstock.workers.kv_transfer.inflight import digest
+from penstock.workers.kv_transfer.transport_protocol import TransferError, Transport, host_identity, path_between
 from penstock.workers.kv_transfer.transport_thread import open_transport
 from tests.workers.kv_transfer.support import WAIT_S, Pool, Start, Worker, needs_nixl, until, workers
 

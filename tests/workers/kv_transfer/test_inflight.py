@@ -9,8 +9,8 @@ import pytest
 from penstock.schemas.transfer import Endpoint
 from penstock.workers.kv_transfer import agent as blocks
 from penstock.workers.kv_transfer.agent import PeerLost
-from penstock.workers.kv_transfer.base import TransferError
 from penstock.workers.kv_transfer.inflight import DRAIN_S, TICK_S, InflightTransfers, Op, TransferRequest
+from penstock.workers.kv_transfer.transport_protocol import TransferError
 from tests.workers.kv_transfer.loopback import LoopbackAgent, LoopbackNetwork
 from tests.workers.kv_transfer.support import BLOCK_BYTES, BLOCKS, Pool
 

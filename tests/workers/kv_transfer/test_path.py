@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.schemas.transfer import Endpoint
-from penstock.workers.kv_transfer.base import RDMA, SHARED, allowed, has_rdma, host_identity, path_between
+from penstock.workers.kv_transfer.transport_protocol import RDMA, SHARED, allowed, has_rdma, host_identity, path_between
 
 HOSTS = ("", "a", "b")
 ENDPOINTS = [Endpoint(f"{host}{rdma}", "nixl", host=host, rdma=rdma) for host in HOSTS for rdma in (False, True)]
@@ -44,7 +44,7 @@ def test_the_same_place_has_the_same_identity_and_no_way_to_copy_has_none() -> N
 
 def test_another_pid_namespace_is_another_place() -> None:
     """Containers on one host cannot copy from each other: reads would silently go over TCP."""
-    code = "from penstock.workers.kv_transfer.base import host_identity; print(host_identity({}))"
+    code = "from penstock.workers.kv_transfer.transport_protocol import host_identity; print(host_identity({}))"
     command = ["unshare", "--pid", "--fork", sys.executable, "-c", code]
     if os.geteuid() or not shutil.which("unshare") or not host_identity({}):
         pytest.skip("needs root, `unshare`, and a sandbox that lets processes copy from each other")

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.schemas.transfer import Endpoint
 from penstock.workers.kv_transfer.agent import Agent
-from penstock.workers.kv_transfer.base import TransferError, TransportUnavailable
+from penstock.workers.kv_transfer.transport_protocol import TransferError, TransportUnavailable
 from penstock.workers.kv_transfer.transport_thread import IDLE_S, TransportThread
 from tests.workers.kv_transfer.loopback import LoopbackAgent, LoopbackNetwork, open_loopback
 from tests.workers.kv_transfer.support import WAIT_S, Pool, until

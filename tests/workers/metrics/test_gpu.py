@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock.workers.metrics.worker import VISIBLE, GpuMetrics
+from penstock.workers.metrics.worker_metrics import VISIBLE, GpuMetrics
 
 GIB = 1 << 30
 

@@ -3,8 +3,8 @@
 from prometheus_client import Counter, Gauge
 
 from penstock.infra.metrics.scope import process_scope
-from penstock.workers.engines.base import EngineInfo, EngineStats, GrammarStats
-from penstock.workers.metrics.worker import LABELS, WorkerMetrics
+from penstock.workers.engines.engine_protocol import EngineInfo, EngineStats, GrammarStats
+from penstock.workers.metrics.worker_metrics import LABELS, WorkerMetrics
 
 
 def metrics() -> WorkerMetrics:

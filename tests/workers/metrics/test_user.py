@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from penstock.infra.metrics.scope import MetricConflict, process_scope
-from penstock.workers.engines.external.metrics import NativeSeries
+from penstock.workers.engines.external.engine_metrics import NativeSeries
 from penstock.workers.metrics import user
 
 

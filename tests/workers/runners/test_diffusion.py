@@ -25,9 +25,9 @@ from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Diffuser
 from penstock.schemas.requests import Diffusion, GenerateRequest
 from penstock.schemas.subjects import Subjects
-from penstock.workers.engines.base import EngineError, RequestError
-from penstock.workers.engines.diffusion.base import GeneratedMedia, Progress
-from penstock.workers.metrics.worker import WorkerMetrics
+from penstock.workers.engines.diffusion.diffusion_protocol import GeneratedMedia, Progress
+from penstock.workers.engines.engine_protocol import EngineError, RequestError
+from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.runners import pipeline_runner as module
 from penstock.workers.runners.pipeline_runner import PipelineRunner
 from penstock.workers.runners.pipeline_thread import PipelineThread

@@ -18,8 +18,8 @@ from penstock.infra.constraints.llguidance_releases import LibraryError, vocabul
 from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED, Constraint, Stop
-from penstock.workers.engines.base import GrammarStats, RequestError
 from penstock.workers.engines.constraints.matcher import Matcher
+from penstock.workers.engines.engine_protocol import GrammarStats, RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

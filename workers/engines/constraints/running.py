@@ -1,9 +1,9 @@
 """The constraints of an engine's open sequences, and the sequences that cannot match theirs. Pure."""
 
 from penstock.schemas.errors import Code
-from penstock.workers.engines.base import Failure, RequestError, SequenceRequest, StepResult
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler
 from penstock.workers.engines.constraints.matcher import Matcher
+from penstock.workers.engines.engine_protocol import Failure, RequestError, SequenceRequest, StepResult
 
 NO_CONSTRAINTS = "this worker's engine applies no constraints (structured output)"
 

@@ -8,7 +8,8 @@ import msgspec
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.base import (
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import (
     EngineStats,
     Failure,
     Grammars,
@@ -22,11 +23,10 @@ from penstock.workers.engines.base import (
     StepResult,
     VisionEngine,
 )
-from penstock.workers.engines.core.engine import ScheduledEngine
 
 
 class DataParallelEngine:
-    """Implements ``penstock.workers.engines.base.Engine`` for text, without KV transfer; owns ``engines``, configured
+    """Implements ``engine_protocol.Engine`` for text, without KV transfer; owns ``engines``, configured
     alike.
 
     Args:

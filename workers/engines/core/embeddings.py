@@ -20,7 +20,7 @@ import msgspec
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.base import (
+from penstock.workers.engines.engine_protocol import (
     EngineInfo,
     EngineStats,
     Grammars,
@@ -200,7 +200,7 @@ MISSING_EMBEDDINGS = "the embeddings of an image are not on this worker"
 
 
 class EmbeddingPool:
-    """Implements ``penstock.workers.engines.base.VisionEngine``; owns ``encoder`` and closes it.
+    """Implements ``penstock.workers.engines.engine_protocol.VisionEngine``; owns ``encoder`` and closes it.
 
     Args:
         on_transfer: called with the slots that a transfer has filled.
@@ -308,7 +308,7 @@ class EmbeddingPool:
 
 
 class EncodeEngine:
-    """Implements the part of ``penstock.workers.engines.base.Engine`` that every worker needs; all work is in
+    """Implements the part of ``engine_protocol.Engine`` that every worker needs; all work is in
     ``vision``.
 
     Its blocks, in ``info`` and ``stats``, are slots of the embedding pool. Owns ``encoder`` and closes it.

@@ -19,7 +19,13 @@ from msgspec.structs import replace
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.base import (
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler
+from penstock.workers.engines.constraints.running import RunningConstraints, matcher_of
+from penstock.workers.engines.core.blocks import BlockCopier
+from penstock.workers.engines.core.embeddings import MISSING_EMBEDDINGS, TEXT_ONLY, EmbeddingPool, VisionEncoder
+from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.sequence import Executor, OverlapExecutor, PendingStep, Sampled, ScheduledSequence
+from penstock.workers.engines.engine_protocol import (
     EngineInfo,
     EngineStats,
     Failure,
@@ -29,12 +35,6 @@ from penstock.workers.engines.base import (
     StepResult,
     check_vocabulary,
 )
-from penstock.workers.engines.constraints.compiler import ConstraintCompiler
-from penstock.workers.engines.constraints.running import RunningConstraints, matcher_of
-from penstock.workers.engines.core.blocks import BlockCopier
-from penstock.workers.engines.core.embeddings import MISSING_EMBEDDINGS, TEXT_ONLY, EmbeddingPool, VisionEncoder
-from penstock.workers.engines.core.scheduler import Scheduler
-from penstock.workers.engines.core.sequence import Executor, OverlapExecutor, PendingStep, Sampled, ScheduledSequence
 from penstock.workers.engines.logits.registry import Registry
 
 
@@ -111,7 +111,7 @@ class InflightStep(NamedTuple):
 
 
 class ScheduledEngine:
-    """Implements ``penstock.workers.engines.base.Engine``; owns the executor and ``encoder`` and closes them.
+    """Implements ``engine_protocol.Engine``; owns the executor and ``encoder`` and closes them.
 
     Args:
         executor: computes one plan at a time; None if ``ahead`` is given.
@@ -124,7 +124,7 @@ class ScheduledEngine:
         copier: of blocks to and from host memory, if the scheduler's ``blocks.host`` plans copies.
     Attributes:
         hold: which sequences of a plan are to wait for a later step; None: none. Not with ``ahead``.
-        short_steps: see ``penstock.workers.engines.base.Engine``.
+        short_steps: see ``penstock.workers.engines.engine_protocol.Engine``.
     """
 
     def __init__(

@@ -21,14 +21,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from penstock.workers.engines.base import BlockReservation, HeldPrompt
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.sequence import Sequence
 from penstock.workers.engines.core.windows import WindowRows
+from penstock.workers.engines.engine_protocol import BlockReservation, HeldPrompt
 
 
 class Reservations:
-    """Implements ``penstock.workers.engines.base.KvTransfer``: blocks for prompts whose KV comes from another worker.
+    """Implements ``engine_protocol.KvTransfer``: blocks for prompts whose KV comes from another worker.
 
     Args:
         headroom: blocks that must stay available: one for each running sequence to grow into, and those that the first

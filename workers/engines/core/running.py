@@ -18,7 +18,11 @@ from penstock.schemas.block_hashes import chain, extend, split
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.base import (
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.queue import HeldBlocks, Queue
+from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
+from penstock.workers.engines.core.windows import WindowRows
+from penstock.workers.engines.engine_protocol import (
     Failure,
     Output,
     RequestError,
@@ -28,10 +32,6 @@ from penstock.workers.engines.base import (
     Started,
     check_length,
 )
-from penstock.workers.engines.core.blocks import BlockManager
-from penstock.workers.engines.core.queue import HeldBlocks, Queue
-from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
-from penstock.workers.engines.core.windows import WindowRows
 
 MAX_SCORED_TOKENS = 512  # per step
 

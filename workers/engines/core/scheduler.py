@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.base import Output, RequestError, SequenceRequest, StepResult
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.drafts import DraftCounts
 from penstock.workers.engines.core.queue import HeldBlocks, Queue, Reservations
@@ -42,6 +41,7 @@ from penstock.workers.engines.core.running import (
 )
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence
 from penstock.workers.engines.core.windows import WindowRows
+from penstock.workers.engines.engine_protocol import Output, RequestError, SequenceRequest, StepResult
 
 if TYPE_CHECKING:
     from penstock.workers.engines.constraints.matcher import Matcher

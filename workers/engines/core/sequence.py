@@ -10,7 +10,7 @@ import msgspec
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import Logprob
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.base import BlockReservation, MediaSpan
+from penstock.workers.engines.engine_protocol import BlockReservation, MediaSpan
 
 if TYPE_CHECKING:
     from penstock.workers.engines.constraints.matcher import Matcher

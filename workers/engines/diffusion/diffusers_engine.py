@@ -20,9 +20,15 @@ from penstock.infra.model.modeldir import ModelError
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Diffuser
 from penstock.schemas.requests import Diffusion
-from penstock.workers.engines.base import RequestError
-from penstock.workers.engines.diffusion.base import INDEX, GeneratedMedia, Interrupted, Progress, pipeline_name
+from penstock.workers.engines.diffusion.diffusion_protocol import (
+    INDEX,
+    GeneratedMedia,
+    Interrupted,
+    Progress,
+    pipeline_name,
+)
 from penstock.workers.engines.diffusion.encode import IMAGE_FORMATS, video_formats
+from penstock.workers.engines.engine_protocol import RequestError
 
 FRAMES = ("num_frames", "video_length", "frames")  # names of the parameter for the number of frames
 RATES = ("frame_rate", "fps")
@@ -96,7 +102,7 @@ STEPS = 50
 
 
 class DiffusersEngine:
-    """Implements ``penstock.workers.engines.diffusion.base.DiffusionEngine`` on one device."""
+    """Implements ``penstock.workers.engines.diffusion.diffusion_protocol.DiffusionEngine`` on one device."""
 
     name = "diffusers"
     interruptible = True

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from penstock.workers.engines.diffusion.base import GeneratedMedia
+from penstock.workers.engines.diffusion.diffusion_protocol import GeneratedMedia
 
 IMAGE_FORMATS = ("png", "jpeg", "webp")
 DEFAULT_QUALITY = 90

@@ -12,7 +12,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.fleet import Embedder
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.embed.base import TokenIds, tokenized
+from penstock.workers.engines.embed.embedding_protocol import TokenIds, tokenized
 
 DIMENSIONS = 64
 TOKENS_PER_S = 100_000.0  # with ``--mock-speedup 1``

@@ -17,8 +17,8 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import embedding_model, modeldir
 from penstock.infra.model.embedding_model import Dense, describe
 from penstock.schemas.fleet import Embedder
-from penstock.workers.engines.base import EngineError
-from penstock.workers.engines.embed.base import TokenIds, tokenized
+from penstock.workers.engines.embed.embedding_protocol import TokenIds, tokenized
+from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.native.build import find_device, set_threads
 from penstock.workers.engines.native.model.loading import configuration, first_line, weights
 from penstock.workers.engines.native.model.model import UnsupportedModel

@@ -25,7 +25,7 @@ import zmq
 
 from penstock.configs.settings import WorkerSettings
 from penstock.schemas.kv import KvEvent
-from penstock.workers.engines.base import Engine, EngineError, StepResult
+from penstock.workers.engines.engine_protocol import Engine, EngineError, StepResult
 from penstock.workers.engines.events import wire
 from penstock.workers.engines.events.consolidator import Consolidator
 from penstock.workers.engines.events.subscriber import Subscriber

@@ -13,10 +13,10 @@ from penstock.infra.bounded import ByteCache
 from penstock.infra.constraints import constraints
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Stop
-from penstock.workers.engines.base import RequestError, SequenceRequest
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler
 from penstock.workers.engines.constraints.matcher import Matcher
 from penstock.workers.engines.constraints.running import clients_error, matcher_of
+from penstock.workers.engines.engine_protocol import RequestError, SequenceRequest
 from penstock.workers.engines.external.sequences import SequenceFailure, Token
 
 REMEMBERED_BYTES = 16 << 20  # of grammars as text

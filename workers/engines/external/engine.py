@@ -18,7 +18,8 @@ from prometheus_client.registry import Collector
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.base import (
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler
+from penstock.workers.engines.engine_protocol import (
     EngineError,
     EngineInfo,
     EngineStats,
@@ -36,7 +37,6 @@ from penstock.workers.engines.base import (
     StepResult,
     VisionEngine,
 )
-from penstock.workers.engines.constraints.compiler import ConstraintCompiler
 from penstock.workers.engines.external.constrained import ConstrainedOutputs
 from penstock.workers.engines.external.runtime import CLOSE_S, EngineFailed, EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence, SequenceUpdate
@@ -106,7 +106,7 @@ class Adapter(Protocol[C]):
 
 
 class ExternalEngine(Generic[C]):
-    """Implements ``penstock.workers.engines.base.Engine``.
+    """Implements ``penstock.workers.engines.engine_protocol.Engine``.
 
     KV moves through the engine's own connector: the handoff state is ``opaque``.
 

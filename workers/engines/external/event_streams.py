@@ -9,7 +9,7 @@ import structlog
 import zmq
 
 from penstock.schemas.kv import KvEvent
-from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.events import wire
 from penstock.workers.engines.events.subscriber import Subscriber
 from penstock.workers.engines.events.translator import EventTranslator

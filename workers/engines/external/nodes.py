@@ -26,7 +26,7 @@ import msgspec
 import structlog
 
 from penstock.configs.settings import WorkerSettings
-from penstock.workers.engines.base import EngineError, NodeLost
+from penstock.workers.engines.engine_protocol import EngineError, NodeLost
 from penstock.workers.engines.external.runtime import EngineFailed, Inbox, LoopThread, ProcessGuard, children, in_thread
 
 _SIOCGIFADDR = 0x8915  # Linux

@@ -26,7 +26,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import structlog
 
 from penstock.infra.engine_args.tree import BadArguments
-from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.engine_protocol import EngineError
 
 log = structlog.get_logger("engine")
 

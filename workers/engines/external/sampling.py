@@ -9,8 +9,14 @@ from typing import Any
 
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines.base import EngineInfo, RequestError, SequenceRequest, check_length, check_vocabulary
 from penstock.workers.engines.constraints.running import NO_CONSTRAINTS
+from penstock.workers.engines.engine_protocol import (
+    EngineInfo,
+    RequestError,
+    SequenceRequest,
+    check_length,
+    check_vocabulary,
+)
 
 _MASK = (1 << 63) - 1
 _STRIDE = 0x9E3779B97F4A7C15  # golden ratio: neighbouring positions get unrelated seeds

@@ -13,13 +13,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import structlog
 
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.base import Scored, SequenceRequest
+from penstock.workers.engines.engine_protocol import Scored, SequenceRequest
 
 MISSING = -9999.0  # log-probability of a token for which the engine returned none; the API's value for "very unlikely"
 
 
 class Token(NamedTuple):
-    """One new token; fields as of ``penstock.workers.engines.base.Output``."""
+    """One new token; fields as of ``penstock.workers.engines.engine_protocol.Output``."""
 
     token: int
     finish: str = ""

@@ -22,7 +22,7 @@ other processors still run. ``penstock_worker_logits_errors_total`` counts this,
 ``trtllm.logits_processors`` import torch.
 """
 
-from penstock.workers.engines.logits.base import BaseLogitsProcessor
+from penstock.workers.engines.logits.processor_protocol import BaseLogitsProcessor
 from penstock.workers.engines.logits.registry import ModelInfo, ProcessorError, Registry
 
 __all__ = ["BaseLogitsProcessor", "ModelInfo", "ProcessorError", "Registry"]

@@ -6,7 +6,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from penstock.workers.engines.logits.base import BaseLogitsProcessor, ErrorCounter
+from penstock.workers.engines.logits.processor_protocol import BaseLogitsProcessor, ErrorCounter
 
 NO_TOKEN_LEFT = "it left no token to draw: the largest logit is not a finite number"
 

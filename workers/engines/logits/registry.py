@@ -18,8 +18,8 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import LogitsProcessor
-from penstock.workers.engines.base import RequestError, SequenceRequest
-from penstock.workers.engines.logits.base import BaseLogitsProcessor, ErrorCounter
+from penstock.workers.engines.engine_protocol import RequestError, SequenceRequest
+from penstock.workers.engines.logits.processor_protocol import BaseLogitsProcessor, ErrorCounter
 from penstock.workers.engines.support import is_of_an_extra
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.constraints import constraints
 from penstock.infra.model import modeldir
 from penstock.infra.text.detokenizer import REPLACEMENT
-from penstock.workers.engines.base import EngineInfo
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler, ModelTokens, working
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.data_parallel import DataParallelEngine
@@ -19,6 +18,7 @@ from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.core.running import MAX_SCORED_TOKENS, SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.engine_protocol import EngineInfo
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, closing_tokens
 from penstock.workers.engines.mock.memory import BLOCK_BYTES, MockBlocks, MockVisionEncoder
 from penstock.workers.engines.mock.play import Played, Player, read_recording

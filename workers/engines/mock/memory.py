@@ -17,8 +17,8 @@ from blake3 import blake3
 from penstock.schemas.errors import Code
 from penstock.schemas.transfer import Memory
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.base import EngineError, RequestError
 from penstock.workers.engines.core.sequence import Sequence
+from penstock.workers.engines.engine_protocol import EngineError, RequestError
 
 BLOCK_BYTES = 64
 SLOT_BYTES = 64

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import structlog
 
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.drafts import NgramDrafter
 from penstock.workers.engines.core.engine import Drafter, Speculator
 from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Executor
+from penstock.workers.engines.engine_protocol import SequenceRequest
 from penstock.workers.engines.native.model.attention import UnsupportedAttention
 from penstock.workers.engines.native.model.draft import DraftModel
 from penstock.workers.engines.native.model.executor import TorchExecutor

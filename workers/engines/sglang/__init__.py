@@ -5,11 +5,11 @@ Start: ``penstock worker --engine sglang --model DIR [--role prefill|decode] [--
 wrong argument is refused at start, with its fix.
 
 KV events come over ZMQ, as vLLM's do. Prefill and decode hand off KV with SGLang's disaggregation over NIXL, in which
-both engines run a request at the same time: see ``prepare``.
+both engines run a request at the same time: see ``engine_inputs``.
 
-Modules. Pure: ``args`` (arguments), ``prepare`` (a request and its handoff). The shell: ``api`` (what the installed
-release has), ``follower`` (its output), ``adapter``, ``processes``, ``node`` (further machines), ``plugin`` (what runs
-in SGLang's processes), ``metrics``, ``build``. Nothing here imports sglang before an engine is built.
+Modules. Pure: ``args`` (arguments), ``engine_inputs`` (a request and its handoff). The shell: ``api`` (what the
+installed release has), ``follower`` (its output), ``adapter``, ``processes``, ``node`` (further machines), ``plugin``
+(what runs in SGLang's processes), ``sglang_metrics``, ``build``. Nothing here imports sglang before an engine is built.
 """
 
 from penstock.workers.engines.sglang.build import from_settings

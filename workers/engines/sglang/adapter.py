@@ -9,17 +9,17 @@ from prometheus_client.registry import Collector
 
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.base import EngineInfo, SequenceRequest, VisionEngine
+from penstock.workers.engines.engine_protocol import EngineInfo, SequenceRequest, VisionEngine
 from penstock.workers.engines.external.engine import BlockCounts
 from penstock.workers.engines.external.event_streams import EventStreams, KvPayloads
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
 from penstock.workers.engines.sglang.api import SglangApi
+from penstock.workers.engines.sglang.engine_inputs import SglangInputs, SglangOptions, check, meeting, offer, prepare
 from penstock.workers.engines.sglang.follower import SglangCall, SglangFollower
-from penstock.workers.engines.sglang.metrics import RankLoads, SglangSeries
-from penstock.workers.engines.sglang.prepare import SglangInputs, SglangOptions, check, meeting, offer, prepare
 from penstock.workers.engines.sglang.processes import Processes
+from penstock.workers.engines.sglang.sglang_metrics import RankLoads, SglangSeries
 
 
 class SglangAdapter:

@@ -16,13 +16,13 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import Tree
 from penstock.infra.model import modeldir
 from penstock.schemas import block_hashes
-from penstock.workers.engines.base import EngineError, EngineInfo
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
+from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.external import arguments, nodes
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
+from penstock.workers.engines.external.engine_metrics import MULTIPROCESS
 from penstock.workers.engines.external.event_streams import channels, subscribe
-from penstock.workers.engines.external.metrics import MULTIPROCESS
 from penstock.workers.engines.external.nodes import address, environ, free_ports
 from penstock.workers.engines.external.runtime import (
     CLOSE_S,
@@ -36,14 +36,14 @@ from penstock.workers.engines.external.runtime import (
     shut_down,
     starting,
 )
-from penstock.workers.engines.sglang import metrics, plugin
+from penstock.workers.engines.sglang import plugin, sglang_metrics
 from penstock.workers.engines.sglang.adapter import SglangAdapter
 from penstock.workers.engines.sglang.api import SglangApi, load_sglang
 from penstock.workers.engines.sglang.args import ResolvedSglangArgs, SglangSettings, layout, ranks_of, resolve
+from penstock.workers.engines.sglang.engine_inputs import FAKE_HOST, Address, Room, SglangOptions
 from penstock.workers.engines.sglang.follower import SglangCall
-from penstock.workers.engines.sglang.metrics import RankLoads
-from penstock.workers.engines.sglang.prepare import FAKE_HOST, Address, Room, SglangOptions
 from penstock.workers.engines.sglang.processes import Processes, stop_watchdog
+from penstock.workers.engines.sglang.sglang_metrics import RankLoads
 from penstock.workers.engines.support import ServedOptions
 
 log = structlog.get_logger("engine")
@@ -94,7 +94,7 @@ def from_settings(
         grammars = grammars if resolved.constraints else None
         with environ(variables | ({plugin.ACTIVE: "1"} if grammars is not None else {})):
             llm = group.construct(lambda: construct(api, str(path), resolved.tree, loop), before)
-        series = metrics.series(multiprocess)
+        series = sglang_metrics.series(multiprocess)
         undo.callback(ProcessGuard(children() - before).close)
         undo.callback(close, llm, loop)
         undo.callback(group.close)  # before the engine ends here, which would look like a lost rank there

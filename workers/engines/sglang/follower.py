@@ -16,13 +16,13 @@ import structlog
 
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.base import Scored
+from penstock.workers.engines.engine_protocol import Scored
 from penstock.workers.engines.external.runtime import EngineFailed, EngineRuntime
 from penstock.workers.engines.external.sequences import MISSING, ActiveSequence, SequenceFailure, SequenceUpdate, Token
 from penstock.workers.engines.sglang.api import SglangApi
-from penstock.workers.engines.sglang.metrics import RankLoads
-from penstock.workers.engines.sglang.prepare import SglangInputs, SglangOptions
+from penstock.workers.engines.sglang.engine_inputs import SglangInputs, SglangOptions
 from penstock.workers.engines.sglang.processes import Processes
+from penstock.workers.engines.sglang.sglang_metrics import RankLoads
 
 _BAD_REQUEST = 400
 

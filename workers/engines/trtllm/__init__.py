@@ -20,13 +20,13 @@ TensorRT-LLM counts the GPUs of rank 0's node. The launcher removes SLURM_*, UCX
 worker's environment; the ranks keep them.
 
 Metrics of rank 0's other processes: set PROMETHEUS_MULTIPROC_DIR to a directory that they share before the start, and
-their series are merged into the worker's own metrics port (``metrics``).
+their series are merged into the worker's own metrics port (``trtllm_metrics``).
 
-Modules. Pure: ``args`` (arguments), ``prepare`` (a request and its output), ``disagg`` (its handoff), ``kv_events``
-(names of blocks), ``interface`` (what is used of TensorRT-LLM). The shell: ``api`` (what the installed release has),
-``follower``, ``adapter``, ``encoder``, ``image_slots``, ``logits_processors``, ``metrics``, ``watch`` and ``log_watch``
-(whether it still works), ``build``; ``visual_gen`` for images and videos. Nothing here imports
-tensorrt_llm before an engine is built.
+Modules. Pure: ``args`` (arguments), ``engine_inputs`` (a request and its output), ``disagg`` (its handoff),
+``kv_events`` (names of blocks), ``interface`` (what is used of TensorRT-LLM). The shell: ``api`` (what the installed
+release has), ``follower``, ``adapter``, ``encoder``, ``image_slots``, ``logits_processors``, ``trtllm_metrics``,
+``watch`` and ``log_watch`` (whether it still works), ``build``; ``visual_gen`` for images and videos. Nothing here
+imports tensorrt_llm before an engine is built.
 """
 
 from penstock.workers.engines.trtllm.build import from_settings

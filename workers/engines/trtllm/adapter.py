@@ -7,20 +7,20 @@ from prometheus_client.registry import Collector
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.base import EngineInfo, RequestError, SequenceRequest
 from penstock.workers.engines.core.embeddings import TEXT_ONLY, EmbeddingPool
+from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, SequenceRequest
 from penstock.workers.engines.external.engine import BlockCounts
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
 from penstock.workers.engines.support import ServedOptions
-from penstock.workers.engines.trtllm import metrics as stats
+from penstock.workers.engines.trtllm import trtllm_metrics as stats
 from penstock.workers.engines.trtllm.api import TrtllmApi
+from penstock.workers.engines.trtllm.engine_inputs import TrtllmOptions, check, prepare
 from penstock.workers.engines.trtllm.follower import TrtllmCall, TrtllmFollower
 from penstock.workers.engines.trtllm.image_slots import ImageSlotStore
 from penstock.workers.engines.trtllm.kv_events import Roots, TrtllmEventTranslator, by_rank
-from penstock.workers.engines.trtllm.metrics import NativeMetrics
-from penstock.workers.engines.trtllm.prepare import TrtllmOptions, check, prepare
+from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
 from penstock.workers.engines.trtllm.watch import KvEvents, QueueReader, Stats
 
 

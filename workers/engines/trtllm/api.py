@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import structlog
 
-from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.engine_protocol import EngineError
 
 log = structlog.get_logger("engine")
 

@@ -26,13 +26,13 @@ import structlog
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.memory_estimate import Shape, UnknownShape, shape_of
-from penstock.infra.engine_args.rules.base import Context
+from penstock.infra.engine_args.rules.rule import Context
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.infra.model import modeldir
 from penstock.schemas import block_hashes
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines.base import EngineError, EngineInfo, MediaSpan, SequenceRequest
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, ConstraintCompiler, compiler
+from penstock.workers.engines.engine_protocol import EngineError, EngineInfo, MediaSpan, SequenceRequest
 from penstock.workers.engines.external.arguments import extra_arguments, given_arguments, length_limit
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
@@ -46,8 +46,8 @@ from penstock.workers.engines.external.runtime import (
     starting,
 )
 from penstock.workers.engines.support import ServedOptions
-from penstock.workers.engines.trtllm import follower, prepare
-from penstock.workers.engines.trtllm import metrics as stats
+from penstock.workers.engines.trtllm import engine_inputs, follower
+from penstock.workers.engines.trtllm import trtllm_metrics as stats
 from penstock.workers.engines.trtllm.adapter import TrtllmAdapter
 from penstock.workers.engines.trtllm.api import TrtllmApi, container, load_trtllm, set_log_level
 from penstock.workers.engines.trtllm.args import (
@@ -58,11 +58,11 @@ from penstock.workers.engines.trtllm.args import (
     TrtllmSettings,
     resolve,
 )
+from penstock.workers.engines.trtllm.engine_inputs import OutputPart, TrtllmOptions, bias
 from penstock.workers.engines.trtllm.follower import TrtllmCall
 from penstock.workers.engines.trtllm.image_slots import ImageSlotStore, dtype_of, inputs
 from penstock.workers.engines.trtllm.log_watch import LogWatch
-from penstock.workers.engines.trtllm.metrics import NativeMetrics
-from penstock.workers.engines.trtllm.prepare import OutputPart, TrtllmOptions, bias
+from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
 
 if TYPE_CHECKING:
     from penstock.workers.engines.trtllm.logits_processors import TrtllmProcessors
@@ -432,7 +432,7 @@ def one_token(api: TrtllmApi) -> dict[str, Any]:
 
     Its cache salt separates it from clients' requests and from the dummy requests of attention DP.
     """
-    arguments = prepare.sampling_arguments(
+    arguments = engine_inputs.sampling_arguments(
         Sampling(temperature=0.0), Stop(1, ignore_eos=True), eos=(), part=OutputPart(1)
     )
     return {"inputs": [1] * WARM_UP_TOKENS, "sampling_params": api.sampling(**arguments)} | _apart(api)

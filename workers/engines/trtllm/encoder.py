@@ -21,8 +21,8 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.base import EngineError, EngineInfo
 from penstock.workers.engines.core.embeddings import EncodeEngine
+from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.external.runtime import bounded, shut_down
 from penstock.workers.engines.native.model import embedding_slots
 from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots

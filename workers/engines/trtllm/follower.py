@@ -20,8 +20,8 @@ from penstock.workers.engines.external.runtime import EngineFailed, EngineRuntim
 from penstock.workers.engines.external.sequences import ActiveSequence, SequenceFailure, SequenceUpdate
 from penstock.workers.engines.trtllm import disagg
 from penstock.workers.engines.trtllm.api import TrtllmApi
-from penstock.workers.engines.trtllm.metrics import NativeMetrics, measured_times
-from penstock.workers.engines.trtllm.prepare import TrtllmInputs, TrtllmOptions
+from penstock.workers.engines.trtllm.engine_inputs import TrtllmInputs, TrtllmOptions
+from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics, measured_times
 from penstock.workers.engines.trtllm.watch import Liveness
 
 _TOO_LONG = re.compile(

@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.infra.model.modeldir import Vision
 from penstock.schemas.errors import Code
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.base import MediaSpan, RequestError
+from penstock.workers.engines.engine_protocol import MediaSpan, RequestError
 from penstock.workers.engines.native.model import embedding_slots
 from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots
 

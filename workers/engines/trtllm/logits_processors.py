@@ -18,12 +18,12 @@ from torch import Tensor
 
 from penstock.configs.settings import WorkerSettings
 from penstock.schemas.requests import CONSTRAINT, Constraint, Stop
-from penstock.workers.engines.base import RequestError, SequenceRequest
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler, compiler
 from penstock.workers.engines.constraints.matcher import Matcher
+from penstock.workers.engines.engine_protocol import RequestError, SequenceRequest
 from penstock.workers.engines.logits import registry as flags
 from penstock.workers.engines.logits.apply import Chain, ReadOnly, run
-from penstock.workers.engines.logits.base import ErrorCounter
+from penstock.workers.engines.logits.processor_protocol import ErrorCounter
 from penstock.workers.engines.logits.registry import ProcessorError, Registry
 
 
@@ -125,7 +125,7 @@ _compilers: dict[Path, ConstraintCompiler] = {}  # of this process
 
 
 class ConstraintProcessor:
-    """Implements ``penstock.workers.engines.logits.base.BaseLogitsProcessor``.
+    """Implements ``penstock.workers.engines.logits.processor_protocol.BaseLogitsProcessor``.
 
     Args:
         path: of the model.

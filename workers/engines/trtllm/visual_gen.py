@@ -21,9 +21,9 @@ from penstock.infra.model.modeldir import ModelError
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Diffuser
 from penstock.schemas.requests import Diffusion
-from penstock.workers.engines.base import EngineError, RequestError
-from penstock.workers.engines.diffusion.base import GeneratedMedia, Progress, pipeline_name
+from penstock.workers.engines.diffusion.diffusion_protocol import GeneratedMedia, Progress, pipeline_name
 from penstock.workers.engines.diffusion.encode import IMAGE_FORMATS, video_formats
+from penstock.workers.engines.engine_protocol import EngineError, RequestError
 
 log = structlog.get_logger("engine")
 
@@ -80,7 +80,7 @@ def _names(kind: Callable[..., Any]) -> set[str]:
 
 
 class VisualGen:
-    """Implements ``penstock.workers.engines.diffusion.base.DiffusionEngine``."""
+    """Implements ``penstock.workers.engines.diffusion.diffusion_protocol.DiffusionEngine``."""
 
     name = "trtllm"
     interruptible = False

@@ -8,9 +8,9 @@ KV events come over ZMQ, from a socket file in a private folder (several ranks: 
 our block names. Prefill and decode hand off KV with vLLM's NIXL connector; its ``kv_transfer_params`` are
 ``HeldPrompt.opaque``.
 
-Modules. Pure: ``args`` (arguments), ``prepare`` (a request and its handoff). The shell: ``api`` (what the installed
-release has), ``follower`` (its output), ``adapter``, ``node`` (further machines), ``plugin`` (what runs in vLLM's
-processes), ``build``. Nothing here imports vllm before an engine is built.
+Modules. Pure: ``args`` (arguments), ``engine_inputs`` (a request and its handoff). The shell: ``api`` (what the
+installed release has), ``follower`` (its output), ``adapter``, ``node`` (further machines), ``plugin`` (what runs in
+vLLM's processes), ``build``. Nothing here imports vllm before an engine is built.
 """
 
 from penstock.workers.engines.vllm.build import from_settings

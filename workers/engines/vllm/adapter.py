@@ -13,16 +13,16 @@ from prometheus_client.registry import Collector
 
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.base import EngineInfo, SequenceRequest, VisionEngine
+from penstock.workers.engines.engine_protocol import EngineInfo, SequenceRequest, VisionEngine
 from penstock.workers.engines.external.engine import BlockCounts
+from penstock.workers.engines.external.engine_metrics import NativeSeries
 from penstock.workers.engines.external.event_streams import EventStreams, KvPayloads
 from penstock.workers.engines.external.handoff_state import ConsumedStates
-from penstock.workers.engines.external.metrics import NativeSeries
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
 from penstock.workers.engines.vllm.api import VllmApi
+from penstock.workers.engines.vllm.engine_inputs import VllmOptions, check, prepare
 from penstock.workers.engines.vllm.follower import VllmCall, VllmFollower
-from penstock.workers.engines.vllm.prepare import VllmOptions, check, prepare
 
 PREFIX = "vllm:"  # of vLLM's own metrics
 

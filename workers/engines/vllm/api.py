@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import structlog
 
 from penstock.infra.engine_args.tree import Tree
-from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.engine_protocol import EngineError
 
 log = structlog.get_logger("engine")
 

@@ -19,8 +19,8 @@ from penstock.infra.engine_args.tree import BadArguments, Tree
 from penstock.infra.model import modeldir
 from penstock.schemas import block_hashes
 from penstock.workers.engines import budgets
-from penstock.workers.engines.base import EngineError, EngineInfo
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
+from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.external import nodes
 from penstock.workers.engines.external.arguments import given_arguments, length_limit
 from penstock.workers.engines.external.constrained import standard_tokenizer
@@ -43,8 +43,8 @@ from penstock.workers.engines.vllm import plugin
 from penstock.workers.engines.vllm.adapter import SchedulerStats, VllmAdapter
 from penstock.workers.engines.vllm.api import VllmApi, load_vllm, set_log_level
 from penstock.workers.engines.vllm.args import ResolvedVllmArgs, VllmSettings, layout, resolve
+from penstock.workers.engines.vllm.engine_inputs import VllmOptions
 from penstock.workers.engines.vllm.follower import VllmCall
-from penstock.workers.engines.vllm.prepare import VllmOptions
 
 log = structlog.get_logger("engine")
 

@@ -25,9 +25,9 @@ from penstock.workers.engines.external.sequences import (
     Token,
     logprob_of,
 )
-from penstock.workers.engines.vllm import prepare
+from penstock.workers.engines.vllm import engine_inputs
 from penstock.workers.engines.vllm.api import VllmApi
-from penstock.workers.engines.vllm.prepare import VllmInputs
+from penstock.workers.engines.vllm.engine_inputs import VllmInputs
 
 
 class Diverged(Exception):
@@ -182,7 +182,7 @@ class VllmFollower:
         new, failure = cursor.take(piece.token_ids, piece.logprobs, piece.finish_reason, piece.stop_reason)
         opaque = None
         if sequence.hold and output.kv_transfer_params and new:
-            opaque = prepare.pack(output.kv_transfer_params, self._layout, prepared.computed, new[-1].token)
+            opaque = engine_inputs.pack(output.kv_transfer_params, self._layout, prepared.computed, new[-1].token)
         cached = None
         if new and not sequence.responded:
             sequence.responded = True

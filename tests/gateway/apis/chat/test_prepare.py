@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.gateway.apis.chat import prompt
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest, prepare_chat, prepare_completion
-from penstock.gateway.apis.messages.prepare import prepare_message
+from penstock.gateway.apis.messages.prepare_message import prepare_message
 from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.gateway.service.preparation import LARGE_BODY
 from penstock.infra.model import modeldir

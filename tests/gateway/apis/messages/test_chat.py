@@ -9,7 +9,7 @@ from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.chat.prompt import template_messages
 from penstock.gateway.apis.messages.bodies import parse_message
 from penstock.gateway.apis.messages.objects import message_error
-from penstock.gateway.apis.messages.prepare import chat_of, count_message, prepare_message
+from penstock.gateway.apis.messages.prepare_message import chat_of, count_message, prepare_message
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.wire import unpack_tokens

@@ -8,7 +8,7 @@ from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.chat.prompt import template_messages
 from penstock.gateway.apis.responses.bodies import InputItem, ResponsesRequest, parse_response
 from penstock.gateway.apis.responses.chat import Turn, chat_of
-from penstock.gateway.apis.responses.prepare import prepare_response
+from penstock.gateway.apis.responses.prepare_response import prepare_response
 from penstock.gateway.apis.responses.record import StoredBody, encode_stored, read_stored
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.wire import unpack_tokens

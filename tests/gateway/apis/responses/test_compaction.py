@@ -16,7 +16,7 @@ from penstock.gateway.apis.chat.segments import WholeAnswer
 from penstock.gateway.apis.endpoints import renderer_for
 from penstock.gateway.apis.responses.bodies import InputItem, InputPart, ResponsesRequest, parse_compaction
 from penstock.gateway.apis.responses.chat import SUMMARY, Summary, Turn, chat_of, decode_summary, encode_summary
-from penstock.gateway.apis.responses.prepare import INSTRUCTION, compacted, encode_kept, with_instruction
+from penstock.gateway.apis.responses.prepare_response import INSTRUCTION, compacted, encode_kept, with_instruction
 from penstock.gateway.apis.responses.record import MAX_BYTES
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.tokens import Finish, TokenItem

@@ -22,7 +22,7 @@ from penstock.measure.bench.handoff import (
     rdma_line,
     report,
 )
-from penstock.workers.kv_transfer.base import TransportUnavailable
+from penstock.workers.kv_transfer.transport_protocol import TransportUnavailable
 
 with_nixl = pytest.mark.skipif(
     not (find_spec("nixl_cu12") or find_spec("nixl_cu13")), reason="NIXL is not installed (pip install nixl-cu12)"

@@ -22,7 +22,7 @@ from penstock.planner.simulation.simulate_command import PlanSimulationSettings,
 from penstock.schemas.plans import Role, Rules
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines import mock
-from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.engine_protocol import SequenceRequest
 from tests.penstock.planner.engines import engine
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"

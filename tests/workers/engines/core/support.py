@@ -8,11 +8,11 @@ from penstock.schemas.block_hashes import DIGEST_BYTES, chain, extend, root, spl
 from penstock.schemas.kv import KvEvent, Removed, Stored
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.base import Failure, Output, SequenceRequest, StepResult
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Executor, Sampled, ScheduledSequence
+from penstock.workers.engines.engine_protocol import Failure, Output, SequenceRequest, StepResult
 
 GREEDY = Sampling(temperature=0.0)
 ROOT = root("weights")

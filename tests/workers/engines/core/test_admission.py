@@ -7,8 +7,8 @@ queue needs blocks that may be among those.
 import random
 
 from penstock.workers.engine_loop.loop import BlockWait, BlockWaitQueue
-from penstock.workers.engines.base import BlockReservation, Output
 from penstock.workers.engines.core.engine import scheduler_stats
+from penstock.workers.engines.engine_protocol import BlockReservation, Output
 from tests.workers.engines.core.support import ROOT, Bench, check_pool, names, request
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.engines.base import MediaReservation
 from penstock.workers.engines.core.embeddings import EmbeddingCache, Key
+from penstock.workers.engines.engine_protocol import MediaReservation
 
 A, B, C, D = (bytes([n]) * 32 for n in range(4))
 

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from penstock.schemas.block_hashes import split
 from penstock.schemas.kv import Removed, Stored
-from penstock.workers.engines.base import EngineInfo, RequestError, StepResult
 from penstock.workers.engines.core.blocks import HOST, BlockCopies, BlockManager, HostCache
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, StepResult
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request

@@ -6,11 +6,11 @@ from penstock.schemas.block_hashes import chain, root, split
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import Removed, Stored
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.base import Failure, Output, RequestError, Started
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.engine import scheduler_stats
 from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.engine_protocol import Failure, Output, RequestError, Started
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import GREEDY, ROOT, Bench, Mirror, PoolMemory, check_pool, names, request

@@ -11,12 +11,12 @@ from penstock.schemas.block_hashes import root
 from penstock.schemas.requests import Sampling
 from penstock.schemas.tokens import Logprob
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.base import EngineInfo, SequenceRequest, StepResult
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.core.running import SchedulerConfig, block_digests
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import ScheduledSequence, scored_to
+from penstock.workers.engines.engine_protocol import EngineInfo, SequenceRequest, StepResult
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary
 from tests.properties import examples
 from tests.workers.engines.core.support import PoolMemory, check_pool, request

@@ -10,7 +10,6 @@ from msgspec.structs import astuple
 
 from penstock.schemas.requests import Sampling
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.base import EngineInfo, Output, StepResult
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.drafts import NgramDrafter, accepted
 from penstock.workers.engines.core.engine import Drafter, ScheduledEngine, Speculator
@@ -18,6 +17,7 @@ from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence
 from penstock.workers.engines.core.windows import WindowRows
+from penstock.workers.engines.engine_protocol import EngineInfo, Output, StepResult
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request

@@ -13,8 +13,6 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model.modeldir import ModelError
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Diffusion
-from penstock.workers.engines.base import RequestError
-from penstock.workers.engines.diffusion.base import Interrupted, pipeline_name
 from penstock.workers.engines.diffusion.diffusers_engine import (
     DiffusersEngine,
     PipelineSignature,
@@ -22,6 +20,8 @@ from penstock.workers.engines.diffusion.diffusers_engine import (
     pipeline_class,
     resolve,
 )
+from penstock.workers.engines.diffusion.diffusion_protocol import Interrupted, pipeline_name
+from penstock.workers.engines.engine_protocol import RequestError
 
 SETTINGS = WorkerSettings(role="diffusion", threads=1, dtype="float32", device="cpu", max_frames=9)
 IMAGE = Diffusion("image", "a red cube on the sea", 32, 24, 3, "png", seed=5)

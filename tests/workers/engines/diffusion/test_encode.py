@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from penstock.workers.engines.diffusion.base import GeneratedMedia
+from penstock.workers.engines.diffusion.diffusion_protocol import GeneratedMedia
 from penstock.workers.engines.diffusion.encode import IMAGE_FORMATS, encode, media_type, video_formats
 
 RATE = 24.0

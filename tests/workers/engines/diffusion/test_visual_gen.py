@@ -14,8 +14,8 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model.modeldir import ModelError
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Diffusion
-from penstock.workers.engines.base import EngineError, RequestError
-from penstock.workers.engines.diffusion.base import GeneratedMedia, Interrupted
+from penstock.workers.engines.diffusion.diffusion_protocol import GeneratedMedia, Interrupted
+from penstock.workers.engines.engine_protocol import EngineError, RequestError
 from penstock.workers.engines.trtllm import visual_gen
 
 SETTINGS = WorkerSettings(role="diffusion", engine="trtllm")

@@ -15,9 +15,9 @@ from transformers import AutoModel, BertConfig, BertModel, Qwen3Config, Qwen3For
 from penstock.infra.model.modeldir import ModelError
 from penstock.schemas.requests import Embedding
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.base import EngineError, RequestError
-from penstock.workers.engines.embed.base import MARGIN, shortened
+from penstock.workers.engines.embed.embedding_protocol import MARGIN, shortened
 from penstock.workers.engines.embed.native import NativeEmbeddingEngine
+from penstock.workers.engines.engine_protocol import EngineError, RequestError
 from penstock.workers.runners import embedding_runner
 from penstock.workers.runners.embedding_runner import inputs_of
 from tests import tiny_model

@@ -25,7 +25,7 @@ from penstock.schemas import block_hashes
 from penstock.schemas.kv import KvEvent, Removed, Stored
 from penstock.schemas.requests import Stop
 from penstock.workers.engines import mock
-from penstock.workers.engines.base import Engine, EngineError, SequenceRequest
+from penstock.workers.engines.engine_protocol import Engine, EngineError, SequenceRequest
 from penstock.workers.engines.events import wire
 from penstock.workers.engines.events.consolidator import Consolidator
 from penstock.workers.engines.events.relay import (

@@ -10,8 +10,8 @@ from penstock.infra.constraints.constraints import GRAMMAR, JSON_SCHEMA, REGEX
 from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Sampling, Stop
-from penstock.workers.engines.base import RequestError, SequenceRequest
 from penstock.workers.engines.constraints.compiler import compiler
+from penstock.workers.engines.engine_protocol import RequestError, SequenceRequest
 from penstock.workers.engines.external import constrained
 from penstock.workers.engines.external.constrained import ConstrainedOutputs, ends, grammar_text, standard_tokenizer
 from penstock.workers.engines.external.sequences import SequenceFailure, Token

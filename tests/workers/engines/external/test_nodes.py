@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.workers.engines.base import EngineError, NodeLost
+from penstock.workers.engines.engine_protocol import EngineError, NodeLost
 from penstock.workers.engines.external import nodes as module
 from penstock.workers.engines.external.nodes import (
     JoinRequest,

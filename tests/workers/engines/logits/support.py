@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from penstock.schemas.requests import LogitsProcessor, Sampling, Stop
-from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.engine_protocol import SequenceRequest
 from penstock.workers.engines.logits import ModelInfo, Registry
 from penstock.workers.engines.logits.apply import Chain
 

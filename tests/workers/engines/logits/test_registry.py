@@ -13,7 +13,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import LogitsProcessor
-from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.engine_protocol import RequestError
 from penstock.workers.engines.logits import BaseLogitsProcessor, ModelInfo, ProcessorError, Registry
 from penstock.workers.engines.logits.registry import registry_from_settings
 from tests.workers.engines.logits.own import Curious

@@ -19,7 +19,9 @@ from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.transfer import Memory
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.base import (
+from penstock.workers.engines.core.embeddings import EncodeEngine
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import (
     BlockReservation,
     EngineError,
     HeldPrompt,
@@ -29,8 +31,6 @@ from penstock.workers.engines.base import (
     SequenceRequest,
     StepResult,
 )
-from penstock.workers.engines.core.embeddings import EncodeEngine
-from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.mock import MockOptions, build, build_encoder, encoder_from_settings, from_settings
 from penstock.workers.engines.mock.executor import GREEDY, MockVocabulary, expected_tokens
 from penstock.workers.engines.mock.memory import BLOCK_BYTES, SLOT_BYTES, embedding

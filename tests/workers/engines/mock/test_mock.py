@@ -11,8 +11,8 @@ from penstock.schemas.block_hashes import split
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import Stored
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines.base import Engine, EngineInfo, Output, RequestError, SequenceRequest
 from penstock.workers.engines.core.running import MAX_SCORED_TOKENS
+from penstock.workers.engines.engine_protocol import Engine, EngineInfo, Output, RequestError, SequenceRequest
 from penstock.workers.engines.mock import DEFAULT_BLOCKS, SCORED_TOKENS, MockOptions, build, from_settings
 from penstock.workers.engines.mock.executor import GREEDY, MockVocabulary, expected_tokens
 

@@ -14,8 +14,8 @@ from penstock.schemas.done import Done, Outcome, Timings
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import Logprob, TokenBatch, TokenItem
 from penstock.schemas.wire import encode, pack_tokens
-from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import SequenceRequest
 from penstock.workers.engines.mock import MockOptions, build
 from penstock.workers.engines.mock.play import Played, Player, RecordedChoice, read_recording
 from tests.penstock.log_tools.traces import samples

@@ -1,8 +1,8 @@
 import pytest
 
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines.base import SequenceRequest
 from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
+from penstock.workers.engines.engine_protocol import SequenceRequest
 from penstock.workers.engines.mock import MockOptions, build
 from penstock.workers.engines.mock.executor import decode_seconds, prefill_seconds, step_seconds
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines.base import Engine, Output, SequenceRequest, StepResult
+from penstock.workers.engines.engine_protocol import Engine, Output, SequenceRequest, StepResult
 from penstock.workers.engines.native.model import quantize
 
 VOCAB = 256

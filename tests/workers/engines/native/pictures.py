@@ -15,9 +15,9 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from penstock.infra.model.weight_files import key_mapping
 from penstock.schemas.block_hashes import media_extra
-from penstock.workers.engines.base import MediaReservation, MediaSpan, SequenceRequest
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import MediaReservation, MediaSpan, SequenceRequest
 from tests.demo_model import vision
 from tests.workers.engines.native.models import request
 

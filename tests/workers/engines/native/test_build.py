@@ -12,7 +12,7 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, Lla
 from penstock.configs.settings import WorkerSettings
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines import budgets, native
-from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model import attention as attention_module
 from penstock.workers.engines.native.model import pool as pool_module

@@ -14,9 +14,9 @@ from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
 from penstock.schemas.transfer import Memory
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.base import HeldPrompt, Output, RequestError, SequenceRequest
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import HeldPrompt, Output, RequestError, SequenceRequest
 from penstock.workers.engines.native.build import build, build_encoder
 from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions

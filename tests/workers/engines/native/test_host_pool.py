@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.native.models import drain, expected, prompt, request, run, tokens

@@ -16,7 +16,7 @@ from penstock.infra.model import modeldir
 from penstock.infra.model.modeldir import ModelDir
 from penstock.schemas.block_hashes import chain, media_extra, root, split
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.base import MediaReservation, MediaSpan, SequenceRequest
+from penstock.workers.engines.engine_protocol import MediaReservation, MediaSpan, SequenceRequest
 from penstock.workers.engines.native.build import build, build_encoder
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.demo_model import vision

@@ -14,8 +14,8 @@ from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import LogitsProcessor, Sampling, Stop
 from penstock.workers.engines import mock, native
-from penstock.workers.engines.base import Output, RequestError, SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import Output, RequestError, SequenceRequest
 from penstock.workers.engines.logits.registry import registry_from_settings
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions

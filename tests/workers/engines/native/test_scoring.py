@@ -9,7 +9,7 @@ import torch
 
 from penstock.schemas.requests import Sampling
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.base import Engine, SequenceRequest
+from penstock.workers.engines.engine_protocol import Engine, SequenceRequest
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model import sampler
 from penstock.workers.engines.native.model.options import NativeOptions

@@ -12,7 +12,7 @@ import pytest
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
-from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.engine_protocol import EngineError
 from tests.workers.engines.contract import WORDS, Driver, ask, fold, names
 from tests.workers.engines.sglang.conftest import Make, inner, scheduler
 

@@ -9,10 +9,10 @@ from penstock.infra.constraints.constraints import REGEX
 from penstock.infra.model.modeldir import TINY, load
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Sampling
-from penstock.workers.engines.base import EngineError, HeldPrompt, RequestError, SequenceRequest
+from penstock.workers.engines.engine_protocol import EngineError, HeldPrompt, RequestError, SequenceRequest
 from penstock.workers.engines.external import handoff_state
-from penstock.workers.engines.sglang import prepare
-from penstock.workers.engines.sglang.prepare import Address
+from penstock.workers.engines.sglang import engine_inputs
+from penstock.workers.engines.sglang.engine_inputs import Address
 from tests.workers.engines.contract import WORDS, Driver, Seen, ask
 from tests.workers.engines.sglang.conftest import Make, inner, scheduler
 
@@ -148,7 +148,7 @@ def test_kv_that_does_not_come_in_time_costs_the_attempt(make: Make) -> None:
     source, target = make(role="prefill"), make(role="decode", handoff_lease_s=0.1)
     layout = source.engine.info.handoff_layout
     port = source.engine._adapter._options.address.port  # type: ignore[attr-defined]
-    never = prepare.pack(Address("127.0.0.1", port), "never:1", layout, PROMPT)
+    never = engine_inputs.pack(Address("127.0.0.1", port), "never:1", layout, PROMPT)
     (failure,) = target.run(ask(1, PROMPT, 3, opaque=never)).failures
     assert (failure.code, failure.message) == (Code.transfer_failed, "no KV came from the prefill engine in 0.1 s")
 
@@ -198,18 +198,18 @@ def test_without_nixl_a_handoff_is_refused_at_start(make: Make, monkeypatch: pyt
 
 def test_rooms_are_equal_on_both_sides_and_of_one_handoff_each() -> None:
     address = Address("10.0.0.1", 8998)
-    opaque = prepare.pack(address, "r:1:decode", "layout", [1, 2], rank=3)
-    mine = prepare.room(address, "r:1:decode", 5, 3)
-    assert prepare.unpack(opaque, "layout", [1, 2], 5) == mine
+    opaque = engine_inputs.pack(address, "r:1:decode", "layout", [1, 2], rank=3)
+    mine = engine_inputs.room(address, "r:1:decode", 5, 3)
+    assert engine_inputs.unpack(opaque, "layout", [1, 2], 5) == mine
     assert mine.arguments["disagg_prefill_dp_rank"] == 3
-    rooms = {prepare.room(address, f"r:{attempt}", choice).number for attempt in range(50) for choice in range(4)}
+    rooms = {engine_inputs.room(address, f"r:{attempt}", choice).number for attempt in range(50) for choice in range(4)}
     assert len(rooms) == 200
     assert all(0 < number < 2**63 for number in rooms)
     with pytest.raises(ValueError, match="KV is"):
-        prepare.unpack(opaque, "another", [1, 2], 5)
+        engine_inputs.unpack(opaque, "another", [1, 2], 5)
     broken = handoff_state.pack({"host": 7}, "layout", [1, 2], [])
     with pytest.raises(ValueError, match="no bootstrap server"):
-        prepare.unpack(broken, "layout", [1, 2], 5)
+        engine_inputs.unpack(broken, "layout", [1, 2], 5)
 
 
 def test_the_bootstrap_server_is_reachable_from_other_machines(make: Make) -> None:

@@ -8,12 +8,12 @@ import pytest
 
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
-from penstock.workers.engines.base import EngineInfo, MediaSpan, RequestError
+from penstock.workers.engines.engine_protocol import EngineInfo, MediaSpan, RequestError
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.sequences import MISSING, ActiveSequence, SequenceFailure, SequenceUpdate, Token
+from penstock.workers.engines.sglang.engine_inputs import BARRED, SglangInputs, SglangOptions, check, meeting, prepare
 from penstock.workers.engines.sglang.follower import SglangCall, SglangFollower, SglangOutputCursor, prompt_scores
-from penstock.workers.engines.sglang.metrics import RankLoads
-from penstock.workers.engines.sglang.prepare import BARRED, SglangInputs, SglangOptions, check, meeting, prepare
+from penstock.workers.engines.sglang.sglang_metrics import RankLoads
 from tests.workers.engines.contract import ask
 
 INFO = EngineInfo("sglang", 32, 96, 4, 512, 1280, (2,), True)

@@ -13,7 +13,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.base import Engine, Failure, HeldPrompt, Output, SequenceRequest, StepResult
+from penstock.workers.engines.engine_protocol import Engine, Failure, HeldPrompt, Output, SequenceRequest, StepResult
 from tests import standins
 
 MODEL = modeldir.DEMO

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.engine_args.rules.base import Context
+from penstock.infra.engine_args.rules.rule import Context
 from penstock.infra.engine_args.schema import EngineArgs, KvCacheConfig
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.workers.engines.trtllm.args import (

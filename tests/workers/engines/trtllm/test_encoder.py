@@ -10,8 +10,8 @@ from PIL import Image
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
-from penstock.workers.engines.base import EngineError, RequestError
 from penstock.workers.engines.core.embeddings import EncodeEngine
+from penstock.workers.engines.engine_protocol import EngineError, RequestError
 from penstock.workers.engines.trtllm import encoder_from_settings
 from tests.workers.engines.trtllm.conftest import MODEL
 

@@ -11,7 +11,7 @@ from penstock.schemas import block_hashes, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import Cleared, Removed, Stored
 from penstock.schemas.requests import Sampling
-from penstock.workers.engines.base import Engine, EngineError, RequestError
+from penstock.workers.engines.engine_protocol import Engine, EngineError, RequestError
 from penstock.workers.engines.external import engine as shell
 from penstock.workers.engines.native.build import build as native_engine
 from penstock.workers.engines.native.model.options import NativeOptions

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.schemas.requests import Sampling
-from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.engine_protocol import SequenceRequest
 from penstock.workers.engines.trtllm import follower
 from tests.workers.engines.trtllm.conftest import BLOCK, GREEDY, Results, ask, run, until
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
-from penstock.workers.engines.base import MediaSpan, RequestError
+from penstock.workers.engines.engine_protocol import MediaSpan, RequestError
 from penstock.workers.engines.native.build import build as native_engine
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.trtllm import encoder_from_settings, from_settings

@@ -8,7 +8,7 @@ import pytest
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import LogitsProcessor, Sampling
-from penstock.workers.engines.base import Engine, RequestError
+from penstock.workers.engines.engine_protocol import Engine, RequestError
 from penstock.workers.engines.logits.registry import registry_from_settings
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
-from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.engine_protocol import RequestError
 from penstock.workers.engines.logits import ProcessorError, Registry
 from penstock.workers.engines.trtllm.logits_processors import TrtllmProcessor, TrtllmProcessors, from_settings
 from tests.workers.engines.logits.own import Plus

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.external.sequences import MISSING, SequenceFailure, Token
-from penstock.workers.engines.trtllm.prepare import TrtllmOutputCursor
+from penstock.workers.engines.trtllm.engine_inputs import TrtllmOutputCursor
 
 EOS, STOP = 7, 9
 

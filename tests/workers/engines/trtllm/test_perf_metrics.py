@@ -9,7 +9,7 @@ import pytest
 
 from penstock.log_tools.traces.span import of_stamps
 from penstock.schemas.trace import Stamps
-from penstock.workers.engines.trtllm import metrics
+from penstock.workers.engines.trtllm import trtllm_metrics
 from tests.workers.engines.trtllm.conftest import Results, ask, run
 
 Make = Callable[..., Any]
@@ -34,7 +34,7 @@ def test_only_what_happened_is_reported() -> None:
         kv_cache_size=0,
     )
     cache = SimpleNamespace(num_new_allocated_blocks=3, num_reused_blocks=0, num_missed_blocks=3)
-    found = metrics.measured_times(
+    found = trtllm_metrics.measured_times(
         SimpleNamespace(timing_metrics=timing, kv_cache_metrics=cache, first_iter=5, last_iter=8)
     )
     assert found == {
@@ -49,7 +49,7 @@ def test_only_what_happened_is_reported() -> None:
     }
     timing.kv_cache_transfer_start, timing.kv_cache_transfer_end = seconds(100.25), seconds(100.5)
     timing.kv_cache_size = 4096
-    found = metrics.measured_times(SimpleNamespace(timing_metrics=timing))
+    found = trtllm_metrics.measured_times(SimpleNamespace(timing_metrics=timing))
     assert (found["kv_transfer_s"], found["kv_transfer_bytes"]) == (0.25, 4096)
 
 
@@ -64,7 +64,7 @@ def test_only_what_happened_is_reported() -> None:
     ],
 )
 def test_what_a_release_lacks_or_calls_otherwise_is_left_out(odd: Any) -> None:
-    assert metrics.measured_times(odd) == {}
+    assert trtllm_metrics.measured_times(odd) == {}
 
 
 def measured(results: Results, key: object) -> dict[str, float]:

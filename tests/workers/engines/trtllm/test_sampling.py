@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.external.sampling import seed_of, stop_ids
-from penstock.workers.engines.trtllm.prepare import OutputPart, end_id, sampling_arguments
+from penstock.workers.engines.trtllm.engine_inputs import OutputPart, end_id, sampling_arguments
 from tests import standins
 
 with standins.installed():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.schemas.requests import Sampling
-from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.engine_protocol import RequestError
 from penstock.workers.engines.support import ALL, TORCH_SAMPLER_1_2, TRTLLM_SAMPLER, ServedOptions, problem
 from tests import standins
 from tests.workers.engines.trtllm.conftest import ask, run

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
-from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.trtllm import api, build, from_settings
 from penstock.workers.engines.trtllm.log_watch import LogWatch
 from penstock.workers.runners.token_backend import build_engine

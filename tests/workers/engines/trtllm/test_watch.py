@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.trtllm import follower, watch
 from penstock.workers.engines.trtllm.watch import KvEvents, QueueReader
 from tests.workers.engines.trtllm.conftest import Results, ask, run, until

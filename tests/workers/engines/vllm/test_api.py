@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.vllm import api
 
 

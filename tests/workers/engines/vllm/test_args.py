@@ -14,7 +14,7 @@ from penstock.configs.flags import parse
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.workers.engines import budgets
-from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.external.arguments import given_arguments
 from penstock.workers.engines.external.event_streams import channels
 from penstock.workers.engines.external.nodes import address, environ

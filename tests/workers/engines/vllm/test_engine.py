@@ -19,10 +19,10 @@ from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
-from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.external import handoff_state
+from penstock.workers.engines.external.engine_metrics import NativeSeries
 from penstock.workers.engines.external.event_streams import subscribe
-from penstock.workers.engines.external.metrics import NativeSeries
 from penstock.workers.engines.external.runtime import Inbox
 from penstock.workers.engines.vllm.adapter import PREFIX, SchedulerStats
 from tests import standins

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.workers.engines.external.metrics import NativeSeries
+from penstock.workers.engines.external.engine_metrics import NativeSeries
 from penstock.workers.engines.vllm.adapter import PREFIX
 from tests import standins
 from tests.workers.engines.contract import ALL, BLOCK, MODEL, REAL, WORDS, Driver, ask, fold, names

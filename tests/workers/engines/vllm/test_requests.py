@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import LogitsProcessor, Sampling, Stop
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
+from penstock.workers.engines.engine_protocol import EngineInfo, MediaSpan, RequestError, SequenceRequest
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.sampling import seed_of
 from penstock.workers.engines.external.sequences import MISSING, SequenceFailure, Token
-from penstock.workers.engines.vllm import prepare as handoff
+from penstock.workers.engines.vllm import engine_inputs as handoff
+from penstock.workers.engines.vllm.engine_inputs import VllmOptions, check, prepare, sampling_arguments
 from penstock.workers.engines.vllm.follower import Diverged, VllmOutputCursor
-from penstock.workers.engines.vllm.prepare import VllmOptions, check, prepare, sampling_arguments
 
 INFO = EngineInfo("vllm", 16, 20, 4, 512, 100, (2, 3), True, handoff_layout="l")
 OPTIONS = VllmOptions(b"r" * 16, "l")

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.workers.engines.base import EngineError
 from penstock.workers.engines.core.sequence import Sampled
+from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.native.model.pool import out_of_memory
 from penstock.workers.engines.native.model.sampler import Chosen
 

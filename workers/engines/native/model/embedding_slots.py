@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.infra.model.image_tiles import Tiles
 from penstock.schemas.errors import Code
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.engine_protocol import RequestError
 from penstock.workers.engines.native.model.pool import dtype_name, location, zeros
 
 IMAGES = frozenset({"image/png", "image/jpeg", "image/webp", "image/gif"})

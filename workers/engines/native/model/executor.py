@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.base import EngineError
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence, scored_to
+from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.native.model.attention import Paged, ReferenceAttention, TokenSpan
 from penstock.workers.engines.native.model.masks import TokenMasks
 from penstock.workers.engines.native.model.model import Embeddings, Model

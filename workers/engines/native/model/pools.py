@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.workers.engines.base import EngineError
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.windows import WindowRows
+from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.native.model.attention import AttentionParams, Paged
 from penstock.workers.engines.native.model.model import Model
 from penstock.workers.engines.native.model.options import NativeOptions

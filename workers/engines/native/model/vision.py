@@ -20,7 +20,7 @@ from transformers import (
 from penstock.infra.model.image_tiles import Tiles, tiles_of
 from penstock.schemas.errors import Code
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.base import EngineError, RequestError
+from penstock.workers.engines.engine_protocol import EngineError, RequestError
 from penstock.workers.engines.native.model import embedding_slots
 from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots
 from penstock.workers.engines.native.model.pool import free_bytes, out_of_memory

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from msgspec.structs import astuple
 
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines.base import MediaSpan
 from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
+from penstock.workers.engines.engine_protocol import MediaSpan
 from penstock.workers.engines.native.cuda.packing import UNKNOWN, Packed, Packing, TableRows
 from tests.properties import examples
 

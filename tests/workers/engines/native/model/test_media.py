@@ -16,7 +16,7 @@ from safetensors.torch import save
 from transformers import AutoImageProcessor
 
 from penstock.schemas.errors import Code
-from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.engine_protocol import RequestError
 from penstock.workers.engines.native.model import embedding_slots, vision
 from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots
 from tests.properties import examples

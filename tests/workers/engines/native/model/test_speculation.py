@@ -9,8 +9,8 @@ import pytest
 
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines.base import Output, SequenceRequest
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import Output, SequenceRequest
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions

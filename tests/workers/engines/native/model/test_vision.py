@@ -12,8 +12,8 @@ from PIL import Image
 from safetensors.torch import save
 
 from penstock.schemas.errors import Code
-from penstock.workers.engines.base import Engine, EngineError, MediaSpan, RequestError, VisionEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import Engine, EngineError, MediaSpan, RequestError, VisionEngine
 from penstock.workers.engines.native.build import build, build_encoder
 from penstock.workers.engines.native.model import vision as vision_module
 from penstock.workers.engines.native.model.model import UnsupportedModel

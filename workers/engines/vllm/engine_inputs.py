@@ -17,7 +17,7 @@ import structlog
 
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Sampling, Stop
-from penstock.workers.engines.base import EngineInfo, RequestError, SequenceRequest
+from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, SequenceRequest
 from penstock.workers.engines.external import handoff_state
 from penstock.workers.engines.external.constrained import ends, grammar_text
 from penstock.workers.engines.external.handoff_state import ConsumedStates

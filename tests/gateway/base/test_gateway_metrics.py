@@ -2,7 +2,7 @@
 
 from prometheus_client import generate_latest
 
-from penstock.gateway.base.metrics import MAX_MODELS, GatewayMetrics
+from penstock.gateway.base.gateway_metrics import MAX_MODELS, GatewayMetrics
 from penstock.infra.metrics.scope import MetricScope
 
 

@@ -25,8 +25,8 @@ from penstock.infra.metrics.scope import MetricScope
 from penstock.schemas.done import Done
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 from penstock.schemas.transfer import Handoff
-from penstock.workers.engines.base import EngineInfo, EngineStats, GrammarStats
-from penstock.workers.kv_transfer.base import CAUSES
+from penstock.workers.engines.engine_protocol import EngineInfo, EngineStats, GrammarStats
+from penstock.workers.kv_transfer.transport_protocol import CAUSES
 
 log = structlog.get_logger("worker")
 

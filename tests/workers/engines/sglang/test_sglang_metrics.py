@@ -7,8 +7,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.mmap_dict import MmapedDict
 
-from penstock.workers.engines.external.metrics import MULTIPROCESS
-from penstock.workers.engines.sglang.metrics import RankLoads, SglangSeries, series
+from penstock.workers.engines.external.engine_metrics import MULTIPROCESS
+from penstock.workers.engines.sglang.sglang_metrics import RankLoads, SglangSeries, series
 
 
 def written(folder: Path, pid: int, name: str, value: float) -> None:

@@ -1,7 +1,7 @@
 """The series of a router that name a worker."""
 
 from penstock.infra.metrics.scope import MetricScope
-from penstock.router.state.metrics import Metrics
+from penstock.router.state.router_metrics import Metrics
 from tests.schemas.test_pace import worker
 
 

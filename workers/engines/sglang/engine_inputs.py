@@ -29,7 +29,7 @@ from blake3 import blake3
 
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
-from penstock.workers.engines.base import EngineInfo, RequestError, SequenceRequest
+from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, SequenceRequest
 from penstock.workers.engines.external import constrained, handoff_state
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.sampling import bias, check_sampling, greedy, seed_of, shape, stop_ids

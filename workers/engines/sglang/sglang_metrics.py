@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from penstock.workers.engines.external.metrics import MULTIPROCESS
+from penstock.workers.engines.external.engine_metrics import MULTIPROCESS
 
 PREFIX = "sglang:"
 

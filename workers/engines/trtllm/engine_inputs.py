@@ -22,7 +22,7 @@ from penstock.infra.constraints.llguidance_releases import for_release
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
+from penstock.workers.engines.engine_protocol import EngineInfo, MediaSpan, RequestError, SequenceRequest
 from penstock.workers.engines.external.constrained import ends, grammar_text
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.sampling import check_sampling, seed_of, shape, stop_ids

@@ -14,7 +14,7 @@ import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from penstock.workers.engines.external.metrics import NativeSeries
+from penstock.workers.engines.external.engine_metrics import NativeSeries
 
 # Gauges for Prometheus: name -> (section of the statistics, key, what it is).
 GAUGES: Mapping[str, tuple[str, str, str]] = {
