@@ -9,6 +9,7 @@ from nats.errors import NoRespondersError
 from penstock.infra.bus import memory
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.memory import ContentReader, MemoryStreams
+from penstock.infra.bus.publisher import Publisher
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.contents import REQUEST
 from penstock.schemas.errors import Code, ServingError
@@ -156,3 +157,12 @@ async def test_a_part_that_never_comes_is_lost_only_if_it_cannot_be_made_again(
     with pytest.raises(ServingError) as caught:
         await memory.fetch(bus, streams, asked, "2")
     assert caught.value.code is code
+
+
+async def test_two_gateways_that_store_one_request_each_have_its_content(bus: Bus) -> None:
+    """Whichever the log takes, it names one of them. The second content was dropped as a repeat, and so was lost."""
+    async with Publisher(bus) as publisher:
+        for gateway in ("gw-a", "gw-b"):
+            asked = request(id="r1", gateway=gateway)
+            await (await memory.put(bus, publisher, asked, REQUEST, b"whole", now_ns=bus.clock.now_ns()))
+            assert await memory.find(bus, asked, REQUEST) == b"whole"
