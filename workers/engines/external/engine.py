@@ -111,7 +111,7 @@ class ExternalEngine(Generic[C]):
     KV moves through the engine's own connector: the handoff state is ``opaque``.
 
     Args:
-        runtime: closed with it.
+        runtime: the engine, with its loop and its queue of events; closed with it.
         grammars: of the model, if ``info`` says that the engine applies constraints.
     """
 
@@ -127,11 +127,8 @@ class ExternalEngine(Generic[C]):
         self.grammars: Grammars | None = grammars
         self.short_steps = False
         self.adapter = adapter
+        self.runtime = runtime
         self._constrained = ConstrainedOutputs(grammars)
-        self._adapter = adapter
-        self._loop = runtime.loop
-        self._resources = runtime.resources
-        self._inbox = runtime.inbox
         self._active: dict[object, ActiveSequence[C]] = {}
         self._running = 0  # how many of them have started
         self._held: dict[object, int] = {}  # key -> blocks of its prompt
@@ -142,7 +139,7 @@ class ExternalEngine(Generic[C]):
 
     @property
     def vision(self) -> VisionEngine | None:
-        return self._adapter.vision
+        return self.adapter.vision
 
     # --- requests ---
 
@@ -156,12 +153,12 @@ class ExternalEngine(Generic[C]):
         self._raise_broken()
         if request.key in self._active:
             raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
-        sequence = self._adapter.accept(request)
+        sequence = self.adapter.accept(request)
         self._constrained.add(request)
         if not self._active:
             self._last_update = time.monotonic()
         self._active[request.key] = sequence
-        self._loop.post(self._adapter.launch, sequence)
+        self.runtime.loop.post(self.adapter.launch, sequence)
 
     def cancel(self, key: object) -> bool:
         """Stop tracking a sequence at once and abort it in the engine; its late outputs are discarded."""
@@ -170,7 +167,7 @@ class ExternalEngine(Generic[C]):
             return False
         self._forget(sequence)
         sequence.cancelled = True
-        self._loop.post(self._adapter.abort, sequence)
+        self.runtime.loop.post(self.adapter.abort, sequence)
         return True
 
     def _forget(self, sequence: ActiveSequence[C]) -> None:
@@ -181,9 +178,9 @@ class ExternalEngine(Generic[C]):
             self._ended_at = time.monotonic()
 
     def has_work(self) -> bool:
-        if self._active or self._inbox:
+        if self._active or self.runtime.inbox:
             return True
-        return self.info.kv_events and time.monotonic() - self._ended_at < self._adapter.linger_s
+        return self.info.kv_events and time.monotonic() - self._ended_at < self.adapter.linger_s
 
     @property
     def blocked(self) -> bool:
@@ -204,16 +201,16 @@ class ExternalEngine(Generic[C]):
         handed: list[object] = []
         result = StepResult([], [], [], [], 0, held, scored, others, measured, handed)
         computed = 0
-        event = self._inbox.get(WAIT_S)
+        event = self.runtime.inbox.get(WAIT_S)
         if event is None:
             self._check_silence()
         while event is not None and not isinstance(event, EngineFailed):
             if isinstance(event, SequenceUpdate):
                 computed += self._apply(event, result, held, scored, measured, handed)
             else:
-                for rank, events in self._adapter.kv_events(event).items():
+                for rank, events in self.adapter.kv_events(event).items():
                     (others.setdefault(rank, []) if rank else result.events).extend(events)
-            event = self._inbox.get()
+            event = self.runtime.inbox.get()
         self._raise_broken()
         result.computed_tokens = computed
         return result
@@ -234,7 +231,7 @@ class ExternalEngine(Generic[C]):
         tokens, found = self._constrained.follow(sequence.key, tokens, failure)
         if found is not failure:
             failure, opaque, sequence.cancelled = found, None, True
-            self._loop.post(self._adapter.abort, sequence)
+            self.runtime.loop.post(self.adapter.abort, sequence)
         self._last_update = time.monotonic()
         if passed_on:
             handed.append(sequence.key)
@@ -270,15 +267,15 @@ class ExternalEngine(Generic[C]):
             log.warning("engine_silent", seconds=SILENT_S, sequences=len(self._active), running=self._running)
 
     def _raise_broken(self) -> None:
-        error = self._inbox.failure
+        error = self.runtime.inbox.failure
         if isinstance(error, NodeLost):
             raise error
         if error is not None:
-            raise EngineError(f"{self._adapter.title} failed: {error!r}") from error
+            raise EngineError(f"{self.adapter.title} failed: {error!r}") from error
 
     def stats(self) -> EngineStats:
         held = sum(self._held.values())
-        blocks = self._adapter.block_counts(active=bool(self._active), held=held)
+        blocks = self.adapter.block_counts(active=bool(self._active), held=held)
         return EngineStats(
             running=self._running,
             waiting=len(self._active) - self._running,
@@ -292,23 +289,23 @@ class ExternalEngine(Generic[C]):
         )
 
     def dump(self, rank: int = 0) -> list[KvEvent]:
-        return self._adapter.dump(rank)
+        return self.adapter.dump(rank)
 
     def collectors(self) -> Seq[Collector]:
         """The engine's own metrics, for the worker's registry."""
-        return self._adapter.collectors()
+        return self.adapter.collectors()
 
     # --- handoff ---
 
     def memory(self) -> dict[str, Memory]:
-        return self._adapter.memory()
+        return self.adapter.memory()
 
     def release_held(self, key: object) -> bool:
         """Stop counting a held prompt. The engine frees its KV once it was fetched or the engine's own lease expired: a
         transfer that may be in progress cannot be stopped safely. One that was handed over ahead is aborted."""
         sequence = self._handed.pop(key, None)
         if sequence is not None:
-            self._loop.post(self._adapter.abort, sequence)
+            self.runtime.loop.post(self.adapter.abort, sequence)
         return self._held.pop(key, None) is not None
 
     def close(self) -> None:
@@ -318,6 +315,6 @@ class ExternalEngine(Generic[C]):
         self._closed = True
         for key in list(self._active):
             self.cancel(key)
-        if not self._loop.cancel_all(CLOSE_S):
+        if not self.runtime.loop.cancel_all(CLOSE_S):
             log.warning("engine_tasks_still_running")
-        self._resources.close()
+        self.runtime.resources.close()

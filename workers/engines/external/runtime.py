@@ -32,11 +32,15 @@ log = structlog.get_logger("engine")
 
 
 class LoopThread:
-    """Starts at once; ``close`` cancels what still runs and joins the thread."""
+    """Starts at once; ``close`` cancels what still runs and joins the thread.
+
+    Attributes:
+        tasks: those that have not ended.
+    """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -64,7 +68,7 @@ class LoopThread:
     def task(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
         """Start a task; call this in the loop."""
         task = self._loop.create_task(work, name=name)
-        self._tasks.add(task)
+        self.tasks.add(task)
         task.add_done_callback(self._done)
         return task
 
@@ -73,7 +77,7 @@ class LoopThread:
         self._loop.call_later(seconds, function, *arguments)
 
     def _done(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
+        self.tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:  # those that matter report it themselves
             log.error("engine_task_failed", task=task.get_name(), error=repr(task.exception()))
 
@@ -81,7 +85,7 @@ class LoopThread:
         """Cancel all tasks and wait for their ends; False: some did not end in time."""
 
         async def cancel() -> None:
-            tasks = list(self._tasks)
+            tasks = list(self.tasks)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

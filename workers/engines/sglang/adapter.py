@@ -44,7 +44,7 @@ class SglangAdapter:
         metrics: SglangSeries,
     ) -> None:
         self._info = info
-        self._options = options
+        self.options = options
         self._loads = loads
         self._metrics = metrics
         self._follower = SglangFollower(runtime, loads, processes, info.slots, options)
@@ -54,7 +54,7 @@ class SglangAdapter:
         loop.post(lambda: loop.task(self._follower.watch(), "health"))
 
     def accept(self, request: SequenceRequest) -> ActiveSequence[SglangCall]:
-        info, options = self._info, self._options
+        info, options = self._info, self.options
         check(request, info, options)
         room, missing, offered = None, "", b""
         if options.layout:

@@ -32,6 +32,9 @@ class TrtllmAdapter:
     Args:
         runtime: its resources are the engine, then its loop.
         image_slots: images of prompts; None: the model takes none.
+    Attributes:
+        watch: reads the engine's queues.
+        liveness: what it sees of the engine.
     """
 
     title = "TensorRT-LLM"
@@ -47,16 +50,17 @@ class TrtllmAdapter:
     ) -> None:
         self.vision = None if image_slots is None else EmbeddingPool(image_slots, image_slots.mark_embedded)
         self._info = info
-        self._options = options
+        self.options = options
         self._metrics = metrics
         self._follower = TrtllmFollower(runtime, options, metrics)
+        self.liveness = self._follower.liveness
         self._roots = Roots(info.block_size, options.root)
         self._translators = [TrtllmEventTranslator(info.block_size, self._roots) for _ in range(info.dp_size)]
         self._blocks = stats.PoolCounts(info.total_blocks, 0, info.total_blocks)
         self._consumed = ConsumedStates()
-        self._watch = QueueReader(
+        self.watch = QueueReader(
             runtime.llm,
-            self._follower.liveness,
+            self.liveness,
             runtime.inbox.put,
             self._follower.broken,
             ask=self._follower.ask,
@@ -64,23 +68,23 @@ class TrtllmAdapter:
             events=info.kv_events,
             stats=options.publish,
         )
-        self._watch.start()
-        runtime.resources.callback(self._watch.close)  # before the engine
+        self.watch.start()
+        runtime.resources.callback(self.watch.close)  # before the engine
 
     def accept(self, request: SequenceRequest) -> ActiveSequence[TrtllmCall]:
-        check(request, self._info, self._options.prompt_limit)
+        check(request, self._info, self.options.prompt_limit)
         if request.media:
             if self.vision is None:
                 raise RequestError(Code.invalid_request, TEXT_ONLY)
             self.vision.check(request.media, len(request.prompt), adopted=bool(request.opaque))
-        prepared = prepare(request, self._info, self._options, self._consumed)
-        self._roots.learn(request.prompt, request.root or self._options.root, (m.digest for m in request.media))
+        prepared = prepare(request, self._info, self.options, self._consumed)
+        self._roots.learn(request.prompt, request.root or self.options.root, (m.digest for m in request.media))
         return ActiveSequence(request, TrtllmCall(prepared.adopted, prepared))
 
     def launch(self, sequence: ActiveSequence[TrtllmCall]) -> None:
         """Submit a sequence; called in the loop thread."""
         self._follower.launch(sequence)
-        self._watch.read()
+        self.watch.read()
 
     def abort(self, sequence: ActiveSequence[TrtllmCall]) -> None:
         self._follower.abort(sequence)
@@ -111,7 +115,7 @@ class TrtllmAdapter:
     @property
     def served(self) -> ServedOptions:
         """What the engine does with sampling options."""
-        return self._options.served
+        return self.options.served
 
     def ask_for_token(self, seconds: float) -> bool:
         """Have the engine generate a token outside of all requests; False: it did not come in time."""

@@ -34,13 +34,15 @@ class Liveness:
     Args:
         now: the start.
         quiet_s, answer_s: as the constants.
+    Attributes:
+        checked: when ``problem`` was last called.
     """
 
     def __init__(self, now: float, *, quiet_s: float = QUIET_S, answer_s: float = ANSWER_S) -> None:
         self._polled = self._looped = self._generated = now
         self._asked: float | None = None
-        self._checked = now
-        self._quiet_s, self._answer_s = quiet_s, answer_s
+        self.checked = now
+        self.quiet_s, self.answer_s = quiet_s, answer_s
 
     def polled(self, now: float) -> None:
         """A round of polls has returned."""
@@ -56,7 +58,7 @@ class Liveness:
 
     def wants_token(self, now: float) -> bool:
         """Whether to ask for a token. If so, ``asked`` must follow."""
-        return self._asked is None and now - self._generated >= self._quiet_s
+        return self._asked is None and now - self._generated >= self.quiet_s
 
     def asked(self, now: float) -> None:
         self._asked = now
@@ -70,8 +72,8 @@ class Liveness:
 
         What a check comes too late by is no sign of the engine: this process had no processor, or was stopped.
         """
-        stalled = now - self._checked - 2 * CHECK_S
-        self._checked = now
+        stalled = now - self.checked - 2 * CHECK_S
+        self.checked = now
         if stalled > 0:
             self._polled += stalled
             self._looped += stalled
@@ -85,7 +87,7 @@ class Liveness:
             return f"a call that submits a request has not returned for {late:.0f} s"
         if self._asked is not None:
             late = now - max(self._asked, self._generated)
-            if late > self._answer_s:
+            if late > self.answer_s:
                 return (
                     f"it has generated nothing for {now - self._generated:.0f} s, also not for a request of one token"
                 )
@@ -167,6 +169,9 @@ class QueueReader:
         broken: takes the error that ends the engine.
         ask: have the engine generate one token, and call ``liveness.answered``; called in the watching thread.
         beat: have the event loop call ``liveness.looped``; called in the watching thread.
+        watch_s: between two looks at ``liveness``.
+    Attributes:
+        events, stats: the queues; ``wanted`` says whether they are read.
     """
 
     def __init__(
@@ -187,8 +192,8 @@ class QueueReader:
         self._emit = emit
         self._broken = broken
         self._ask, self._beat = ask, beat
-        self._events, self._stats = _Queue("kv events", events), _Queue("statistics", stats)
-        self._watch_s = watch_s
+        self.events, self.stats = _Queue("kv events", events), _Queue("statistics", stats)
+        self.watch_s = watch_s
         self._ended = threading.Event()
         self._reading = False
         self._stats_at = float("-inf")
@@ -236,26 +241,26 @@ class QueueReader:
 
     def _read_events(self) -> bool:
         """Whether there were any."""
-        if not self._events.wanted:
+        if not self.events.wanted:
             return False
-        found, lost = self._events.read(self._llm.get_kv_cache_events)
+        found, lost = self.events.read(self._llm.get_kv_cache_events)
         if found or lost:
             self._emit(KvEvents(found, lost))
         return bool(found)
 
     def _read_stats(self) -> None:
         now = time.monotonic()
-        if not self._stats.wanted or now - self._stats_at < STATS_S:
+        if not self.stats.wanted or now - self._stats_at < STATS_S:
             return
         self._stats_at = now
-        found, _ = self._stats.read(self._llm.get_stats)
+        found, _ = self.stats.read(self._llm.get_stats)
         if found:
             self._emit(Stats(found))
 
     # --- the watch ---
 
     def _watch(self) -> None:
-        while not self._ended.wait(self._watch_s):
+        while not self._ended.wait(self.watch_s):
             now = time.monotonic()
             reason = self._liveness.problem(now)
             if reason:

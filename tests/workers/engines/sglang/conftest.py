@@ -44,7 +44,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 def inner(driver: Driver) -> Any:
     """The stand-in's Engine."""
     engine: Any = driver.engine
-    return engine._adapter._follower._llm
+    return engine.runtime.llm
 
 
 def scheduler(driver: Driver, rank: int = 0) -> Any:

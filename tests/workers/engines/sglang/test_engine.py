@@ -26,7 +26,7 @@ def in_loop(driver: Driver, work: Callable[[], Any]) -> Any:
         found = work()
         return await found if asyncio.iscoroutine(found) else found
 
-    return engine._loop.run(run(), 10.0)
+    return engine.runtime.loop.run(run(), 10.0)
 
 
 def test_a_scheduler_that_dies_is_an_engine_error_also_without_requests(

@@ -171,14 +171,14 @@ def test_without_chunks_a_prompt_longer_than_a_step_is_refused(make: Make) -> No
         max_model_len=64,
         override_engine_args='{"enable_chunked_prefill": false, "max_seq_len": 64, "max_num_tokens": 64}',
     )
-    assert engine._adapter._options.prompt_limit == 64
+    assert engine.adapter.options.prompt_limit == 64
 
 
 def test_a_request_error_fails_its_request_and_no_other(make: Make, prompt: list[int], monkeypatch: Any) -> None:
     from tensorrt_llm.executor.utils import RequestError as Theirs
 
     engine = make()
-    real = engine._adapter._follower._llm.generate_async
+    real = engine.runtime.llm.generate_async
     errors = {5: Theirs("prompt should not exceed max_num_tokens"), 6: ValueError("bad"), 7: NotImplementedError("no")}
 
     def generate_async(inputs: Any, **more: Any) -> Any:
@@ -186,7 +186,7 @@ def test_a_request_error_fails_its_request_and_no_other(make: Make, prompt: list
             raise errors[len(inputs)]
         return real(inputs, **more)
 
-    monkeypatch.setattr(engine._adapter._follower._llm, "generate_async", generate_async)
+    monkeypatch.setattr(engine.runtime.llm, "generate_async", generate_async)
     results = run(engine, ask("a", prompt, 4), *(ask(n, prompt[:n], 4) for n in errors))
     assert {key: failure.code for key, failure in results.failures.items()} == {
         5: Code.context_length_exceeded,
@@ -202,7 +202,7 @@ def test_a_request_error_on_the_way_fails_its_request_and_no_other(make: Make, p
     from tensorrt_llm.executor.result import ErrorResponse
 
     engine = make()
-    hooks.hold(engine._adapter._follower._llm)
+    hooks.hold(engine.runtime.llm)
     engine.submit(ask("a", prompt, 8, ignore_eos=True))
     engine.submit(ask("b", prompt, 8, ignore_eos=True))
     sequence = engine._active["a"]
@@ -210,7 +210,7 @@ def test_a_request_error_on_the_way_fails_its_request_and_no_other(make: Make, p
         engine.step()
     sequence.call.result._inbox.put(ErrorResponse("this one cannot go on"))
     results = until(engine, lambda results: results.ended("a"))
-    hooks.free(engine._adapter._follower._llm)
+    hooks.free(engine.runtime.llm)
     until(engine, lambda results: results.ended("b"), results)
     assert results.failures["a"].code == Code.engine_error
     assert len(results.tokens("b")) == 8
@@ -220,12 +220,12 @@ def test_any_other_error_is_the_engines_end(make: Make, prompt: list[int]) -> No
     from tensorrt_llm._standin import hooks
 
     engine = make()
-    hooks.hold(engine._adapter._follower._llm)
+    hooks.hold(engine.runtime.llm)
     engine.submit(ask("a", prompt, 100, ignore_eos=True))
     while engine._active["a"].call.result is None:
         engine.step()
-    hooks.die(engine._adapter._follower._llm)
-    hooks.free(engine._adapter._follower._llm)
+    hooks.die(engine.runtime.llm)
+    hooks.free(engine.runtime.llm)
     with pytest.raises(EngineError, match="illegal memory access"):
         until(engine, lambda results: False)
     with pytest.raises(EngineError):
@@ -242,10 +242,10 @@ def test_an_error_in_reading_events_is_raised_before_the_next_generation(
         raise OSError("the queue is gone")
 
     run(engine, ask("a", prompt, 2))
-    monkeypatch.setattr(engine._adapter._follower._llm, method, broken)
+    monkeypatch.setattr(engine.runtime.llm, method, broken)
     deadline = time.monotonic() + 10
-    while engine._inbox.failure is None and time.monotonic() < deadline:
-        engine._inbox.get(timeout=10)
+    while engine.runtime.inbox.failure is None and time.monotonic() < deadline:
+        engine.runtime.inbox.get(timeout=10)
     with pytest.raises(EngineError, match="the queue is gone"):
         engine.submit(ask("b", prompt, 2))
 
@@ -264,7 +264,7 @@ def idle(llm: Any) -> None:
 
 def test_a_cancelled_sequence_has_no_more_output_and_is_aborted(make: Make, prompt: list[int]) -> None:
     engine = make()
-    llm = engine._adapter._follower._llm
+    llm = engine.runtime.llm
     engine.submit(ask("a", prompt, 400, ignore_eos=True))
     engine.submit(ask("b", prompt, 20, ignore_eos=True))
     results = until(engine, lambda results: len(results.tokens("a")) > 2)
@@ -283,7 +283,7 @@ def test_so_is_one_that_has_not_begun(make: Make, prompt: list[int]) -> None:
     from tensorrt_llm._standin import hooks
 
     engine = make()
-    llm = engine._adapter._follower._llm
+    llm = engine.runtime.llm
     hooks.hold(llm)
     for n in range(5):
         engine.submit(ask(n, prompt, 400, ignore_eos=True))
@@ -316,7 +316,7 @@ def test_a_step_waits_but_not_long_and_never_spins(make: Make, prompt: list[int]
     from tensorrt_llm._standin import hooks
 
     engine = make(publish_events_and_metrics=False)
-    llm = engine._adapter._follower._llm
+    llm = engine.runtime.llm
     hooks.hold(llm)
     engine.submit(ask("a", prompt, 4))
     began, cpu, steps = time.monotonic(), time.thread_time(), 40
@@ -335,13 +335,13 @@ def test_a_long_silence_is_reported(make: Make, prompt: list[int], monkeypatch: 
 
     monkeypatch.setattr(shell, "SILENT_S", 0.01)
     engine = make(publish_events_and_metrics=False)
-    hooks.hold(engine._adapter._follower._llm)
+    hooks.hold(engine.runtime.llm)
     engine.submit(ask("a", prompt, 4))
     with capture_logs() as lines:
         for _ in range(5):
             engine.step()
     assert "engine_silent" in {line["event"] for line in lines}
-    hooks.free(engine._adapter._follower._llm)
+    hooks.free(engine.runtime.llm)
 
 
 # --- events and statistics
@@ -408,7 +408,7 @@ def test_lost_events_clear_what_routers_know(make: Make, prompt: list[int]) -> N
     engine = make()
     results = run(engine, ask("a", prompt, 1))
     until(engine, lambda results: bool(stored(results)), results)
-    hooks.emit(engine._adapter._follower._llm, {"type": "removed", "block_hashes": []}, skip=2)
+    hooks.emit(engine.runtime.llm, {"type": "removed", "block_hashes": []}, skip=2)
     until(engine, lambda results: Cleared() in results.events, results)
     assert engine.dump() == []
 
@@ -418,8 +418,8 @@ def test_switched_off_it_reads_and_reports_nothing(make: Make, prompt: list[int]
     results = run(engine, ask("a", prompt, 8, ignore_eos=True))
     assert results.events == []
     assert not engine.info.kv_events
-    watch = engine._adapter._watch
-    assert (watch._events.wanted, watch._stats.wanted) == (False, False)
+    watch = engine.adapter.watch
+    assert (watch.events.wanted, watch.stats.wanted) == (False, False)
 
 
 def test_the_engines_own_metrics_come_beside_ours(make: Make, prompt: list[int]) -> None:

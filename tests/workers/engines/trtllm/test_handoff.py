@@ -103,7 +103,7 @@ def test_a_cancel_while_kv_is_fetched_waits_for_that(make: Make, monkeypatch: An
 
     prefill, decode = make(role="prefill"), make(role="decode")
     first, opaque = prefilled(prefill)
-    llm = decode._adapter._follower._llm
+    llm = decode.runtime.llm
     aborted: list[int] = []
     hooks.hold(llm)
     request: SequenceRequest = ask("d", PROMPT, 400, generated=first, opaque=opaque, ignore_eos=True)

@@ -97,7 +97,7 @@ def test_kinds_of_speculation_have_their_name_of_the_release(make: Make, kind: s
     config: dict[str, Any] = {"decoding_type": kind, "max_draft_len": 3}
     config |= {"max_matching_ngram_size": 2} if kind == "NGram" else {"speculative_model": str(modeldir.DEMO)}
     engine = make(arguments={"speculative_config": config})
-    found = engine._adapter._follower._llm.args.speculative_config
+    found = engine.runtime.llm.args.speculative_config
     assert type(found).__name__.replace("DecodingConfig", "") == kind.replace("_", "")
 
 

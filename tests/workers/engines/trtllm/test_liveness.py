@@ -65,13 +65,13 @@ def test_a_token_that_does_not_come_is_a_problem_unless_others_do() -> None:
 
     def problem(until: float) -> str:
         found = ""
-        while not found and liveness._checked < until:
-            now = liveness._checked + CHECK_S
+        while not found and liveness.checked < until:
+            now = liveness.checked + CHECK_S
             found = alive(now, liveness).problem(now)
         return found
 
-    liveness.asked(liveness._checked)
-    asked = liveness._checked
+    liveness.asked(liveness.checked)
+    asked = liveness.checked
     assert problem(asked + ANSWER_S) == ""
     liveness.generated(asked + ANSWER_S)  # a queue in front of it moves on
     assert problem(asked + 2 * ANSWER_S) == ""

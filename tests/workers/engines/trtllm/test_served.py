@@ -18,7 +18,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def served(engine: Any) -> ServedOptions:
-    found: ServedOptions = engine._adapter._options.served
+    found: ServedOptions = engine.adapter.options.served
     return found
 
 

@@ -72,7 +72,7 @@ def test_attention_dp_makes_ranks_with_slots_of_their_own(make: Make, quirks: An
 @pytest.mark.parametrize("backend", ["pytorch", "autodeploy"])
 def test_both_back_ends_are_built(make: Make, backend: str) -> None:
     engine = make(trtllm_backend=backend)
-    args = engine._adapter._follower._llm.args
+    args = engine.runtime.llm.args
     assert args.backend == (None if backend == "pytorch" else "_autodeploy")
     assert len(run(engine, ask("a", PROMPT, 3, ignore_eos=True)).tokens("a")) == 3
 
@@ -81,7 +81,7 @@ def test_files_and_overrides_reach_the_engine(make: Make, tmp_path: Path) -> Non
     file = tmp_path / "extra.yaml"
     file.write_text("max_batch_size: 4\nkv_cache_config: {free_gpu_memory_fraction: 0.4}\n")
     engine = make(extra_engine_args=str(file), override_engine_args='{"kv_cache_config": {"host_cache_size": 4096}}')
-    args = engine._adapter._follower._llm.args
+    args = engine.runtime.llm.args
     assert (args.max_batch_size, engine.info.slots) == (4, 4)
     kv = args.kv_cache_config
     assert (kv.free_gpu_memory_fraction, kv.host_cache_size, kv.tokens_per_block) == (0.4, 4096, BLOCK)
@@ -313,7 +313,7 @@ class TestLater:
         engine = from_settings(settings(kv_blocks=50), MODEL)
         try:
             well = [True]
-            llm: Any = engine._adapter._follower._llm
+            llm: Any = engine.runtime.llm
             llm._check_health = lambda: well[0]
             assert engine.info.total_blocks == 50
             assert len(run(engine, ask("a", PROMPT, 3, ignore_eos=True)).tokens("a")) == 3

@@ -18,7 +18,7 @@ PROMPT = list(range(40, 90))
 
 
 def llm_of(engine: Any) -> Any:
-    return engine._adapter._follower._llm
+    return engine.runtime.llm
 
 
 def test_queues_are_read_in_a_thread_of_their_own_and_no_task_is_made_for_an_event(
@@ -39,7 +39,7 @@ def test_queues_are_read_in_a_thread_of_their_own_and_no_task_is_made_for_an_eve
     results = run(engine, ask("a", PROMPT, 4))
     until(engine, lambda results: bool(results.events) and bool(asked), results)
     assert set(asked) == {("trtllm-polls", 0)}
-    assert not [task for task in engine._loop._tasks if not task.get_name().startswith("sequence ")]
+    assert not [task for task in engine.runtime.loop.tasks if not task.get_name().startswith("sequence ")]
 
 
 def test_nothing_is_read_before_the_first_request(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_a_process_that_hangs_is_noticed_while_requests_run(make: Make, monkeypa
 
     monkeypatch.setattr(watch, "POLL_LATE_S", 0.3)
     engine = make()
-    engine._adapter._watch._watch_s = 0.05
+    engine.adapter.watch.watch_s = 0.05
     engine.submit(ask("a", PROMPT, 400, ignore_eos=True))
     until(engine, lambda results: bool(results.tokens("a")))
     hooks.freeze(llm_of(engine))
@@ -86,7 +86,7 @@ def test_and_while_it_is_idle(make: Make, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(watch, "POLL_LATE_S", 0.3)
     engine = make()
-    engine._adapter._watch._watch_s = 0.05
+    engine.adapter.watch.watch_s = 0.05
     run(engine, ask("a", PROMPT, 2))
     until(engine, lambda results: not engine.has_work())
     hooks.freeze(llm_of(engine))
@@ -107,9 +107,9 @@ def test_an_engine_that_answers_polls_and_generates_nothing_is_noticed(make: Mak
     from tensorrt_llm._standin import hooks
 
     engine = make()
-    signs = engine._adapter._follower.liveness
-    signs._quiet_s, signs._answer_s = 0.2, 0.3
-    engine._adapter._watch._watch_s = 0.05
+    signs = engine.adapter.liveness
+    signs.quiet_s, signs.answer_s = 0.2, 0.3
+    engine.adapter.watch.watch_s = 0.05
     hooks.hold(llm_of(engine))
     if busy:
         engine.submit(ask("a", PROMPT, 4))
@@ -120,9 +120,9 @@ def test_an_engine_that_answers_polls_and_generates_nothing_is_noticed(make: Mak
 
 def test_an_idle_engine_that_generates_is_asked_again_and_again_and_stays(make: Make) -> None:
     engine = make()
-    signs = engine._adapter._follower.liveness
-    signs._quiet_s = 0.05
-    engine._adapter._watch._watch_s = 0.02
+    signs = engine.adapter.liveness
+    signs.quiet_s = 0.05
+    engine.adapter.watch.watch_s = 0.02
     answers: list[float] = []
     real = signs.answered
     signs.answered = lambda now: (answers.append(now), real(now))
@@ -183,7 +183,7 @@ def test_events_that_can_never_be_read_are_given_up(monkeypatch: pytest.MonkeyPa
     class Signs(watch.Liveness):
         def polled(self, now: float) -> None:
             super().polled(now)
-            if len(emitted) == 3 and not found._events.wanted:
+            if len(emitted) == 3 and not found.events.wanted:
                 given_up.set()
 
     found = QueueReader(

@@ -33,8 +33,7 @@ def prompts(count: int, round: int) -> list[list[int]]:
 
 def bare(engine: Any, count: int, round: int) -> float:
     """Tokens per second of AsyncLLM alone, in its own loop."""
-    follower = engine._adapter._follower
-    llm, api = follower._llm, follower._api
+    llm, api = engine.runtime.llm, engine.runtime.api
 
     async def one(number: int, prompt: list[int]) -> None:
         params = api.sampling(
@@ -50,7 +49,7 @@ def bare(engine: Any, count: int, round: int) -> float:
         await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts(count, round))))
         return count * TOKENS / (time.perf_counter() - began)
 
-    found: float = engine._loop.run(every(), 300)
+    found: float = engine.runtime.loop.run(every(), 300)
     return found
 
 

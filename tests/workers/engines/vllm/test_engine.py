@@ -59,7 +59,7 @@ def make() -> Iterator[Make]:
 def inner(driver: Driver) -> Any:
     """The stand-in's AsyncLLM."""
     engine: Any = driver.engine
-    return engine._adapter._follower._llm
+    return engine.runtime.llm
 
 
 def in_loop(driver: Driver, work: Callable[[], Any]) -> Any:
@@ -69,7 +69,7 @@ def in_loop(driver: Driver, work: Callable[[], Any]) -> Any:
         found = work()
         return await found if asyncio.iscoroutine(found) else found
 
-    return engine._loop.run(run(), 10.0)
+    return engine.runtime.loop.run(run(), 10.0)
 
 
 def test_spans_of_vllm_s_own_are_below_the_worker_s(make: Make) -> None:
