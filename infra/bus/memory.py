@@ -300,7 +300,7 @@ async def put(
         ServingError: as ``Publisher.send``.
     """
     left_s = max(1, math.ceil((request.deadline_ns - now_ns) / 1e9 + MEMORY_GRACE_S))
-    # Two gateways may try to store one request. That of each has its own content: the log decides which one is accepted.
+    # Two gateways may try to store one request. That of each has its own content: the log decides which is accepted.
     name = f"{request.gateway}:{request.id}:{part}"
     return await publisher.send(
         bus.subjects.contents(request.gateway, request.id, part),
