@@ -12,8 +12,6 @@ longest row, and what pads the others is computed for nothing.
 """
 
 import asyncio
-import os
-import socket
 import time
 from array import array
 from bisect import bisect_left
@@ -28,16 +26,14 @@ from penstock.configs.settings import WorkerSettings, served_names
 from penstock.infra.bus.tasks import end
 from penstock.infra.model import modeldir, servable
 from penstock.schemas import done, fleet, jobs, requests
-from penstock.schemas.control import Ok, Push, Pushed, Release
 from penstock.schemas.errors import Code
-from penstock.schemas.kv import KvDump
 from penstock.schemas.requests import Embedding
 from penstock.schemas.tokens import Finish, TokenItem
 from penstock.schemas.wire import pack_tokens, unpack_tokens
 from penstock.workers.engines.embed.embedding_protocol import EmbeddingEngine, finite, shortened, window
 from penstock.workers.engines.engine_protocol import RequestError
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
-from penstock.workers.runners.pipeline_thread import PipelineThread
+from penstock.workers.runners.pipeline_thread import PipelineBackend, PipelineRunnerBase, PipelineThread
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import ServedModel, SessionContext, StageInput
 from penstock.workers.session.requests import RunningRequest, admit
@@ -175,12 +171,7 @@ class _Batch(NamedTuple):
     vectors: list[bytes]
 
 
-class EmbeddingRunner:
-    """
-    Args:
-        engine_failed: called once when the engine is broken; nothing more begins then.
-    """
-
+class EmbeddingRunner(PipelineRunnerBase[EmbeddingEngine]):
     queue = 0
 
     def __init__(
@@ -190,13 +181,8 @@ class EmbeddingRunner:
         engine: EmbeddingEngine,
         engine_failed: Callable[[BaseException], None],
     ) -> None:
+        super().__init__(context, thread, engine, engine_failed)
         self.slots = context.settings.max_running
-        self._context = context
-        self._requests = context.requests
-        self._terminal = context.terminal
-        self._thread = thread
-        self._engine = engine
-        self._engine_failed = engine_failed
         self._inputs: InputQueue[_Vectors] = InputQueue(context.settings.max_batched_tokens)
         self._open: dict[str, _Vectors] = {}
         self._added = asyncio.Event()
@@ -293,9 +279,6 @@ class EmbeddingRunner:
 
     # --- early ends ---
 
-    def accepts_stop(self, running: RunningRequest) -> bool:
-        return True
-
     def stop_early(self, running: RunningRequest) -> None:
         self._drop(running)
         self._terminal.spawn(self._terminal.end_cancelled(running))
@@ -309,12 +292,6 @@ class EmbeddingRunner:
             del self._open[running.request.id]
             self._inputs.drop(entry)
 
-    def release_input(self, stage_input: StageInput) -> None:
-        """No stage comes before this one."""
-
-    async def not_begun(self) -> list[RunningRequest]:
-        return [running for running in self._requests.running.values() if not running.started_ns]
-
     # --- start and stop ---
 
     async def open(self) -> None:
@@ -323,52 +300,16 @@ class EmbeddingRunner:
     async def fence(self) -> None:
         await end([self._running])
 
-    async def close(self) -> None:
-        """Nothing to do: there are only the session's tasks."""
-
     def registration(self, state: fleet.WorkerState) -> fleet.Registration:
-        context, settings, model = self._context, self._context.settings, self._context.model
-        return fleet.Registration(
-            worker=context.id,
-            model=model.name,
-            role=settings.role,
-            engine=self._engine.name,
-            epoch=context.epoch,
-            block_size=settings.block_size,
-            total_blocks=0,
-            slots=self.slots,
-            max_model_len=self._engine.embedder.max_tokens,
-            state=state,
-            aliases=model.aliases,
-            revision=model.revision,
-            kv_events=False,
-            load=fleet.Load(running=len(self._open), waiting=len(self._inputs), steps=self._steps),
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            name=settings.name,
-            connection=model.connection,
-            max_batched_tokens=settings.max_batched_tokens,
-            embedder=self._engine.embedder,
+        load = fleet.Load(running=len(self._open), waiting=len(self._inputs), steps=self._steps)
+        embedder, batched = self._engine.embedder, self._context.settings.max_batched_tokens
+        return self._registration(
+            state, self.slots, load, embedder.max_tokens, embedder=embedder, max_batched_tokens=batched
         )
-
-    # --- upkeep and control ---
-
-    @property
-    def holds_leases(self) -> bool:
-        return False
 
     def housekeeping(self, now: float) -> None:
         self._context.metrics.running.set(len(self._open))
         self._context.metrics.waiting.set(len(self._inputs))
-
-    async def dump(self, page: int) -> KvDump:
-        return KvDump(self._context.id, self._context.epoch, 0, ())
-
-    def release(self, order: Release) -> Ok:
-        return Ok(error="this worker pins no blocks")
-
-    async def push(self, order: Push) -> Pushed:
-        return Pushed("refused", "this worker holds no blocks")
 
 
 def inputs_of(engine: EmbeddingEngine, embedding: Embedding, prompt: bytes) -> list[list[int]]:
@@ -429,48 +370,21 @@ def _check(index: int, tokens: Sequence[int], limit: int, *, whole: bool = True)
         )
 
 
-JOIN_S = 5.0
-
-
-class EmbeddingBackend:
+class EmbeddingBackend(PipelineBackend[EmbeddingEngine]):
     def __init__(self, settings: WorkerSettings, metrics: WorkerMetrics, events: ProcessEvents) -> None:
-        self.join_s = JOIN_S
-        self.load_seconds = 0.0
-        self._settings = settings
+        super().__init__(settings, events, lambda: build_engine(settings))
         self._metrics = metrics
-        self._events = events
-        self._thread = PipelineThread()
-        self._engine: EmbeddingEngine | None = None
-
-    async def start(self) -> None:
-        """Build the engine: a model that cannot be served is reported before the broker is needed.
-
-        Raises:
-            ModelError, EngineError, ValueError: the model or the engine cannot be served.
-        """
-        self._engine = await asyncio.wrap_future(self._thread.call(lambda: build_engine(self._settings)))
-        self.load_seconds = self._engine.load_seconds
 
     async def open(self, connection: str) -> ServedModel:
-        assert self._engine is not None
-        settings = self._settings
-        names = served_names(settings.served_model_name) or (self._engine.model,)
+        names = served_names(self._settings.served_model_name) or (self._engine.model,)
         self._metrics.process.set_label("model", names[0])
-        self._metrics.max_sequences.set(settings.max_running)
-        self._metrics.max_batched_tokens.set(settings.max_batched_tokens)
+        self._metrics.max_sequences.set(self._settings.max_running)
+        self._metrics.max_batched_tokens.set(self._settings.max_batched_tokens)
         self._metrics.max_model_len.set(self._engine.embedder.max_tokens)
         return ServedModel(names[0], names[1:], self._engine.revision, None, connection)
 
     def make_runner(self, context: SessionContext) -> EmbeddingRunner:
-        assert self._engine is not None
         return EmbeddingRunner(context, self._thread, self._engine, self._events.engine_failed)
-
-    async def close(self) -> None:
-        if self._engine is not None:
-            self._thread.call(self._engine.close)
-
-    def stop(self, timeout: float) -> bool:
-        return self._thread.stop(timeout)
 
 
 def build_engine(settings: WorkerSettings) -> EmbeddingEngine:

@@ -8,8 +8,6 @@ The backend of a worker that makes images or videos: a diffusion engine in the p
 """
 
 import asyncio
-import os
-import socket
 import threading
 import time
 from array import array
@@ -24,9 +22,7 @@ from penstock.infra.bus.memory import put_file
 from penstock.infra.bus.object_store import put
 from penstock.infra.bus.tasks import end
 from penstock.schemas import done, fleet, jobs, requests
-from penstock.schemas.control import Ok, Push, Pushed, Release
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.kv import KvDump
 from penstock.schemas.requests import Diffusion
 from penstock.schemas.tokens import File, Finish, TokenItem
 from penstock.workers.engine_loop.step_output import SequenceState
@@ -34,7 +30,7 @@ from penstock.workers.engines.diffusion.diffusion_protocol import DiffusionEngin
 from penstock.workers.engines.diffusion.encode import encode, media_type
 from penstock.workers.engines.engine_protocol import RequestError
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
-from penstock.workers.runners.pipeline_thread import PipelineThread
+from penstock.workers.runners.pipeline_thread import PipelineBackend, PipelineRunnerBase, PipelineThread
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import ServedModel, SessionContext, StageInput
 from penstock.workers.session.requests import RunningRequest, admit
@@ -92,12 +88,7 @@ class _PipelineRun:
             self.progressed.set()
 
 
-class PipelineRunner:
-    """
-    Args:
-        engine_failed: called once when the engine is broken; nothing more begins then.
-    """
-
+class PipelineRunner(PipelineRunnerBase[DiffusionEngine]):
     slots = 1
     queue = 1  # taken, but not advertised: two routers may place at once, and a cancellation must be received here
 
@@ -108,13 +99,8 @@ class PipelineRunner:
         engine: DiffusionEngine,
         engine_failed: Callable[[BaseException], None],
     ) -> None:
-        self._context = context
-        self._requests = context.requests
-        self._terminal = context.terminal
+        super().__init__(context, thread, engine, engine_failed)
         self._reporter = context.reporter
-        self._thread = thread
-        self._engine = engine
-        self._engine_failed = engine_failed
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Queue[RunningRequest] = asyncio.Queue()
         self._current: _PipelineRun | None = None
@@ -260,9 +246,6 @@ class PipelineRunner:
 
     # --- early ends ---
 
-    def accepts_stop(self, running: RunningRequest) -> bool:
-        return True
-
     def stop_early(self, running: RunningRequest) -> None:
         run = self._current
         if run is not None and run.running is running:
@@ -275,12 +258,6 @@ class PipelineRunner:
         if cancel and self._current is not None and self._current.running is running:
             self._current.stop.set()
 
-    def release_input(self, stage_input: StageInput) -> None:
-        """No stage comes before this one."""
-
-    async def not_begun(self) -> list[RunningRequest]:
-        return [running for running in self._requests.running.values() if not running.started_ns]
-
     # --- start and stop ---
 
     async def open(self) -> None:
@@ -289,50 +266,12 @@ class PipelineRunner:
     async def fence(self) -> None:
         """Nothing to do: removed requests publish nothing more."""
 
-    async def close(self) -> None:
-        """Nothing to do: there are only the session's tasks."""
-
     def registration(self, state: fleet.WorkerState) -> fleet.Registration:
-        context, settings, model = self._context, self._context.settings, self._context.model
-        return fleet.Registration(
-            worker=context.id,
-            model=model.name,
-            role=settings.role,
-            engine=self._engine.name,
-            epoch=context.epoch,
-            block_size=settings.block_size,
-            total_blocks=0,
-            slots=1,
-            max_model_len=0,
-            state=state,
-            aliases=model.aliases,
-            revision=model.revision,
-            kv_events=False,
-            load=fleet.Load(running=int(self._current is not None), waiting=self._waiting.qsize()),
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            name=settings.name,
-            connection=model.connection,
-            diffusion=self._engine.diffuser,
-        )
-
-    # --- upkeep and control ---
-
-    @property
-    def holds_leases(self) -> bool:
-        return False
+        load = fleet.Load(running=int(self._current is not None), waiting=self._waiting.qsize())
+        return self._registration(state, self.slots, load, diffusion=self._engine.diffuser)
 
     def housekeeping(self, now: float) -> None:
         """Nothing to do."""
-
-    async def dump(self, page: int) -> KvDump:
-        return KvDump(self._context.id, self._context.epoch, 0, ())
-
-    def release(self, order: Release) -> Ok:
-        return Ok(error="this worker pins no blocks")
-
-    async def push(self, order: Push) -> Pushed:
-        return Pushed("refused", "this worker holds no blocks")
 
 
 def _progress_failed(error: BaseException) -> None:
@@ -340,43 +279,16 @@ def _progress_failed(error: BaseException) -> None:
     log.warning("progress_publish_failed", error=repr(error))
 
 
-JOIN_S = 5.0
-
-
-class DiffusionBackend:
+class DiffusionBackend(PipelineBackend[DiffusionEngine]):
     def __init__(self, settings: WorkerSettings, metrics: WorkerMetrics, events: ProcessEvents) -> None:
-        self.join_s = JOIN_S
-        self.load_seconds = 0.0
-        self._settings = settings
-        self._events = events
-        self._thread = PipelineThread()
-        self._engine: DiffusionEngine | None = None
-
-    async def start(self) -> None:
-        """Build the engine: a model that cannot be served is reported before the broker is needed.
-
-        Raises:
-            ModelError, EngineError, ValueError: the model or the engine cannot be served.
-        """
-        built = self._thread.call(lambda: build_engine(self._settings))
-        self._engine = await asyncio.wrap_future(built)
-        self.load_seconds = self._engine.load_seconds
+        super().__init__(settings, events, lambda: build_engine(settings))
 
     async def open(self, connection: str) -> ServedModel:
-        settings = self._settings
-        names = served_names(settings.served_model_name) or (_name(settings.model),)
+        names = served_names(self._settings.served_model_name) or (_name(self._settings.model),)
         return ServedModel(names[0], names[1:], "", None, connection)
 
     def make_runner(self, context: SessionContext) -> PipelineRunner:
-        assert self._engine is not None
         return PipelineRunner(context, self._thread, self._engine, self._events.engine_failed)
-
-    async def close(self) -> None:
-        if self._engine is not None:
-            self._thread.call(self._engine.close)
-
-    def stop(self, timeout: float) -> bool:
-        return self._thread.stop(timeout)
 
 
 def _name(model: str) -> str:
