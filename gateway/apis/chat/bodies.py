@@ -161,11 +161,9 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     structural_tag: StructuralTag | None = None
 
 
-class TextOptions(CommonOptions, frozen=True, kw_only=True):
-    """Options that chat completions and completions share. null means: not given."""
+class SamplingOptions(CommonOptions, frozen=True, kw_only=True):
+    """Options that all APIs for text share. null means: not given."""
 
-    max_tokens: Count | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 31, description="0 or -1: off")] | None = None
@@ -174,13 +172,20 @@ class TextOptions(CommonOptions, frozen=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Annotated[Name, Meta(description="requests with different salts share no KV cache")] | None = None
+
+
+class TextOptions(SamplingOptions, frozen=True, kw_only=True):
+    """Options that chat completions and completions share."""
+
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
-    ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[Name, Meta(description="requests with different salts share no KV cache")] | None = None
     prompt_cache_key: (
         Annotated[Name, Meta(description="name of the conversation: a hint for the router; X-Session-Id goes before")]
         | None

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, Bias, Count, Penalty, StopText, TokenId
-from penstock.gateway.base.request_bodies import CommonOptions, Name, decode_body, unsupported
+from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, Count, SamplingOptions, StopText
+from penstock.gateway.base.request_bodies import Name, decode_body, unsupported
 
 MAX_TOOLS = 512
 KEEP_THOUGHTS = "clear_thinking_20251015"
@@ -113,7 +113,7 @@ class CountTokensRequest(Struct, frozen=True, kw_only=True):
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
 
 
-class MessagesRequest(CommonOptions, frozen=True, kw_only=True):
+class MessagesRequest(SamplingOptions, frozen=True, kw_only=True):
     """POST /v1/messages."""
 
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -124,23 +124,12 @@ class MessagesRequest(CommonOptions, frozen=True, kw_only=True):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     stop_sequences: Annotated[list[StopText], Meta(max_length=16)] | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 31, description="0 or -1: off")] | None = None
     metadata: MessageMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
     container: Any = None
     mcp_servers: list[Any] | None = None
     context_management: ContextManagement | None = None
     thread: Annotated[Any, Meta(description="refused, so that clients send the whole conversation")] = None
-    # As in chat completions:
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
-    ignore_eos: bool | None = None
-    cache_salt: Name | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
 
 

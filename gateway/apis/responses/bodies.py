@@ -1,9 +1,8 @@
 """Request bodies of the Responses API: their fields and limits. Knows no model and no tokenizer.
 
-As in ``penstock.gateway.apis.chat.bodies``, unknown fields are ignored, and a known field whose value cannot be
-honoured is an error that names it.
-
-Tools of the Responses API as functions that a model is told of, and their names in both directions. Pure.
+As in ``penstock.gateway.apis.chat.bodies``, unknown fields are ignored. A known field whose value cannot be honoured is
+an error that names the field. Tools become functions as chat completions have them, and their names are translated in
+both directions.
 """
 
 from collections import Counter
@@ -13,17 +12,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, Bias, Count, Logprobs, Penalty, StopText, TokenId
+from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, Count, Logprobs, SamplingOptions, StopText
 from penstock.gateway.base.request_bodies import CommonOptions, Name, decode_body, invalid, unsupported
 
-MAX_TOOLS = 512  # also with those of namespaces
+MAX_TOOLS = 512  # including those in namespaces
 FUNCTION, NAMESPACE = "function", "namespace"
-# Beside functions they are left out, and named in a header: an agent offers them with every request.
+# Agents offer these with every request. Next to functions they are left out, and a header names them.
 LEFT_OUT = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
 
 
 class FunctionTool(NamedTuple):
-    """``place``: in the client's body. ``namespace``: "": none."""
+    """A function and its place in the client's body. An empty ``namespace`` means that it has none."""
 
     place: str
     namespace: str
@@ -32,7 +31,7 @@ class FunctionTool(NamedTuple):
 
 
 class ToolNames:
-    """A function of a namespace is shown to the model by its own name, if no other function has that name."""
+    """Names for the model. A function in a namespace keeps its own name, unless another function has it too."""
 
     def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
         self._own: dict[str, tuple[str, str]] = {}
@@ -51,26 +50,24 @@ class ToolNames:
             self._own[shown] = (namespace, name)
 
     def shown(self, namespace: str | None, name: str) -> str:
-        """The name that the model knows; of a function that is not offered any more, its own."""
+        """The name that the model knows. A function that is no longer offered keeps its own."""
         return self._shown.get((namespace or "", name), name)
 
     def own(self, shown: str) -> tuple[str, str]:
-        """Namespace ("": none) and name of what the model called."""
+        """Namespace (empty if there is none) and name of the function that the model called."""
         return self._own.get(shown, ("", shown))
 
 
 def chat_tools(tools: Sequence[dict[str, Any]], names: ToolNames) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Functions as chat completions have them, and where their fields come from.
+    """Functions as chat completions have them, and the places in the body that they come from.
 
     Raises:
-        ServingError: a tool is not supported; names it.
+        ServingError: a tool is not supported. The error names it.
     """
     _check(tools)
     count = sum(1 for _ in _functions(tools))
     if count > MAX_TOOLS:
-        raise invalid(
-            "tools", f"tools have {count} functions with those of namespaces; at most {MAX_TOOLS} are allowed"
-        )
+        raise invalid("tools", f"tools have {count} functions, namespaces included; at most {MAX_TOOLS} are allowed")
     made: list[dict[str, Any]] = []
     places: dict[str, str] = {}
     for found in _functions(tools):
@@ -84,7 +81,7 @@ def chat_tools(tools: Sequence[dict[str, Any]], names: ToolNames) -> tuple[list[
 
 
 def left_out(tools: Iterable[dict[str, Any]]) -> list[str]:
-    """Names of the tools that the model is not told of, as "tools[3]"."""
+    """The tools that the model does not see, as in "tools[3]"."""
     return [f"tools[{number}]" for number, tool in enumerate(tools) if tool.get("type") in LEFT_OUT]
 
 
@@ -192,7 +189,7 @@ class TextConfig(Struct, frozen=True, omit_defaults=True):
 
 
 class ReasoningConfig(Struct, frozen=True, omit_defaults=True):
-    """``summary``: reasoning is returned as it is, so nothing is summarised."""
+    """``summary`` has no effect: reasoning is returned as it is, and not summarised."""
 
     effort: Annotated[str, Meta(pattern=_WORD, description="passed to the chat template")] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -203,7 +200,7 @@ class ResponseStreamOptions(Struct, frozen=True, omit_defaults=True):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(CommonOptions, frozen=True, kw_only=True, omit_defaults=True):
+class ResponsesRequest(SamplingOptions, frozen=True, kw_only=True, omit_defaults=True):
     """POST /v1/responses."""
 
     input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None = None
@@ -227,8 +224,6 @@ class ResponsesRequest(CommonOptions, frozen=True, kw_only=True, omit_defaults=T
     parallel_tool_calls: Annotated[bool, Meta(description="false: return the first call only")] | None = None
     max_output_tokens: Count | None = None
     max_tool_calls: Annotated[Count, Meta(description="of built-in tools, of which there are none")] | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_logprobs: Logprobs | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -244,20 +239,12 @@ class ResponsesRequest(CommonOptions, frozen=True, kw_only=True, omit_defaults=T
     moderation: Any = None
     # As in chat completions:
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
-    ignore_eos: bool | None = None
-    cache_salt: Name | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
 
     @property
     def kept(self) -> bool:
-        """Whether it can be fetched and continued after its end."""
+        """Whether the response can be fetched and continued after its end."""
         return self.store is not False and not self.no_store
 
 
@@ -286,10 +273,10 @@ _decode_compaction = msgspec.json.Decoder(CompactionRequest).decode
 
 
 def parse_response(data: bytes) -> ResponsesRequest:
-    """A body within every limit that depends neither on the model nor on earlier responses.
+    """Parse a body, and check all limits that depend neither on the model nor on earlier responses.
 
     Raises:
-        ServingError: invalid_request or unsupported, with the field.
+        ServingError: invalid_request or unsupported. The error names the field.
     """
     body: ResponsesRequest = decode_body(_decode, data)
     for name in ("conversation", "prompt", "context_management", "moderation"):
@@ -301,21 +288,21 @@ def parse_response(data: bytes) -> ResponsesRequest:
         if name not in INCLUDABLE:
             raise invalid(f"include[{number}]", f"include[{number}] {name[:80]!r} is not known")
     if body.background and not body.kept:
-        raise invalid("background", "background needs store: true, as the response has to be fetched later")
+        raise invalid("background", "background needs store: true, because the response is fetched later")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options requires stream: true")
     return body
 
 
 def parse_compaction(data: bytes) -> ResponsesRequest:
-    """A body for compaction, as that of the response whose conversation is to be summarised.
+    """Parse a body for compaction. The result is that of the response whose conversation is summarised.
 
     Raises:
-        ServingError: invalid_request or unsupported, with the field.
+        ServingError: invalid_request or unsupported. The error names the field.
     """
     body: CompactionRequest = decode_body(_decode_compaction, data)
     if body.input is None and body.previous_response_id is None:
-        raise invalid("input", "input is missing; send the conversation in it, or previous_response_id")
+        raise invalid("input", "input is missing; send the conversation, or set previous_response_id")
     if body.stream:
         raise unsupported("stream", "a compaction is not streamed; leave stream out")
     return ResponsesRequest(**{name: getattr(body, name) for name in body.__struct_fields__})

@@ -41,7 +41,7 @@ def test_no_two_functions_have_one_name_whatever_namespaces_are_called() -> None
 
 def test_functions_of_namespaces_count_like_others() -> None:
     tools = [space("a", *[function(f"f{number}") for number in range(513)])]
-    with pytest.raises(ServingError, match="513 functions with those of namespaces; at most 512") as refused:
+    with pytest.raises(ServingError, match="513 functions, namespaces included; at most 512") as refused:
         chat_tools(tools, ToolNames(tools))
     assert refused.value.param == "tools"
 
