@@ -43,9 +43,7 @@ class KeyTable:
     ) -> None:
         bucket = bus.subjects.bucket("keys")
         self._stream, self._subject = f"KV_{bucket}", f"$KV.{bucket}.>"
-        self._tail = LogTail(
-            bus, self._stream, self._subject, bus.subjects.live(self._subject), self._on_entry, self._forget
-        )
+        self._tail = LogTail.of_bucket(bus, "keys", self._on_entry, self._forget)
         self._bus = bus
         self._changed = changed
         self._on_confirmed = confirmed

@@ -27,9 +27,7 @@ class TenantTable:
     """
 
     def __init__(self, bus: Bus) -> None:
-        bucket = bus.subjects.bucket("tenants")
-        subject = f"$KV.{bucket}.>"
-        self._tail = LogTail(bus, f"KV_{bucket}", subject, bus.subjects.live(subject), self._on_entry)
+        self._tail = LogTail.of_bucket(bus, "tenants", self._on_entry)
         self.on_joined: Callable[[str], None] = lambda tenant: None
         self.on_left: Callable[[str], None] = lambda tenant: None
         self.on_changed: Callable[[], None] = lambda: None

@@ -40,10 +40,8 @@ class Verdicts:
 
     def __init__(self, bus: Bus) -> None:
         bucket = bus.subjects.bucket("verdicts")
-        self._prefix = f"$KV.{bucket}."
-        subject = f"{self._prefix}>"
-        self._stream = f"KV_{bucket}"
-        self._tail = LogTail(bus, self._stream, subject, bus.subjects.live(subject), self._on_entry)
+        self._stream, self._prefix = f"KV_{bucket}", f"$KV.{bucket}."
+        self._tail = LogTail.of_bucket(bus, "verdicts", self._on_entry)
         self._bus = bus
         self._table: dict[str, tuple[Verdict, int]] = {}  # by key; 0: in memory only, else the bucket's revision
         self._of_tenant: dict[str, dict[str, int]] = {}  # the keys of its verdicts, and when each was found

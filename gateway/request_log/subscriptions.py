@@ -31,8 +31,7 @@ class TokenSubscription:
         self._stream, self._subject = stream, subject
         self._in_memory = stream != bus.subjects.stream("TOKENS")
         self.on_read: Callable[[int], None] | None = None  # called with the sequence of each message
-        live = bus.subjects.live(subject)
-        self.tail = LogTail(bus, stream, subject, live, self._on_entry, on_recreated=self._start_over)
+        self.tail = LogTail(bus, stream, subject, self._on_entry, self._start_over)
         self.catch_up = CatchUp(bus, stream, subject, self._tasks, lambda: self.tail.position)
 
     async def start(self, *, new: bool = False) -> None:

@@ -50,8 +50,8 @@ class LogTail:
         handle: synchronous; an exception is logged, and the entry counts as handled.
         stream: its name.
         subject: which messages, wildcards allowed.
-        live: where the server republishes them.
         on_recreated: called before everything is handled again.
+        live: where the server republishes them; "": where our streams have it.
     """
 
     def __init__(
@@ -59,14 +59,15 @@ class LogTail:
         bus: Bus,
         stream: str,
         subject: str,
-        live: str,
         handle: Callable[[Entry], None],
         on_recreated: Callable[[], None] = lambda: None,
+        *,
+        live: str = "",
     ) -> None:
         self._bus = bus
         self._stream = stream
         self._subject = subject
-        self._live = live
+        self._live = live or bus.subjects.live(subject)
         self._handle = handle
         self._single = "*" not in subject and ">" not in subject
         self._on_recreated = on_recreated
@@ -81,6 +82,14 @@ class LogTail:
         self._idle: asyncio.Task[None] | None = None
         self.position = 0  # everything up to this sequence was handled
         self.repairs = 0
+
+    @classmethod
+    def of_bucket(
+        cls, bus: Bus, bucket: str, handle: Callable[[Entry], None], on_recreated: Callable[[], None] = lambda: None
+    ) -> Self:
+        """Of all keys of a bucket, which has its name in the streams (without the namespace)."""
+        name = bus.subjects.bucket(bucket)
+        return cls(bus, f"KV_{name}", f"$KV.{name}.>", handle, on_recreated)
 
     @asynccontextmanager
     async def following(

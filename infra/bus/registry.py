@@ -55,9 +55,7 @@ class WorkerRegistry:
         renewed: Callable[[RegisteredWorker], None] = lambda member: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        bucket = bus.subjects.bucket("workers")
-        self._stream, self._subject = f"KV_{bucket}", f"$KV.{bucket}.>"
-        self._tail = LogTail(bus, self._stream, self._subject, bus.subjects.live(self._subject), self._on_entry)
+        self._tail = LogTail.of_bucket(bus, "workers", self._on_entry)
         self._bus = bus
         self._joined = joined
         self._left = left

@@ -23,9 +23,7 @@ class TenantWeights:
     """
 
     def __init__(self, bus: Bus) -> None:
-        bucket = bus.subjects.bucket("tenants")
-        subject = f"$KV.{bucket}.>"
-        self._tail = LogTail(bus, f"KV_{bucket}", subject, bus.subjects.live(subject), self._on_entry)
+        self._tail = LogTail.of_bucket(bus, "tenants", self._on_entry)
         self.weights: dict[str, float] = {}
         self._reported = False
 

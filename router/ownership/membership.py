@@ -130,10 +130,8 @@ class Membership:
         self._lost_leases = lost_leases
         self._gained = gained
         self._lost = lost
-        bucket = bus.subjects.bucket("routers")
-        keys = f"$KV.{bucket}.>"
-        self._key = f"$KV.{bucket}.{router}"
-        self._tail = LogTail(bus, f"KV_{bucket}", keys, bus.subjects.live(keys), self._on_entry)
+        self._key = f"$KV.{bus.subjects.bucket('routers')}.{router}"
+        self._tail = LogTail.of_bucket(bus, "routers", self._on_entry)
         self._since_ns = self._bus.clock.now_ns()
         self._seen: dict[str, _Seen] = {}
         self._broken: dict[Link, None] = {}

@@ -72,8 +72,7 @@ class Caches:
         self.loader: IndexLoader | None = None
         if settings.kv_events:
             self._use(PrefixIndex(settings.max_index_blocks))
-        subject = bus.subjects.all("kv")
-        self._tail = LogTail(bus, bus.subjects.stream("KV"), subject, bus.subjects.live(subject), self._on_entry)
+        self._tail = LogTail(bus, bus.subjects.stream("KV"), bus.subjects.all("kv"), self._on_entry)
         self._snapshots = IndexSnapshots(bus, settings.name)
         self._saved = (time.monotonic(), 0)  # when, and up to which sequence
         self._seen = 0  # position of the tail, as of the last ``maintain``

@@ -117,8 +117,7 @@ class ClusterState:
 
     def _tail(self, stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
         subjects = self._bus.subjects
-        subject = subjects.all(kind)
-        return LogTail(self._bus, subjects.stream(stream), subject, subjects.live(subject), handle)
+        return LogTail(self._bus, subjects.stream(stream), subjects.all(kind), handle)
 
     async def start(self, listener: ClusterListener) -> None:
         """

@@ -143,9 +143,7 @@ class LogClient:
             (s.stream("KV"), s.all("kv"), lambda e: self.kv.append(kv.decode(e.data))),
             (f"KV_{bucket}", f"$KV.{bucket}.>", self._on_registration),
         )
-        self._tails = [
-            LogTail(bus, stream, subject, s.live(subject), on) for stream, subject, on in (*token_streams, *follow)
-        ]
+        self._tails = [LogTail(bus, stream, subject, on) for stream, subject, on in (*token_streams, *follow)]
         self._ends: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

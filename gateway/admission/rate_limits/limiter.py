@@ -81,8 +81,7 @@ class Limiter:
     def __init__(self, bus: Bus, gateway: str, clock: Callable[[], int] = time.time_ns) -> None:
         bucket = bus.subjects.bucket("budgets")
         self._stream, self._prefix = f"KV_{bucket}", f"$KV.{bucket}."
-        subject = f"{self._prefix}>"
-        self._tail = LogTail(bus, self._stream, subject, bus.subjects.live(subject), self._on_entry)
+        self._tail = LogTail.of_bucket(bus, "budgets", self._on_entry)
         self._bus = bus
         self._gateway = gateway
         self._clock = clock

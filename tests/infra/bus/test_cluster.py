@@ -132,7 +132,7 @@ async def test_a_tail_finds_what_was_stored_and_never_republished(cluster: Local
     stream, subject = cluster.subjects.stream("TOKENS"), cluster.subjects.tokens("silent")
     seen: list[bytes] = []
     async with on_nodes(cluster, 0) as bus:
-        tail = LogTail(bus, stream, subject, "ps.live.nobody", lambda entry: seen.append(entry.data))
+        tail = LogTail(bus, stream, subject, lambda entry: seen.append(entry.data), live="ps.live.nobody")
         await tail.start()
         await bus.js.publish(subject, b"last")
         await eventually(lambda: seen == [b"last"])

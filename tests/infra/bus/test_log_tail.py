@@ -38,9 +38,7 @@ class Follower:
         self.entries: list[Entry] = []
         self.deaf: Callable[[Entry], bool] = lambda entry: False
         self.subject = subject or bus.subjects.all("tokens")
-        self.tail = LogTail(
-            bus, bus.subjects.stream("TOKENS"), self.subject, bus.subjects.live(self.subject), self.entries.append
-        )
+        self.tail = LogTail(bus, bus.subjects.stream("TOKENS"), self.subject, self.entries.append)
         self._hear = self.tail._on_live
         self.tail._on_live = self._on_live  # type: ignore[method-assign]
 
@@ -165,7 +163,7 @@ async def test_a_loss_on_one_subject_shows_in_the_next_message_of_another(bus: B
 async def test_a_filter_that_leaves_out_some_subjects_still_sees_all_it_asked_for(bus: Bus) -> None:
     entries: list[Entry] = []
     subject = bus.subjects.all("returned")
-    tail = LogTail(bus, bus.subjects.stream("DONE"), subject, bus.subjects.live(subject), entries.append)
+    tail = LogTail(bus, bus.subjects.stream("DONE"), subject, entries.append)
     await tail.start()
     for number in range(20):
         await bus.js.publish(bus.subjects.done("t", "m", "r"), b"")
@@ -303,7 +301,7 @@ async def test_a_handler_that_raises_does_not_end_the_tail(bus: Bus) -> None:
         raise RuntimeError("handler")
 
     subject = bus.subjects.all("tokens")
-    tail = LogTail(bus, bus.subjects.stream("TOKENS"), subject, bus.subjects.live(subject), handle)
+    tail = LogTail(bus, bus.subjects.stream("TOKENS"), subject, handle)
     await put(bus, "a", 2)
     await tail.start()
     await put(bus, "a", 2)
@@ -313,7 +311,7 @@ async def test_a_handler_that_raises_does_not_end_the_tail(bus: Bus) -> None:
 
 async def test_a_tail_that_cannot_start_leaves_nothing_behind(bus: Bus) -> None:
     subscriptions = len(bus.nc._subs)
-    tail = LogTail(bus, "no_such_stream", "x", "y", lambda entry: None)
+    tail = LogTail(bus, "no_such_stream", "x", lambda entry: None, live="y")
     with pytest.raises(ServingError):
         await tail.start()
     assert not bus.on_reconnect
@@ -334,7 +332,7 @@ async def test_a_tail_of_memory_storage_whose_broker_goes_silent_as_it_starts_le
 
     monkeypatch.setattr(bus.nc, "request", request)
     subscriptions, subject = len(bus.nc._subs), bus.subjects.tokens("memory.gw")
-    tail = LogTail(bus, bus.subjects.stream("MEMORY_TOKENS"), subject, bus.subjects.live(subject), lambda entry: None)
+    tail = LogTail(bus, bus.subjects.stream("MEMORY_TOKENS"), subject, lambda entry: None)
     with pytest.raises(ServingError) as raised:
         await tail.start(memory_storage=True)
     assert raised.value.code is Code.broker_unavailable
