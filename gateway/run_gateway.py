@@ -79,18 +79,12 @@ def run(settings: GatewaySettings) -> int:
     try:
         families.prepare(settings.parser_families)
         models = load_models(settings)
-    except (modeldir.ModelError, ValueError) as error:
-        log.error("start_failed", error=str(error))
-        return EXIT_CONFIG
-    for model in models:
-        report_ignored(model)
-    folder = settings.allowed_local_media_path
-    if folder and not Path(folder).is_dir():
-        log.error("start_failed", error=f"--allowed-local-media-path {folder}: not a folder")
-        return EXIT_CONFIG
-    try:
+        for model in models:
+            report_ignored(model)
+        if (folder := settings.allowed_local_media_path) and not Path(folder).is_dir():
+            raise ValueError(f"--allowed-local-media-path {folder}: not a folder")
         front = front_of(settings)
-    except (BadCertificate, ValueError) as error:
+    except (modeldir.ModelError, BadCertificate, ValueError) as error:
         log.error("start_failed", error=str(error))
         return EXIT_CONFIG
     try:

@@ -40,10 +40,7 @@ def run(settings: RouterSettings) -> int:
     try:
         status: int = uvloop.run(_serve(settings))
         return status
-    except ServingError as error:
-        log.error("start_failed", error=error.message)
-        return EXIT_START
-    except PortTaken as error:
+    except (ServingError, PortTaken) as error:
         log.error("start_failed", error=str(error))
         return EXIT_START
 

@@ -47,10 +47,7 @@ def run(settings: WorkerSettings) -> int:
     except ModuleNotFoundError as error:
         log.error("start_failed", error=install_hint(error, settings.engine, settings.role))
         return EXIT_CONFIG
-    except ServingError as error:
-        log.error("start_failed", error=error.message)
-        return EXIT_START
-    except PortTaken as error:
+    except (ServingError, PortTaken) as error:
         log.error("start_failed", error=str(error))
         return EXIT_START
 

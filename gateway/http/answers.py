@@ -445,14 +445,24 @@ DISCONNECTED = ServingError(Code.cancelled, "the client disconnected")
 
 
 async def send_error(send: Send, error: ServingError, request_id: str = "") -> None:
+    name = (request_id or new_request_id()).encode()
+    await send_refusal(send, error, error.code.status, _json(error_body(error)), [(REQUEST_ID, name)])
+
+
+async def send_refusal(
+    send: Send, error: ServingError, status: int, body: bytes, ids: Sequence[tuple[bytes, bytes]]
+) -> None:
+    """
+    Args:
+        body: of the error, as the client's API has it.
+        ids: headers that name the request.
+    """
     if error is DISCONNECTED:
         return
-    body = _json(error_body(error))
     headers = [JSON, (b"content-length", b"%d" % len(body))]
     if error.retry_after is not None:
         headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
-    headers.append((REQUEST_ID, (request_id or new_request_id()).encode()))
-    await send({"type": "http.response.start", "status": error.code.status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, *ids]})
     await send({"type": "http.response.body", "body": body})
 
 

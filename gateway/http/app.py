@@ -39,7 +39,7 @@ from penstock.gateway.apis.messages.prepare_message import count_message
 from penstock.gateway.base.chat_objects import CancelResponse, error_body, stopping
 from penstock.gateway.base.request_bodies import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
 from penstock.gateway.http import request_list
-from penstock.gateway.http.answers import DISCONNECTED, INTERNAL, JSON, Generations, Reattach, answer_text, send_error
+from penstock.gateway.http.answers import INTERNAL, JSON, Generations, Reattach, answer_text, send_error, send_refusal
 from penstock.gateway.http.asgi import (
     CLIENT_ID,
     REQUEST_ID,
@@ -149,16 +149,9 @@ _json = msgspec.json.encode
 
 
 async def send_message_error(send: Send, error: ServingError, request_id: str = "") -> None:
-    if error is DISCONNECTED:
-        return
-    body = _json(message_error(error, request_id))
-    headers = [JSON, (b"content-length", b"%d" % len(body))]
-    if error.retry_after is not None:
-        headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
     name = (request_id or new_request_id()).encode()
-    headers += [(REQUEST_ID, name), (b"request-id", name)]
-    await send({"type": "http.response.start", "status": messages_status(error.code), "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    body = _json(message_error(error, request_id))
+    await send_refusal(send, error, messages_status(error.code), body, [(REQUEST_ID, name), (b"request-id", name)])
 
 
 log = structlog.get_logger("gateway")
@@ -311,46 +304,31 @@ class _Api:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
+    def _card(self, name: str, root: str, output: str, *, images: bool = False, **more: Any) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._gateway.started_ns // 1_000_000_000,
+            "owned_by": "penstock",
+            "root": root,
+            "parent": None,
+            **more,
+            "input_modalities": ["text", "image"] if images else ["text"],
+            "output_modalities": [output],
+        }
+
     def _model_card(self, name: str, model: TextModel) -> dict[str, Any]:
         card = model.card
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._gateway.started_ns // 1_000_000_000,
-            "owned_by": "penstock",
-            "root": model.name,
-            "parent": None,
-            "max_model_len": card.max_model_len,
-            "input_modalities": ["text", "image"] if card.images else ["text"],
-            "output_modalities": ["text"],
-        }
+        return self._card(name, model.name, "text", images=card.images, max_model_len=card.max_model_len)
 
     def _diffusion_card(self, name: str, model: Diffuser) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._gateway.started_ns // 1_000_000_000,
-            "owned_by": "penstock",
-            "root": name,
-            "parent": None,
-            "input_modalities": ["text"],
-            "output_modalities": [model.kind],
-        }
+        return self._card(name, name, model.kind)
 
     def _embedding_card(self, name: str, model: Embedder) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._gateway.started_ns // 1_000_000_000,
-            "owned_by": "penstock",
-            "root": name,
-            "parent": None,
-            "max_model_len": model.max_tokens,
-            "dimensions": model.default_dimensions or model.dimensions,
-            "input_types": list(model.prompts),
-            "input_modalities": ["text"],
-            "output_modalities": ["embedding"],
-        }
+        dimensions, types = model.default_dimensions or model.dimensions, list(model.prompts)
+        return self._card(
+            name, name, "embedding", max_model_len=model.max_tokens, dimensions=dimensions, input_types=types
+        )
 
     def _cards(self, caller: Caller) -> dict[str, dict[str, Any]]:
         fleet = self._gateway.fleet

@@ -14,10 +14,10 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -369,14 +369,8 @@ class UnstoredRequests:
     async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            if not self._ledger.busy:
-                continue
-            try:
-                await self._sweep(time.monotonic())
-            except (ServingError, NatsError, OSError, TimeoutError) as error:  # the broker is away; sweep again later
-                log.debug("unstored_sweep_failed", error=repr(error))
-            except Exception:
-                log.exception("unstored_sweep_failed")
+            if self._ledger.busy:
+                await _until_refused(self._sweep(time.monotonic()))
 
     async def _sweep(self, now: float) -> None:
         for request_id, each in list(self._open.items()):
@@ -437,14 +431,8 @@ class UnstoredRequests:
     async def _sweep_others_forever(self) -> None:
         while True:
             await asyncio.sleep(OTHERS_S * random.uniform(0.5, 1.0))
-            if self.streams.settling or not self._bus.connected:
-                continue
-            try:
-                await self._sweep_others(self._bus.clock.now_ns())
-            except (ServingError, NatsError, OSError, TimeoutError) as error:
-                log.debug("unstored_sweep_failed", error=repr(error))
-            except Exception:
-                log.exception("unstored_sweep_failed")
+            if self._bus.connected and not self.streams.settling:
+                await _until_refused(self._sweep_others(self._bus.clock.now_ns()))
 
     async def _sweep_others(self, now_ns: int) -> None:
         """Delete what gateways that are gone have left of ended requests. The rest expires after its deadline."""
@@ -521,6 +509,15 @@ class UnstoredRequests:
         batch = TokenBatch(self._gateway, 0, self._batch, tuple(items))
         subject = self._bus.subjects.tokens(f"{MEMORY}.{self._gateway}")
         return await self._publisher.send(subject, encode(batch), f"{self._gateway}:again:{self._batch}", timeout=10.0)
+
+
+async def _until_refused(sweep: Coroutine[Any, Any, None]) -> None:
+    try:
+        await sweep
+    except (ServingError, NatsError, OSError, TimeoutError) as error:  # the broker is away; sweep again later
+        log.debug("unstored_sweep_failed", error=repr(error))
+    except Exception:
+        log.exception("unstored_sweep_failed")
 
 
 def so_far(inflight: InflightRequest) -> list[TokenItem]:

@@ -60,8 +60,7 @@ class _Info(msgspec.Struct):
 
 class _StoredObject(NamedTuple):
     info: _Info
-    seq: int
-    stored_ns: int
+    entry: Entry
 
 
 class Until(NamedTuple):
@@ -151,7 +150,7 @@ async def _upload(
     headers = {
         HEADER_MSG_ID: nuid,
         "Nats-Rollup": "sub",
-        HEADER_LAST_ON_SUBJECT: str(previous.seq if previous else 0),
+        HEADER_LAST_ON_SUBJECT: str(previous.entry.seq if previous else 0),
     }
     try:
         await _store_entry(bus, _entry(full, name), msgspec.json.encode(info), headers, until)
@@ -173,14 +172,27 @@ async def get(bus: Bus, bucket: str, name: str, *, limit: int, newest: bool = Fa
         ServingError: request_not_found: never stored, or too old; body_too_large; broker_unavailable: the broker did
             not answer within ``timeout`` seconds.
     """
+    chunks, _ = await _whole(bus, bucket, name, limit, timeout, newest=newest)
+    return b"".join(each.data for each in chunks)
+
+
+async def messages(bus: Bus, bucket: str, name: str, *, limit: int, timeout: float = GET_S) -> list[Entry]:
+    """An object as it is stored: its chunks, then its entry. The arguments and errors are those of ``get``."""
+    chunks, entry = await _whole(bus, bucket, name, limit, timeout)
+    return [*chunks, entry]
+
+
+async def _whole(
+    bus: Bus, bucket: str, name: str, limit: int, timeout: float, *, newest: bool = False
+) -> tuple[list[Entry], Entry]:
     full, until = bus.subjects.bucket(bucket), Until.after(timeout)
     try:
         async with asyncio.timeout(timeout):
             stored = await _find(bus, full, name, until, newest=newest)
             if stored is not None and not stored.info.deleted:
-                data = await _read(bus, full, stored.info, limit)
-                if data is not None:
-                    return data
+                chunks = await _read(bus, full, stored.info, limit)
+                if chunks is not None:
+                    return chunks, stored.entry
     except TimeoutError:
         raise _silent(full, timeout) from None
     raise ServingError(
@@ -188,40 +200,19 @@ async def get(bus: Bus, bucket: str, name: str, *, limit: int, newest: bool = Fa
     )
 
 
-async def messages(bus: Bus, bucket: str, name: str, *, limit: int, timeout: float = GET_S) -> list[Entry]:
-    """An object as it is stored: its chunks, then its entry. The arguments and errors are those of ``get``."""
-    full, until = bus.subjects.bucket(bucket), Until.after(timeout)
-    try:
-        async with asyncio.timeout(timeout):
-            stored = await _find(bus, full, name, until)
-            entry = await get_last(bus, f"OBJ_{full}", _entry(full, name), within_s=timeout)
-            if stored is not None and entry is not None and not stored.info.deleted:
-                _check_size(stored.info, limit)
-                chunks = [each async for each in read(bus, f"OBJ_{full}", _chunks(full, stored.info.nuid))]
-                if sum(len(each.data) for each in chunks) == stored.info.size:
-                    return [*chunks, entry]
-    except TimeoutError:
-        raise _silent(full, timeout) from None
-    raise ServingError(Code.request_not_found, f"bucket {full} has no whole object {name[:80]!r}")
-
-
-def _check_size(info: _Info, limit: int) -> None:
+async def _read(bus: Bus, full: str, info: _Info, limit: int) -> list[Entry] | None:
+    """The object's chunks; None: some of them are missing."""
     if info.size > limit:
         raise ServingError(
             Code.body_too_large, f"object {info.name[:80]!r} has {info.size} bytes, and the limit is {limit}"
         )
-
-
-async def _read(bus: Bus, full: str, info: _Info, limit: int) -> bytes | None:
-    """The object's bytes; None: some of its chunks are missing."""
-    _check_size(info, limit)
-    parts, size = [], 0
+    chunks, size = [], 0
     async for entry in read(bus, f"OBJ_{full}", _chunks(full, info.nuid)):
-        parts.append(entry.data or b"")
-        size += len(parts[-1])
+        chunks.append(entry)
+        size += len(entry.data)
         if size >= info.size:
             break
-    return b"".join(parts) if size == info.size else None
+    return chunks if size == info.size else None
 
 
 async def _send_chunks(bus: Bus, subject: str, chunks: Sequence[bytes | memoryview], until: Until) -> None:
@@ -287,7 +278,7 @@ async def _find(bus: Bus, full: str, name: str, until: Until, *, newest: bool = 
         info = _info(entry.data)
     except msgspec.MsgspecError as error:
         raise ServingError(Code.broker_unavailable, f"object {name[:80]!r} of {full} is unreadable: {error}") from None
-    return _StoredObject(info, entry.seq, entry.time_ns)
+    return _StoredObject(info, entry)
 
 
 async def _request(
@@ -330,7 +321,7 @@ def _entry(full: str, name: str) -> str:
 
 
 def _left_s(stored: _StoredObject, age_s: float) -> float:
-    return age_s - MARGIN_S - (time.time_ns() - stored.stored_ns) / 1e9
+    return age_s - MARGIN_S - (time.time_ns() - stored.entry.time_ns) / 1e9
 
 
 def _sha256(chunks: Sequence[bytes | memoryview]) -> str:

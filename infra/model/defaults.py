@@ -193,7 +193,7 @@ def context_length(
         file: that ``config`` was read from.
     """
     named, source = _named(config, file)
-    kind = str(_of_text(config, "model_type") or "")
+    kind = str(of_text(config, "model_type") or "")
     if not named and (named := DEFAULTS.get(kind, 0)):
         source = f"the default of {kind} models; {file} names none"
     if not named and _positive(tokenizer.get("model_max_length")) < _NO_LIMIT:
@@ -217,7 +217,7 @@ def context_length(
 def ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The parameters of RoPE: one for all layers, or one for each type of them."""
     for key in ("rope_scaling", "rope_parameters"):
-        found = _of_text(config, key)
+        found = of_text(config, key)
         if isinstance(found, dict) and found:
             parts = [part for part in found.values() if isinstance(part, dict)]
             yield from parts if parts and not rope_type(found) else [found]
@@ -234,7 +234,7 @@ def _scaled(rope: Mapping[str, Any], named: int, config: Mapping[str, Any]) -> t
     limit = named or _FALLBACK
     original = _positive(rope.get("original_max_position_embeddings"))
     if kind in ("longrope", "su"):  # behind the original length, short prompts come out worse
-        original = original or _positive(_of_text(config, "original_max_position_embeddings"))
+        original = original or _positive(of_text(config, "original_max_position_embeddings"))
         return min(limit, original or limit), limit
     if kind in _EXTENDED or factor <= 1:
         return None
@@ -246,16 +246,16 @@ def _scaled(rope: Mapping[str, Any], named: int, config: Mapping[str, Any]) -> t
 
 def _named(config: Mapping[str, Any], file: str) -> tuple[int, str]:
     """The length before scaling, and its key."""
-    if longest := _positive(_of_text(config, "model_max_length")):  # of Cohere's: above max_position_embeddings
+    if longest := _positive(of_text(config, "model_max_length")):  # of Cohere's: above max_position_embeddings
         return longest, f"model_max_length in {file}"
-    found = {key: value for key in _KEYS if (value := _positive(_of_text(config, key)))}
+    found = {key: value for key in _KEYS if (value := _positive(of_text(config, key)))}
     if not found:
         return 0, ""
     key = min(found, key=found.__getitem__)
     return found[key], f"{key} in {file}"
 
 
-def _of_text(config: Mapping[str, Any], key: str) -> Any:
+def of_text(config: Mapping[str, Any], key: str) -> Any:
     """A value of the language model's configuration, which multimodal models nest."""
     nested = config.get("text_config")
     value = nested.get(key) if isinstance(nested, dict) else None

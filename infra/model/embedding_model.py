@@ -13,7 +13,7 @@ import msgspec
 from blake3 import blake3
 
 from penstock.infra.model import modeldir
-from penstock.infra.model.modeldir import ModelError
+from penstock.infra.model.modeldir import ModelError, read_json
 
 MODULES = "modules.json"
 OPTIONS = "config_sentence_transformers.json"
@@ -92,7 +92,7 @@ def makes_vectors(path: Path) -> bool:
 
 def is_encoder(path: Path) -> bool:
     """Whether a directory has an encoder, which can generate nothing."""
-    return _read(path / "config.json").get("model_type") in ENCODERS
+    return read_json(path / "config.json").get("model_type") in ENCODERS
 
 
 def describe(path: Path) -> EmbeddingModel:
@@ -100,21 +100,21 @@ def describe(path: Path) -> EmbeddingModel:
     Raises:
         ModelError: a file is missing or malformed, or asks for what is not supported.
     """
-    config = _read(path / "config.json", needed=True)
+    config = read_json(path / "config.json", needed=True)
     if isinstance(nested := config.get("text_config"), dict):  # a model of images and text
         config = {**nested, **config}
     causal = config.get("model_type") not in ENCODERS
     pooling, dense, normalize = "lasttoken" if causal else "mean", tuple[Dense, ...](), True
-    options = _read(path / OPTIONS)
+    options = read_json(path / OPTIONS)
     prompts = _prompts(path, options)
     if (path / MODULES).is_file():
         pooling, dense, normalize = _modules(path, pooling, prompted=any(prompts.values()))
-    transformer = _read(path / "sentence_bert_config.json")
+    transformer = read_json(path / "sentence_bert_config.json")
     matryoshka = config.get("matryoshka_dimensions") or ()
     return EmbeddingModel(
         pooling,
         normalize,
-        _max_tokens(config, transformer, _read(path / "tokenizer_config.json")),
+        _max_tokens(config, transformer, read_json(path / "tokenizer_config.json")),
         vocab_size=int(config.get("vocab_size") or 1 << 31),
         lower_case=bool(transformer.get("do_lower_case")),
         pad_token_id=config.get("pad_token_id") or 0,
@@ -196,7 +196,7 @@ def _modules(path: Path, pooling: str, *, prompted: bool) -> tuple[str, tuple[De
 
 
 def _dense(folder: Path) -> Dense:
-    config = _read(folder / "config.json", needed=True)
+    config = read_json(folder / "config.json", needed=True)
     name = str(config.get("activation_function") or "torch.nn.modules.activation.Tanh")
     activation = name.rpartition(".")[2]
     if not name.startswith("torch.nn.") or activation not in ACTIVATIONS:
@@ -212,7 +212,7 @@ def _dense(folder: Path) -> Dense:
 
 
 def _pooling(file: Path, *, prompted: bool) -> str:
-    config = _read(file, needed=True)
+    config = read_json(file, needed=True)
     if config.get("include_prompt") is False and prompted:
         raise ModelError(f"{file} leaves prompts out of the vector (include_prompt), which is not supported")
     named = config.get("pooling_mode")
@@ -229,14 +229,3 @@ def _max_tokens(config: Mapping[str, Any], transformer: Mapping[str, Any], token
     named = (transformer.get("max_seq_length"), tokenizer.get("model_max_length"))
     limits += [int(value) for value in named if isinstance(value, int | float) and 0 < value < _NO_LIMIT]
     return min(limits, default=_FALLBACK_LEN)
-
-
-def _read(file: Path, *, needed: bool = False) -> dict[str, Any]:
-    if not file.is_file():
-        if needed:
-            raise ModelError(f"{file} is missing; is {file.parent} a model directory?")
-        return {}
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error

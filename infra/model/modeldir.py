@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from penstock import configs
 from penstock.infra.model import defaults as generation_defaults
 from penstock.infra.model import text_files
-from penstock.infra.model.defaults import BadDefaults, GenerationDefaults, Length
+from penstock.infra.model.defaults import BadDefaults, GenerationDefaults, Length, of_text
 from penstock.infra.model.image_tiles import BadTiles, Tiles, tiles_of
 from penstock.infra.model.text_files import UnreadableTemplate, special_tokens, template_sources, token_text
 from penstock.infra.model.weight_files import (
@@ -168,10 +168,10 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
         ModelError: a file is missing or malformed, or the chat template cannot be used.
     """
     own = is_mistral_format(path)
-    params = _json(path / MISTRAL_PARAMS) if own else {}
-    config = mistral_configuration(params) if own else _json(path / "config.json", needed=True)
-    generation = _json(path / "generation_config.json")
-    special = {**text_files.named(path), **_json(path / "tokenizer_config.json")}
+    params = read_json(path / MISTRAL_PARAMS) if own else {}
+    config = mistral_configuration(params) if own else read_json(path / "config.json", needed=True)
+    generation = read_json(path / "generation_config.json")
+    special = {**text_files.named(path), **read_json(path / "tokenizer_config.json")}
     tokenizer = load_tokenizer(path)
     length = mistral_length(params) if own else generation_defaults.context_length(config, special)
     try:
@@ -190,7 +190,7 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
         revision=revision(path),
         max_model_len=length.tokens,
         length=length,
-        vocab_size=int(_of_text(config, "vocab_size") or tokenizer.get_vocab_size(with_added_tokens=True)),
+        vocab_size=int(of_text(config, "vocab_size") or tokenizer.get_vocab_size(with_added_tokens=True)),
         eos_token_ids=ends,
         tokenizer=tokenizer,
         encoder=TextEncoder(tokenizer),
@@ -271,7 +271,7 @@ def tokenizer_digest(path: Path) -> str:
     file = text_files.file_of(path)
     if file is not None and file.name != text_files.FAST:
         return blake3(file.read_bytes()).hexdigest(length=16)
-    described = _json(path / "tokenizer.json", needed=True)
+    described = read_json(path / "tokenizer.json", needed=True)
     for part in ("truncation", "padding"):  # never used here
         described.pop(part, None)
     return blake3(msgspec.json.encode(described, order="sorted")).hexdigest(length=16)
@@ -285,7 +285,12 @@ def name_of(path: Path) -> str:
     return path.name
 
 
-def _json(file: Path, *, needed: bool = False) -> dict[str, Any]:
+def read_json(file: Path, *, needed: bool = False) -> dict[str, Any]:
+    """An object in a file of a model; empty if there is no file.
+
+    Raises:
+        ModelError: it is needed and missing, or malformed.
+    """
     if not file.is_file():
         if needed:
             raise ModelError(f"{file} is missing; is {file.parent} a model directory?")
@@ -303,19 +308,12 @@ def _pointer(file: Path) -> str:
         return ""
 
 
-def _of_text(config: Mapping[str, Any], key: str) -> Any:
-    """A value of the language model's configuration, which multimodal models nest."""
-    nested = config.get("text_config")
-    value = nested.get(key) if isinstance(nested, dict) else None
-    return config.get(key) if value is None else value
-
-
 def _eos(
     config: Mapping[str, Any], generation: Mapping[str, Any], special: Mapping[str, Any], tokenizer: Tokenizer
 ) -> tuple[int, ...]:
     """End tokens: from generation_config.json, else config.json; and always the tokenizer's own."""
     named = generation_defaults.ids("eos_token_id", generation.get("eos_token_id"))
-    named = named or generation_defaults.ids("eos_token_id", _of_text(config, "eos_token_id"))
+    named = named or generation_defaults.ids("eos_token_id", of_text(config, "eos_token_id"))
     text = token_text(special.get("eos_token"))
     own = tokenizer.token_to_id(text) if text else None
     return tuple(dict.fromkeys([*named, *([] if own is None else [own])]))
@@ -323,13 +321,13 @@ def _eos(
 
 def _template(path: Path, special: Mapping[str, Any], override: str) -> ChatTemplate | None:
     try:
-        sources = template_sources(path, special, override, _json)
+        sources = template_sources(path, special, override, read_json)
     except UnreadableTemplate as error:
         raise ModelError(str(error)) from error
     if sources.default is None:
         return None
     try:
-        return ChatTemplate(sources.default, special_tokens(path, special, _json), sources.named)
+        return ChatTemplate(sources.default, special_tokens(path, special, read_json), sources.named)
     except TemplateError as error:
         raise ModelError(f"chat template {sources.file} cannot be used: {error}") from error
 
@@ -352,14 +350,14 @@ def _vision(path: Path, config: Mapping[str, Any], special: Mapping[str, Any], t
         raise _NoVision(f"model type {kind!r} {description}")
     if not isinstance(tower, dict):
         raise _NoVision("config.json has no vision_config")
-    processor = _json(path / "processor_config.json")
+    processor = read_json(path / "processor_config.json")
     tokens = _image_tokens(path, config, tower, processor)
     token_id = next((i for key in ("image_token_id", "image_token_index") if isinstance(i := config.get(key), int)), -1)
     text = next((token_text(t) for source in (processor, special) if (t := source.get("image_token"))), None)
     text = text or (tokenizer.id_to_token(token_id) if token_id >= 0 else None)
     if text is None or tokenizer.token_to_id(text) != token_id:
         raise _NoVision(f"image token {text!r} and its id {token_id} in config.json do not match tokenizer.json")
-    hidden = int(_of_text(config, "hidden_size") or 0)
+    hidden = int(of_text(config, "hidden_size") or 0)
     return Vision(text, token_id, tokens, hidden, _tiles(path, config, tokens) if kind == "llava_next" else None)
 
 
@@ -368,7 +366,7 @@ def _tiles(path: Path, config: Mapping[str, Any], base: int) -> Tiles:
         tiles = tiles_of(config, base)
     except BadTiles as error:
         raise _NoVision(str(error)) from None
-    cut = _json(path / "preprocessor_config.json").get("image_grid_pinpoints")
+    cut = read_json(path / "preprocessor_config.json").get("image_grid_pinpoints")
     if cut is not None and {tuple(each) for each in cut} != set(tiles.canvases):
         raise _NoVision("config.json and preprocessor_config.json have different image_grid_pinpoints")
     return tiles
@@ -379,7 +377,7 @@ def _image_tokens(path: Path, config: Mapping[str, Any], tower: Mapping[str, Any
     side, patch = tower.get("image_size"), tower.get("patch_size")
     if not isinstance(side, int) or not isinstance(patch, int) or not 0 < patch <= side:
         raise _NoVision(f"config.json has vision_config with image_size {side} and patch_size {patch}")
-    images = _json(path / "preprocessor_config.json") or processor.get("image_processor") or {}
+    images = read_json(path / "preprocessor_config.json") or processor.get("image_processor") or {}
     size = images.get("crop_size") if images.get("do_center_crop", True) else images.get("size")
     size = {"height": size, "width": size} if isinstance(size, int) else size
     if isinstance(size, dict) and (size.get("height", side), size.get("width", side)) != (side, side):
