@@ -7,13 +7,16 @@ Bars of a waterfall in text. Pure.
 
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import rich.markup
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 ELSEWHERE = 150  # columns in a file or a pipe, where rich would take 80
 LEAST_TEXT = 30  # columns beside a head; below it where there are fewer
@@ -61,6 +64,24 @@ def print_hanging(console: Console, head: str, text: str) -> None:
     grid.add_column(overflow="fold")
     grid.add_row(head, text)
     console.print(grid, highlight=False)
+
+
+def progress_bar() -> "Progress":
+    """A bar on standard error, where that is a terminal. Each task has a text ``state``.
+
+    It has no thread, which would take time from what is measured: call ``update`` with ``refresh``.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # few commands wait for it
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        auto_refresh=False,
+        disable=not sys.stderr.isatty(),
+    )
 
 
 def confirmed(question: str) -> bool:

@@ -19,12 +19,11 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from penstock.cli.figures import quantile
-from penstock.cli.terminal import stdout
+from penstock.cli.terminal import progress_bar, stdout
 from penstock.launch.state import read_state
 from penstock.measure.generator.lag import loop_factory, own_seconds
 from penstock.measure.generator.pool import WORDS, ClosedLoop, ConnectionPool, Exchange
@@ -308,16 +307,7 @@ async def _measure(settings: Settings, target: HttpTarget, processes: Mapping[st
     model = settings.model or await _first_model(target)
     requests = Requests(settings, target, model)
     stages = []
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        auto_refresh=False,  # no thread that takes time from the load
-        disable=not sys.stderr.isatty(),
-    )
-    with bar:
+    with progress_bar() as bar:
         for concurrency in settings.concurrency:
             stages.append(await _stage(requests, target, settings, concurrency, processes, bar))
     return stages

@@ -13,9 +13,8 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from penstock.cli.terminal import progress_bar
 from penstock.configs.flags import BadSettings
 from penstock.infra.model.modeldir import ModelError, load_tokenizer, resolve
 from penstock.measure.generator.lag import loop_factory
@@ -99,15 +98,7 @@ class Sweep:
         self._texts = texts
         self._loaded: list[SmokedEndpoint] = []
         self._failed = False
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[state]}"),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            auto_refresh=False,  # no thread that takes time from the load
-            disable=not sys.stderr.isatty(),
-        )
+        self._bar = progress_bar()
 
     @property
     def measured(self) -> list[SweptEndpoint]:

@@ -12,7 +12,7 @@ EVENT_STEPS = 10_000  # KV event messages that are kept for replay
 
 
 def extra_arguments(settings: WorkerSettings) -> str:
-    """The text of ``--extra_arguments-engine-args``.
+    """The text of ``--extra-engine-args``.
 
     Raises:
         BadArguments: the file cannot be read.

@@ -13,6 +13,7 @@ from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.events import wire
 from penstock.workers.engines.events.subscriber import Subscriber
 from penstock.workers.engines.events.translator import EventTranslator
+from penstock.workers.engines.external.engine import BlockCounts
 from penstock.workers.engines.external.nodes import free_ports
 from penstock.workers.engines.external.runtime import Inbox
 
@@ -49,10 +50,17 @@ class EventStreams:
     def dump(self, rank: int) -> list[KvEvent]:
         return self._translators[rank].dump()
 
-    @property
-    def names(self) -> int:
-        """Number of named blocks in device memory, of all ranks."""
-        return sum(translator.names for translator in self._translators)
+    def block_counts(self, total: int, used: int, held: int, preemptions: int) -> BlockCounts:
+        """The pool, of which a named block that nothing uses is cached.
+
+        Args:
+            used: blocks of running requests, as the scheduler said last.
+            held: blocks of prompts that wait to be fetched.
+        """
+        pinned = min(total, held)
+        used = min(total, max(pinned, used))
+        cached = min(total - used, sum(translator.names for translator in self._translators))
+        return BlockCounts(used, cached, total - used - cached, pinned, preemptions)
 
 
 def channels(folder: Path, ranks: int) -> tuple[str, str]:

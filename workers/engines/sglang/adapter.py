@@ -83,12 +83,8 @@ class SglangAdapter:
         return self._streams.feed(event)
 
     def block_counts(self, *, active: bool, held: int) -> BlockCounts:
-        total = self._info.total_blocks
-        used = pinned = min(total, held)
-        if active:  # the last load is outdated once nothing runs
-            used = min(total, max(used, self._loads.used_blocks(self._info.block_size)))
-        cached = min(total - used, self._streams.names)
-        return BlockCounts(used, cached, total - used - cached, pinned, self._loads.preemptions)
+        used = self._loads.used_blocks(self._info.block_size) if active else 0  # outdated once nothing runs
+        return self._streams.block_counts(self._info.total_blocks, used, held, self._loads.preemptions)
 
     def dump(self, rank: int) -> list[KvEvent]:
         return self._streams.dump(rank)

@@ -112,11 +112,8 @@ class VllmAdapter:
 
     def block_counts(self, *, active: bool, held: int) -> BlockCounts:
         total = self._info.total_blocks
-        used = pinned = min(total, held)
-        if active:  # the scheduler's last statistics are outdated once nothing runs
-            used = min(total, max(used, round(self._scheduler.used * total)))
-        cached = min(total - used, self._streams.names)
-        return BlockCounts(used, cached, total - used - cached, pinned, self._scheduler.preemptions)
+        used = round(self._scheduler.used * total) if active else 0  # outdated once nothing runs
+        return self._streams.block_counts(total, used, held, self._scheduler.preemptions)
 
     def dump(self, rank: int) -> list[KvEvent]:
         return self._streams.dump(rank)

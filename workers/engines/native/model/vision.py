@@ -200,25 +200,22 @@ def tower_of(config: Any) -> type:
     return LlavaNextTower if config.model_type == "llava_next" else LlavaTower
 
 
-class LlavaTower(LlavaForConditionalGeneration):  # type: ignore[misc]  # transformers is not followed by mypy
-    """Vision tower and projector of a LLaVA checkpoint, without its language model."""
+class _TowerAlone:
+    """Leaves the language model of a checkpoint out."""
 
     _tied_weights_keys: dict[str, str] = {}
     _keys_to_ignore_on_load_unexpected = [r"language_model", r"lm_head"]
 
     def __init__(self, config: AutoConfig) -> None:
-        super().__init__(config)  # without memory: from_pretrained does it on the "meta" device
+        super().__init__(config)  # type: ignore[call-arg]  # without memory: from_pretrained does it on the "meta" device
+        self.model: Any
         self.model.language_model = nn.Identity()
         self.lm_head = nn.Identity()
 
 
-class LlavaNextTower(LlavaNextForConditionalGeneration):  # type: ignore[misc]
+class LlavaTower(_TowerAlone, LlavaForConditionalGeneration):  # type: ignore[misc]  # mypy does not follow transformers
+    """Vision tower and projector of a LLaVA checkpoint."""
+
+
+class LlavaNextTower(_TowerAlone, LlavaNextForConditionalGeneration):  # type: ignore[misc]
     """The same of a LLaVA-NeXT checkpoint."""
-
-    _tied_weights_keys: dict[str, str] = {}
-    _keys_to_ignore_on_load_unexpected = [r"language_model", r"lm_head"]
-
-    def __init__(self, config: AutoConfig) -> None:
-        super().__init__(config)
-        self.model.language_model = nn.Identity()
-        self.lm_head = nn.Identity()
