@@ -1,8 +1,8 @@
-"""Authenticates requests, the first thing that happens to one over HTTP: who sent it, and what follows from that.
+"""Authenticates HTTP requests: who sent one, and what that caller may do. This happens before anything else.
 
-A key is presented in ``Authorization: Bearer …`` or ``x-api-key``, and nowhere else: never in the URL, which proxies
-and logs keep. A request with two different credentials is refused: a proxy in front and this gateway might each believe
-another one. Whether a key admits a request is a pure function of the table of keys, the tenants and the time.
+A key comes in ``Authorization: Bearer …`` or ``x-api-key``. It is never read from the URL, which proxies and logs keep.
+A request with two different credentials is refused, because a proxy in front and this gateway might each trust another
+one. Whether a key admits a request is a pure function of the key table, the tenants and the time.
 """
 
 import hashlib
@@ -33,10 +33,10 @@ CALLER = "penstock.caller"  # in the ASGI scope of a request
 class Caller:
     """
     Args:
-        tenant: whose requests are made.
-        sees: whose requests and answers may be read; None: everyone's.
-        key: the API key; None: keys are not in use, or the request came over NATS.
-        models: that may be named; empty: all.
+        tenant: the tenant that the requests belong to.
+        sees: the tenant whose requests and answers may be read. None: everyone's.
+        key: the API key. None if keys are not in use, or the request came over NATS.
+        models: the models that may be named. Empty: all.
         own_cache: KV is not shared with other tenants.
     """
 
@@ -75,7 +75,7 @@ class Caller:
         return self._context
 
     def own(self, request: GenerateRequest) -> GenerateRequest:
-        """A request that was made without this caller's context, as this caller's."""
+        """Give a request to this caller that was prepared without its context."""
         highest = self.key.priority if self.key is not None else None
         priority = highest if highest is not None and request.priority.rank < highest.rank else request.priority
         if self.tenant == request.tenant and priority is request.priority:
@@ -83,8 +83,8 @@ class Caller:
         return msgspec.structs.replace(request, tenant=self.tenant, priority=priority)
 
 
-OPERATOR = Caller(DEFAULT_TENANT, None)  # with a key that the gateway was started with
-ANYONE = Caller(DEFAULT_TENANT, None)  # where no keys are in use: whoever reaches the port
+OPERATOR = Caller(DEFAULT_TENANT, None)  # has a key that the gateway was started with
+ANYONE = Caller(DEFAULT_TENANT, None)  # whoever reaches the port, while no keys are in use
 
 
 def caller_of(scope: MutableMapping[str, Any]) -> Caller:
@@ -102,7 +102,7 @@ def presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """The credential in ASGI headers, whose names are lower case.
 
     Raises:
-        ServingError: invalid_api_key: there is none, there are different ones, or it is not a bearer token.
+        ServingError: invalid_api_key, if there is none, there are different ones, or it is not a bearer token.
     """
     found = b""
     for name, value in headers:
@@ -130,12 +130,12 @@ def refused(message: str) -> ServingError:
 
 _LIST, _STORED = "/v1/requests", ("/v1/requests/", "/v1/responses/", "/v1/files/")
 _AUDITED_PATH = 200  # characters
-_NOBODY = digest_of(b"")  # compared where no key has the id, so that both refusals take the same time
+_NOBODY = digest_of(b"")  # compared if no key has the id, so that both refusals take the same time
 _UNKNOWN = "the API key is not valid: it may be mistyped, or belong to another deployment"
 
 
 def find_key(presented: bytes, keys: Mapping[str, ApiKey]) -> ApiKey:
-    """The key that was presented. Refusals say more than "not valid" only to who has the whole key.
+    """The key that was presented. Only those who have the whole key learn more than that it is not valid.
 
     Raises:
         ServingError: invalid_api_key.
@@ -152,7 +152,7 @@ def find_key(presented: bytes, keys: Mapping[str, ApiKey]) -> ApiKey:
 def check_valid(key: ApiKey, now_ns: int) -> None:
     """
     Raises:
-        ServingError: invalid_api_key: the key was revoked or has expired.
+        ServingError: invalid_api_key, if the key was revoked or has expired.
     """
     if key.revoked_ns:
         raise refused(f"the API key {key.prefix} was revoked")
@@ -161,15 +161,15 @@ def check_valid(key: ApiKey, now_ns: int) -> None:
 
 
 def caller_with(key: ApiKey, tenants: Mapping[str, Limits]) -> Caller | ServingError:
-    """Who has this key, or why nobody is admitted with it.
+    """The caller with this key, or the error that everyone with this key gets.
 
     Args:
-        tenants: those that there are, except the default one.
+        tenants: all tenants except the default one.
     """
     limits = tenants.get(key.tenant)
     if limits is None:
         if key.tenant != DEFAULT_TENANT:
-            return refused(f"the API key {key.prefix} is of a tenant that was removed")
+            return refused(f"the API key {key.prefix} belongs to a tenant that was removed")
         limits = Limits()
     models: frozenset[str] = frozenset(key.models or limits.models)
     if key.models and limits.models:
@@ -181,9 +181,9 @@ def caller_with(key: ApiKey, tenants: Mapping[str, Limits]) -> Caller | ServingE
 
 
 def audited(method: str, path: str, caller: Caller) -> AuditEntry | None:
-    """What the audit log says of a request: who deletes, and who reads with a key that sees all tenants.
+    """The audit entry for a request that deletes, or that reads with a key which sees all tenants.
 
-    None: nothing. Without keys, nobody can be named.
+    None for all others, and if no keys are in use, since then nobody can be named.
     """
     stored = path.startswith(_STORED) or path == _LIST
     if caller is ANYONE or not stored or (method != "DELETE" and caller.sees is not None):
@@ -195,14 +195,14 @@ def audited(method: str, path: str, caller: Caller) -> AuditEntry | None:
 
 log = structlog.get_logger("gateway")
 
-# Open to everyone: they show no request and no tenant. Whatever is not here needs a key, also what does not exist.
+# Open to everyone, because they show no request and no tenant. All other paths need a key, even unknown ones.
 OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics", "/openapi.json", "/docs", "/"}
 )
 
 
 def noted_in(state_dir: str, namespace: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The file in which a gateway notes that there are keys; None: nowhere."""
+    """The file with which a gateway notes that there are keys. None if it has no place for it."""
     folder = state_dir or environ.get("STATE_DIRECTORY", "").partition(":")[0]
     return Path(folder).expanduser() / f"{namespace}-has-keys" if folder else None
 
@@ -210,17 +210,17 @@ def noted_in(state_dir: str, namespace: str, environ: Mapping[str, str] = os.env
 class Guard:
     """
     Args:
-        tenants: those that there are, except the default one; a live table.
-        always: keys are needed even while there are none.
-        noted: a file that is there once there are keys. A broker that lost its disk has none, and a gateway on loopback
-            behind a proxy would then answer everyone.
-        own: keys that the gateway was started with, of an operator; the broker does not know them.
-        on_lost: called with True when there were keys and the broker has none any more, with False when it has some.
+        tenants: a live table of all tenants except the default one.
+        always: keys are required even while there are none.
+        noted: a file that exists once there are keys. Without it, a gateway on loopback behind a proxy would answer
+            everyone after the broker has lost its disk.
+        own: an operator's keys that the gateway was started with. The broker does not know them.
+        on_lost: called with True when the broker has lost all keys, and with False when it has some again.
 
     Attributes:
-        closed: requests need a key. Never becomes false again: a bucket that was emptied must not open the gateway,
-            and neither must one whose entries cannot be read.
-        lost: there were keys, and the broker has none any more.
+        closed: requests need a key. Never becomes false again: neither an emptied bucket nor unreadable entries may
+            open the gateway.
+        lost: there were keys, but the broker has none any more.
     """
 
     def __init__(
@@ -256,17 +256,19 @@ class Guard:
         await self._table.stop()
 
     def admit(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
-        """Who sent a request.
+        """The caller of a request.
 
         Raises:
-            ServingError: invalid_api_key; broker_unavailable: it is not known which keys are valid.
+            ServingError: invalid_api_key; broker_unavailable, if it is not known which keys are valid.
         """
         if not self.closed or path in OPEN_PATHS:
             return ANYONE
         given = presented(headers)
         if self._own:
             digest = hashlib.sha256(given).digest()
-            if sum(hmac.compare_digest(digest, each) for each in self._own):  # all of them, whichever it is
+            if sum(
+                hmac.compare_digest(digest, each) for each in self._own
+            ):  # compares all, so that the time tells nothing
                 return OPERATOR
         key = find_key(given, self._table.keys)
         if not self._table.current:
@@ -281,11 +283,11 @@ class Guard:
         return caller
 
     def tenants_changed(self) -> None:
-        """A tenant came, went or has other limits."""
+        """Called when a tenant was added, removed or given other limits."""
         self._callers.clear()
 
     def _compared(self) -> None:
-        """The table is as the bucket: report each time once that it has lost all keys, whoever noticed it first."""
+        """Called when the table equals the bucket. Reports the loss of all keys, and their return, once each."""
         lost = self._had_keys and not self._table.keys and not self._table.unreadable
         if lost == self.lost:
             return
@@ -297,13 +299,13 @@ class Guard:
         log.error(
             "keys_lost",
             noted=str(self._noted or ""),
-            action="the broker has no key any more: restore it, import them with `penstock keys import`, or make "
-            "new ones; to serve everyone, remove the file, if there is one, and start again",
+            action="the broker has lost all keys: restore it, import them with `penstock keys import`, or make new "
+            "ones; to serve everyone instead, remove the file, if there is one, and start again",
         )
 
     def _changed(self, key_id: str) -> None:
         self._callers.pop(key_id, None)
-        self.closed = True  # there is an entry, whatever it says
+        self.closed = True  # an entry exists, whatever it says
         if self._had_keys:
             return
         self._had_keys = True

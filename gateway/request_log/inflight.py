@@ -1,8 +1,8 @@
-"""One open request inside a gateway: its token items in order, each once, in a bounded buffer.
+"""One open request in a gateway: its token items in order, each once, in a bounded buffer.
 
-An ``InflightRequest`` is filled from the log and drained by the code that answers the client. It owns no task: waiting
-uses a future, and the gateway's periodic sweep ends overdue requests. While its client does not read, a full buffer
-takes no further items: they are in the log, and are read from there once the client continues
+An ``InflightRequest`` is filled from the log and drained by the code that answers the client. It owns no task. Waiting
+uses a future, and the gateway's periodic sweep ends overdue requests. A full buffer takes no more items while its
+client does not read. They stay in the log, and are read from there when the client continues
 (``penstock.gateway.request_log.catch_up``).
 """
 
@@ -16,29 +16,29 @@ from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.token_dedup import TokenReassembler
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
 
-MAX_ITEMS = 2_048  # kept for a client that does not read, of a request with one choice and no log-probabilities
-PORTION_BYTES = 4_096  # token ids returned at once: 1,024 tokens are rendered in about 2 ms
+MAX_ITEMS = 2_048  # buffered for a client that does not read, with one choice and no log-probabilities
+PORTION_BYTES = 4_096  # of token ids returned at once; rendering 1,024 tokens takes about 2 ms
 ITEM_BYTES = 16  # size of an item without its tokens
 
-# With these a gateway ends an answer whose request goes on, and can be read on elsewhere or later.
+# With these errors a gateway ends an answer although its request goes on and can be read elsewhere, or later.
 GOES_ON = (Code.shutting_down, Code.broker_unavailable)
 
 Behind = Callable[["InflightRequest"], None]
 
 
 class InflightRequest:
-    """Items of one request.
+    """The items of one request.
 
     Attributes:
-        cancelling: the client has disconnected; the request is kept until its terminal event.
+        cancelling: the client has disconnected. The request is kept until its terminal event.
         behind: items are read from the log, because live ones were dropped.
-        seq: while behind, the sequence in the token stream up to which everything was fed; 0: nothing was.
-        on_behind: requests the dropped items; set by the subscription that it is attached to.
-        abort: closes the client's connection; set by the responder.
-        turns: wakes and resumes its reader; None: at once.
+        seq: while behind, the sequence of the token stream up to which everything was fed; 0 if nothing was.
+        on_behind: asks for the dropped items. Set by the subscription that the request is attached to.
+        abort: closes the client's connection. Set by the responder.
+        turns: decides when the reader is woken and resumed. None: at once.
         on_poisoned: called with the request if it ends as poisonous.
-        kept: every item of it so far, if it may have to be stored again; None: it is stored for good.
-        paid: what it took of its API key's limits, until it has ended; None: nothing.
+        kept: all items so far, if they may have to be stored again. None: they are stored for good.
+        paid: what the request took of its API key's limits, until it ends. None: nothing.
     """
 
     __slots__ = (
@@ -73,7 +73,7 @@ class InflightRequest:
     def __init__(self, request: GenerateRequest, *, bounded: bool = True, last_attempt: int | None = None) -> None:
         """
         Args:
-            bounded: False: all items are kept, even if they are not taken.
+            bounded: False keeps all items, even if nobody takes them.
             last_attempt: as for ``TokenReassembler``.
         """
         self.request = request
@@ -91,33 +91,33 @@ class InflightRequest:
         self._failed = False
         self._limit = limit_of(request) if bounded else 1 << 62
         self._items: list[TokenItem] = []
-        self._more = False  # the last portion left items
-        self._held: list[TokenItem] | None = None  # live items, while the last past ones are read
-        self._paused = False  # the log is not read for it until the buffered items are taken
+        self._more = False  # the last portion left some items
+        self._held: list[TokenItem] | None = None  # live items that wait until the last past ones are read
+        self._paused = False  # the log is not read until the buffered items are taken
         self._waiter: asyncio.Future[None] | None = None
         self._live: asyncio.Future[None] | None = None
         self._error: ServingError | None = None
         self._attempt = 0
-        self._mark: int | None = None  # of the fold, at the last call of ``quiet_s``
-        self._moved = 0.0  # monotonic; since when it is that
-        self._ended: set[int] = set()  # choices that ended while it was behind
+        self._mark: int | None = None  # the fold's mark at the last call of ``quiet_s``
+        self._moved = 0.0  # monotonic time of the last change of the mark
+        self._ended: set[int] = set()  # choices that ended while this was behind
         self._nudged = False
 
     @property
     def ended(self) -> bool:
-        """The log has the end of every choice, whether or not it was taken."""
+        """Whether the log has the end of every choice. The reader may not have taken it yet."""
         if not self.fold.open:
             return True
-        # Once it is live again, only the fold counts: an end behind a fence that it has read since then is void.
+        # Once this is live again, only the fold counts: a fence that it has read since may void the noted end.
         return self.behind and self._attempt >= self.fold.attempt and len(self._ended) >= self.request.n
 
     @property
     def paused(self) -> bool:
-        """The client reads more slowly than tokens arrive, and the buffer is full."""
+        """Whether the buffer is full, because the client reads more slowly than tokens arrive."""
         return self._paused
 
     def quiet_s(self, now: float) -> float:
-        """How long the log has brought no item of it, as of calls of this; 0 while nothing is expected from there."""
+        """Seconds without a new item from the log, as observed by calls of this. 0 while none is expected."""
         mark = self.fold.mark
         if mark != self._mark or self._paused or self.ended:
             self._mark, self._moved = mark, now
@@ -125,18 +125,18 @@ class InflightRequest:
 
     @property
     def cut_off(self) -> bool:
-        """Its reader was failed while the request itself goes on."""
+        """Whether the reader got an error although the request goes on."""
         return self._error is not None and self._error.code in GOES_ON
 
     @property
     def answered(self) -> bool:
-        """The log has the end of every choice, and none is a failure."""
+        """Whether the log has the end of every choice, and none is a failure."""
         return self.ended and not self._failed
 
     # --- filled from the log ---
 
     def feed(self, item: TokenItem, seq: int) -> None:
-        """Add a live item, in stream order. ``seq``: sequence of the message that it came in."""
+        """Add a live item, in stream order. ``seq`` is the sequence of its message."""
         if not self.behind:
             self._push(item, seq)
             return
@@ -148,7 +148,7 @@ class InflightRequest:
                 self._held = None
 
     def feed_past(self, item: TokenItem, seq: int) -> bool:
-        """Add an item read from the log; False: the buffer is full, so stop until it is drained."""
+        """Add an item read from the log. False if the buffer is full: stop until it is drained."""
         self._push(item, seq)
         return not self._paused
 
@@ -169,13 +169,12 @@ class InflightRequest:
             if self.turns is None:
                 waiter.set_result(None)
             else:
-                self._waiter = None  # it is woken once
+                self._waiter = None  # so that it is woken only once
                 self.turns.wake(waiter)
         if len(items) > self._limit and self.fold.open:
             self.behind = self._paused = True
-            self.seq = (
-                seq - 1
-            )  # read this message again: its later items are missing, and the reassembler drops duplicates
+            # This message is read again, because its later items are missing. The reassembler drops duplicates.
+            self.seq = seq - 1
             self._held = None
 
     def _note_failure(self, finish: Finish) -> None:
@@ -185,7 +184,7 @@ class InflightRequest:
             on_poisoned(self.request)
 
     def _note_behind(self, item: TokenItem) -> None:
-        """Note the attempt of an item that is not folded yet, and what ends with it."""
+        """Note the attempt of an item that is not folded yet, and which choices end with it."""
         if item.finish is not None and item.finish.code:
             self._note_failure(item.finish)
         if item.attempt > self._attempt:
@@ -197,15 +196,15 @@ class InflightRequest:
     # --- behind the live stream ---
 
     def fall_behind(self, seq: int = 0) -> None:
-        """From now on, read everything after ``seq`` from the log."""
+        """Read everything after ``seq`` from the log from now on."""
         self.behind, self._paused, self.seq = True, False, seq
 
     def hold(self) -> None:
-        """Keep live items from now on, until ``join``."""
+        """Hold live items back from now on, until ``join``."""
         self._held = []
 
     def join(self) -> bool:
-        """Continue with live items; False: too many came meanwhile, so it is still behind."""
+        """Continue with live items. False if too many arrived meanwhile, so that it is still behind."""
         held, self._held = self._held, None
         if held is None:
             return False
@@ -217,7 +216,7 @@ class InflightRequest:
         return True
 
     async def caught_up(self) -> None:
-        """Wait until all items in the log were fed.
+        """Wait until all items of the log were fed.
 
         Raises:
             ServingError: the log cannot be read.
@@ -246,36 +245,38 @@ class InflightRequest:
     # --- drained by the responder ---
 
     def fail(self, error: ServingError) -> None:
-        """Raise this error in ``take`` once the buffered items are taken."""
+        """Have ``take`` raise this error once the buffered items are taken."""
         self._error = error
         for waiter in (self._waiter, self._live):
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
 
     def nudge(self) -> None:
-        """Have a ``take`` that asks for it return without items."""
+        """Let a ``take`` with ``nudged`` return without items."""
         self._nudged = True
         if self._waiter is not None:
             _wake(self._waiter)
 
     def available(self) -> list[TokenItem]:
-        """The buffered items, without waiting."""
+        """Take the buffered items without waiting."""
         items, self._items = self._items, []
         return items
 
     async def take(self, *, nudged: bool = False) -> list[TokenItem]:
-        """Wait for the next items, at least one: all since the last call, or a portion that renders without a stall.
+        """Wait for the next items, at least one.
+
+        These are all items since the last call, or a portion that can be rendered without blocking other requests.
 
         Args:
-            nudged: ``nudge`` ends the wait, too; then there are none.
+            nudged: ``nudge`` also ends the wait, and the result is empty.
         Raises:
-            ServingError: no more items will come (deadline, broker).
+            ServingError: no more items will come, because of the deadline or the broker.
         """
-        if self._more:  # let other tasks run between two portions
+        if self._more:  # other tasks run between two portions
             await asyncio.sleep(0)
         while not self._items:
             if self._error is not None:
-                # The error may be shared by many requests: each would leave its frames in the traceback for good.
+                # Many requests may share the error, and each would add its frames to the traceback for good.
                 raise self._error.with_traceback(None)
             if nudged and self._nudged:
                 self._nudged = False
@@ -289,7 +290,7 @@ class InflightRequest:
         return self._taken()
 
     async def take_within(self, seconds: float) -> list[TokenItem]:
-        """As ``take``, but return an empty list if no item comes in time."""
+        """As ``take``, but return an empty list if no item arrives in time."""
         if not self._items and self._error is None:
             self._read_on()
             loop = asyncio.get_running_loop()
@@ -309,7 +310,7 @@ class InflightRequest:
         return await self.take()
 
     def _read_on(self) -> None:
-        """Everything buffered was taken: read what was dropped meanwhile from the log."""
+        """Once all buffered items are taken, read what was dropped meanwhile from the log."""
         if self._paused and self.on_behind is not None:
             self._paused = False
             self.on_behind(self)
@@ -326,14 +327,14 @@ class InflightRequest:
 
 
 def limit_of(request: GenerateRequest) -> int:
-    """How many items are buffered for a client that does not read: about 1 MB."""
+    """The number of items to buffer for a client that does not read: about 1 MB."""
     top = request.sampling.logprobs
     weight = 1 if top is None else 4 + top
     return max(MAX_ITEMS // weight, 64 * request.n)
 
 
 def _parts(item: TokenItem) -> Iterator[TokenItem]:
-    """Split an item into pieces that render without a stall."""
+    """Split an item into pieces that can be rendered without blocking other requests."""
     size = PORTION_BYTES // 4
     tokens, logprobs = item.tokens, item.logprobs
     last = max(0, len(tokens) // 4 - 1) // size if item.choice >= 0 else 0

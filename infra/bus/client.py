@@ -1,13 +1,13 @@
 """nats-py's client with fixes, and with faster paths for what is sent and received most.
 
-A message that nats-py receives passes six regular expressions, a queue and a task of its subscription; one that it
-sends passes a queue and a task, too. Beside what our handlers do with a message, that is most of its cost. So messages
-of the protocol are cut out of what the server sends, and made of what is published, here (``FrameReader``,
-``publish_command``; pure). nats-py's private parts are used here and in ``puller`` only.
+nats-py runs six regular expressions, a queue and a task for each message that it receives, and a queue and a task for
+each that it sends. That is most of what a message costs. Here, messages are cut out of the bytes from the server
+(``FrameReader``) and built from what is published (``publish_command``) by pure functions. Only this module and
+``puller`` touch nats-py's private parts.
 
-The stream of bytes to a broker, over TCP or TLS, is nats-py's, with what TLS lacks there. The scheme ``tls`` asks for
-TLS; a server that requires TLS gets it whatever the scheme is. Certificates are verified against the system's
-authorities, those in the file that ``SSL_CERT_FILE`` names, or ``PENSTOCK_NATS_CA`` (``connection.authenticate``).
+The link to a broker, over TCP or TLS, is nats-py's transport with what it lacks for TLS. The scheme ``tls`` demands
+TLS. A server that requires TLS gets it with any scheme. Certificates are verified against the system's authorities, or
+those in the file that ``SSL_CERT_FILE`` or ``PENSTOCK_NATS_CA`` names (``connection.authenticate``).
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _REPUBLISHED = re.compile(
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
-    """A message as it came. ``headers``: with the line of the version; b"": none."""
+    """A message as received. ``headers`` includes the version line, and is empty if there are none."""
 
     sid: int
     subject: bytes
@@ -50,17 +50,17 @@ class FrameReader:
     """Cuts a stream of bytes into messages and other lines."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []  # of a frame that is not complete
+        self._parts: list[bytes] = []  # an incomplete frame
         self._size = 0
-        self._needed = 0  # bytes from its beginning
+        self._needed = 0  # bytes of the complete frame, as far as known
 
     def read(self, data: bytes) -> Iterator[Frame | bytes]:
-        """Messages, and other lines with their CRLF.
+        """Yield messages, and other lines with their CRLF.
 
-        Iterate to the end: what is left over is kept then, for the next call.
+        Iterate to the end: only then is the rest kept for the next call.
 
         Raises:
-            ProtocolError: a message's line is malformed.
+            ProtocolError: the line that announces a message is malformed.
         """
         if self._parts:
             self._parts.append(data)
@@ -98,10 +98,10 @@ class FrameReader:
 
 
 def read_headers(raw: bytes) -> dict[str, str] | None:
-    """The headers of a message; None: they need a more careful parser, such as those with a status.
+    """The headers of a message. None if they need a more careful parser, for example because they have a status.
 
     Args:
-        raw: with the line of the version and the empty line at the end.
+        raw: headers with the version line and the empty line at the end.
     """
     if not raw.startswith(_VERSION) or not raw.isascii():
         return None
@@ -115,17 +115,17 @@ def read_headers(raw: bytes) -> dict[str, str] | None:
 
 
 def has_status(raw: bytes) -> bool:
-    """Whether headers begin with a status: the server's answer has no message then, or no more."""
+    """Whether headers begin with a status, which means that the server's answer has no (further) message."""
     return raw.startswith(b"NATS/1.0 ")
 
 
 def _beginning(name: str) -> bytes:
-    """Of a header's line, with the end of the line before."""
+    """The beginning of a header's line, with the end of the line before it."""
     return b"\r\n%b:" % name.encode()
 
 
 class Headers(Mapping[str, str]):
-    """The headers of a message, found when they are asked for: most readers want one or two of ten.
+    """The headers of a message, looked up on demand, because most readers want one or two of ten.
 
     Args:
         raw: as for ``read_headers``.
@@ -138,7 +138,7 @@ class Headers(Mapping[str, str]):
 
     def get(self, name: str, /, default: Any = None) -> Any:
         raw, line = self._raw, _beginning(name)
-        at = raw.rfind(line)  # what the server adds comes last
+        at = raw.rfind(line)  # the server appends its headers
         if at < 0:
             return default
         at += len(line)
@@ -162,9 +162,9 @@ class Headers(Mapping[str, str]):
 
 
 def read_republished(raw: bytes) -> tuple[str, int, int] | None:
-    """Subject and sequence of a republished message, and the sequence of the one before on this subject.
+    """Subject and sequence of a republished message, and the previous sequence on its subject.
 
-    None: a client published it, not the server.
+    None if a client published it, not the server.
 
     Args:
         raw: as for ``read_headers``.
@@ -173,7 +173,7 @@ def read_republished(raw: bytes) -> tuple[str, int, int] | None:
     if found is not None:
         subject, seq, previous = found.groups()
         return subject.decode(errors="replace"), int(seq), int(previous)
-    headers = Headers(raw)  # another order
+    headers = Headers(raw)  # they are in another order
     try:
         return headers["Nats-Subject"], int(headers["Nats-Sequence"]), int(headers["Nats-Last-Sequence"])
     except (KeyError, ValueError):
@@ -181,7 +181,7 @@ def read_republished(raw: bytes) -> tuple[str, int, int] | None:
 
 
 def publish_command(subject: str, payload: bytes, reply: str, headers: Mapping[str, str] | None) -> bytes | None:
-    """What publishes a message; None: something is wrong with the subject or a header, or unusual."""
+    """The protocol command that publishes a message. None if the subject or a header is invalid or unusual."""
     where = f"{subject} {reply}"
     if len(where.split()) != (2 if reply else 1) or not where.isascii():
         return None
@@ -201,22 +201,22 @@ CLOSED_S = 1.0
 
 
 class LinkTransport(TcpTransport):  # type: ignore[misc]  # untyped
-    """A link that breaks says so as a broken link does.
+    """A transport that reports a closed link as a connection error.
 
-    Of one that is closed, uvloop raises a RuntimeError. nats-py takes that for the end of the event loop: its flusher,
-    its pings and its reconnecting would end for good, and whoever publishes would get it.
+    uvloop raises a RuntimeError when a closed link is used. nats-py takes that for the end of the event loop: it would
+    stop flushing, pinging and reconnecting for good, and raise it to publishers.
     """
 
     def __bool__(self) -> bool:
-        return True  # nats-py replaces one that is not connected by its own
+        return True  # otherwise nats-py replaces an unconnected transport with its own
 
     async def connect_tls(
         self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
     ) -> None:
         await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
         reader, writer = self._io_reader, self._io_writer
-        reader.set_transport(writer.transport)  # without it, nothing can pause reading, and the buffer has no limit
-        writer._protocol._over_ssl = True  # as of any stream over TLS: asyncio warns otherwise when it is closed
+        reader.set_transport(writer.transport)  # otherwise nothing can pause reading, and the buffer is unbounded
+        writer._protocol._over_ssl = True  # as for any TLS stream; otherwise asyncio warns when it is closed
 
     def write(self, payload: bytes) -> None:
         with self._may_be_closed():
@@ -252,49 +252,52 @@ class LinkTransport(TcpTransport):  # type: ignore[misc]  # untyped
             raise ConnectionResetError("the link to the broker is closed") from error
 
     def peer_certificate(self) -> bytes:
-        """The server's certificate, DER; empty without TLS."""
+        """The server's certificate in DER form. Empty without TLS."""
         link = self._io_writer.get_extra_info("ssl_object") if self._io_writer is not None else None
         return (link.getpeercert(binary_form=True) or b"") if link is not None else b""
 
     async def wait_closed(self) -> None:
-        """nats-py waits for this before it connects again, and a server that hangs answers no goodbye of TLS."""
+        """Wait for the end of the link, with a bound. nats-py waits here before it reconnects, and a server that hangs
+        never answers the TLS shutdown."""
         if self._io_writer is None:
             return
         closed: asyncio.Future[None] = self._io_writer._protocol._get_close_waiter(self._io_writer)
-        await asyncio.wait([closed], timeout=CLOSED_S)  # which cancels nothing: others may wait for the same end
+        await asyncio.wait([closed], timeout=CLOSED_S)  # does not cancel the future, which others may wait for
         if not closed.done():
             self._io_writer.transport.abort()
         elif not closed.cancelled():
-            closed.exception()  # the link was broken: that is why it is closed
+            closed.exception()  # retrieved: the link broke, which is why it was closed
 
 
-_BUFFERED_BYTES = 64 << 10  # in the socket's buffer; above, nats-py's flusher waits for the server
+_BUFFERED_BYTES = 64 << 10  # in the write buffer; above this, nats-py's flusher waits for the server
 _LATER_S = 0.01
-MOST_TURNS = 5  # of a few milliseconds each: smaller batches cost every process behind this one wake-ups
-READ_S = 0.002  # for the messages that are handled in one turn; 0.001 costs 4 % of all CPU time at 256 connections
-# Of a message behind which other tasks run: the streams that it continues are written then, about 10 us each, and
-# those of several such messages together would hold the event loop for too long.
+MOST_TURNS = 5  # of a few ms each; smaller batches cost every process behind this one more wake-ups
+READ_S = 0.002  # handling messages in one turn; 0.001 costs 4 % of all CPU time at 256 connections
+# After a message of this size other tasks run first. It continues many streams, at about 10 us each, and several such
+# messages in a row would block the event loop for too long.
 _LARGE_BYTES = 12 << 10
-_BURST_BYTES = 64 << 10  # read between two pauses; after more, reading goes on at once
+_BURST_BYTES = 64 << 10  # after reading more than this, there is no pause
 
 Handler = Callable[[Frame], None]
 
 
 class BusClient(Client):  # type: ignore[misc]  # untyped
-    """Everything that is published in one turn of the event loop is sent at its end, in one write.
+    """Sends everything that is published in one turn of the event loop in a single write, at the end of the turn.
 
-    Repairs: the read loop survives the answer to a flush that timed out (nats-py's ends, and nothing is received any
-    more). The link to a server that accepted it and sent nothing is closed before the next server is tried.
-    Reconnecting ends with ``close``: a cancellation that arrives as a connect fails is lost (``asyncio.wait_for``
-    before Python 3.12), and the loop would try servers for ever, with the end of the event loop waiting for it.
-    ``flush`` waits for what was published and subscribed in the same turn, too.
+    It also repairs four faults of nats-py:
+
+    - The read loop survives the answer to a flush that timed out. nats-py's loop ends, and receives nothing more.
+    - The link to a server that accepted it and then sent nothing is closed before the next server is tried.
+    - Reconnecting ends with ``close``. A cancellation that arrives as a connect fails gets lost (``asyncio.wait_for``
+      before Python 3.12), and the loop would try servers forever while the event loop waits for it.
+    - ``flush`` also waits for what was published and subscribed in the same turn.
 
     Attributes:
-        tls_context: called at each connect, so that files can have changed.
-        read_pause_s: seconds between two reads of the link. Who follows a log without hurry reads many messages at a
-            time, for a fraction of the wake-ups. Every answer comes later by as much. 0: no pause.
-        gathers: what is published in the next turn of the event loop, too, leaves in the same write.
-        expects_more: whether more is about to be published; up to ``MOST_TURNS`` turns then leave in the same write.
+        tls_context: called at each connect, so that certificate files may change.
+        read_pause_s: seconds between two reads of the link; 0 is no pause. A process that follows a log without hurry
+            reads many messages at once, with far fewer wake-ups. Every answer is delayed by as much.
+        gathers: what is published in the next turn of the event loop goes into the same write.
+        expects_more: whether more is about to be published. Up to ``MOST_TURNS`` turns then share one write.
     """
 
     def __init__(self) -> None:
@@ -309,21 +312,21 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         self.read_pause_s = 0.0
         self.gathers = False
         self.expects_more: Callable[[], bool] | None = None
-        self._turns = 0  # gathered because more was expected
+        self._turns = 0  # that were gathered because more was expected
         self._written: list[Callable[[], object]] = []
         self._ended = False
         self._transport: Any = None
 
     async def connect_within(self, timeout_s: float, servers: list[str], **options: Any) -> None:
-        """Connect, for this long at most. Whatever ends the wait, no attempt goes on after it.
+        """Connect within this time. No attempt outlives the wait, whatever ends it.
 
         Raises:
-            TimeoutError: no server has let us in.
+            TimeoutError: no server has accepted the connection.
         """
         opening = asyncio.ensure_future(self.connect(servers, **options))
         try:
-            # Not ``wait_for``: it waits until a cancelled connect has ended, and one that loses its cancellation
-            # (see above) tries a server that refuses it for ever.
+            # ``wait_for`` would wait for the end of the cancelled connect, which can lose its cancellation (see above)
+            # and then tries a server that refuses it forever.
             await asyncio.wait([opening], timeout=timeout_s)
             if not opening.done():
                 raise TimeoutError
@@ -336,7 +339,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
             raise
 
     def drop_link(self) -> None:
-        """Close a link that was not finished; nats-py leaves it open when ``connect`` fails or is cancelled."""
+        """Close a half-open link. nats-py leaves it open when ``connect`` fails or is cancelled."""
         if self._transport is not None:
             with contextlib.suppress(Exception):
                 self._transport.close()
@@ -347,7 +350,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
 
     @property
     def peer_certificate(self) -> bytes:
-        """The broker's certificate, DER; empty without TLS."""
+        """The broker's certificate in DER form. Empty without TLS."""
         return self._transport.peer_certificate() if isinstance(self._transport, LinkTransport) else b""
 
     async def _connect_to_server(self, s: Any) -> None:
@@ -359,14 +362,14 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         await super()._connect_to_server(s)
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
-        self._ended = self._ended or status == Client.CLOSED  # not what nats-py closes between two first attempts
+        self._ended = self._ended or status == Client.CLOSED  # not when nats-py closes between two attempts
         await super()._close(status, do_cbs)
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         if initial_connection and self._current_server.uri.scheme == "tls" and not info.get("tls_required"):
             if not info.get("tls_available"):
-                raise Error("the URL asks for TLS (tls://), and the server has none")
-            info["tls_required"] = True  # nats-py would send the password in the clear
+                raise Error("the URL asks for TLS (tls://), but the server does not offer it")
+            info["tls_required"] = True  # otherwise nats-py sends the password in the clear
         await super()._process_info(info, initial_connection)
 
     async def _process_pong(self) -> None:
@@ -377,11 +380,11 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
     # Receiving
 
     async def subscribe_direct(self, subject: str, handler: Handler) -> Subscription:
-        """Subscribe with a handler that is called as soon as a message was read, in the order of the link.
+        """Subscribe with a handler that is called as soon as a message is read, in the order of the link.
 
-        It must be quick, since nothing else is read meanwhile. What it raises is reported as nats-py reports errors.
+        The handler must be quick, because nothing else is read meanwhile. Its errors go to nats-py's error callback.
         """
-        sid = self._sid + 1  # ``subscribe`` takes it before it awaits anything
+        sid = self._sid + 1  # ``subscribe`` takes this id before it awaits anything
         self._handlers[sid] = handler
         try:
             sub = await self.subscribe(subject)
@@ -412,10 +415,10 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         *,
         later: bool = False,
     ) -> bool:
-        """Publish without waiting; False: only ``publish`` can, since the link is down or the message unusual.
+        """Publish without waiting. False if only ``publish`` can: the link is down, or the message is unusual.
 
         Args:
-            later: no task waits for it, so it is sent with the next message, or after 10 ms.
+            later: no task waits for the message, so it is sent with the next one, or after 10 ms.
         """
         if self._status != Client.CONNECTED or len(payload) > self._max_payload:
             return False
@@ -442,11 +445,11 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
     async def _send_ping(self, future: Any = None) -> None:
         try:
             if future is not None and self._pending and self.is_connected:
-                # A flush is over when its ping is answered, which nats-py sends at once.
+                # A flush ends with the answer to its ping, and nats-py sends the ping before these messages.
                 self._transport.write(b"".join(self._pending))
                 self._pending, self._pending_data_size = [], 0
             await super()._send_ping(future)
-        except OSError:  # the link broke just now: the read loop notices, and reconnecting sends the rest
+        except OSError:  # the link just broke: the read loop will notice, and reconnecting sends the rest
             if future is not None:
                 raise
 
@@ -473,7 +476,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
             self._write()
 
     def when_written(self, then: Callable[[], object]) -> None:
-        """Call ``then`` when what was published so far has been written; now if it has."""
+        """Call ``then`` once everything published so far was written, which may be now."""
         if self._write_scheduled:
             self._written.append(then)
         else:
@@ -486,13 +489,13 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
             then()
 
     def _write_pending(self) -> None:
-        """Send pending messages, or let nats-py's flusher do so, which waits for a server that reads slowly."""
+        """Send pending messages. If the server reads slowly, leave them to nats-py's flusher, which waits for it."""
         self._write_scheduled = False
         if self._write_later is not None:
             self._write_later.cancel()
             self._write_later = None
         if not self._pending_data_size or not self.is_connected:
-            return  # a reconnect sends the pending messages
+            return  # reconnecting sends the pending messages
         writer = getattr(self._transport, "_io_writer", None)
         if writer is None or writer.transport.get_write_buffer_size() > _BUFFERED_BYTES:
             if self._flush_queue.empty():
@@ -502,12 +505,12 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         self._pending, self._pending_data_size = [], 0
         try:
             self._transport.write(data)
-        except OSError:  # the link broke just now: the read loop notices, and reconnecting sends this
+        except OSError:  # the link just broke: the read loop will notice, and reconnecting sends this
             self._pending, self._pending_data_size = [data], len(data)
 
 
 class _Parser(Parser):  # type: ignore[misc]  # untyped
-    """Hands messages to the client; other lines (PING, INFO, ...) are read by nats-py."""
+    """Hands messages to the client. nats-py parses all other lines (PING, INFO, ...)."""
 
     def __init__(self, client: BusClient) -> None:
         self._frames = FrameReader()
@@ -523,11 +526,11 @@ class _Parser(Parser):  # type: ignore[misc]  # untyped
         messages = size = 0
         until = time.monotonic() + READ_S
         for frame in frames.read(data):
-            if time.monotonic() > until:  # a read may have hundreds of messages
+            if time.monotonic() > until:  # one read may bring hundreds of messages
                 await asyncio.sleep(0)
                 until = time.monotonic() + READ_S
             if self._frames is not frames:
-                return  # the link has broken: the rest is not needed
+                return  # the link has broken, so the rest is void
             if isinstance(frame, bytes):
                 await super().parse(frame)
             elif (handler := handlers.get(frame.sid)) is None:
@@ -548,17 +551,17 @@ class _Parser(Parser):  # type: ignore[misc]  # untyped
         if reader is None:
             return
         self._burst += len(data)
-        if reader._buffer:  # nats-py would read on without giving way
+        if reader._buffer:  # nats-py would read on without letting other tasks run
             await asyncio.sleep(0)
         elif self.nc.read_pause_s and not self.nc.is_closed:
             await self._pause(reader)
 
     async def _pause(self, reader: Any) -> None:
-        """Leave incoming bytes to the kernel for a while. A link that is behind is not paused."""
+        """Leave incoming bytes to the kernel for a while, unless this link is behind."""
         behind, self._burst = self._burst >= _BURST_BYTES, 0
         if behind:
             return
-        with contextlib.suppress(RuntimeError):  # the link is closing, or does not read now
+        with contextlib.suppress(RuntimeError):  # the link is closing, or is not reading now
             if not reader._paused:
                 reader._transport.pause_reading()
                 reader._paused = True  # the next read resumes

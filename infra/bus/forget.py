@@ -1,28 +1,23 @@
-"""Deletes what the log holds of requests that have ended, and notes that they were deleted.
+"""Deletes what the log holds of ended requests, overwrites it on disk, and notes that it was deleted.
 
-The note (``schemas.deletions``) is stored before the first message is erased. For half an hour routers erase what comes
-back of the request (``router.service.deletion``), or was left because a replica is away, and gateways know nothing of
-it.
+The note (``schemas.deletions``) is stored before the first message is erased. It lasts half an hour. In that time,
+gateways treat the request as unknown, and routers (``router.service.deletion``) erase whatever reappears or was left
+because a replica was away. The deletion order is jobs, requests, records: a router that starts in between must not find
+a job without its end, because it would place the request again. What a failed deletion leaves behind is found again
+through the record or the note.
 
-Jobs go first, then requests, then records: a router that starts in between must not find a job without its end, which
-it would place again. What was not deleted is found again, as long as the record or the note is there.
+Overwriting a message is expensive. The broker rewrites the message's whole block, which in a stream like TOKENS is 8 MB
+and 6 ms of CPU time (measured with 2.15.1), and others wait meanwhile. ``Eraser`` therefore rests between two messages.
+A message that a stream discards itself, by a limit or an acknowledgement, stays in its file until that is rewritten.
 
-Deletes single messages of a stream, and overwrites their bytes on the broker's disk.
+In a cluster, each replica overwrites its copy when it reads the deletion from the replication log. A replica that was
+away may instead receive a snapshot, if the log no longer reaches back far enough. It then drops the message but keeps
+the bytes until the stream's limits remove the file, and no later deletion overwrites them (seen with 2.15.1). Callers
+that can wait therefore erase only while every replica is up to date (``everywhere``). What the replication log itself
+has of the message goes with its next snapshot.
 
-That costs the broker a lot: it rewrites the message's block, 8 MB and 6 ms of CPU time in a stream like TOKENS (on
-2.15.1), while others wait. So whoever has several to delete rests in between (``Eraser``).
-
-A stream that discards a message by its limits, or because it was acknowledged, leaves its bytes in the file until the
-file is rewritten or removed.
-
-In a cluster, each replica overwrites its copy when it finds the deletion in the stream's replication log. One that was
-away, and that the leader gives a snapshot because its log begins later by then, removes the message and keeps its
-bytes, until the stream's limits remove their file. No later deletion overwrites them, because the replica no longer has
-the message (seen on 2.15.1). So whoever can wait erases only while every replica has the newest entry of the log
-(``everywhere``). What a replica's log itself has of the message goes with its next snapshot.
-
-With a full disk the broker confirms a deletion that it cannot write: the message is gone from its memory, and back
-after its restart. So whoever deletes has an entry stored before (``check_stores``).
+On a full disk, the broker confirms a deletion that it cannot write, and the message is back after a restart. Callers
+therefore store an entry first, to see whether the broker can write (``check_stores``).
 """
 
 import asyncio
@@ -50,20 +45,20 @@ from penstock.schemas.streams import CLOCK_SKEW_NS
 from penstock.schemas.subjects import HEADER_NO_STORE, request_of
 
 ERASE_S = 5.0
-SHARE = 0.05  # of the time in which an ``Eraser`` has the broker overwrite something
+SHARE = 0.05  # of the time that an ``Eraser`` keeps the broker overwriting
 MOST_REST_S = 2.0
-KEEP_S = 120  # of an entry
+KEEP_S = 120  # lifetime of the entry that tests whether the broker can write
 AWAY_S = 600.0  # a replica that is away for longer is not waited for
-NEWEST_S = 2.0  # within which a replica that is there has the newest entry of the log
+NEWEST_S = 2.0  # a replica that is there receives the newest log entry within this time
 LOOK_S = 0.02
-AGAIN_S = 5.0  # a replica that was found away is looked for again
-NO_SEQUENCE = 0  # of no message: a deletion of it changes nothing
-# More than a block of a file system: on a full disk, smaller ones fit into the last blocks of their file.
+AGAIN_S = 5.0  # until a replica that was found away is checked again
+NO_SEQUENCE = 0  # no message has it, so deleting it changes nothing
+# Larger than a block of the file system. A smaller entry may still fit into the last block of its file on a full disk.
 ENTRY = bytes(4_608)
-# No room for the account, the server or the stream's node. A refusal for another reason, as of a full bucket, says
-# nothing of other streams.
+# Refusals for lack of room in the account, the server or the stream's node. Others, such as a full bucket, say nothing
+# about other streams.
 NO_ROOM = frozenset({10002, 10023, 10047})
-GONE = frozenset({10037, 10043, 10057})  # the stream has no message with this sequence (any more)
+GONE = frozenset({10037, 10043, 10057})  # the stream no longer has a message with this sequence
 
 
 class _Reply(msgspec.Struct):
@@ -75,14 +70,14 @@ _decode = msgspec.json.Decoder(_Reply).decode
 
 
 class ReplicaAway(ServingError):
-    """Nothing was erased: a replica would keep the message's bytes."""
+    """Nothing was erased, because a replica would keep the message's bytes."""
 
     def __init__(self, stream: str, servers: Sequence[str]) -> None:
         away = " and ".join(servers)
         super().__init__(
             Code.broker_unavailable,
-            f"{stream} keeps what is to be erased until its replica on {away} is there again, or was away for "
-            f"{AWAY_S / 60:g} minutes: it would keep a copy on its disk",
+            f"the messages stay in {stream} for now: its replica on {away} is away and would keep a copy on its disk; "
+            f"they are erased when it is back, or has been away for {AWAY_S / 60:g} minutes",
             retry_after=AGAIN_S,
         )
         self.servers = list(servers)
@@ -107,7 +102,7 @@ _decode_info = msgspec.json.Decoder(_Info).decode
 
 
 async def stores(bus: Bus, name: str, timeout: float) -> bool:
-    """Whether the broker stores an entry, over the one before of the same ``name``.
+    """Whether the broker can store an entry, which replaces the previous one of the same ``name``.
 
     Raises:
         nats.errors.Error, TimeoutError, OSError, msgspec.MsgspecError: it did not answer in time.
@@ -119,11 +114,12 @@ async def stores(bus: Bus, name: str, timeout: float) -> bool:
 
 
 async def check_stores(bus: Bus, name: str) -> None:
-    """
+    """Check that the broker can write, before something is deleted.
+
     Args:
-        name: of who deletes.
+        name: identifies the caller.
     Raises:
-        ServingError: broker_unavailable: what would be deleted now could come back.
+        ServingError: broker_unavailable, because what is deleted now could come back.
     """
     try:
         if await stores(bus, name, ERASE_S):
@@ -133,17 +129,17 @@ async def check_stores(bus: Bus, name: str) -> None:
         why = f"is its disk full? {error!r}"
     raise ServingError(
         Code.broker_unavailable,
-        f"nothing was deleted: the broker stores nothing at the moment ({why}), so that it could come back when the "
-        "broker restarts; delete it again later",
+        f"nothing was deleted: the broker cannot store anything at the moment ({why}), and what it deletes now could "
+        "come back when it restarts; delete it again later",
         retry_after=5.0,
     )
 
 
 async def erase(bus: Bus, stream: str, seq: int) -> bool:
-    """Delete one message and overwrite its bytes; False: it was gone already.
+    """Delete one message and overwrite its bytes. False if it was already gone.
 
     Raises:
-        ServingError: broker_unavailable: it was not confirmed in time, or this user may not delete messages.
+        ServingError: broker_unavailable, if it was not confirmed in time or this user may not delete messages.
     """
     subject = f"$JS.API.STREAM.MSG.DELETE.{stream}"
     try:
@@ -163,14 +159,13 @@ async def _delete(bus: Bus, subject: str, seq: int) -> _Reply:
 
 
 async def replicas_away(bus: Bus, stream: str) -> list[str]:
-    """The servers whose replica of a stream does not have the newest entry of its log, nor gets it in time, and was
-    there within ``AWAY_S``.
+    """The servers whose replica of a stream does not receive the newest log entry in time.
 
-    For a few seconds the leader takes a server that was killed for one that is there, as long as nothing is to be
-    replicated. So an entry is added first, which changes nothing.
+    Servers that have been away for longer than ``AWAY_S`` are left out. A leader that has nothing to replicate takes
+    seconds to notice that a server was killed, so this first adds an entry that changes nothing.
 
     Raises:
-        ServingError: broker_unavailable: the broker does not say, or this user may not ask.
+        ServingError: broker_unavailable, if the broker does not answer or this user may not ask.
     """
     try:
         replicas = await _replicas(bus, stream)
@@ -189,7 +184,7 @@ async def replicas_away(bus: Bus, stream: str) -> list[str]:
     except (NatsError, OSError, TimeoutError, msgspec.MsgspecError) as error:
         raise ServingError(
             Code.broker_unavailable,
-            f"{stream} does not say which of its replicas are there: {error!r}",
+            f"the broker does not say which replicas of {stream} are there: {error!r}",
             retry_after=1.0,
         ) from None
 
@@ -202,10 +197,10 @@ async def _replicas(bus: Bus, stream: str) -> tuple[_Replica, ...]:
 
 
 class Eraser:
-    """Erases one message at a time, and rests before the next for longer than that took: others hardly notice.
+    """Erases one message at a time, and rests longer than that took, so that other clients hardly notice.
 
     Args:
-        waiting: how many more may wait for their turn.
+        waiting: how many callers may wait for their turn.
     """
 
     def __init__(self, bus: Bus, waiting: int = 1 << 30) -> None:
@@ -214,16 +209,16 @@ class Eraser:
         self._waiting = 0
         self._turn = asyncio.Lock()
         self._rests_until = 0.0  # monotonic
-        self._away: dict[str, tuple[float, list[str]]] = {}  # stream -> until when that is taken for granted, servers
+        self._away: dict[str, tuple[float, list[str]]] = {}  # stream -> how long the finding holds, servers
 
     async def erase(self, stream: str, seq: int, *, everywhere: bool = False) -> bool:
-        """Delete one message and overwrite its bytes, in turn; False: too many wait, so it was left.
+        """Delete one message and overwrite its bytes, in turn. False if it was left because too many wait.
 
         Args:
-            everywhere: leave it while a replica of the stream is away.
+            everywhere: leave the message while a replica of the stream is away.
         Raises:
-            ReplicaAway: it was left.
-            ServingError: as ``erase``.
+            ReplicaAway: the message was left.
+            ServingError: as for ``erase``.
         """
         if self._waiting > self._most:
             return False
@@ -264,10 +259,10 @@ def _failed(stream: str, seq: int, why: str) -> ServingError:
 
 log = structlog.get_logger("bus")
 
-BATCH = 50  # the messages of a few seconds: with their prompts, many more are megabytes that nobody wants
+BATCH = 50  # the messages of a few seconds; they bring their prompts, so more would be megabytes that nobody reads
 NOTE_S = 5.0
-FOLLOW_S = 3.0  # how long a process that starts waits for the notes
-FOLLOW_AGAIN_S = 30.0  # between two tries, where there is no bucket for them
+FOLLOW_S = 3.0  # how long a starting process waits for the notes
+FOLLOW_AGAIN_S = 30.0  # between two attempts while there is no bucket for them
 TTL_NS = deletions.TTL_S * 1_000_000_000
 
 
@@ -275,9 +270,9 @@ class Ended(NamedTuple):
     """A request that has ended.
 
     Attributes:
-        subject: of its record.
+        subject: where its record is stored.
         ended_ns: Unix time.
-        no_store: its content and its tokens are in memory storage only.
+        no_store: its content and tokens are in memory storage only.
     """
 
     id: str
@@ -287,7 +282,7 @@ class Ended(NamedTuple):
 
 
 async def find_ended(bus: Bus, request_id: str) -> Ended | None:
-    """None: it has not ended, or the log no longer has it.
+    """Look up the end of a request. None if it has not ended, or the log no longer has it.
 
     Raises:
         ServingError: the log cannot be read.
@@ -307,12 +302,12 @@ class _Stored(NamedTuple):
 async def forget_messages(bus: Bus, ended: Sequence[Ended], eraser: Eraser) -> int:
     """Note that these requests are deleted, then delete their jobs, requests and records.
 
-    Returns: how many messages that were.
+    Returns: the number of messages.
 
     Raises:
-        ReplicaAway: a replica would keep its copy; routers delete the rest.
-        ServingError: a stream cannot be read, or a note was not stored: then nothing was deleted, but may be later. Or
-            a message was not deleted: then routers delete the rest.
+        ReplicaAway: a replica would keep its copy. Routers delete the rest.
+        ServingError: a stream cannot be read or a note cannot be stored, and nothing was deleted yet; or a message was
+            not deleted, and routers delete the rest.
     """
     stored = await _find_content(bus, ended)
     stream = bus.subjects.stream("DONE")
@@ -330,7 +325,7 @@ async def forget_messages(bus: Bus, ended: Sequence[Ended], eraser: Eraser) -> i
 
 
 async def _find_content(bus: Bus, ended: Sequence[Ended]) -> list[_Stored]:
-    """Everything but records, in the order in which it is deleted."""
+    """All messages except records, in deletion order."""
     ids = {each.id for each in ended}
     since_ns = min(time_of(each.id) for each in ended) - CLOCK_SKEW_NS
     ended_ns = max(each.ended_ns for each in ended)
@@ -349,10 +344,10 @@ async def _find_content(bus: Bus, ended: Sequence[Ended]) -> list[_Stored]:
 
 
 async def _note(bus: Bus, request: str, deletion: Deletion) -> None:
-    """Store that a request is deleted.
+    """Store the note that a request is deleted.
 
     Raises:
-        ServingError: broker_unavailable: it was refused, or not confirmed in time.
+        ServingError: broker_unavailable, if it was refused or not confirmed in time.
     """
     bucket = bus.subjects.bucket("deleted")
     subject, headers = f"$KV.{bucket}.{request}", {"Nats-TTL": str(deletions.TTL_S)}
@@ -361,32 +356,32 @@ async def _note(bus: Bus, request: str, deletion: Deletion) -> None:
         error = decode_publish_reply(reply.data).error
         why = str(error or "")
     except NoRespondersError:
-        why = "there is none: run `penstock streams apply`"
+        why = "there is no such bucket: run `penstock streams apply`"
     except (NatsError, OSError, TimeoutError, msgspec.MsgspecError) as failure:
         why = f"{failure!r}; may this user publish to {subject}?"
     if not why:
         return
     raise ServingError(
         Code.broker_unavailable,
-        f"bucket {bucket} did not take the note that {request} is deleted ({why}); delete it again",
+        f"bucket {bucket} did not store the note that {request} is deleted ({why}); delete it again",
         retry_after=5.0,
     )
 
 
 class DeletedRequests:
-    """The ids of the requests that were deleted in the last half hour, followed from their bucket.
+    """The ids of the requests that were deleted in the last half hour, followed from the bucket of notes.
 
-    Where there is none, or this user may not read it, none are known.
+    It stays empty if there is no bucket, or this user may not read it.
 
     Attributes:
-        followed: set once all that are noted are known.
-        noted: called with each that is noted.
+        followed: set once all existing notes were read.
+        noted: called with the id of each request that is noted.
     """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._bucket = bus.subjects.bucket("deleted")
-        self._until: dict[str, int] = {}  # Unix time ns, the earliest first; the bucket's size bounds it
+        self._until: dict[str, int] = {}  # Unix time, ns, earliest first; bounded by the bucket's size
         self._following = contextlib.AsyncExitStack()
         self._tried = asyncio.Event()
         self.followed = asyncio.Event()
@@ -397,12 +392,12 @@ class DeletedRequests:
         return until_ns is not None and until_ns > self._bus.clock.now_ns()
 
     def noted_s(self, request: str) -> float | None:
-        """How long ago a request was noted, in seconds; None: it was not, or nobody can say."""
+        """How long ago a request was noted, in seconds. None if it was not, or that is unknown."""
         until_ns = self._until.get(request)
         return None if until_ns is None else (self._bus.clock.now_ns() - until_ns + TTL_NS) / 1e9
 
     async def start(self, tasks: Tasks) -> None:
-        """Follow the bucket; returns when it was read, or cannot be, or after ``FOLLOW_S``."""
+        """Follow the bucket. Returns once it was read or proved unreadable, and after ``FOLLOW_S`` at the latest."""
         tasks.spawn(self._follow(), name="deleted-requests")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._tried.wait(), FOLLOW_S)
@@ -411,9 +406,8 @@ class DeletedRequests:
         await self._following.aclose()
 
     async def _follow(self) -> None:
-        stream, keys = f"KV_{self._bucket}", f"$KV.{self._bucket}.>"
         while not self.followed.is_set():
-            tail = LogTail(self._bus, stream, keys, self._bus.subjects.live(keys), self._on_entry)
+            tail = LogTail.of_bucket(self._bus, "deleted", self._on_entry)
             try:
                 await self._following.enter_async_context(tail.following())
                 self.followed.set()
@@ -427,17 +421,19 @@ class DeletedRequests:
     def _on_entry(self, entry: Entry) -> None:
         request = entry.subject.rpartition(".")[2]
         self._until.pop(request, None)
-        if not entry.data:  # it has expired
+        if not entry.data:  # the note has expired
             return
         self._until[request] = entry.time_ns + TTL_NS
         self.noted(request)
         now_ns = self._bus.clock.now_ns()
-        while self._until and self._until[first := next(iter(self._until))] < now_ns:  # a marker may have been missed
+        while self._until and self._until[first := next(iter(self._until))] < now_ns:  # an expiry may be missed
             del self._until[first]
 
     async def read(self) -> list[tuple[str, Deletion]]:
-        """All that are noted, with where their messages were. Notes that should have expired long ago are removed: a
-        server that was killed may forget to (seen on 2.15.1), and a full bucket takes no more.
+        """All notes, with the places of the deleted messages.
+
+        Notes that should have expired long ago are removed. A server that was killed may forget to do that (seen with
+        2.15.1), and a full bucket takes no more notes.
 
         Raises:
             ServingError: the bucket cannot be read.
@@ -452,7 +448,7 @@ class DeletedRequests:
             try:
                 request = entry.subject.rpartition(".")[2]
                 found.append((request, deletions.decode(entry.data)))
-                self._until.setdefault(request, entry.time_ns + TTL_NS)  # it may not have been followed so far
-            except msgspec.MsgspecError as error:  # of a later release
+                self._until.setdefault(request, entry.time_ns + TTL_NS)  # it may not have been read while following
+            except msgspec.MsgspecError as error:  # a later release wrote it
                 log.warning("deletion_unreadable", subject=entry.subject, error=str(error))
         return found

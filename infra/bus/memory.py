@@ -1,8 +1,8 @@
-"""Memory storage: the streams with the contents and the output of requests with ``no_store``, and the contents in them.
+"""Memory storage: the streams that hold the content and output of requests with ``no_store``, and access to them.
 
-In a cluster their replicas outlive a server, like those on file. A server without a cluster that restarts comes back
-without them, so every process that uses them declares them again after a reconnect, and whoever has something to put
-into them again is told (``on_renewed``). Their sequences begin at 1 then.
+In a cluster, replicas keep the streams while one server is down. A single server loses them when it restarts. Every
+process that uses them therefore declares them again after a reconnect, and calls ``on_renewed`` so that gateways can
+put back what was lost. The sequences of a renewed stream begin at 1.
 """
 
 import asyncio
@@ -35,16 +35,16 @@ log = structlog.get_logger("bus")
 
 ASK_S = 2.0
 FILL_S = 10.0
-DECLARE_S = 5.0  # after a reconnect: the other hooks wait for it, and what they send again needs the streams
+DECLARE_S = 5.0  # after a reconnect; the other hooks wait, because what they resend needs the streams
 AGAIN_S = 0.1
-SETTLE_S = 15.0  # after a restart: until then, gateways put their open requests' contents again
-ABSENT_S = 5.0  # within it, a gateway that does not answer may still be reconnecting
+SETTLE_S = 15.0  # after a restart, during which gateways put back the contents of their open requests
+ABSENT_S = 5.0  # for this long, a gateway that does not answer may still be reconnecting
 LOOK_S = 0.25
 WATCH_S = 1.0
-ASKED_PARTS = 256  # parts, in one question
-SENT_BYTES = 32 << 20  # of contents that came before their jobs
-SENT_S = 10.0  # for which they are kept, at least, and twice that at most
-_EXISTS = 10058  # with another configuration: an operator's, or another build's
+ASKED_PARTS = 256  # parts per question
+SENT_BYTES = 32 << 20  # of contents that arrived before their jobs
+SENT_S = 10.0  # how long those are kept at least; at most twice as long
+_EXISTS = 10058  # the stream exists with another configuration: an operator's, or another build's
 
 
 class _StreamState(msgspec.Struct):
@@ -67,7 +67,7 @@ class _Sent(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """How full a stream is, in bytes; ``limit`` 0: no limit."""
+    """How full a stream is, in bytes. A ``limit`` of 0 means that it has none."""
 
     used: int
     limit: int
@@ -77,29 +77,29 @@ _decode = msgspec.json.Decoder(_Info).decode
 
 
 class MemoryStreams:
-    """Declares the streams; ``open`` it before whatever publishes to them after a reconnect.
+    """Declares the streams. Open it before anything that publishes to them after a reconnect.
 
     Attributes:
-        on_renewed: called after the streams were lost and declared again; errors are logged.
+        on_renewed: called after the streams were lost and declared again. Errors are logged.
     """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._specs = memory_streams(bus.subjects)
-        self._configs: dict[str, dict[str, Any]] = {}  # as they were last seen: an operator may have enlarged them
+        self._configs: dict[str, dict[str, Any]] = {}  # as last seen, because an operator may have enlarged them
         self._created: dict[str, str] = {}
         self._renewed = -math.inf
         self._renewed_ns = 0  # by the broker's clock
-        self._link = bus.reconnects  # on which the streams were declared last
+        self._link = bus.reconnects  # the connection on which the streams were last declared
         self._declaring = asyncio.Lock()
         self.on_renewed: list[Callable[[], Awaitable[None]]] = []
 
     async def open(self) -> None:
-        """Never raises: without its streams, a process serves requests that are stored."""
+        """Declare the streams. Never raises: without them, the process still serves requests that are stored."""
         self._bus.on_reconnect.insert(0, self._reconnected)
         try:
             await self._declare_all()
-            # What was in them may have been lost shortly before this began, and gateways put it again.
+            # Their contents may have been lost shortly before this process began. Gateways then put them back.
             self._renewed_ns = max(map(parse_time, self._created.values()))
             age_s = (self._bus.clock.now_ns() - self._renewed_ns) / 1e9
             self._renewed = time.monotonic() - max(0.0, age_s)
@@ -113,30 +113,30 @@ class MemoryStreams:
 
     @property
     def since_renewed_s(self) -> float:
-        """Seconds since the streams were made, or this process saw that they had been lost; infinite: not known."""
+        """Seconds since the streams were made, or since this process noticed their loss. Infinite if unknown."""
         return time.monotonic() - self._renewed
 
     @property
     def settling(self) -> bool:
-        """Whether contents may still be missing because a broker without a cluster has restarted."""
+        """Whether contents may still be missing after the restart of a single server."""
         return self.since_renewed_s < SETTLE_S
 
     def misses(self, stored_ns: int) -> bool:
-        """Whether that may be so of a request that was stored at this time, by the broker's clock."""
+        """Whether the content of a request that was stored at this time (the broker's clock) may be missing."""
         return self.settling and stored_ns <= self._renewed_ns
 
     async def fill(self) -> tuple[Fill, Fill]:
-        """Of the contents and of the tokens. Streams that are gone are declared again, as after a reconnect.
+        """How full the streams of contents and of tokens are. Missing streams are declared again first.
 
         Raises:
-            ServingError: unsupported: a stream was never there; broker_unavailable: it is gone, or the broker did not
-                answer in time.
+            ServingError: unsupported, if a stream never existed; broker_unavailable, if it is gone or the broker did
+                not answer in time.
         """
         try:
             async with asyncio.timeout(FILL_S):
                 try:
                     return await self._fill()
-                except ServingError:  # a server without a cluster has just restarted, or somebody deleted the stream
+                except ServingError:  # a single server has just restarted, or somebody deleted the stream
                     await self.declare(DECLARE_S, again=True)
                     return await self._fill()
         except (NatsError, OSError, TimeoutError) as error:
@@ -156,10 +156,10 @@ class MemoryStreams:
         return found[0], found[1]
 
     async def subjects(self) -> list[str]:
-        """All subjects that have something.
+        """All subjects that hold a message.
 
         Raises:
-            ServingError: unsupported: a stream is missing.
+            ServingError: a stream is missing.
             nats.errors.Error, TimeoutError: the broker did not answer.
         """
         found: list[str] = []
@@ -172,12 +172,13 @@ class MemoryStreams:
         return found
 
     async def watch(self, in_use: Callable[[], bool], on_replaced: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Look every second whether the streams are those that this process knows: somebody may delete one while the
-        broker runs, of which nothing that publishes to it learns. Then they are declared again. Never returns.
+        """Check every second that the streams are still those that this process declared. Never returns.
+
+        Publishers do not notice when somebody deletes a stream while the broker runs, so it is declared again here.
 
         Args:
-            in_use: whether to look: asked once before each look.
-            on_replaced: called when they were replaced though the link has held; after a reconnect, others know.
+            in_use: asked before each check; False skips it.
+            on_replaced: called if the streams were replaced while the link held. After a reconnect, other hooks run.
         """
         while True:
             await asyncio.sleep(WATCH_S)
@@ -194,10 +195,6 @@ class MemoryStreams:
                 log.debug("memory_streams_unknown", error=repr(error))
 
     async def _as_known(self) -> bool:
-        """
-        Raises:
-            nats.errors.Error, TimeoutError: the broker did not answer.
-        """
         for spec in self._specs:
             info = await self._ask(f"STREAM.INFO.{spec.name}", b"")
             if info.created != self._created.get(spec.name, info.created) or info.error is not None:
@@ -208,7 +205,7 @@ class MemoryStreams:
         await self.declare(DECLARE_S)
 
     async def declare(self, within_s: float, *, again: bool = False) -> None:
-        """Declare the streams, if that was not done on this link, or ``again``. Never raises."""
+        """Declare the streams once per connection, or ``again`` in any case. Never raises."""
         try:
             async with asyncio.timeout(within_s), self._declaring:
                 link = self._bus.reconnects
@@ -219,7 +216,7 @@ class MemoryStreams:
             log.warning("memory_streams_missing", error=f"they were not declared within {within_s:g} s")
 
     async def _declare_again(self) -> None:
-        while True:  # ends with the caller's time
+        while True:  # the caller's timeout ends it
             try:
                 renewed = await self._declare_all()
                 break
@@ -230,7 +227,7 @@ class MemoryStreams:
                 log.debug("memory_streams_unknown", error=repr(error))
             await asyncio.sleep(AGAIN_S)
         if renewed:
-            log.warning("memory_streams_renewed", action="contents of open requests with no_store are put again")
+            log.warning("memory_streams_renewed", action="contents of open requests with no_store are put back")
             self._renewed = time.monotonic()
             self._renewed_ns = max(map(parse_time, self._created.values()))
             for hook in list(self.on_renewed):
@@ -240,7 +237,7 @@ class MemoryStreams:
                     log.warning("contents_not_put_again", error=repr(error))
 
     async def _declare_all(self) -> bool:
-        """Whether one of them is another than this process knew."""
+        """Declare all streams. True if one of them is not the one that this process knew."""
         renewed = False
         for spec in self._specs:
             created = await self._declare(spec.name, stream_config(spec))
@@ -249,7 +246,7 @@ class MemoryStreams:
         return renewed
 
     async def _declare(self, name: str, config: dict[str, Any]) -> str:
-        """When it was made; it is made now if a server without a cluster does not have it."""
+        """When the stream was created. A single server that does not have it creates it now."""
         info = await self._ask(f"STREAM.INFO.{name}", b"")
         if info.error is not None and info.error.err_code == STREAM_NOT_FOUND and not self._bus.clustered:
             wanted = self._configs.get(name, config)
@@ -263,7 +260,7 @@ class MemoryStreams:
         return info.created
 
     def _missing(self, name: str, why: str) -> ServingError:
-        known = name in self._created  # then the next request may find it again
+        known = name in self._created  # it existed before, so the next request may find it again
         return ServingError(
             Code.broker_unavailable if known else Code.unsupported,
             f"no_store cannot be kept: stream {name} is not there ({why}); run 'penstock streams apply'",
@@ -288,16 +285,16 @@ async def put(
     insist: bool = True,
     again: bool = False,
 ) -> "asyncio.Future[Ack]":
-    """Send a part of a request's content to memory storage; the returned future is its acknowledgement.
+    """Send a part of a request's content to memory storage. The returned future is its acknowledgement.
 
-    It expires some time after the request's deadline.
+    The part expires some time after the request's deadline.
 
     Args:
         part: see ``penstock.schemas.contents``.
-        again: it was put before, and is left as it is if it is still there.
+        again: the part was put before. It is stored only if it is no longer there.
         insist, timeout: as for ``Publisher.send``.
     Raises:
-        ServingError: as ``Publisher.send``.
+        ServingError: as for ``Publisher.send``.
     """
     left_s = max(1, math.ceil((request.deadline_ns - now_ns) / 1e9 + MEMORY_GRACE_S))
     # Two gateways may try to store one request. That of each has its own content: the log decides which is accepted.
@@ -314,7 +311,7 @@ async def put(
 
 
 async def find(bus: Bus, request: GenerateRequest, part: str) -> bytes | None:
-    """A part of a request's content; None: it is not (or no longer) there.
+    """Look up a part of a request's content. None if it is not, or no longer, stored.
 
     Raises:
         ServingError: the broker did not answer.
@@ -325,11 +322,11 @@ async def find(bus: Bus, request: GenerateRequest, part: str) -> bytes | None:
 
 
 async def find_request(bus: Bus, request: GenerateRequest) -> GenerateRequest | None:
-    """A request with its content; None: that is not (or no longer) there.
+    """Look up a request with its content. None if it is not, or no longer, stored.
 
     Raises:
         ServingError: the broker did not answer.
-        msgspec.MsgspecError: of a version that this one cannot read.
+        msgspec.MsgspecError: a later build wrote it, and this one cannot read it.
     """
     data = await find(bus, request, contents.REQUEST)
     return requests.decode(data) if data is not None else None
@@ -346,18 +343,18 @@ async def put_file(
     keep_s: float,
     again: bool = False,
 ) -> None:
-    """Store a file of a request: what it brings (``media_part``), or what was made for it, under its name.
+    """Store a file of a request: an input (``media_part``), or an output under its name.
 
     Args:
-        gateway: that accepted it.
-        again: it was put before; what is left of that is replaced.
+        gateway: the gateway that accepted the request.
+        again: the file was put before. What is left of it is replaced.
     Raises:
-        ServingError: broker_unavailable: not confirmed in time, or memory storage is full.
+        ServingError: broker_unavailable, if it was not confirmed in time or memory storage is full.
     """
     subject = bus.subjects.contents(gateway, request_id, part)
     suffix = ":again" if again else ""
     for number, at in enumerate(range(0, len(data), CHUNK)):
-        # One at a time: a chunk that is sent again is dropped by its id, and never comes behind its successors.
+        # Sent one at a time, so that a resent chunk is dropped by its id and cannot land behind its successors.
         await publisher.publish(
             subject,
             data[at : at + CHUNK],
@@ -369,7 +366,7 @@ async def put_file(
 
 
 async def get_file(bus: Bus, gateway: str, request_id: str, part: str, *, size: int = 0) -> bytes | None:
-    """A file of ``size`` bytes (0: of any size); None: it is not (or no longer) there, or not whole.
+    """Read a file of ``size`` bytes, or of any size if that is 0. None if it is missing or not whole.
 
     Raises:
         ServingError: the broker did not answer.
@@ -385,15 +382,15 @@ async def get_file(bus: Bus, gateway: str, request_id: str, part: str, *, size: 
 
 
 def media_part(owner: str, digest: bytes) -> str:
-    """The part of an image that a request brings. Equal images of two requests cannot be told from the names."""
+    """The part name of an input image. Names do not show that two requests have the same image."""
     return f"media.{blake3(owner.encode() + digest).hexdigest(16)}"
 
 
 async def fetch_medium(bus: Bus, memory: MemoryStreams, request: GenerateRequest, medium: Media) -> bytes:
-    """An image of a request. The caller checks its digest.
+    """Read an input image of a request. The caller checks its digest.
 
     Raises:
-        ServingError: as ``fetch``.
+        ServingError: as for ``fetch``.
     """
     part = media_part(medium.private, medium.digest)
     look = functools.partial(get_file, bus, request.gateway, medium.private, part, size=medium.size)
@@ -401,12 +398,12 @@ async def fetch_medium(bus: Bus, memory: MemoryStreams, request: GenerateRequest
 
 
 def send_content(bus: Bus, request: GenerateRequest, inbox: str) -> None:
-    """Have the broker send a request's content to a worker (``Registration.inbox``), which gets the job meanwhile.
+    """Ask the broker to send a request's content to a worker's ``Registration.inbox`` while the job is on its way.
 
-    The worker reads it as ever if it does not come: it is not there yet, or the link has just failed.
+    If nothing arrives, because the content is not stored yet or the link has just failed, the worker asks for it.
     """
     subject = bus.subjects.contents(request.gateway, request.id, contents.REQUEST)
-    ask = f"$JS.API.DIRECT.GET.{bus.subjects.stream('MEMORY_CONTENTS')}.{subject}"  # for its last message
+    ask = f"$JS.API.DIRECT.GET.{bus.subjects.stream('MEMORY_CONTENTS')}.{subject}"  # asks for its last message
     bus.nc.post(ask, b"", f"{inbox}.{request.id}")
 
 
@@ -416,17 +413,17 @@ class _Question:
     def __init__(self, answer: "asyncio.Future[dict[str, bytes]]", single: bool, timer: asyncio.TimerHandle) -> None:
         self.answer = answer
         self.found: dict[str, bytes] = {}
-        self.single = single  # its answer is one message; of several, a message without content ends them
+        self.single = single  # one message answers it; otherwise a message without content ends the answer
         self.timer = timer
 
 
 class ContentReader:
-    """Reads parts of the contents of many requests by one question, without a subscription or a task for each.
+    """Reads the contents of many requests with one question, without a subscription or task per request.
 
-    It says only what was found at once: ``fetch`` the rest. ``open`` it first, ``close`` it in the end.
+    It returns only what is stored right now; use ``fetch`` for the rest. Call ``open`` first and ``close`` last.
 
     Attributes:
-        inbox: where ``send_content`` may have contents sent, which nobody asked this reader for yet.
+        inbox: where ``send_content`` delivers contents before anyone asks for them.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -456,7 +453,7 @@ class ContentReader:
                 await sub.unsubscribe()
 
     def take(self, request_id: str) -> bytes | None:
-        """The content of a request, if it was sent here; None: it is to be asked for."""
+        """Take the content that was sent ahead for a request. None if it has to be asked for."""
         sent = self._sent.pop(request_id, None)
         if sent is None:
             return None
@@ -465,7 +462,7 @@ class ContentReader:
 
     def _on_sent(self, frame: Frame) -> None:
         if has_status(frame.headers):
-            return  # it is not there yet
+            return  # it was not stored yet
         request_id = frame.subject.rpartition(b".")[2].decode()
         self.take(request_id)
         self._sent[request_id] = _Sent(frame.data, time.monotonic())
@@ -476,15 +473,14 @@ class ContentReader:
             self._expiry = asyncio.get_running_loop().call_later(SENT_S, self._expire)
 
     def _expire(self) -> None:
-        """Drop contents whose jobs went elsewhere."""
+        """Drop contents whose jobs went to another worker."""
         oldest = time.monotonic() - SENT_S
         for request_id, _ in list(takewhile(lambda each: each[1].came <= oldest, self._sent.items())):
             self.take(request_id)
-        again = asyncio.get_running_loop().call_later(SENT_S, self._expire) if self._sent else None
-        self._expiry = again
+        self._expiry = asyncio.get_running_loop().call_later(SENT_S, self._expire) if self._sent else None
 
     async def find(self, subjects: Sequence[str]) -> dict[str, bytes]:
-        """What is stored under these subjects (``Subjects.contents``), as far as it was found."""
+        """What is stored under these subjects (``Subjects.contents``). Those without a message are left out."""
         found: dict[str, bytes] = {}
         for at in range(0, len(subjects), ASKED_PARTS):
             found |= await self._ask(subjects[at : at + ASKED_PARTS])
@@ -521,14 +517,14 @@ class ContentReader:
 
 
 async def fetch(bus: Bus, memory: MemoryStreams, request: GenerateRequest, part: str) -> bytes:
-    """A part of a request's content, which may have to be put again after a broker's restart.
+    """Read a part of a request's content, and wait if it has to be put back after a broker's restart.
 
-    The request itself was there before it was accepted. Parts of later attempts and stages may come behind their
-    jobs, for which nobody waits. As long as the request is there, they can be made again.
+    The request itself was stored before it was accepted. Parts of later attempts and stages may arrive after their
+    jobs. They can be made again as long as the request is there.
 
     Raises:
-        ServingError: content_lost: it is gone; deadline_exceeded; broker_unavailable: the broker did not answer, or
-            only this part is missing.
+        ServingError: content_lost, if the request is gone; deadline_exceeded; broker_unavailable, if the broker did
+            not answer or only this part is missing.
     """
     look = functools.partial(find, bus, request, part)
     if part == contents.REQUEST:
@@ -543,7 +539,10 @@ async def _wait_for(
     look: Callable[[], Awaitable[bytes | None]],
     source: Callable[[], Awaitable[bytes | None]] | None = None,
 ) -> bytes:
-    """``source``: from which this can be made again."""
+    """
+    Args:
+        source: looks for what the part can be made from again.
+    """
     until = time.monotonic() + SETTLE_S
     while True:
         data = await look()
@@ -552,13 +551,13 @@ async def _wait_for(
         late = time.monotonic() >= until
         if late or (memory.since_renewed_s > ABSENT_S and not await answers(bus, request.gateway, request.id)):
             kept = source is not None and await source() is not None
-            data = await look()  # it may have been put between the two looks
+            data = await look()  # it may have been stored between the two looks
             if data is not None:
                 return data
             if not kept:
                 raise lost(request.id)
             if late:
-                message = f"a part of request {request.id} has not come within {SETTLE_S:g} s; it is made again"
+                message = f"a part of request {request.id} did not arrive within {SETTLE_S:g} s; it is made again"
                 raise ServingError(Code.broker_unavailable, message, retry_after=1.0)
         if bus.clock.now_ns() >= request.deadline_ns:
             raise ServingError(Code.deadline_exceeded, "the deadline passed before the request could start")
@@ -566,7 +565,7 @@ async def _wait_for(
 
 
 async def answers(bus: Bus, gateway: str, request_id: str = "") -> bool:
-    """Whether a gateway, which could put the contents of its open requests again, is there."""
+    """Whether a gateway is running, so that it could put back the contents of its open requests."""
     try:
         await bus.nc.request(bus.subjects.progress(gateway), request_id.encode(), timeout=ASK_S)
     except NoRespondersError:
@@ -579,6 +578,6 @@ async def answers(bus: Bus, gateway: str, request_id: str = "") -> bool:
 def lost(request_id: str) -> ServingError:
     return ServingError(
         Code.content_lost,
-        f"the content of request {request_id} was lost: it was made with no_store, so it was in memory only, and both "
-        "the broker and its gateway stopped; send the request again",
+        f"the content of request {request_id} was lost: with no_store it was kept in memory only, and both the broker "
+        "and its gateway have stopped; send the request again",
     )

@@ -1,9 +1,9 @@
-"""Rewrites JSON schemas into keywords that llguidance has. Pure.
+"""Rewrites JSON schemas into the keywords that llguidance supports, and tells which types a schema allows. Pure.
 
-Every value of the result is a value of the schema. Where the result allows less, it is by an order or a length: what an
-array ``contains`` comes first, and one with ``maxContains`` has no more items than that.
+Every value that the result allows is a value of the schema. The result may allow less, but only in order or length:
+what an array ``contains`` comes first, and an array with ``maxContains`` has no more items than that.
 
-Which values a JSON schema describes, as far as a format without quotes must know: text, or something else. Pure.
+The types are for formats that write text without quotes, and must know whether a value is text.
 """
 
 import re
@@ -14,15 +14,15 @@ Schema = dict[str, Any]
 
 TEXT = "string"
 ALL = frozenset(("null", "boolean", "number", "string", "array", "object"))
-_DEPTH = 32  # of references and combinations
+_DEPTH = 32  # nested references and combinations
 _ASIDE = ("title", "description", "default", "examples", "$comment", "deprecated", "$defs", "definitions")
 
 
 def kinds(schema: Any, root: Any, depth: int = _DEPTH) -> frozenset[str]:
-    """The types that a value may have. Integers are numbers. What cannot be told may be anything.
+    """The types that a value may have. Integers count as numbers. An unclear schema allows all types.
 
     Args:
-        root: of the document, for references.
+        root: the whole document, to resolve references.
     """
     if not isinstance(schema, dict) or depth <= 0:
         return ALL
@@ -45,10 +45,10 @@ def kinds(schema: Any, root: Any, depth: int = _DEPTH) -> frozenset[str]:
 
 
 def texts(schema: Any, root: Any, depth: int = _DEPTH) -> list[Schema]:
-    """A schema of text or null as alternatives, each without references and combinations.
+    """A schema of text or null as a list of alternatives without references and combinations.
 
     Raises:
-        ValueError: it is too deep, or has parts that cannot be said together.
+        ValueError: it is nested too deeply, or some of its parts cannot be merged.
     """
     if not isinstance(schema, dict):
         return [{}]
@@ -72,7 +72,7 @@ _MOST = 256
 
 
 def resolved(reference: str, root: Any) -> Any:
-    """What a reference within a document refers to; {}: nothing."""
+    """The schema that a reference within a document names. Empty if there is none."""
     if not reference.startswith("#"):
         return {}
     found = root
@@ -88,7 +88,11 @@ def resolved(reference: str, root: Any) -> Any:
 
 
 def _both(one: Schema, other: Schema) -> Schema:
-    """A schema of what two describe."""
+    """A schema of the values that both schemas allow.
+
+    Raises:
+        ValueError: they cannot be merged.
+    """
     out = one | other
     if "enum" in one and "enum" in other:
         out["enum"] = [each for each in one["enum"] if each in other["enum"]]
@@ -126,17 +130,17 @@ def _kind(value: Any) -> str:
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "contains", "propertyNames", "then", "else")
-_MAY_BE_NULL = ("const", "default", "enum", "examples")  # other keywords with null say nothing
+_MAY_BE_NULL = ("const", "default", "enum", "examples")  # null in other keywords means that they are absent
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains",
            "maxContains")  # fmt: skip
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
-)  # that llguidance enforces; others are annotations, as JSON schema says
+)  # the formats that llguidance enforces; JSON schema allows to treat others as annotations
 _MOST_COPIES = 32  # of what an array contains
 _MOST_PARTS = 8  # of a oneOf
-_MOST_STEPS = 1 << 22  # of matching patterns with names
-_FEW = 8  # repeats of a pattern that are told from any number
+_MOST_STEPS = 1 << 22  # for matching patterns with names
+_FEW = 8  # more repeats than this count as unbounded
 _PLAIN = (parser.LITERAL, parser.NOT_LITERAL, parser.ANY, parser.IN, parser.AT)
 _NO_SCHEMA = ("const", "enum", "default", "examples")
 _OPPOSITE = {
@@ -152,16 +156,16 @@ _OPPOSITE = {
 
 
 def rewritten(schema: Any) -> Any:
-    """The schema without what can be said by other keywords. What cannot stays, and is refused by the compiler.
+    """The schema in keywords that the compiler supports. What cannot be rewritten stays, and the compiler refuses it.
 
     Raises:
-        ValueError: a keyword that the compiler takes, and would not keep.
+        ValueError: the compiler would accept a keyword, but not enforce it.
     """
     return _rewritten(_with_names(schema, schema))
 
 
 def _with_names(part: Any, root: Any) -> Any:
-    """A schema whose ``propertyNames`` have no references and combinations, where that can be said."""
+    """Resolve references and combinations in ``propertyNames``, where that is possible."""
     if isinstance(part, list):
         return [_with_names(each, root) for each in part]
     if not isinstance(part, dict):
@@ -212,9 +216,9 @@ _NO_TEXT = ("title", "description", "$comment", "default", "examples", "example"
 
 
 def texts_of(schema: Any) -> list[str]:
-    """Texts of a schema that a value may have in it: of enums and constants, names of properties, and patterns."""
+    """All texts that may occur in a value: enums, constants, names of properties, and patterns."""
     found: list[str] = []
-    left = [(schema, True)]  # a part, and whether it is a schema
+    left = [(schema, True)]  # parts to look at, and whether each is a schema
     while left:
         part, is_schema = left.pop()
         if isinstance(part, str):
@@ -239,7 +243,7 @@ def _also(schema: Schema, *others: Any) -> None:
 
 
 def _conditions(schema: Schema) -> None:
-    """``if`` with ``then`` and ``else``; without one another they mean nothing."""
+    """Rewrite ``if`` with ``then`` and ``else``. Alone, they mean nothing and are removed."""
     if "if" not in schema or not schema.keys() & {"then", "else"}:
         for key in ("if", "then", "else"):
             schema.pop(key, None)
@@ -253,7 +257,7 @@ def _conditions(schema: Schema) -> None:
 
 
 def _exactly_one(schema: Schema, original: Schema) -> None:
-    """``oneOf`` as each of its parts without the others, where that can be said. Else the compiler tells them apart."""
+    """Rewrite ``oneOf`` as each part without the others, if those can be negated. Else it is left to the compiler."""
     parts = original.get("oneOf")
     if not isinstance(parts, list) or not 1 < len(parts) <= _MOST_PARTS:
         return
@@ -275,7 +279,11 @@ def _negations(schema: Schema) -> None:
 
 
 def negated(schema: Any) -> Any:
-    """A schema of values that another (not rewritten) does not have, of nearly all of them; None: it cannot be said."""
+    """A schema of (nearly) all values that another schema excludes. None if the keywords cannot express it.
+
+    Args:
+        schema: not rewritten yet.
+    """
     if isinstance(schema, bool) or schema == {}:
         return schema is False
     rest = {key: value for key, value in schema.items() if key not in ("title", "description", "$comment")}
@@ -286,7 +294,7 @@ def negated(schema: Any) -> Any:
         return None
     [(key, value)] = rest.items()
     if key == "type":
-        # Numbers that are no integers are left out: no keyword has them.
+        # Numbers that are not integers are left out, because no keyword describes them.
         kinds = {"number" if kind == "integer" else kind for kind in ([value] if isinstance(value, str) else value)}
         return {"type": [kind for kind in _TYPES if kind not in kinds]} if kinds < set(_TYPES) else False
     if key in _OPPOSITE:
@@ -347,10 +355,10 @@ def _property_names(schema: Schema) -> None:
 
 
 def _declared(schema: Schema) -> None:
-    """What ``patternProperties`` say about declared properties, too, which the compiler would not look at.
+    """Apply ``patternProperties`` to declared properties as well, which the compiler would not do.
 
     Raises:
-        ValueError: whether a pattern matches the names cannot be told.
+        ValueError: it is not clear whether a pattern matches the names.
     """
     declared, patterns = schema.get("properties"), schema.get("patternProperties")
     if not isinstance(declared, dict) or not isinstance(patterns, dict):
@@ -370,7 +378,7 @@ def _declared(schema: Schema) -> None:
 
 
 def matches(pattern: str, text: str) -> bool | None:
-    """Whether a regular expression occurs in a text; None: it might take long to tell."""
+    """Whether a regular expression occurs in a text. None if that could take long to find out."""
     try:
         parts = list(parser.parse(pattern))
         repeats = [item for item in parts if item[0] in (parser.MAX_REPEAT, parser.MIN_REPEAT)]
@@ -384,7 +392,7 @@ def matches(pattern: str, text: str) -> bool | None:
 
 
 def _dependencies(schema: Schema) -> None:
-    """``dependentRequired``: without the one property, or with all of the others."""
+    """Rewrite ``dependentRequired``: an object lacks the property, or has all that it needs."""
     needs = schema.get("dependentRequired")
     if not isinstance(needs, dict) or len(needs) > 8:
         return

@@ -1,8 +1,9 @@
-"""The generated nats-server configuration: a pure function from settings and secrets to text.
+"""Generates the nats-server configuration: a pure function from settings and secrets to text.
 
-One account (``APP``) holds the application, with two users per role that may use only the subjects its role
-needs; a second (``SYS``) sees connects and disconnects; each tenant of the NATS API has its own (``accounts``).
-A process of role ``r`` connects with the inbox prefix ``_INBOX_r``, so that no role can read another's replies.
+The account ``APP`` holds the application. It has two users per role, which may use only the subjects that the role
+needs. The account ``SYS`` sees connects and disconnects, and each tenant of the NATS API has an account of its own
+(``accounts``). A process of role ``r`` connects with the inbox prefix ``_INBOX_r``, so that no role can read another's
+replies.
 """
 
 import json
@@ -26,35 +27,35 @@ USERS = tuple(f"{role}{second}" for role in (*BROKER_ROLES, "sys") for second in
 
 ROUTE, ROUTE_BEFORE = "route", "route_before"  # keys of secrets.json, once ``sys`` or ``route`` was changed
 
-# Each stream has its own max_bytes; the limits of both kinds of storage only must not be below their sums, for any
-# number of namespaces. The server's own default for memory storage is three quarters of the machine's memory.
+# Each stream has its own max_bytes. These limits only must not be below the sums of them, for any number of namespaces.
+# By default, the server limits memory storage to three quarters of the machine's memory.
 STORE_BYTES = 1 << 50
-LAME_DUCK_S, LAME_DUCK_GRACE_S = 30, 5  # the least; from the word that it stops to the first client sent away
-SYNC_S = 120  # between two syncs of the store, unless it syncs always: the server's own default, made explicit
-# A stream that falls behind drops silently beyond its queue; the default of 100,000 messages is one burst of a
-# large fleet.
+LAME_DUCK_S, LAME_DUCK_GRACE_S = 30, 5  # the shortest; the grace period ends when the first client is sent away
+SYNC_S = 120  # between two syncs of the store, unless each write is synced; the server's default, made explicit
+# A stream that falls behind silently drops what exceeds its queue. The default of 100,000 messages is a single burst of
+# a large fleet.
 BUFFERED_MESSAGES, BUFFERED_BYTES = 1_000_000, 512 << 20
-CONSUMERS = -1  # of a stream: unlimited, where the default is 1,000
+CONSUMERS = -1  # per stream: unlimited; the default is 1,000
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A server's place among others: the same name, secrets and all routes on each; ``node`` and ``port`` its own.
+    """A server's place in a cluster. All servers share name, secrets and routes; ``node`` and ``port`` differ.
 
-    With passwords from the environment, ``node`` is the ``$NAME`` of a variable with the server's name, and each route
-    that of one with its URL.
+    With passwords from the environment, ``node`` and each route are the ``$NAME`` of a variable that holds the server's
+    name, or the route's URL.
     """
 
     name: str
     node: str
     port: int
     routes: tuple[str, ...]  # host:port of every server's cluster port
-    advertise: str = ""  # that of this one; "": servers tell each other by which IP address they see it
+    advertise: str = ""  # this server's; "": servers tell each other the IP address that they see
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Files of a server's certificate, which clients verify, and of who signs those of the other servers."""
+    """Files of the server's certificate and key, and of the authority that signs the other servers' certificates."""
 
     cert: str
     key: str
@@ -67,16 +68,17 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What the text depends on.
+    """Everything that the text depends on.
 
     Attributes:
-        sync_always: a publish is acknowledged once it is on the disk, not only with the operating system.
-        cluster: None: a server of its own.
-        secrets: user -> password, one per entry of USERS. ``client`` is the user of the tenant ``default``.
-        tenants_file: what to include for the tenants' accounts (``tenant_accounts``); empty: ``default`` alone, inline.
+        sync_always: a publish is acknowledged once it is on the disk, not as soon as the operating system has it.
+        cluster: None for a single server.
+        secrets: passwords by user, one per entry of ``USERS``. ``client`` is the user of the tenant ``default``.
+        tenants_file: the file with the tenants' accounts (``tenant_accounts``), to be included. Empty: only the account
+            of ``default``, inline.
         passwords_from_environment: the secrets are ``$NAME``s of variables that the server reads.
-        passwords_file: what to include for the passwords (``passwords``), so that they can be changed without the rest;
-            empty: they are inline, or from the environment.
+        passwords_file: the file with the passwords (``passwords``), to be included, so that they can be changed alone.
+            Empty: they are inline, or from the environment.
     """
 
     name: str
@@ -85,7 +87,7 @@ class ServerConfig:
     secrets: Mapping[str, str]
     subjects: Subjects
     monitor_port: int = 0
-    monitor_host: str = "127.0.0.1"  # whatever ``host`` is: it asks for no password
+    monitor_host: str = "127.0.0.1"  # independent of ``host``, because it asks for no password
     jetstream: bool = True
     host: str = "127.0.0.1"
     passwords_from_environment: bool = False
@@ -97,43 +99,43 @@ class ServerConfig:
     passwords_file: str = ""
 
     def password(self, user: str) -> str:
-        """As it is written in the file."""
+        """A user's password as it stands in the file."""
         if self.passwords_file:
             return f"${variable(user)}"
         return self.secrets[user] if self.passwords_from_environment else _quote(self.secrets[user])
 
 
 def variable(user: str) -> str:
-    """The variable with a user's password."""
+    """The name of the variable that holds a user's password."""
     return f"{user.upper().replace('-', '_')}_PASSWORD"
 
 
 def passwords(secrets: Mapping[str, str]) -> str:
-    """The variables with all passwords, to be included at the beginning of a configuration."""
+    """All passwords as variables, to be included at the beginning of a configuration."""
     return "".join(f"{variable(user)}: {_quote(secrets[user])}\n" for user in USERS if role_of(user) != "client")
 
 
 def route_passwords(secrets: Mapping[str, str]) -> tuple[str, ...]:
-    """With which the servers of a cluster log in to each other; the second one is that of servers not restarted yet."""
+    """The passwords among the servers of a cluster: the present one, and that of servers not restarted yet, if any."""
     before = secrets.get(ROUTE_BEFORE, "")
-    return (secrets.get(ROUTE) or secrets["sys"], *([before] if before else []))  # until it is changed, that of sys
+    return (secrets.get(ROUTE) or secrets["sys"], *([before] if before else []))  # at first, it is that of sys
 
 
 def tenant_user(tenant: str) -> str:
-    """The broker's name for a tenant's user; role names have no such beginning."""
+    """The name of a tenant's user at the broker. No role's name begins like this."""
     return f"tenant-{tenant}"
 
 
 def second_tenant_user(tenant: str) -> str:
-    """The name of its other user; no tenant's first one is called so."""
+    """The name of the tenant's second user. It cannot be the first user of any tenant."""
     return f"tenant2-{tenant}"
 
 
 def render(config: ServerConfig) -> str:
-    """The configuration file's text. It holds the passwords: keep it readable by its owner only."""
+    """The text of the configuration file. It holds passwords, so only its owner may read it."""
     monitor = f'http: "{config.monitor_host}:{config.monitor_port}"\n' if config.monitor_port else ""
     lame_duck = ""
-    if config.lame_duck_s:  # the server's own is two minutes, for thousands of clients
+    if config.lame_duck_s:  # the default is two minutes, for thousands of clients
         lame_duck = f'lame_duck_duration: "{config.lame_duck_s}s"\nlame_duck_grace_period: "{LAME_DUCK_GRACE_S}s"\n'
     jetstream = ""
     if config.jetstream:
@@ -159,7 +161,7 @@ port: {config.port}
 
 
 def included(config: ServerConfig) -> str:
-    """What every server has, wherever it runs: its limits and accounts, for a configuration file that includes this."""
+    """Limits and accounts, which are the same for every server, to be included in a configuration of its own."""
     return f"{_limits()}\n{_accounts(config)}"
 
 
@@ -169,7 +171,7 @@ max_payload: {MAX_PAYLOAD}
 max_pending: {64 << 20}
 write_deadline: "5s"
 
-# A peer that answers two pings late is cut off: a hung process is noticed within 3 s.
+# A peer that misses two pings is disconnected, so a hung process is noticed within 3 s.
 ping_interval: "1s"
 ping_max: 2
 """
@@ -215,10 +217,10 @@ def _cluster(config: ServerConfig) -> str:
     if config.passwords_from_environment:
         password, routes = config.password("sys"), ", ".join(cluster.routes)
     else:
-        # A server takes one password, and of each pair one server has to know what the other takes. They are restarted
-        # in the order of their routes: those before this one have the new password by then, and those after it come
-        # with it to this one. With both passwords for a server, the connections that it refuses displace good ones of
-        # nats-server's pool for good.
+        # A server accepts one password, and in each pair of servers one has to know what the other accepts. Servers are
+        # restarted in the order of their routes: those before this one already accept the new password, and those after
+        # it log in here with the new one. Trying both passwords at one server is no way out: the connections that it
+        # refuses would displace good ones in nats-server's pool for good.
         new, *before = route_passwords(config.secrets)
         password = _quote(new)
         later = False
@@ -228,7 +230,7 @@ def _cluster(config: ServerConfig) -> str:
             later = later or cluster.node in (at, at.rpartition(":")[0])
         routes = ", ".join(urls)
     tls = f"  {config.tls.block()}\n" if config.tls else ""
-    # A server connects to each address that it is told of, and certificates have names, not IP addresses.
+    # Servers connect to every address that they hear of, and certificates are for names, not for IP addresses.
     advertise = f"  advertise: {_quote(cluster.advertise)}\n" if cluster.advertise else ""
     return f"""
 cluster {{
@@ -241,10 +243,10 @@ cluster {{
 
 
 def tenant_accounts(client_passwords: tuple[str, str], passwords: Mapping[str, tuple[str, str]], s: Subjects) -> str:
-    """The accounts of ``default`` and of all others, to be included in the ``accounts`` block.
+    """The accounts of all tenants, ``default`` among them, to be included in the ``accounts`` block.
 
     Args:
-        passwords: of each tenant's two users; of the second "": it has one user only.
+        passwords: the passwords of each tenant's two users. An empty second one: the tenant has one user only.
     """
     clients = zip(("client", f"client{SECOND}"), client_passwords, strict=True)
     tenants = {DEFAULT_TENANT: [Login(user, _quote(password)) for user, password in clients if password]}

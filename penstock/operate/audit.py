@@ -20,34 +20,36 @@ from penstock.schemas.keys import PREFIX
 
 log = structlog.get_logger("audit")
 
-TOGETHER_NS = 30_000_000_000  # how far apart an entry and what the broker says of it may be
+TOGETHER_NS = 30_000_000_000  # the longest time between an entry and what the broker reports about it
 
 
 class AuditLine(NamedTuple):
-    """An entry, and who it is of. ``user`` "*": whoever may write to that bucket."""
+    """An entry and its user. The user "*" stands for everyone who may write to that bucket."""
 
     at_ns: int
     user: str
     entry: AuditEntry
-    seen_by: str = ""  # the router that the broker told of it; "": the user wrote it itself
+    seen_by: str = ""  # the router that heard of it from the broker; "": the user wrote it
 
 
 def run(argv: Sequence[str]) -> int:
     """Print the audit log; the exit status."""
     parser = Parser(
         prog="penstock audit",
-        description="who changed keys, tenants, streams and workers, deleted requests, or read those of other tenants, "
-        "the newest last. A user of the broker writes entries under its own name only; what the broker itself says is "
-        "marked with *.",
+        description="show who changed keys, tenants, streams and workers, deleted requests, or read those of other "
+        "tenants, the newest last. A user of the broker can write entries under its own name only. An asterisk marks "
+        "what the broker itself reported.",
     )
     parser.add_argument("--since", default="7d", metavar="TIME", help="15m, 2h, 7d ago, or a date (default: 7d)")
     parser.add_argument(
         "--user",
         default="",
         metavar="NAME",
-        help="only of this user of the broker, both users of this role, or this API key",
+        help="only entries of this user of the broker, of both users of this role, or of this API key",
     )
-    parser.add_argument("--all", action="store_true", help="also what the broker says of something that its user noted")
+    parser.add_argument(
+        "--all", action="store_true", help="also what the broker reported about an action that its user recorded"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     add_flags(parser)
     args = parser.parse_args(argv)
@@ -78,12 +80,12 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
 
 
 def unexplained(lines: Sequence[AuditLine]) -> list[AuditLine]:
-    """Without what the broker says of something that its user has noted as well."""
+    """Leave out what the broker reported about an action that its user recorded as well."""
     noted = [line for line in lines if not line.seen_by]
     return [line for line in lines if not line.seen_by or not any(_explains(one, line) for one in noted)]
 
 
-# What a noted action makes the broker say; a command is not known by its name, but by what it does.
+# What the broker reports when a command runs. It sees what a command does, not its name.
 _MAKES = {
     "forget": ("stream msg delete", "stream purge"),
     "streams set": ("stream update",),
@@ -125,8 +127,8 @@ def _print(line: AuditLine, console: Console) -> None:
 
 
 def told(entry: AuditEntry) -> tuple[str, str, str]:
-    """Action, subject and detail as other commands name them: those that the broker says are in its own words."""
-    if entry.action == "stored":  # in a bucket, by no command
+    """Action, object and detail in the terms of the other commands. The broker's reports have their own terms."""
+    if entry.action == "stored":  # something in a bucket, by no command of ours
         bucket, _, name = entry.what.partition(".")
         key = bucket == "keys"
         verb = "deleted" if entry.detail.endswith(", deleted") else "stored"
@@ -141,7 +143,7 @@ def told(entry: AuditEntry) -> tuple[str, str, str]:
 
 
 def _stream(name: str) -> str:
-    """Of a bucket, what it is."""
+    """The name of a stream. For the stream of a bucket, the bucket's kind and name."""
     for prefix, kind in (("KV_", "bucket"), ("OBJ_", "files")):
         if name.startswith(prefix):
             return f"{kind} {name.removeprefix(prefix)}"

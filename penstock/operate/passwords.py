@@ -1,7 +1,7 @@
-"""``penstock passwords``: new passwords for the users of the broker, while processes and clients are connected.
+"""``penstock passwords``: changes the passwords of the broker's users while processes and clients are connected.
 
-Each role has two users. Processes log in as one of them; the other gets a new password, processes are restarted one
-after the other and log in as that, and then the first one's password is replaced by one that nobody knows.
+Each role has two users, and processes log in as one of them. First the other user gets a new password. Then processes
+are restarted one by one, and log in as that user. In the end, the first user gets a password that nobody knows.
 """
 
 import argparse
@@ -39,20 +39,22 @@ from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects
 
 EVERY = (*BROKER_ROLES, "sys")
-NAMED = ("client", ROUTE)  # what is changed only if it is named
+NAMED = ("client", ROUTE)  # changed only if they are named
 RESTART = (
-    "`penstock nats --print-config` for each server of the cluster; put it there and restart that, one server after "
-    "the other in the order of --cluster, each when the one before has caught up (docs/several-machines.md)"
+    "run `penstock nats --print-config` for each server of the cluster, install the result and restart the servers one "
+    "by one in the order of --cluster, each once the one before has caught up (docs/several-machines.md)"
 )
-SHOWN = 10  # connections that an error names
+SHOWN = 10  # connections listed in an error
 ASK_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class PasswordsPlace:
-    """Whose passwords. ``servers``: where the broker answers, without credentials; "": not known.
+    """The broker whose passwords change.
 
-    ``running``: it is the data folder's own.
+    Attributes:
+        servers: its URL without credentials; empty if it is not known.
+        running: it is the broker of the data folder.
     """
 
     data_dir: Path
@@ -115,19 +117,19 @@ def _parser() -> Parser:
 
 def _roles(named: Sequence[str]) -> tuple[str, ...]:
     if unknown := [role for role in named if role not in (*EVERY, ROUTE)]:
-        raise ValueError(f"no role {unknown[0]!r}: there are {', '.join(EVERY)}, {ROUTE}")
+        raise ValueError(f"no role {unknown[0]!r}; the roles are {', '.join(EVERY)}, {ROUTE}")
     if ROUTE in named and len(named) > 1:
-        raise ValueError(f"{ROUTE}: name it alone, for servers are restarted, and for the others reloaded")
+        raise ValueError(f"{ROUTE}: name it alone; it takes restarts of the servers, and the others a reload")
     return tuple(named) or tuple(role for role in EVERY if role not in NAMED)
 
 
 def _place(data_dir: Path, args: argparse.Namespace) -> PasswordsPlace:
     try:
         running_pid(data_dir)
-    except BrokerProblem:  # none runs there, or the passwords are for servers elsewhere
+    except BrokerProblem:  # no broker runs here, or the passwords are for servers elsewhere
         return PasswordsPlace(data_dir, args.nats_url, Subjects(args.namespace or "ps"), running=False)
     if args.nats_url:
-        raise ValueError(f"--nats-url: a broker runs on {data_dir}, and its passwords are those; leave the flag out")
+        raise ValueError(f"--nats-url: these are the passwords of the broker that runs on {data_dir}; leave it out")
     found = re.search(r'server_name: "penstock-([^"]+)"', (data_dir / "nats.conf").read_text())
     assert found is not None
     port = int((data_dir / "nats.port").read_text())
@@ -138,10 +140,10 @@ def _place(data_dir: Path, args: argparse.Namespace) -> PasswordsPlace:
 async def _noted(
     place: PasswordsPlace, secrets: Mapping[str, str], verb: str, what: Sequence[str]
 ) -> AsyncIterator[None]:
-    """Have the audit log say what is done within, where the broker is known.
+    """Record what is done within in the audit log, if the broker is known.
 
     Raises:
-        BrokerProblem, ServingError: it cannot be noted; nothing was done.
+        BrokerProblem, ServingError: it cannot be recorded. Nothing was done.
     """
     if not place.servers:
         yield
@@ -160,14 +162,16 @@ async def _rotate(place: PasswordsPlace, roles: Sequence[str]) -> None:
     secrets = _with_route(before)
     if ROUTE in roles:
         if place.running:
-            raise ValueError(f"{ROUTE}: the broker of a data folder is one server; it is for those of a cluster")
+            raise ValueError(f"{ROUTE} is for the servers of a cluster; the broker of a data folder is a single server")
         if ROUTE_BEFORE in secrets:
-            raise ValueError(f"{ROUTE}: the password before is still tried; `penstock passwords retire {ROUTE}` first")
+            raise ValueError(
+                f"{ROUTE}: the previous password is still in use; first `penstock passwords retire {ROUTE}`"
+            )
         async with _noted(place, before, "rotate", roles):
             store(place.data_dir, secrets | {ROUTE: new_password(), ROUTE_BEFORE: secrets[ROUTE]})
-        print(f"a new password among the servers is in {place.data_dir / 'secrets.json'}")
+        print(f"the servers' new password is in {place.data_dir / 'secrets.json'}; now:")
         print(f"1. {RESTART}")
-        print(f"2. `penstock passwords retire {ROUTE}`, and 1. once more")
+        print(f"2. run `penstock passwords retire {ROUTE}`, and repeat step 1")
         return
     in_use = set(secrets.get(SECOND_IN_USE, "").split())
     new = [other_user(secrets, role) for role in roles]
@@ -180,38 +184,39 @@ async def _rotate(place: PasswordsPlace, roles: Sequence[str]) -> None:
             _apply(place, secrets)
     users = ", ".join(new)
     if not place.running:
-        print(f"new passwords of {users} are in {place.data_dir / 'secrets.json'}")
-        print("1. `penstock nats --print-config` with the flags of before; put it on each server and reload that")
-        print("2. restart processes and clients one after the other, with the new users in their URLs")
-        print(f"3. `penstock passwords retire --nats-url {place.servers or 'URL'}`, and 1. once more")
+        print(f"the new passwords of {users} are in {place.data_dir / 'secrets.json'}; now:")
+        print("1. run `penstock nats --print-config` with the same flags; install it on each server, and reload it")
+        print("2. restart processes and clients one by one, with the new users in their URLs")
+        print(f"3. run `penstock passwords retire --nats-url {place.servers or 'URL'}`, and repeat step 1")
         return
-    print(f"the broker has new passwords of {users}; those before are valid, too")
-    print("1. `penstock restart --rolling`, and each process and client elsewhere with its new user")
-    print("2. `penstock passwords retire`")
+    print(f"the broker has new passwords for {users}, and still accepts the other users; now:")
+    print("1. run `penstock restart --rolling`, and restart processes and clients elsewhere with their new users")
+    print("2. run `penstock passwords retire`")
 
 
 async def _retire(place: PasswordsPlace, roles: Sequence[str], *, force: bool) -> None:
-    """
+    """End the passwords of the users that are no longer in use.
+
     Raises:
-        ValueError: a connection still uses a password that would end, or none can be asked for.
+        ValueError: a connection still uses one of them, or nobody can tell whether one does.
     """
     before = load_secrets(place.data_dir / "secrets.json", USERS)
     secrets = _with_route(before)
     if ROUTE in roles:
         if not secrets.pop(ROUTE_BEFORE, ""):
             raise ValueError(
-                f"{ROUTE}: no password is there from before; `penstock passwords rotate {ROUTE}` makes a new one"
+                f"{ROUTE}: there is no previous password; `penstock passwords rotate {ROUTE}` makes a new one"
             )
         async with _noted(place, before, "retire", roles):
             store(place.data_dir, secrets)
-        print(f"the password before is no longer tried: {RESTART}")
+        print(f"the previous password is no longer in the configuration; now {RESTART}")
         return
     ending = [other_user(secrets, role) for role in roles]
     if not force:
         if not place.servers:
             raise ValueError(
-                f"no broker runs on {place.data_dir}, so nobody knows whether connections still use the passwords that "
-                "would end: name your servers with --nats-url, or --force"
+                f"no broker runs on {place.data_dir}, so it is unknown whether connections still use passwords that "
+                "would end: name your servers with --nats-url, or use --force"
             )
         used = [each for each in await connections(place.servers, secrets) if each["authorized_user"] in ending]
         if used:
@@ -219,7 +224,8 @@ async def _retire(place: PasswordsPlace, roles: Sequence[str], *, force: bool) -
             more = f" and {len(used) - SHOWN} more" if len(used) > SHOWN else ""
             how = "`penstock restart --rolling`" if place.running else "with the new users in their URLs"
             raise ValueError(
-                f"still connected with a password that would end: {names}{more}; restart them first ({how}), or --force"
+                f"still connected with a password that would end: {names}{more}; restart them first ({how}), or use "
+                "--force"
             )
     for user in ending:
         secrets[user] = new_password()
@@ -228,13 +234,13 @@ async def _retire(place: PasswordsPlace, roles: Sequence[str], *, force: bool) -
         if place.running:
             _apply(place, secrets)
     if place.running:
-        print(f"the earlier passwords have ended: {', '.join(ending)}")
+        print(f"the previous passwords no longer work: {', '.join(ending)}")
     else:
-        print(f"{', '.join(ending)}: put `penstock nats --print-config` on each server again, and reload it")
+        print(f"{', '.join(ending)}: install `penstock nats --print-config` on each server again, and reload them")
 
 
 def _with_route(secrets: dict[str, str]) -> dict[str, str]:
-    """With the password among servers as an entry of its own, so that it stays as it is when that of ``sys`` ends."""
+    """Add the servers' password as an entry of its own, so that it survives a change of the password of ``sys``."""
     return secrets | {ROUTE: route_passwords(secrets)[0]}
 
 
@@ -253,18 +259,17 @@ async def _list(place: PasswordsPlace) -> None:
 def _apply(place: PasswordsPlace, secrets: Mapping[str, str]) -> None:
     """
     Raises:
-        BrokerProblem: the broker does not take it.
+        BrokerProblem: the broker rejects the new configuration.
     """
     write_passwords(place.data_dir, secrets, place.subjects)
     reload(place.data_dir)
 
 
 async def connections(servers: str, secrets: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The connections of all servers of the broker, each with its ``authorized_user``; without the one that asks.
+    """The connections of all servers of the broker, each with its ``authorized_user``, except our own.
 
     Raises:
-        BrokerProblem: no server lets ``sys`` in, or one of them does not answer.
-        NatsError, TimeoutError: likewise.
+        BrokerProblem, NatsError, TimeoutError: no server accepts ``sys``, or one of them does not answer.
     """
     user = user_in_use(secrets, "sys")
     nc = await connect_operator(with_user(servers, user, secrets[user]))
@@ -305,6 +310,6 @@ async def _servers(nc: Client) -> list[str]:
                 expected = max(expected, told["statsz"]["active_servers"])
     except (TimeoutError, NatsError):
         raise BrokerProblem(
-            f"{len(found)} of {expected} servers say which connections they have; wait until all do, or --force"
+            f"{len(found)} of {expected} servers have listed their connections; try again when all run, or use --force"
         ) from None
     return found

@@ -1,7 +1,8 @@
-"""What percentiles a deployment gives, and how large it must be for given ones: simulated, with the router's policy.
+"""Simulates the latency percentiles of a deployment, and how large it must be to meet given ones.
 
-Means of a queueing model say nothing of the tail. So requests that arrive at random (Poisson) are run through simulated
-engines that take as long as the profiles say. What arrives before the fleet is as full as it will be does not count.
+The means of a queueing model say nothing about the tail. Requests with Poisson arrivals therefore run through simulated
+engines, with the router's own policy and the step times of the profiles. Requests that arrive before the fleet is as
+full as it will get are not counted.
 """
 
 import math
@@ -23,9 +24,10 @@ from penstock.schemas.plans import Role
 
 Percentile = Literal["mean", "p50", "p75", "p90", "p95", "p99"]
 BLOCK_SIZE = 64
-_WARM, _COUNTED, _AFTER = 1.2, 1.0, 0.5  # of the time that a request takes, at least
-_LATE = 4.0  # of that time: what has not ended then is not served
-_HELD, _HELD_S = 50, 2.0  # requests that wait for a worker, and seconds of the rate: a fleet with more is too small
+# In units of the time that a request takes: the warm-up, the counted arrivals at least, and the arrivals behind them.
+_WARM, _COUNTED, _AFTER = 1.2, 1.0, 0.5
+_LATE = 4.0  # in the same unit: a request that has not ended by then counts as not served
+_HELD, _HELD_S = 50, 2.0  # a fleet is too small if more requests wait: this many, or the arrivals of so many seconds
 _STEPS = 6  # of the bisection of a rate
 _GROWTH = 12  # a pool grows by a twelfth, or by one worker
 
@@ -33,7 +35,7 @@ Pools = Sequence[tuple[Role, Configuration, int]]
 
 
 class Seen(Struct, frozen=True):
-    """Percentiles, ms; infinite if requests were left over. ``requests`` that counted."""
+    """Percentiles in ms, infinite if a request was not served, and the number of ``requests`` that were counted."""
 
     ttft_ms: float
     itl_ms: float
@@ -43,8 +45,8 @@ class Seen(Struct, frozen=True):
 class SimulatedLoad(Struct, frozen=True, kw_only=True):
     """
     Attributes:
-        sigma: of the logarithm of lengths; 0: all prompts and all answers are alike.
-        requests: that count, at least; five times as many for p99, whose tail is thin.
+        sigma: standard deviation of the logarithm of lengths. 0: all prompts, and all answers, are equally long.
+        requests: the least number to count. p99 takes five times as many, because its tail is thin.
     """
 
     sla: Sla
@@ -60,7 +62,7 @@ class SimulatedLoad(Struct, frozen=True, kw_only=True):
 
 
 def measure(pools: Pools, rate: float, load: SimulatedLoad) -> Seen:
-    """The percentiles of a deployment at so many requests per second."""
+    """The percentiles of a deployment at ``rate`` requests per second."""
     sla = load.sla
     lasts_s, begins_s, ends_s = _times(rate, load)
     trace = _trace(rate, load)
@@ -77,7 +79,7 @@ def measure(pools: Pools, rate: float, load: SimulatedLoad) -> Seen:
     counted = [each for each in found if begins_s <= each.request.arrival_ns / 1e9 < ends_s]
     if not counted or not all(each.complete for each in counted):
         return Seen(math.inf, math.inf, len(counted))
-    # A prefill worker streams the first token itself: it is there before the next worker has the prompt.
+    # A prefill worker streams the first token itself, before the decode worker has the prompt.
     ttft = sorted((each.prompt_ns - each.request.arrival_ns) / 1e6 for each in counted)
     itl = sorted(
         (each.last_ns - each.prompt_ns) / 1e6 / (each.request.output_tokens - 1)
@@ -88,12 +90,12 @@ def measure(pools: Pools, rate: float, load: SimulatedLoad) -> Seen:
 
 
 def longest(rate: float, load: SimulatedLoad) -> int:
-    """Tokens of the longest request, prompt and answer, among those that are simulated at so many per second."""
+    """Tokens of the longest simulated request, prompt and answer, at ``rate`` requests per second."""
     return max(row.input_length + row.output_length for row in _trace(rate, load).rows)
 
 
 def _times(rate: float, load: SimulatedLoad) -> tuple[float, float, float]:
-    """Seconds: how long a request takes, and from when to when those arrive that count."""
+    """In seconds: how long a request takes, and when the counted arrivals begin and end."""
     lasts_s = (load.sla.ttft_ms + load.sla.osl * load.sla.itl_ms) / 1e3
     wanted = load.requests * (5 if load.percentile == "p99" else 1)
     begins_s = _WARM * lasts_s
@@ -103,7 +105,7 @@ def _times(rate: float, load: SimulatedLoad) -> tuple[float, float, float]:
 def _trace(rate: float, load: SimulatedLoad) -> RequestTrace:
     lasts_s, _, ends_s = _times(rate, load)
     return generate(
-        *("flat",),
+        "flat",
         seed=load.seed,
         seconds=ends_s + _AFTER * lasts_s,
         low=rate,
@@ -122,13 +124,14 @@ def search(
     show: int,
     tell: Callable[[str], None],
 ) -> list[SizedDeployment]:
-    """The candidates of means, best first, as percentiles have them; the best first.
+    """Simulate candidates that were found with means, and order them by the percentiles, best first.
 
-    With a rate, pools grow until it is served within the limits; without, the rate falls until they are kept. A
-    candidate that could not beat the best one any more, because its means do not, is not simulated.
+    With a given rate, pools grow until the limits are met. Without one, the rate falls until they are. A candidate is
+    not simulated if its means show that it cannot beat the best one.
 
     Args:
-        show: candidates that are simulated, at most.
+        found: candidates by means, best first.
+        show: the most candidates to simulate.
         tell: called before each simulation with what is tried.
     """
     by_name = {each.name: each for each in configurations}
@@ -153,10 +156,10 @@ def _cannot_win(candidate: SizedDeployment, best: SizedDeployment, scope: Scope)
 def _larger(
     candidate: SizedDeployment, by_name: dict[str, Configuration], load: SimulatedLoad, tell: Callable[[str], None]
 ) -> SizedDeployment | None:
-    """With as many workers as the rate needs; None: more GPUs than there may be."""
+    """The candidate with as many workers as the rate needs. None if that takes too many GPUs."""
     rate, sla = load.scope.rate, load.sla
     sizes = [pool.workers for pool in candidate.pools]
-    grown: tuple[int, int] | None = None  # which pool grew last, and from how many workers
+    grown: tuple[int, int] | None = None  # the pool that grew last, and its workers before
     while True:
         now = _sized(candidate, sizes, by_name)
         if now.gpus > load.scope.total_gpus:
@@ -166,12 +169,12 @@ def _larger(
         late, slow = seen.ttft_ms > sla.ttft_ms, seen.itl_ms > sla.itl_ms
         if not (late or slow):
             break
-        # The decode pool, the last one, has the time per token; the first one that to the first token.
+        # The last pool decodes, and determines the time per token. The first one determines the TTFT.
         at = len(sizes) - 1 if slow and not (late and seen.ttft_ms / sla.ttft_ms > seen.itl_ms / sla.itl_ms) else 0
         grown = at, sizes[at]
         sizes[at] += max(1, sizes[at] // _GROWTH)
     best, best_seen = now, seen
-    if grown is not None:  # the last step may have been longer than needed
+    if grown is not None:  # the last step may have been larger than necessary
         at, low = grown
         high = sizes[at]
         while high - low > 1:
@@ -189,7 +192,7 @@ def _larger(
 def _slower(
     candidate: SizedDeployment, by_name: dict[str, Configuration], load: SimulatedLoad, tell: Callable[[str], None]
 ) -> SizedDeployment | None:
-    """At the highest rate, up to that of the means, that keeps the limits; None: there is none."""
+    """The candidate at the highest rate that meets the limits, at most that of its means. None: there is none."""
     sla, pools = load.sla, _pools(candidate, by_name)
 
     def tried(rate: float) -> Seen | None:
@@ -224,7 +227,7 @@ def _sized(candidate: SizedDeployment, sizes: Sequence[int], by_name: dict[str, 
 
 
 def _with(candidate: SizedDeployment, rate: float, seen: Seen, load: SimulatedLoad) -> SizedDeployment:
-    """With what the simulation showed; requests at once follow from the rate and the time of an answer."""
+    """The candidate with simulated times. Concurrency follows from the rate and the duration of an answer."""
     pools = tuple(
         pool
         if pool.role == "prefill"

@@ -1,8 +1,8 @@
-"""``penstock doctor --engine trtllm``: what an installed TensorRT-LLM does otherwise than the adapter expects.
+"""``penstock doctor --engine trtllm``: finds where an installed TensorRT-LLM differs from what the adapter expects.
 
-The adapter was written from TensorRT-LLM's public source. This runs each of its ways on a model: whole requests,
-prefill and decode apart, images, constraints, cancelling, a token for an idle engine. Meant for the first day with a
-real GPU, and after each upgrade.
+The adapter was written from TensorRT-LLM's public source. These checks run everything that it does on a model: whole
+requests, separate prefill and decode, images, constraints, cancellation, and a token from an idle engine. Run them on
+the first day with a real GPU, and after each upgrade.
 """
 
 import re
@@ -35,11 +35,12 @@ from penstock.workers.engines.trtllm import api as apis
 from penstock.workers.engines.trtllm import encoder_from_settings, from_settings
 from penstock.workers.engines.trtllm.adapter import TrtllmAdapter
 
-REPORT = "report it with this page, and with the worker's log at --log-level debug"
+REPORT = "report it with this output and the worker's log at --log-level debug"
 REFUSED = (
-    "nothing: such requests are refused or told of it, and min_tokens is sent as this engine counts (docs/engines.md)"
+    "nothing to do: such requests are refused or get a note, and min_tokens is sent as this engine counts "
+    "(docs/engines.md)"
 )
-NEAR = "two tokens may be about equally likely; if it comes often, report it"
+NEAR = "two tokens may be about equally likely; if this happens often, report it"
 BOUND_S = 120.0  # for each answer
 BLOCK = 32
 TOKENS = 24
@@ -47,11 +48,11 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class _Failed(Exception):
-    """A check has failed; the text says what was seen."""
+    """A check failed. The text says what was observed."""
 
 
 class _Driver:
-    """An engine and what it has said."""
+    """An engine and its results so far."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -64,7 +65,7 @@ class _Driver:
         deadline = time.monotonic() + BOUND_S
         while not done():
             if time.monotonic() > deadline:
-                raise _Failed(f"{what} did not come within {BOUND_S:.0f} s: {self.engine.stats()}")
+                raise _Failed(f"{what} did not arrive within {BOUND_S:.0f} s: {self.engine.stats()}")
             result = self.engine.step()
             for output in result.outputs:
                 self.outputs.setdefault(output.key, []).append(output)
@@ -77,7 +78,7 @@ class _Driver:
         return key in self.failures or bool(outputs and outputs[-1].finish)
 
     def answer(self, key: str, prompt: Sequence[int], count: int = TOKENS, **more: Any) -> list[int]:
-        """Tokens of a request."""
+        """Run a request, and return its tokens."""
         self.outputs.pop(key, None)
         sampling, ends = more.pop("sampling", GREEDY), more.pop("ends", False)
         generated = array("I", more.pop("generated", ()))
@@ -94,9 +95,9 @@ class _Driver:
 class Doctor:
     """
     Args:
-        path: of the model.
+        path: the model's folder.
         options: settings of the engines, besides those that the checks need.
-        began: called with the name of each part that may take minutes.
+        began: called with the name of each part, which may take minutes.
     """
 
     def __init__(self, path: Path, options: dict[str, Any], began: Callable[[str], None]) -> None:
@@ -108,7 +109,7 @@ class Doctor:
         self._prompt = self._model.tokenizer.encode(text, add_special_tokens=False).ids[: 3 * BLOCK + 5]
 
     def examine(self) -> Iterator[CheckResult]:
-        """All findings, as they come."""
+        """Run all checks, and yield their findings."""
         self._began("the installation")
         yield from self._install()
         yield from self._trial("aggregated", self._aggregated)
@@ -123,7 +124,7 @@ class Doctor:
         yield ok("release", f"tensorrt_llm {api.version}, llguidance {llguidance_releases.installed() or 'none'}")
         yield ok("model", f"{self._path}, at most {self._model.max_model_len:,} tokens")
         for note in apis.notes(api.version):
-            yield warning("release", note, "1.2.1 is what the adapter was written for")
+            yield warning("release", note, "the adapter was written for 1.2.1")
 
     def _trial(self, name: str, check: Callable[[], Iterator[CheckResult]]) -> Iterator[CheckResult]:
         self._began(name)
@@ -131,7 +132,7 @@ class Doctor:
             yield from check()
         except (_Failed, EngineError, RequestError, BadArguments, ValueError, OSError) as error:
             yield problem(name, str(error) or repr(error), REPORT)
-        except Exception as error:  # of the engine, whatever it may be: the other checks still say something
+        except Exception as error:  # anything that the engine may raise; the other checks are still worth running
             yield problem(name, repr(error), REPORT)
 
     def _settings(self, role: str = "aggregated") -> WorkerSettings:
@@ -160,12 +161,12 @@ class Doctor:
             yield self._sampling(adapter.served)
             whole = driver.answer("whole", self._prompt)
             if driver.answer("again", self._prompt) != whole:
-                yield warning("aggregated", "a greedy answer came out otherwise again", NEAR)
+                yield warning("aggregated", "the same greedy request got another answer the second time", NEAR)
             rest = driver.answer("resumed", self._prompt, generated=whole[:7])
             if rest == whole[7:]:
-                yield ok("aggregated", f"{TOKENS} tokens, again from the cache, and resumed after 7")
+                yield ok("aggregated", f"{TOKENS} tokens, the same from the cache, and when resumed after 7")
             else:
-                yield warning("aggregated", "a resumed answer goes on otherwise", NEAR)
+                yield warning("aggregated", "a resumed answer continues differently", NEAR)
             yield self._events(driver)
             yield from self._trial("constraints", lambda: self._constrained(driver))
             yield from self._trial("cancel", lambda: self._cancelled(driver, whole))
@@ -221,14 +222,14 @@ class Doctor:
             engine.cancel(("gone", number))
         if driver.answer("beside", self._prompt) != whole:
             yield warning("cancel", "the answer after a cancel differs", NEAR)
-        driver.until(lambda: engine.stats().used_blocks == 0 and not engine.has_work(), "rest after cancelling")
-        yield ok("cancel", "four requests ended at once, and their blocks are free")
+        driver.until(lambda: engine.stats().used_blocks == 0 and not engine.has_work(), "idleness after cancelling")
+        yield ok("cancel", "four requests ended at once and freed their blocks")
 
     def _one_token(self, adapter: TrtllmAdapter) -> Iterator[CheckResult]:
         began = time.monotonic()
         if not adapter.ask_for_token(BOUND_S):
             raise _Failed(f"an idle engine generated no token within {BOUND_S:.0f} s")
-        yield ok("one token", f"an idle engine generates, in {(time.monotonic() - began) * 1000:.0f} ms")
+        yield ok("one token", f"an idle engine generated one in {(time.monotonic() - began) * 1000:.0f} ms")
 
     # --- two engines, and an encoder ---
 
@@ -250,27 +251,29 @@ class Doctor:
             rest = decode.answer("d", self._prompt, generated=first, opaque=prefill.held["p"].opaque)
             prefill.engine.release_held("p")
             if [*first, *rest] == whole:
-                yield ok("prefill and decode", f"KV of {len(self._prompt)} tokens went over; the answer is the same")
+                yield ok(
+                    "prefill and decode", f"the KV of {len(self._prompt)} tokens was moved; the answer is the same"
+                )
             else:
-                yield warning("prefill and decode", "the answer differs from one engine's", NEAR)
+                yield warning("prefill and decode", "the answer differs from that of a single engine", NEAR)
 
     def _encode(self) -> Iterator[CheckResult]:
         engine = encoder_from_settings(self._settings("encode"), self._path)
         engine.close()
-        yield ok("encode", "a blank image was embedded, and its handle opened")
+        yield ok("encode", "a blank image was embedded, and its handle could be opened")
 
 
 def examine(path: str, options: dict[str, Any], began: Callable[[str], None] = lambda _: None) -> Iterator[CheckResult]:
-    """All findings about the installed TensorRT-LLM, as they come.
+    """Check the installed TensorRT-LLM, and yield the findings.
 
     Args:
-        path: of a small model; "": the bundled one.
+        path: the folder of a small model; "": the bundled one.
         options: further settings of the workers.
-        began: called with the name of each part that may take minutes.
+        began: called with the name of each part, which may take minutes.
     """
     try:
         yield from Doctor(Path(path) if path else modeldir.DEMO, options, began).examine()
     except modeldir.ModelError as error:
         yield problem("model", str(error), "name the folder of a small model with --model")
     except EngineError as error:
-        yield problem("release", str(error), "then run this again")
+        yield problem("release", str(error), "correct it, and run this again")

@@ -119,7 +119,7 @@ async def test_on_a_server_of_ones_own_both_passwords_are_valid_until_the_first_
         ended: list[str] = []
         held = await stays(first, ended)
         assert await ran("passwords", "rotate", "gateway", *place) == 0
-        assert "put it on each server and reload that" in capsys.readouterr().out
+        assert "install it on each server, and reload it" in capsys.readouterr().out
         assert user_in_use(own.secrets(), "gateway") == "gateway-2"
         await own.reload()
         second = own.url("gateway-2")
@@ -130,7 +130,7 @@ async def test_on_a_server_of_ones_own_both_passwords_are_valid_until_the_first_
         assert "gateway   gateway-2               -             -" in capsys.readouterr().out
         kept = own.secrets()
         assert await ran("passwords", "retire", "gateway", *place) == 1
-        assert "name your servers with --nats-url, or --force" in capsys.readouterr().err
+        assert "name your servers with --nats-url, or use --force" in capsys.readouterr().err
         known = (*place, "--nats-url", f"nats://127.0.0.1:{own.port}")
         assert await ran("passwords", "retire", "gateway", *known) == 1
         assert "(gateway); restart them first (with the new users in their URLs)" in capsys.readouterr().err
@@ -181,7 +181,7 @@ async def test_what_cannot_be_rotated_says_why(
     before = (server.data_dir / "secrets.json").read_text()
     place = ("--data-dir", str(server.data_dir))
     for args, why in (
-        (("rotate", "root", *place), "no role 'root': there are gateway, router"),
+        (("rotate", "root", *place), "no role 'root'; the roles are gateway, router"),
         (("rotate", "--data-dir", str(tmp_path / "nothing")), "has no passwords"),
     ):
         assert await ran("passwords", *args) == 1
@@ -383,7 +383,7 @@ async def test_servers_of_a_cluster_stay_together_while_their_password_changes(
         for port in cluster.routes:
             assert (lets_in(port, first), lets_in(port, second)) == (False, True)
         assert await ran("passwords", "retire", "route", *place) == 1
-        assert "no password is there from before" in capsys.readouterr().err
+        assert "there is no previous password" in capsys.readouterr().err
 
 
 async def cluster_is_there(cluster: Cluster) -> None:
@@ -405,7 +405,7 @@ async def test_what_is_no_cluster_has_no_password_among_servers(
     server = make_broker()
     await server.start()
     assert await ran("passwords", "rotate", "route", "--data-dir", str(server.data_dir)) == 1
-    assert "route: the broker of a data folder is one server" in capsys.readouterr().err
+    assert "route is for the servers of a cluster" in capsys.readouterr().err
     assert await ran("passwords", "rotate", "route", "sys", "--data-dir", str(server.data_dir)) == 1
     assert "route: name it alone" in capsys.readouterr().err
 

@@ -222,7 +222,7 @@ async def test_nothing_is_deleted_that_could_not_be_noted(bus: Bus, one: Routing
     config = (await bus.js.stream_info(f"KV_{bus.subjects.bucket('deleted')}")).config
     config.max_bytes = 1
     await bus.js.update_stream(config)
-    assert "did not take the note" in await delete(bus, request)
+    assert "did not store the note" in await delete(bus, request)
     assert await stored(bus, request) == list(STREAMS)
 
 
