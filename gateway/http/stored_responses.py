@@ -158,8 +158,6 @@ class StoredResponses:
         """
         Args:
             deleted: also one of which something is left.
-        Raises:
-            ServingError: request_not_found: unknown, expired, deleted, or made with store: false.
         """
         name = request.path_params["id"]
         found: StoredRequest | None = None

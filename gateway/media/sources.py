@@ -179,10 +179,6 @@ def path_below(path: str, root: str) -> tuple[str, ...]:
 
 
 def _remote(url: str, limits: MediaLimits) -> RemoteSource:
-    """
-    Raises:
-        MediaRejected: a URL that parsers may read in different ways, or a port that is not allowed.
-    """
     if any(c <= " " or c == "\x7f" or c == "\\" for c in url):
         raise MediaRejected("is a URL with spaces, backslashes or control characters")
     try:

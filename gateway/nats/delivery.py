@@ -347,10 +347,6 @@ class AnswerDelivery:
             return inflight, failure(error)._replace(record=True)
 
     async def _wait_connected(self, deadline_ns: int) -> None:
-        """
-        Raises:
-            ServingError: the broker did not come back while the request could run.
-        """
         while not self._bus.connected:
             if self._bus.clock.now_ns() > deadline_ns:
                 raise ServingError(Code.broker_unavailable, "the broker is away")

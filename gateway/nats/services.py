@@ -219,11 +219,7 @@ class Services:
 
     @contextlib.contextmanager
     def _read_slot(self, tenant: str) -> Iterator[None]:
-        """Count one more look-up.
-
-        Raises:
-            ServingError: queue_full.
-        """
+        """Count one more look-up."""
         if self._reads[tenant] >= MAX_READS:
             raise ServingError(Code.queue_full, f"{MAX_READS} reads of {tenant!r} are open at this gateway; try again")
         self._reads[tenant] += 1
@@ -270,11 +266,7 @@ class Services:
 
     @contextlib.contextmanager
     def _shared(self, tenant: str, request_id: str, replies: ReplyPublisher) -> Iterator[None]:
-        """Count one more read of an answer; those that were replaced, or have lost their reader, do not count.
-
-        Raises:
-            ServingError: queue_full.
-        """
+        """Count one more read of an answer; those that were replaced, or have lost their reader, do not count."""
         answer = (tenant, request_id)
         others = self._same_answer[answer]
         if sum(not each.unread for each in others) >= SAME_ANSWER:
@@ -321,10 +313,6 @@ class Services:
             await self._nc.publish(message.reply, _json(status))
 
     async def _resolve(self, query: AnswerQuery, origin: Origin) -> AcceptedRequest:
-        """
-        Raises:
-            ServingError: request_not_found, also if it is another tenant's.
-        """
         if query.id:
             return await self._delivery.find(origin.tenant, query.id)
         stored_claim = await find_claim(self._bus, origin.tenant, f"id:{query.key}")

@@ -323,10 +323,6 @@ class Submissions:
         return self._gateway.settings.always_no_store or may_ask_for_no_store(message.headers or {}, message.data)
 
     def _check_stored(self, message: Any) -> None:
-        """
-        Raises:
-            ServingError: unsupported: the submission must not be stored.
-        """
         if self._refuses(message):
             ask = self._subjects.submit("MODEL").replace(".submit.", ".ask.")
             raise ServingError(

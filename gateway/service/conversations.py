@@ -131,11 +131,7 @@ class Conversations:
         return found
 
     async def _recorded(self, request: GenerateRequest, name: str, sees: str | None) -> StoredRequest:
-        """A response with its record, which is stored behind its last token: a client may have read that already.
-
-        Raises:
-            ServingError: invalid_request: it has not ended; broker_unavailable: its record does not come.
-        """
+        """A response with its record, which is stored behind its last token: a client may have read that already."""
         if not await self._answered(request):
             raise invalid(FIELD, f"{name} has not ended yet; wait for it, or cancel it")
         until = time.monotonic() + RECORD_S

@@ -240,10 +240,6 @@ class LinkTransport(TcpTransport):  # type: ignore[misc]  # untyped
 
     @contextlib.contextmanager
     def _may_be_closed(self) -> Iterator[None]:
-        """
-        Raises:
-            ConnectionResetError: the link is closed.
-        """
         try:
             yield
         except RuntimeError as error:

@@ -344,11 +344,7 @@ async def _find_content(bus: Bus, ended: Sequence[Ended]) -> list[_Stored]:
 
 
 async def _note(bus: Bus, request: str, deletion: Deletion) -> None:
-    """Store the note that a request is deleted.
-
-    Raises:
-        ServingError: broker_unavailable, if it was refused or not confirmed in time.
-    """
+    """Store the note that a request is deleted."""
     bucket = bus.subjects.bucket("deleted")
     subject, headers = f"$KV.{bucket}.{request}", {"Nats-TTL": str(deletions.TTL_S)}
     try:

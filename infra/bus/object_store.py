@@ -246,12 +246,7 @@ async def _store_entry(bus: Bus, subject: str, payload: bytes, headers: dict[str
 
 
 def _refused(reply: Message, subject: str) -> bool:
-    """Whether a publish was refused for a moment only, and should be repeated.
-
-    Raises:
-        ServingError: refused for good.
-        _Moved: its expected sequence was wrong.
-    """
+    """Whether a publish was refused for a moment only, and should be repeated."""
     error = decode_publish_reply(reply.data).error
     if error is None:
         return False
@@ -266,11 +261,7 @@ def _refused(reply: Message, subject: str) -> bool:
 
 
 async def _find(bus: Bus, full: str, name: str, until: Until, *, newest: bool = False) -> _StoredObject | None:
-    """The entry of a name.
-
-    Raises:
-        ServingError: the bucket cannot be read.
-    """
+    """The entry of a name."""
     entry = await get_last(bus, f"OBJ_{full}", _entry(full, name), newest=newest, within_s=until.left)
     if entry is None:
         return None

@@ -208,11 +208,7 @@ def _with_ids(lark: str, named: Mapping[str, int] | None) -> str:
 
 @contextmanager
 def _library_errors() -> Iterator[None]:
-    """Whatever the library raises about a client's text is the text's fault.
-
-    Raises:
-        ConstraintError: instead.
-    """
+    """Whatever the library raises about a client's text is the text's fault."""
     try:
         yield
     except (ConstraintError, LibraryError, ModuleNotFoundError):
@@ -226,11 +222,7 @@ def _library_errors() -> Iterator[None]:
 
 
 def _clients_lark(text: str) -> str:
-    """A grammar in Lark or GBNF, in Lark.
-
-    Raises:
-        ConstraintError: it is neither.
-    """
+    """A grammar in Lark or GBNF, in Lark."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:

@@ -88,11 +88,7 @@ def resolved(reference: str, root: Any) -> Any:
 
 
 def _both(one: Schema, other: Schema) -> Schema:
-    """A schema of the values that both schemas allow.
-
-    Raises:
-        ValueError: they cannot be merged.
-    """
+    """A schema of the values that both schemas allow."""
     out = one | other
     if "enum" in one and "enum" in other:
         out["enum"] = [each for each in one["enum"] if each in other["enum"]]
@@ -355,11 +351,7 @@ def _property_names(schema: Schema) -> None:
 
 
 def _declared(schema: Schema) -> None:
-    """Apply ``patternProperties`` to declared properties as well, which the compiler would not do.
-
-    Raises:
-        ValueError: it is not clear whether a pattern matches the names.
-    """
+    """Apply ``patternProperties`` to declared properties as well, which the compiler would not do."""
     declared, patterns = schema.get("properties"), schema.get("patternProperties")
     if not isinstance(declared, dict) or not isinstance(patterns, dict):
         return

@@ -168,8 +168,6 @@ def _modules(path: Path, pooling: str, *, prompted: bool) -> tuple[str, tuple[De
 
     Args:
         prompted: there are prompts that are not empty.
-    Raises:
-        ModelError: there is a module that is not known, or in another place.
     """
     try:
         modules = msgspec.json.decode((path / MODULES).read_bytes(), type=list[dict[str, Any]])

@@ -337,11 +337,7 @@ class _NoVision(Exception):
 
 
 def _vision(path: Path, config: Mapping[str, Any], special: Mapping[str, Any], tokenizer: Tokenizer) -> Vision:
-    """The images of LLaVA and LLaVA-NeXT models: they become embeddings, without tokens around them.
-
-    Raises:
-        _NoVision: it is another kind of model, or its files contradict each other.
-    """
+    """The images of LLaVA and LLaVA-NeXT models: they become embeddings, without tokens around them."""
     kind, tower = config.get("model_type"), config.get("vision_config")
     if kind not in ("llava", "llava_next"):
         description = (

@@ -123,8 +123,6 @@ def _byte_level(ranks: Mapping[bytes, int], pattern: str, before: Sequence[str],
     """
     Args:
         before, behind: special tokens with the ids below and above those of the ranks.
-    Raises:
-        ValueError: a rank is missing.
     """
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError("its ranks are not 0, 1, 2, …")

@@ -122,9 +122,6 @@ async def _check_room(nc: Client, subjects: Subjects, configs: Sequence[Config],
 
     A server does not tell its limits (``max_file_store``, ``max_memory_store``) to those who may use it, and counts
     what streams may take, not what they do. So a stream without messages is created with the size in question.
-
-    Raises:
-        BrokerProblem: it has not; the text says how many bytes are needed and free.
     """
     needed = dict.fromkeys(_STORES, 0)
     for config in configs:

@@ -71,11 +71,7 @@ def _accepted(verb: str, answer: Config | ApiError) -> Config:
 
 
 async def _ask(nc: Client, verb: str, body: Config) -> Config | ApiError:
-    """Ask the JetStream API; every verb used here may be repeated.
-
-    Raises:
-        BrokerProblem: the server does not answer; a cluster has no leader for it, for longer than an election takes.
-    """
+    """Ask the JetStream API; every verb used here may be repeated."""
     until = time.monotonic() + _TIMEOUT_S
     while isinstance(answer := await _ask_once(nc, verb, body), ApiError) and answer.err_code in BUSY:
         if time.monotonic() > until:
@@ -85,10 +81,6 @@ async def _ask(nc: Client, verb: str, body: Config) -> Config | ApiError:
 
 
 async def _ask_once(nc: Client, verb: str, body: Config) -> Config | ApiError:
-    """
-    Raises:
-        BrokerProblem: the server does not answer.
-    """
     subject = f"$JS.API.{verb}"
     payload = json.dumps(body).encode() if body else b""
     # A forbidden publish is not answered, only reported separately: check after a short wait, then wait longer. While

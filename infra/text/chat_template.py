@@ -249,11 +249,7 @@ _READS_REASONING = re.compile(r"[.'\"]reasoning\b")
 
 
 def _marked(message: Message, mark: str) -> tuple[str, Message]:
-    """The last text of a message, and a copy with a mark behind it.
-
-    Raises:
-        TemplateError: it has none.
-    """
+    """The last text of a message, and a copy with a mark behind it."""
     content = message.get("content")
     if isinstance(content, str) and (content.strip() or not message.get("tool_calls")):
         return content, {**message, "content": content + mark}
@@ -274,8 +270,6 @@ def _cut_at(text: str, mark: str, last: str) -> str:
     Args:
         last: the text before the mark. Behind the mark is a space: where the template removes that, it would have
             removed those before the mark, too.
-    Raises:
-        TemplateError: the mark is not there.
     """
     at = text.rfind(mark)
     if at < 0:

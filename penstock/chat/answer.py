@@ -150,10 +150,6 @@ class StreamedAnswer:
         return AnswerDelta(text, thought) if text or thought else None
 
     def _count(self, *texts: str) -> None:
-        """
-        Raises:
-            ValueError: the answer has become too large to keep.
-        """
         self._chars += sum(map(len, texts))
         if self._chars > MAX_CHARS:
             raise ValueError(f"the answer is longer than {MAX_CHARS >> 20} Mi characters; it ends here")

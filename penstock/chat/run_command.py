@@ -136,11 +136,7 @@ def _serve(args: argparse.Namespace, data_dir: Path, flags: Sequence[str]) -> in
 
 
 def _ready_url(state: Path, ended: Callable[[], int | None], output: Path) -> str:
-    """Where the deployment serves, once it does.
-
-    Raises:
-        StartFailed: it ended, or is not ready in time.
-    """
+    """Where the deployment serves, once it does."""
     deadline = time.monotonic() + READY_S
     limits = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"), ANSWER_S)}
     while time.monotonic() < deadline:

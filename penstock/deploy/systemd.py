@@ -90,10 +90,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _made(args: argparse.Namespace, rest: Sequence[str]) -> str:
-    """
-    Raises:
-        ValueError: flags that the process would refuse, or that do not belong into a file which others read.
-    """
     if args.what == "env":
         if any(each.partition("=")[0] == "--cluster" for each in rest):
             raise ValueError(

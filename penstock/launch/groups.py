@@ -300,11 +300,7 @@ def _group(
 
 
 def _agree(groups: Sequence[WorkerGroup], block_size: int) -> None:
-    """Engines that hand off KV to each other must use the same blocks and layout; routers pair no others.
-
-    Raises:
-        PlanError: they do not.
-    """
+    """Engines that hand off KV to each other must use the same blocks and layout; routers pair no others."""
     members = []
     for group in groups:
         tree = {key: value for key, value in group.arguments.items() if key != "cache_transceiver_config"}
@@ -359,11 +355,7 @@ def _diffusion(up: UpSettings) -> WorkerGroup:
 
 
 def _as_embedding(up: UpSettings) -> UpSettings:
-    """``--model`` names a model that makes vectors only, so its workers have the role for that.
-
-    Raises:
-        PlanError: workers were asked for that it cannot have.
-    """
+    """``--model`` names a model that makes vectors only, so its workers have the role for that."""
     asked = next((role for role in ("prefill", "decode", "encode") if getattr(up, role)), "")
     if asked or up.embed_model or up.engine in EXTERNAL:
         what = f"--{asked}" if asked else "--embed-model" if up.embed_model else f"--engine {up.engine}"

@@ -180,10 +180,6 @@ def _retry(argv: Sequence[str]) -> int:
 
 
 async def _check(args: argparse.Namespace, ids: Sequence[str]) -> None:
-    """
-    Raises:
-        ValueError: an id is not that of a request which lost its workers; nothing is run.
-    """
     async with open_log(LogSource.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as log:
         for request_id in ids:
             time_of(request_id)

@@ -83,10 +83,6 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
 
 
 async def _named(bus: Bus, ids: Iterable[str]) -> list[Ended]:
-    """
-    Raises:
-        ValueError: not the id of a request, or it has not ended, or is not in the log.
-    """
     ended = []
     for request_id in dict.fromkeys(map(request_of_answer, ids)):
         time_of(request_id)

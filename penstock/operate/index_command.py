@@ -104,11 +104,7 @@ async def _entries(bus: Readable) -> AsyncGenerator[tuple[int, int, bytes], None
 
 
 def _sequence(at: str, entries: Entries) -> int:
-    """The sequence that ``--at`` names.
-
-    Raises:
-        ValueError: it is no sequence or time, or before the first message.
-    """
+    """The sequence that ``--at`` names."""
     first, last = entries[0], entries[-1]
     if not at:
         return last[0]

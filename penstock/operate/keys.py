@@ -227,11 +227,7 @@ async def _create(args: argparse.Namespace, console: Console) -> None:
 
 
 def _named(args: argparse.Namespace, now_ns: int) -> dict[str, object]:
-    """The fields that flags name.
-
-    Raises:
-        ValueError: a value is wrong, no flag names any, or one that cannot change.
-    """
+    """The fields that flags name."""
     if args.tenant is not None:
         raise ValueError(
             f"the tenant of a key cannot change: `penstock keys create --tenant {args.tenant}` makes another one, and "

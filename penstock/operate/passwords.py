@@ -195,11 +195,7 @@ async def _rotate(place: PasswordsPlace, roles: Sequence[str]) -> None:
 
 
 async def _retire(place: PasswordsPlace, roles: Sequence[str], *, force: bool) -> None:
-    """End the passwords of the users that are no longer in use.
-
-    Raises:
-        ValueError: a connection still uses one of them, or nobody can tell whether one does.
-    """
+    """End the passwords of the users that are no longer in use."""
     before = load_secrets(place.data_dir / "secrets.json", USERS)
     secrets = _with_route(before)
     if ROUTE in roles:
@@ -292,11 +288,7 @@ async def connections(servers: str, secrets: Mapping[str, str]) -> list[dict[str
 
 
 async def _servers(nc: Client) -> list[str]:
-    """The ids of all servers of the cluster.
-
-    Raises:
-        BrokerProblem: not all of them answer.
-    """
+    """The ids of all servers of the cluster."""
     inbox = nc.new_inbox()
     replies = await nc.subscribe(inbox)
     await nc.publish("$SYS.REQ.SERVER.PING", reply=inbox)

@@ -77,11 +77,7 @@ def _state(data_dir: Path) -> DeploymentState:
 
 
 def _ordered(state: DeploymentState, names: Sequence[str]) -> list[Running]:
-    """The processes to restart, in their order.
-
-    Raises:
-        ValueError: a name is unknown, or that of the broker.
-    """
+    """The processes to restart, in their order."""
     by_name = {process.name: process for process in state.processes}
     for name in names:
         if name not in by_name:

@@ -147,11 +147,7 @@ async def _until_stopped(loop: PlannerLoop, decisions: int) -> None:
 
 
 async def _fleet(bus: Bus, model: str) -> tuple[str, tuple[Role, ...]]:
-    """The model, and the roles of its workers that are planned.
-
-    Raises:
-        BadSettings: no such model has workers, or several and none was named.
-    """
+    """The model, and the roles of its workers that are planned."""
     fleet = [each for each in await registrations(bus) if each.role in ROLES]
     models = sorted({each.model for each in fleet if model in ("", each.model, *each.aliases)})
     if len(models) != 1:

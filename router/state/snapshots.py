@@ -121,11 +121,6 @@ class IndexSnapshots:
             log.warning("index_snapshot_not_saved", error=error.message)
 
     async def _check_start(self, kv_seq: int) -> None:
-        """
-        Raises:
-            ServingError: the KV stream cannot be read.
-            ValueError: it does not have everything from where the snapshot ends.
-        """
         try:
             state = (await self._bus.js.stream_info(self._bus.subjects.stream("KV"))).state
         except Exception as error:
@@ -160,10 +155,6 @@ def _prefixed(part: bytes) -> bytes:
 
 
 def _split(data: bytes) -> Iterator[bytes]:
-    """
-    Raises:
-        ValueError: the data is truncated, or no snapshot.
-    """
     at = 0
     while at < len(data) or not at:
         size = int.from_bytes(data[at : at + _LENGTH], "little")

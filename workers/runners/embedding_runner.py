@@ -356,10 +356,6 @@ def _chunks(texts: Sequence[str], prompt: str) -> Iterator[list[str]]:
 
 
 def _check(index: int, tokens: Sequence[int], limit: int, *, whole: bool = True) -> None:
-    """
-    Raises:
-        RequestError: an input is too long or empty.
-    """
     if not tokens:
         raise RequestError(Code.invalid_request, f"input[{index}] has no tokens")
     if len(tokens) > limit:

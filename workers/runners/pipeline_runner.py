@@ -176,12 +176,7 @@ class PipelineRunner(PipelineRunnerBase[DiffusionEngine]):
         self._terminal.finish(running)
 
     def _generate(self, run: _PipelineRun) -> list[EncodedOutput]:
-        """In the thread.
-
-        Raises:
-            Interrupted: the request was cancelled.
-            RequestError: the output cannot be encoded.
-        """
+        """In the thread."""
 
         def progress(done_steps: int, total: int) -> None:
             if run.stop.is_set():

@@ -256,11 +256,7 @@ class TokenRunner:
     async def _tried(
         self, grammars: Grammars, constraint: requests.Constraint, request: requests.GenerateRequest
     ) -> object:
-        """A compiled constraint, which could be compiled in a process that can be ended.
-
-        Raises:
-            RequestError: it cannot be compiled, or not within limits, or not before the deadline.
-        """
+        """A compiled constraint, which could be compiled in a process that can be ended."""
 
         def compile(trial: Trial) -> object:
             return grammars.compile(constraint, trial.size_bytes)

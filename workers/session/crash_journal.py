@@ -306,10 +306,6 @@ class CrashJournal:
 
 
 def _locked(path: Path) -> int:
-    """
-    Raises:
-        OSError: it cannot be written, or another process has it.
-    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -349,10 +349,6 @@ def _text_of(message: ChatMessage) -> str:
 
 
 def _max_tokens(body: ChatCompletionRequest | CompletionRequest, prompt_tokens: int, context: PrepareContext) -> int:
-    """
-    Raises:
-        ServingError: prompt and output exceed the context length.
-    """
     if isinstance(body, ChatCompletionRequest):
         asked = body.max_completion_tokens or body.max_tokens
     else:

@@ -197,10 +197,6 @@ def read_rows(path: Path) -> tuple[Family, ...]:
 
 
 def _check(row: Family) -> None:
-    """
-    Raises:
-        ValueError: the row describes nothing that a reader could find.
-    """
     if row.thoughts is None and row.calls is None:
         raise ValueError(f"family {row.name!r} has neither thoughts nor calls")
     thoughts, calls = row.thoughts, row.calls

@@ -153,11 +153,7 @@ def _unquoted(text: str) -> str:
 def _object(
     reader: Reader, deltas: DeltaBuilder, name_key: str, arguments_keys: tuple[str, ...], *, needs_arguments: bool
 ) -> Steps[None]:
-    """One call, ``{"name": ..., "arguments": {...}}``, behind its "{". Streams once the name is known.
-
-    Raises:
-        MalformedCall: not a call, and nothing of it has been emitted.
-    """
+    """One call, ``{"name": ..., "arguments": {...}}``, behind its "{". Streams once the name is known."""
     name = ""
     early: list[str] | None = None  # arguments that precede the name
     begun = False
@@ -212,11 +208,7 @@ def _object(
 
 
 def _keyed(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
-    """One call, ``{"name": {...}}``, behind its "{".
-
-    Raises:
-        MalformedCall: not a call.
-    """
+    """One call, ``{"name": {...}}``, behind its "{"."""
     yield from reader.space()
     name = parse_name((yield from string(reader)))
     yield from reader.space()

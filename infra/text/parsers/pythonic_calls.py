@@ -21,11 +21,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 def _parse_arguments(text: str) -> dict[str, Any]:
-    """Keyword arguments from their text without the parentheses.
-
-    Raises:
-        MalformedCall: not keyword arguments of literals.
-    """
+    """Keyword arguments from their text without the parentheses."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of "\d" in a string

@@ -107,11 +107,7 @@ def _undo(data_dir: Path) -> None:
 
 
 async def _into_broker(exported: ExportFile, url: str, namespace: str) -> dict[str, int]:
-    """Publish every message; the recorded time goes into a header.
-
-    Raises:
-        ValueError: the namespace is in use: routers would run the requests again.
-    """
+    """Publish every message; the recorded time goes into a header."""
     subjects = Subjects(namespace)
     async with await connect(url, role="operator", name="import", namespace=namespace, timeout=CONNECT_S) as bus:
         streams = {stream_name(subjects, stream): stream for stream in RESTORED}
@@ -145,11 +141,7 @@ async def _into_broker(exported: ExportFile, url: str, namespace: str) -> dict[s
 
 
 async def _stored(bus: Bus, counts: dict[str, int]) -> None:
-    """Wait until the streams hold all published messages.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Wait until the streams hold all published messages."""
     async with asyncio.timeout(STORED_S):
         await bus.nc.flush()
     for stream, count in counts.items():

@@ -267,10 +267,6 @@ async def _send(
 
 
 def _model(recorded: str, fleet: Sequence[Registration], changes: Changes) -> NamingInputs:
-    """
-    Raises:
-        ValueError: no worker of the target serves the model.
-    """
     model = changes.model or recorded
     for worker in fleet:
         if model in (worker.model, *worker.aliases) and worker.role != "encode":

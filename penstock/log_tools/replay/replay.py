@@ -150,11 +150,7 @@ def _pauses(runs: Sequence[RecordedRun], speed: float) -> str:
 
 
 def _plan(recorded: Recording, limit: int, *, over_http: bool) -> _Plan:
-    """The requests that can be replayed, oldest first.
-
-    Raises:
-        ValueError: nothing.
-    """
+    """The requests that can be replayed, oldest first."""
     skipped: Counter[str] = Counter()
     runs = []
     for run in recorded.runs.values():

@@ -268,11 +268,7 @@ _ASK, _ANSWER = decoder(Ask), decoder(PoolReply)
 
 
 def _receive(connection: socket.socket, decode: Callable[[bytes], Any]) -> Any:
-    """One message; None: the other side has left.
-
-    Raises:
-        ValueError: it is too large, or cut.
-    """
+    """One message; None: the other side has left."""
     size = int.from_bytes(_exactly(connection, 4), "big")
     if size == 0:
         return None

@@ -173,11 +173,7 @@ class _Suggestion(Struct):
 
 
 def _suggested(path: Path, role: str) -> str:
-    """The file, beside a suggestion, of its workers of a role; of any role if all are alike.
-
-    Raises:
-        BadProfile: the suggestion has no such workers, or cannot be read.
-    """
+    """The file, beside a suggestion, of its workers of a role; of any role if all are alike."""
     try:
         pools = msgspec.convert(yaml.safe_load(path.read_bytes()), _Suggestion).best.pools
     except (OSError, yaml.YAMLError, msgspec.ValidationError) as error:

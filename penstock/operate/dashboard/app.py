@@ -152,10 +152,6 @@ async def _events(live: Live) -> AsyncGenerator[bytes, None]:
 
 
 def _sequence(text: str) -> int:
-    """
-    Raises:
-        ValueError: no number that a stream's sequence can be.
-    """
     if not text:
         return 0
     if not (text.isascii() and text.isdigit() and len(text) < 19):

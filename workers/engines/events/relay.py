@@ -389,10 +389,6 @@ class Relay:
         return out
 
     def _read(self, source: str, payload: bytes) -> tuple[int, Seq[KvEvent]]:
-        """
-        Raises:
-            ValueError: not KV events, or of another block size or an unknown rank.
-        """
         batch = wire.decode(payload, self.info.block_size)
         rank = batch.rank or 0
         if not 0 <= rank < len(self._streams):

@@ -123,11 +123,7 @@ def build(
 
 
 def _load(model: str, device: torch.device, options: NativeOptions) -> Model:
-    """Load a model, with the weights that the options ask for.
-
-    Raises:
-        UnsupportedModel: as ``load``, or its data type has no fp8 products on this device.
-    """
+    """Load a model, with the weights that the options ask for."""
     loaded = load(model, device=device, dtype=options.dtype)
     if options.quantization == "fp8":
         if device.type == "cuda" and loaded.dtype != torch.bfloat16:
@@ -220,11 +216,7 @@ def _info(
 
 
 def _offload(pools: KvPools, options: NativeOptions) -> tuple[HostCache | None, HostPool | None]:
-    """Where evicted blocks go, if the options have host memory for them.
-
-    Raises:
-        EngineError: the memory does not hold a block, or there is not so much.
-    """
+    """Where evicted blocks go, if the options have host memory for them."""
     if not options.kv_offloading_size or not options.prefix_cache:
         return None, None
     slots = int(options.kv_offloading_size * (1 << 30)) // pools.kv.block_bytes

@@ -66,11 +66,7 @@ class TrtllmVisionEncoder:
         self.pool = EmbeddingSlots(self.slots, self.slot_tokens, hidden, features.dtype, features.device, vision.tiles)
 
     def _embed(self, images: Seq[Image.Image]) -> list[Tensor]:
-        """One (tokens, hidden) each.
-
-        Raises:
-            EngineError: the encoder failed.
-        """
+        """One (tokens, hidden) each."""
         try:
             embeddings = []
             prompts = [{"prompt": self._text, "multi_modal_data": {"image": [image]}} for image in images]

@@ -360,9 +360,6 @@ def _edits(request: SequenceRequest, options: TrtllmOptions, *, continues: bool)
 
     Args:
         continues: the prompt that the engine sees ends in tokens of the output.
-
-    Raises:
-        RequestError: the engine cannot apply them.
     """
     found: dict[str, Any] = {}
     processors = None if options.processors is None else options.processors(request)

@@ -164,10 +164,6 @@ class Continuing:
 
 
 def _compiler(path: Path) -> ConstraintCompiler:
-    """
-    Raises:
-        RequestError: llguidance is not installed in the engine's environment.
-    """
     if path not in _compilers:
         found = compiler(path)
         if found is None:

@@ -131,11 +131,7 @@ class VisualGen:
 
 
 def _array(value: Any) -> Any:
-    """A tensor or an array as a uint8 array.
-
-    Raises:
-        RequestError: it is missing, or of another type.
-    """
+    """A tensor or an array as a uint8 array."""
     if value is None:
         raise RequestError(Code.engine_error, "TensorRT-LLM returned no image")
     array = np.asarray(value.cpu() if hasattr(value, "cpu") else value)
