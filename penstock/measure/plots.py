@@ -1,12 +1,45 @@
 """Plots of benchmarks, as PNG files. matplotlib comes with ``penstock[bench]``."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 class PlotsMissing(Exception):
     """matplotlib is not installed."""
+
+
+@contextlib.contextmanager
+def drawn(
+    path: Path,
+    width: float,
+    height: float,
+    *,
+    dpi: int = 100,
+    style: Mapping[str, Any] = {},
+    layout: Literal["constrained"] | None = "constrained",
+) -> Iterator[Any]:
+    """A figure to draw on, which is saved afterwards.
+
+    Args:
+        width, height: inches.
+        style: parameters of matplotlib.
+        layout: None: the caller sets margins itself.
+
+    Raises:
+        PlotsMissing: with the command that installs matplotlib.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlotsMissing("plots need matplotlib: pip install 'penstock[bench]'") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(dict(style)):
+        figure = Figure(figsize=(width, height), layout=layout)
+        yield figure
+        figure.savefig(path, dpi=dpi)
 
 
 def plot_prefix_ratios(
@@ -17,27 +50,13 @@ def plot_prefix_ratios(
     Raises:
         PlotsMissing: with the command that installs it.
     """
-    figure, axes = _subplots(1, 2)
-    for axis, values, unit in zip(axes[0], (ttft_ms, tokens), ("TTFT, mean (ms)", "tokens/s"), strict=True):
-        for name, line in values.items():
-            axis.plot(ratios, line, marker="o", markersize=3, label=name)
-        axis.set_xlabel("common share of the prompt", fontsize=8)
-        axis.set_ylabel(unit, fontsize=8)
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=7)
-    _save(figure, path)
-
-
-def _subplots(rows: int, columns: int) -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlotsMissing("plots need matplotlib: pip install 'penstock[bench]'") from None
-    figure = Figure(figsize=(3.6 * columns, 2.6 * rows), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    with drawn(path, 7.2, 2.6) as figure:
+        axes = figure.subplots(1, 2)
+        for axis, values, unit in zip(axes, (ttft_ms, tokens), ("TTFT, mean (ms)", "tokens/s"), strict=True):
+            for name, line in values.items():
+                axis.plot(ratios, line, marker="o", markersize=3, label=name)
+            axis.set_xlabel("common share of the prompt", fontsize=8)
+            axis.set_ylabel(unit, fontsize=8)
+            axis.set_ylim(bottom=0)
+            axis.grid(alpha=0.3)
+        axes[0].legend(fontsize=7)

@@ -36,20 +36,16 @@ def run(argv: Sequence[str]) -> int:
     """Do what the first argument says; the exit status."""
     args = _parser().parse_args(argv)
     console = stdout()
-    match args.verb:
-        case "create":
-            return run_command("keys create", lambda: _create(args, console))
-        case "list":
-            return run_command("keys list", lambda: _list(args, console))
-        case "show":
-            return run_command("keys show", lambda: _show(args, console))
-        case "set":
-            return run_command("keys set", lambda: _set(args, console))
-        case "export":
-            return run_command("keys export", lambda: _export(args))
-        case "import":
-            return run_command("keys import", lambda: _import(args))
-    return run_command("keys revoke", lambda: _revoke(args, console))
+    work = {
+        "create": lambda: _create(args, console),
+        "list": lambda: _list(args, console),
+        "show": lambda: _show(args, console),
+        "set": lambda: _set(args, console),
+        "revoke": lambda: _revoke(args, console),
+        "export": lambda: _export(args),
+        "import": lambda: _import(args),
+    }
+    return run_command(f"keys {args.verb}", work[args.verb])
 
 
 def _parser() -> Parser:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from penstock.cli.terminal import stdout
 from penstock.measure.intervals import Interval
-from penstock.measure.plots import PlotsMissing, _save, _subplots, plot_prefix_ratios
+from penstock.measure.plots import PlotsMissing, drawn, plot_prefix_ratios
 from penstock.measure.simulation.comparison import (
     Cell,
     PolicySummary,
@@ -36,22 +36,22 @@ def plot_loads(summaries: Sequence[PolicySummary], path: Path) -> None:
         PlotsMissing: with the command that installs it.
     """
     workloads = list(dict.fromkeys(each.workload for each in summaries))
-    figure, axes = _subplots(len(workloads), 3)
-    shown = (("ttft_mean", "TTFT, mean"), ("ttft_p99", "TTFT, p99"), ("e2e_mean", "end to end, mean"))
-    for row, workload in zip(axes, workloads, strict=True):
-        for axis, (name, title) in zip(row, shown, strict=True):
-            for policy in dict.fromkeys(each.policy for each in summaries):
-                points = [each for each in summaries if (each.workload, each.policy) == (workload, policy)]
-                values = [getattr(each.figures, name) / 1e3 for each in points]
-                axis.plot([each.load for each in points], values, marker="o", markersize=3, label=policy)
-            axis.set_title(f"{workload}: {title}", fontsize=9)
-            axis.set_yscale("log")
-            axis.set_xlabel("load", fontsize=8)
-            axis.set_ylabel("s", fontsize=8)
-            axis.tick_params(labelsize=7)
-            axis.grid(alpha=0.3)
-        row[0].legend(fontsize=7)
-    _save(figure, path)
+    with drawn(path, 10.8, 2.6 * len(workloads)) as figure:
+        axes = figure.subplots(len(workloads), 3, squeeze=False)
+        shown = (("ttft_mean", "TTFT, mean"), ("ttft_p99", "TTFT, p99"), ("e2e_mean", "end to end, mean"))
+        for row, workload in zip(axes, workloads, strict=True):
+            for axis, (name, title) in zip(row, shown, strict=True):
+                for policy in dict.fromkeys(each.policy for each in summaries):
+                    points = [each for each in summaries if (each.workload, each.policy) == (workload, policy)]
+                    values = [getattr(each.figures, name) / 1e3 for each in points]
+                    axis.plot([each.load for each in points], values, marker="o", markersize=3, label=policy)
+                axis.set_title(f"{workload}: {title}", fontsize=9)
+                axis.set_yscale("log")
+                axis.set_xlabel("load", fontsize=8)
+                axis.set_ylabel("s", fontsize=8)
+                axis.tick_params(labelsize=7)
+                axis.grid(alpha=0.3)
+            row[0].legend(fontsize=7)
 
 
 _REQUESTS_PER_WORKER = 500

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.measure.pareto.records import Gain, ParetoRecord, efficiency, front, fronts, kinds
-from penstock.measure.plots import PlotsMissing
+from penstock.measure.plots import drawn
 from penstock.measure.sweep.plot import COLOURS, STYLE
 
 _MUTED = "#6b7280"
@@ -137,15 +137,7 @@ def _colour(names: Sequence[str], name: str) -> str:
 
 
 def _save(paint: Callable[[Any], None], path: Path) -> None:
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlotsMissing("plots need matplotlib: pip install 'penstock[bench]'") from None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    with drawn(path, 6.4, 4.2, dpi=160, style=STYLE) as figure:
         axis = figure.subplots()
         paint(axis)
         axis.legend(fontsize=8.5, handlelength=2.4)
-        figure.savefig(path, dpi=160)

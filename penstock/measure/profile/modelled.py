@@ -1,17 +1,52 @@
-"""The profile of a mock worker, computed from its timing model instead of measured: no process, no clock.
+"""Profiles that are computed from functions of times instead of measured, and that of a mock worker.
 
-Prompts run through the simulated engine, so that chunked prefill is what it is there. HTTP, NATS and Python add to it
-on a real deployment; ``penstock profile endpoint`` measures them.
+The mock's times are those of its timing model. Its prompts run through the simulated engine, which chunks prefill as a
+worker does. HTTP, NATS and Python add to the times of a real deployment; ``penstock profile endpoint`` measures them.
 """
 
-import msgspec
+from collections.abc import Callable, Iterable
 
 from penstock.measure.profile import grid
-from penstock.measure.profile.data import Decode, DecodePoint, Profile, Setup
+from penstock.measure.profile.data import Decode, DecodePoint, Prefill, Profile, Setup
 from penstock.measure.simulation.engine import MAX_SEQUENCES, EngineSequence, SimulatedEngine, decode_ns
 
 BLOCKS, BLOCK_SIZE = 16_384, 32  # as a mock worker's
 _POINTS = 12
+
+
+def modelled(
+    setup: Setup,
+    url: str,
+    lengths: Iterable[int],
+    ttft_ms: Callable[[int], float],
+    levels: Iterable[tuple[int, int]],
+    itl_ms: Callable[[int, float], float],
+) -> Profile:
+    """A profile from functions of times, as if it had been measured.
+
+    Args:
+        lengths: of prompts.
+        levels: lengths of prompts, each with a number of requests at once.
+        itl_ms: of a number of requests at once and the tokens of each one's context.
+    """
+    prefill, decode = Prefill(), Decode(max_kv_tokens=setup.max_kv_tokens)
+    for isl in lengths:
+        ttft = ttft_ms(isl)
+        throughput = grid.prefill_throughput(isl, ttft, setup.gpus, setup.attention_dp)
+        prefill = prefill.added(isl, round(ttft, 4), round(throughput, 3))
+    for isl, level in levels:
+        context = isl + setup.osl / 2
+        itl = itl_ms(level, context)
+        point = DecodePoint(
+            isl=isl,
+            concurrency=level,
+            kv_usage=round(grid.kv_usage(context, level, setup.max_kv_tokens), 5),
+            context=context,
+            itl_ms=round(itl, 4),
+            throughput=round(level / itl * 1e3 / setup.gpus, 3),
+        )
+        decode = decode.added(point)
+    return Profile(setup=setup, url=url, prefill=prefill, decode=decode)
 
 
 def mock_profile(
@@ -41,27 +76,20 @@ def mock_profile(
         max_kv_tokens=pool,
         max_batch=max_sequences,
     )
-    profile = Profile(setup=setup, url="timing model of the mock engine")
-    prefill = profile.prefill
     lengths = (100, 500, 1000, 2000, 3000, 4000, 6000, 8000, 12_000, 16_000, 32_000, 64_000, 128_000)
-    for isl in (each for each in lengths if each <= max_context - grid.RESERVE):
-        ttft = prompt_ms(isl, blocks, block_size) * slowness
-        prefill = prefill.added(isl, round(ttft, 4), round(grid.prefill_throughput(isl, ttft, gpus), 3))
-    decode = Decode(max_kv_tokens=pool)
-    for isl in (each for each in lengths if each <= max_context - osl):
-        for level in grid.concurrencies(isl + osl, pool, max_sequences, _POINTS):
-            context = isl + osl / 2
-            itl = decode_ns(round(context * level), pool) / 1e6 * slowness
-            point = DecodePoint(
-                isl=isl,
-                concurrency=level,
-                kv_usage=round(grid.kv_usage(context, level, pool), 5),
-                context=context,
-                itl_ms=round(itl, 4),
-                throughput=round(level / itl * 1e3 / gpus, 3),
-            )
-            decode = decode.added(point)
-    return msgspec.structs.replace(profile, prefill=prefill, decode=decode)
+    return modelled(
+        setup,
+        "timing model of the mock engine",
+        [isl for isl in lengths if isl <= max_context - grid.RESERVE],
+        lambda isl: prompt_ms(isl, blocks, block_size) * slowness,
+        [
+            (isl, level)
+            for isl in lengths
+            if isl <= max_context - osl
+            for level in grid.concurrencies(isl + osl, pool, max_sequences, _POINTS)
+        ],
+        lambda level, context: decode_ns(round(context * level), pool) / 1e6 * slowness,
+    )
 
 
 def prompt_ms(tokens: int, blocks: int, block_size: int) -> float:

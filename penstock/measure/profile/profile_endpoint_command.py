@@ -18,7 +18,7 @@ from penstock.configs.flags import BadSettings
 from penstock.infra.model.modeldir import ModelError
 from penstock.measure.generator.lag import loop_factory
 from penstock.measure.generator.target import BadTarget
-from penstock.measure.plots import PlotsMissing
+from penstock.measure.plots import PlotsMissing, drawn
 from penstock.measure.profile import grid
 from penstock.measure.profile.data import FILE, BadProfile, Decode, Prefill, Profile, Setup, load
 from penstock.measure.profile.endpoint import Capacity, Grid, ProfileFailed, Profiler, capacity_of
@@ -37,19 +37,14 @@ def draw(profile: Profile, folder: Path) -> list[Path]:
     Raises:
         PlotsMissing: with the command that installs matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlotsMissing("plots need matplotlib: pip install 'penstock[bench]'") from None
     painters: dict[str, Callable[[Any], None]] = {}
     if profile.prefill.prefill_isl:
         painters["prefill.png"] = partial(_prefill, data=profile.prefill)
     if profile.decode.decode_isl:
         painters["decode.png"] = partial(_decode, data=profile.decode)
     for name, paint in painters.items():
-        figure = Figure(figsize=(11, 4.8))
-        paint(figure)
-        figure.savefig(folder / name, dpi=120)
+        with drawn(folder / name, 11, 4.8, dpi=120, layout=None) as figure:
+            paint(figure)
     return [folder / name for name in painters]
 
 

@@ -18,7 +18,6 @@ The profile of an engine that was only estimated, with the same arrays as one th
 
 from collections.abc import Iterator
 
-import msgspec
 from msgspec import Struct
 
 from penstock.infra.engine_args import memory_estimate
@@ -26,7 +25,8 @@ from penstock.infra.engine_args.memory_estimate import GIB, GpuMemory, Shape, Un
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.infra.engine_args.tree import decode
 from penstock.measure.profile import grid
-from penstock.measure.profile.data import Decode, DecodePoint, Profile, Setup
+from penstock.measure.profile.data import Profile, Setup
+from penstock.measure.profile.modelled import modelled
 
 
 class GpuFigures(Struct, frozen=True, kw_only=True):
@@ -310,25 +310,19 @@ def roofline_profile(engine: RooflineEngine, *, isl: int, osl: int, up: str = ""
         max_batch=most(engine, length),
         up=up,
     )
-    profile = Profile(setup=setup, url="roofline estimate")
-    prefill, decode = profile.prefill, Decode(max_kv_tokens=setup.max_kv_tokens)
-    for tokens in sorted({*grid.spaced(grid.SHORTEST, limit, _POINTS), isl}):
-        ttft = engine.prefill_ms(tokens)
-        prefill = prefill.added(
-            tokens, round(ttft, 4), round(grid.prefill_throughput(tokens, ttft, mapping.gpus, ranks), 3)
-        )
-    for tokens in sorted({*grid.spaced(grid.SHORTEST, limit - osl, 5), isl}):
-        context = tokens + osl / 2
-        top = min(setup.max_batch, max(1, int(setup.max_kv_tokens / (tokens + osl))))
-        for level in grid.spaced(1, top, _POINTS):
-            itl = engine.step_ms(level / mapping.ranks, context)
-            point = DecodePoint(
-                isl=tokens,
-                concurrency=level,
-                kv_usage=round(grid.kv_usage(context, level, setup.max_kv_tokens), 5),
-                context=context,
-                itl_ms=round(itl, 4),
-                throughput=round(level / itl * 1e3 / mapping.gpus, 3),
-            )
-            decode = decode.added(point)
-    return msgspec.structs.replace(profile, prefill=prefill, decode=decode)
+
+    def most_at_once(tokens: int) -> int:
+        return min(setup.max_batch, max(1, int(setup.max_kv_tokens / (tokens + osl))))
+
+    return modelled(
+        setup,
+        "roofline estimate",
+        sorted({*grid.spaced(grid.SHORTEST, limit, _POINTS), isl}),
+        engine.prefill_ms,
+        [
+            (tokens, level)
+            for tokens in sorted({*grid.spaced(grid.SHORTEST, limit - osl, 5), isl})
+            for level in grid.spaced(1, most_at_once(tokens), _POINTS)
+        ],
+        lambda level, context: engine.step_ms(level / mapping.ranks, context),
+    )

@@ -19,6 +19,7 @@ same order give the same decisions:
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -234,9 +235,10 @@ _MODEL = "simulated"
 DELAY_NS = 2_000_000  # from a decision until another replica has folded it, as docs/results/routing.md has it
 
 
+@dataclass(eq=False)
 class PlacementPolicy:
     """
-    Args:
+    Attributes:
         seed: breaks ties.
         replicas: routers that share the requests.
         delay_ns: from a decision until the other replicas have folded it.
@@ -244,35 +246,26 @@ class PlacementPolicy:
         joined: False: workers take requests only after ``join``.
     """
 
-    def __init__(
-        self,
-        seed: int = 0,
-        replicas: int = 1,
-        weights: Weights = Weights(),  # noqa: B008  # frozen
-        *,
-        kv_events: bool = True,
-        joined: bool = True,
-        delay_ns: int = DELAY_NS,
-    ) -> None:
-        self._seed = seed
-        self._joined = joined
-        self._kv_events = kv_events
-        self._replicas = replicas
-        self._delay_ns = delay_ns
-        self._weights = weights
+    seed: int = 0
+    replicas: int = 1
+    weights: Weights = Weights()  # noqa: RUF009  # frozen
+    _: KW_ONLY
+    kv_events: bool = True
+    joined: bool = True
+    delay_ns: int = DELAY_NS
 
     def start(self, fleet: SimulatedFleet, requests: Sequence[Request]) -> None:
         self._requests = requests
         self._index = Holders(_INDEX_BLOCKS)
         self._holdings: dict[Target, Holding] = {}
         self._blocks = [worker.blocks for worker in fleet.workers]
-        self._predicted = [ApproximateIndex(_INDEX_BLOCKS) for _ in range(self._replicas)]
+        self._predicted = [ApproximateIndex(_INDEX_BLOCKS) for _ in range(self.replicas)]
         self._routers = [
             SimulatedRouter(
-                self._index.match if self._kv_events else predicted.match,
-                weights=self._weights,
-                kv_events=self._kv_events,
-                part=ModelPart(index, self._replicas),
+                self._index.match if self.kv_events else predicted.match,
+                weights=self.weights,
+                kv_events=self.kv_events,
+                part=ModelPart(index, self.replicas),
             )
             for index, predicted in enumerate(self._predicted)
         ]
@@ -280,7 +273,7 @@ class PlacementPolicy:
         self._encoders = _Encoders(fleet)
         self._now = 0
         self._fleet = fleet
-        for number in range(len(fleet.workers) if self._joined else 0):
+        for number in range(len(fleet.workers) if self.joined else 0):
             self.join(number)
 
     def join(self, number: int) -> None:
@@ -298,7 +291,7 @@ class PlacementPolicy:
     def arrive(self, request: Request, now_ns: int) -> Placement | None:
         self._learn(now_ns)
         router = self._routers[request.index % len(self._routers)]
-        seed = hash((self._seed, request.index)) & 0xFFFFFFFF
+        seed = hash((self.seed, request.index)) & 0xFFFFFFFF
         placed = router.arrive(
             Arrival(str(request.index), request.keys, request.prompt_tokens, now_ns, seed=seed), now_ns
         )
@@ -318,7 +311,7 @@ class PlacementPolicy:
 
     def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
         self._learn(now_ns)
-        if not self._kv_events:
+        if not self.kv_events:
             return
         holding = self._holdings[target]
         self._index.remove(holding, removed)
@@ -338,9 +331,9 @@ class PlacementPolicy:
 
     def _placement(self, router: SimulatedRouter, placed: PlacedArrival, now_ns: int) -> Placement:
         if len(self._routers) > 1:
-            self._late.append((now_ns + self._delay_ns, router, placed))
+            self._late.append((now_ns + self.delay_ns, router, placed))
         request = self._requests[int(placed.arrival.id)]
-        if not self._kv_events:
+        if not self.kv_events:
             self._predict(router, placed, now_ns)
         decode = None if placed.decode is None else _target(placed.decode)
         return Placement(_target(placed.target), decode, self._encoders.pick(request))

@@ -76,7 +76,10 @@ class Placement(NamedTuple):
 
 
 class Policy(Protocol):
-    """A routing policy. Times are ns of simulated time; a request is known by its ``index``."""
+    """A routing policy. Times are ns of simulated time; a request is known by its ``index``.
+
+    Policies that inherit from it hold nothing and look at no events, unless they say otherwise.
+    """
 
     def start(self, fleet: SimulatedFleet, requests: Sequence[Request]) -> None:
         """Before the run. The requests are all there will be; a fair policy does not look at them."""
@@ -89,15 +92,19 @@ class Policy(Protocol):
 
     def pump(self, now_ns: int) -> Iterable[tuple[Request, Placement]]:
         """Placements of held requests; asked after each instant with an event."""
+        return ()
 
     def wake(self) -> int | None:
         """When ``pump`` is to be asked even without an event; asked only while requests are held."""
+        return None
 
     def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
         """Blocks that a target has stored and removed in the passes that ended now."""
+        return
 
     def prefilled(self, request: Request, now_ns: int) -> None:
         """The prompt is computed."""
+        return
 
     def finished(self, request: Request, now_ns: int) -> None:
         """The request has ended."""

@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock.measure.simulation.cache import StoredRun
-from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target
+from penstock.measure.simulation.policy import Placement, Policy, SimulatedFleet, Target
 from penstock.measure.simulation.trace import Request
 
 Choose = Callable[[Sequence[Target], "TargetCounts"], Target]
@@ -59,7 +59,7 @@ def _least(pool: Sequence[Target], loads: dict[Target, int], rng: random.Random)
     return ties[0] if len(ties) == 1 else rng.choice(ties)
 
 
-class RulePolicy:
+class RulePolicy(Policy):
     """Places each request when it comes; decode workers are chosen by the same rule when the prompt is computed."""
 
     def __init__(self, choose: Choose, seed: int = 0) -> None:
@@ -80,18 +80,6 @@ class RulePolicy:
     def decode(self, request: Request, now_ns: int) -> Target:
         self._drop(request)
         return self._take(request, self._decoders)
-
-    def pump(self, now_ns: int) -> Iterable[tuple[Request, Placement]]:
-        return ()
-
-    def wake(self) -> int | None:
-        return None
-
-    def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
-        pass
-
-    def prefilled(self, request: Request, now_ns: int) -> None:
-        pass
 
     def finished(self, request: Request, now_ns: int) -> None:
         self._drop(request)
@@ -183,7 +171,7 @@ def _set(depths: list[int], mask: int, depth: int) -> None:
         mask ^= bit
 
 
-class DynamoPolicy:
+class DynamoPolicy(Policy):
     def __init__(self, seed: int = 0, *, credit: float = 1.0, scale: float = 1.0) -> None:
         self._rng = random.Random(seed)
         self._credit, self._scale = credit, scale
@@ -226,12 +214,6 @@ class DynamoPolicy:
         self._decode_blocks[target] += len(request.keys)
         self._decoding[request.index] = target
         return target
-
-    def pump(self, now_ns: int) -> Iterable[tuple[Request, Placement]]:
-        return ()
-
-    def wake(self) -> int | None:
-        return None
 
     def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
         at = self._positions.get(target)

@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 
 from penstock.configs.flags import Parser
-from penstock.measure.plots import PlotsMissing
+from penstock.measure.plots import PlotsMissing, drawn
 from penstock.measure.sweep.report import knee_of, print_report
 from penstock.measure.sweep.results import (
     BadResults,
@@ -126,24 +126,16 @@ def draw(series: Sequence[EndpointSeries], folder: Path) -> int:
     Raises:
         PlotsMissing: with the command that installs matplotlib.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlotsMissing("plots need matplotlib: pip install 'penstock[bench]'") from None
-    folder.mkdir(parents=True, exist_ok=True)
     kind = series[0].results[0].level.kind
     count = 0
-    with matplotlib.rc_context(STYLE):
-        for name, title, paint in _painters(series, kind):
-            figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    for name, title, paint in _painters(series, kind):
+        with drawn(folder / f"{name}.png", 6.4, 3.8, dpi=160, style=STYLE) as figure:
             axis = figure.subplots()
             paint(axis)
             axis.set_title(title)
             if len(series) > 1 or len(axis.get_legend_handles_labels()[0]) > 1:
                 axis.legend(fontsize=8.5, handlelength=2.4)
-            figure.savefig(folder / f"{name}.png", dpi=160)
-            count += 1
+        count += 1
     return count
 
 

@@ -16,7 +16,7 @@ from penstock.cli.terminal import stdout
 from penstock.configs import planner_settings
 from penstock.configs.flags import BadSettings
 from penstock.configs.planner_settings import BadRules, rules_of
-from penstock.measure.plots import PlotsMissing
+from penstock.measure.plots import PlotsMissing, drawn
 from penstock.measure.profile.data import BadProfile, load
 from penstock.measure.simulation.trace import RequestTrace, TraceError, read
 from penstock.planner.capacity import EngineTiming
@@ -36,11 +36,11 @@ def draw(planned: Simulated, fixed: Sequence[Simulated], rules: Rules, path: Pat
     Raises:
         PlotsMissing: with the command that installs matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlotsMissing("plots need matplotlib: pip install 'penstock[bench]'") from None
-    figure = Figure(figsize=(11, 7.2), layout="constrained")
+    with drawn(path, 11, 7.2, dpi=110) as figure:
+        _draw(figure, planned, fixed, rules)
+
+
+def _draw(figure: Any, planned: Simulated, fixed: Sequence[Simulated], rules: Rules) -> None:
     load, workers, ttft, itl, sizes = _axes(figure)
     minutes = [step.at_s / 60 for step in planned.steps]
     load.plot(minutes, [step.observed.rate for step in planned.steps], color=_SEEN, label="arrived")
@@ -71,8 +71,6 @@ def draw(planned: Simulated, fixed: Sequence[Simulated], rules: Rules, path: Pat
     sizes.set_xlabel("GPU-hours", fontsize=8)
     sizes.set_ylim(0, 104)
     sizes.set_xlim(0, 1.25 * max(each.outcome.gpu_hours for each in (*fixed, planned)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
 
 
 def _axes(figure: Any) -> tuple[Any, Any, Any, Any, Any]:

@@ -17,7 +17,7 @@ import os
 import queue
 import subprocess
 import threading
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -210,6 +210,33 @@ def first_request(title: str, loop: LoopThread, work: Coroutine[Any, Any, R]) ->
         return answer
     except Exception as error:
         raise EngineError(f"{title} started but failed its first request: {error!r}") from error
+
+
+def construct(title: str, version: str, loop: LoopThread, make: Callable[[], Any]) -> Any:
+    """Construct an engine that takes the running event loop as its own.
+
+    Raises:
+        BadArguments: it refuses an argument.
+        EngineError: it does not start.
+    """
+
+    async def made() -> Any:
+        return make()
+
+    with starting(title, version):
+        return loop.run(made(), START_S)
+
+
+def close(llm: Any, loop: LoopThread, readers: Callable[[], Iterable["asyncio.Task[Any]"]]) -> None:
+    """Shut an engine down. Its tasks that read from its processes are cancelled first: they would report a failure."""
+
+    async def cancel_readers() -> None:
+        for task in readers():
+            task.cancel()
+
+    with contextlib.suppress(TimeoutError):
+        loop.run(cancel_readers(), CLOSE_S)
+    shut_down(llm)
 
 
 @contextlib.contextmanager

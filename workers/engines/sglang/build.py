@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import msgspec
 import structlog
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.engine_args.tree import Tree
 from penstock.infra.model import modeldir
 from penstock.schemas import block_hashes
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
@@ -25,20 +25,18 @@ from penstock.workers.engines.external.engine_metrics import MULTIPROCESS
 from penstock.workers.engines.external.event_streams import channels, subscribe
 from penstock.workers.engines.external.nodes import address, environ, free_ports
 from penstock.workers.engines.external.runtime import (
-    CLOSE_S,
-    START_S,
     EngineRuntime,
     Inbox,
     LoopThread,
     ProcessGuard,
     children,
+    close,
+    construct,
     first_request,
-    shut_down,
-    starting,
 )
 from penstock.workers.engines.sglang import plugin, sglang_metrics
 from penstock.workers.engines.sglang.adapter import SglangAdapter
-from penstock.workers.engines.sglang.api import SglangApi, load_sglang
+from penstock.workers.engines.sglang.api import load_sglang
 from penstock.workers.engines.sglang.args import ResolvedSglangArgs, SglangSettings, layout, ranks_of, resolve
 from penstock.workers.engines.sglang.engine_inputs import FAKE_HOST, Address, Room, SglangOptions
 from penstock.workers.engines.sglang.follower import SglangCall
@@ -93,10 +91,12 @@ def from_settings(
         before, multiprocess = children(), os.environ.get(MULTIPROCESS)
         grammars = grammars if resolved.constraints else None
         with environ(variables | ({plugin.ACTIVE: "1"} if grammars is not None else {})):
-            llm = group.construct(lambda: construct(api, str(path), resolved.tree, loop), before)
+            make = partial(api.construct, str(path), resolved.tree)
+            llm = group.construct(lambda: construct("SGLang", api.version, loop, make), before)
         series = sglang_metrics.series(multiprocess)
         undo.callback(ProcessGuard(children() - before).close)
-        undo.callback(close, llm, loop)
+        undo.callback(close, llm, loop, lambda: list(llm.tokenizer_manager.asyncio_tasks))
+        undo.callback(stop_watchdog, llm)
         undo.callback(group.close)  # before the engine ends here, which would look like a lost rank there
         undo.push(early.pop_all())
         processes = Processes(llm)
@@ -169,33 +169,6 @@ def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int
         bootstrap_port=free_ports(1) if settings.role == "prefill" else 0,
         meeting=nodes.meeting(nodes.place_of(settings)),
     )
-
-
-def construct(api: SglangApi, model: str, tree: Tree, loop: LoopThread) -> Any:
-    """
-    Raises:
-        BadArguments: the engine refuses an argument.
-        EngineError: it does not start.
-    """
-
-    async def make() -> Any:  # in the loop: the engine takes the running one as its own
-        return api.construct(model, tree)
-
-    with starting("SGLang", api.version):
-        return loop.run(make(), START_S)
-
-
-def close(llm: Any, loop: LoopThread) -> None:
-    """Shut the engine down: its processes are killed. Its tasks are cancelled first, which read from them."""
-
-    async def cancel_readers() -> None:
-        for task in list(llm.tokenizer_manager.asyncio_tasks):
-            task.cancel()
-
-    stop_watchdog(llm)
-    with contextlib.suppress(TimeoutError):
-        loop.run(cancel_readers(), CLOSE_S)
-    shut_down(llm)
 
 
 def warm_up(llm: Any, loop: LoopThread, loads: RankLoads, *, pair: bool) -> None:

@@ -8,6 +8,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,14 @@ from penstock.workers.engines.external.engine import ExternalEngine
 from penstock.workers.engines.external.event_streams import channels, subscribe
 from penstock.workers.engines.external.nodes import address, environ, free_ports, is_free
 from penstock.workers.engines.external.runtime import (
-    CLOSE_S,
-    START_S,
     EngineRuntime,
     Inbox,
     LoopThread,
     ProcessGuard,
     children,
+    close,
+    construct,
     first_request,
-    shut_down,
-    starting,
 )
 from penstock.workers.engines.vllm import plugin
 from penstock.workers.engines.vllm.adapter import SchedulerStats, VllmAdapter
@@ -89,9 +88,10 @@ def from_settings(
                 early.callback(subscribe(resolved.tree["kv_events_config"], rank, inbox).close)
         before = children()
         with environ(variables):
-            llm = group.construct(lambda: construct(api, str(path), resolved.tree, scheduler, loop), before)
+            make = partial(api.construct, str(path), resolved.tree, [scheduler.factory])
+            llm = group.construct(lambda: construct("vLLM", api.version, loop, make), before)
         undo.callback(ProcessGuard(children() - before).close)
-        undo.callback(close, llm, loop)
+        undo.callback(close, llm, loop, lambda: filter(None, [getattr(llm, "output_handler", None)]))
         undo.callback(group.close)  # before the engine ends here, which would look like a lost rank there
         undo.push(early.pop_all())
         warm_up(llm, api, loop)
@@ -157,19 +157,6 @@ def info_of(
     )
 
 
-def close(llm: Any, loop: LoopThread) -> None:
-    """Shut the engine down. Its output task is cancelled first: it would report the end of the core as a failure."""
-    reader = getattr(llm, "output_handler", None)
-
-    async def cancel_reader() -> None:
-        if reader is not None:
-            reader.cancel()
-
-    with contextlib.suppress(TimeoutError):
-        loop.run(cancel_reader(), CLOSE_S)
-    shut_down(llm)
-
-
 def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int) -> VllmSettings:
     """The worker's settings, and what follows from them for the engine.
 
@@ -209,20 +196,6 @@ def cpu_bytes(wanted: VllmSettings, given: Tree) -> int:
     tensor = given.get("tensor_parallel_size") or wanted.worker.tensor_parallel_size or 1
     processes = tensor * (given.get("data_parallel_size") or 1)
     return max(1, budgets.share(budgets.free_bytes() // max(budgets.numa_nodes(), processes)))
-
-
-def construct(api: VllmApi, model: str, tree: Tree, scheduler: SchedulerStats, loop: LoopThread) -> Any:
-    """
-    Raises:
-        BadArguments: the engine refuses an argument.
-        EngineError: it does not start.
-    """
-
-    async def make() -> Any:  # in the loop: the engine's output task is bound to the running one
-        return api.construct(model, tree, [scheduler.factory])
-
-    with starting("vLLM", api.version):
-        return loop.run(make(), START_S)
 
 
 def warm_up(llm: Any, api: VllmApi, loop: LoopThread) -> None:
