@@ -1,6 +1,6 @@
 """Flags that ``penstock plan`` and ``penstock plan simulate`` share, and the rules that they make."""
 
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -12,57 +12,35 @@ from penstock.schemas.plans import Bounds, Predictor, Role, Rules
 PATIENCE = 3  # intervals without a decision after which a planner that is to make some ends
 
 
-Ttft = Annotated[float, Meta(gt=0, description="limit of the time to the first token, ms")]
-Itl = Annotated[float, Meta(gt=0, description="limit of the time per token behind it, ms")]
-Percentile = Annotated[plans.Percentile, Meta(description="what of the observed latencies is to be within the limits")]
-Prediction = Annotated[
-    Predictor, Meta(description="of the request rate: as it was last, mean of 5 intervals, or level and trend (Holt)")
-]
-IntervalS = Annotated[float, Meta(ge=0.5, le=3600, description="seconds between two decisions")]
-StartS = Annotated[
-    float, Meta(ge=0, description="seconds from asking for a worker to its first request; the rate is predicted so far")
-]
-DrainS = Annotated[float, Meta(gt=0, description="seconds within which requests that wait are to be served")]
-Hysteresis = Annotated[
-    float, Meta(ge=0, le=2, description="share of the load that is added before workers are taken away")
-]
-Cooldown = Annotated[float, Meta(ge=0, description="seconds between two changes of a role that take workers away")]
-DownAfter = Annotated[float, Meta(ge=0, description="seconds for which fewer workers must have been enough")]
-MaxDown = Annotated[float, Meta(gt=0, le=1, description="share of a role's workers that is taken away at once")]
-Least = Annotated[int, Meta(ge=1, description="workers of each role, at least")]
-Most = Annotated[int, Meta(ge=1, le=1024, description="workers of each role, at most")]
-Budget = Annotated[int, Meta(ge=0, description="GPUs of all workers, at most; 0: no limit")]
-
-
-class RuleSettings(Protocol):
+class RuleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings that rules are made of."""
 
-    @property
-    def ttft(self) -> float: ...
-    @property
-    def itl(self) -> float: ...
-    @property
-    def percentile(self) -> plans.Percentile: ...
-    @property
-    def interval_s(self) -> float: ...
-    @property
-    def start_s(self) -> float: ...
-    @property
-    def drain_s(self) -> float: ...
-    @property
-    def hysteresis(self) -> float: ...
-    @property
-    def down_cooldown_s(self) -> float: ...
-    @property
-    def down_after_s(self) -> float: ...
-    @property
-    def max_down(self) -> float: ...
-    @property
-    def min_workers(self) -> int: ...
-    @property
-    def max_workers(self) -> int: ...
-    @property
-    def gpu_budget(self) -> int: ...
+    ttft: Annotated[float, Meta(gt=0, description="limit of the time to the first token, ms")] = 1000.0
+    itl: Annotated[float, Meta(gt=0, description="limit of the time per token behind it, ms")] = 50.0
+    percentile: Annotated[
+        plans.Percentile, Meta(description="what of the observed latencies is to be within the limits")
+    ] = "p95"
+    interval_s: Annotated[float, Meta(ge=0.5, le=3600, description="seconds between two decisions")] = 30.0
+    start_s: Annotated[
+        float,
+        Meta(ge=0, description="seconds from asking for a worker to its first request; the rate is predicted so far"),
+    ] = 30.0
+    drain_s: Annotated[float, Meta(gt=0, description="seconds within which requests that wait are to be served")] = 60.0
+    hysteresis: Annotated[
+        float, Meta(ge=0, le=2, description="share of the load that is added before workers are taken away")
+    ] = 0.15
+    down_cooldown_s: Annotated[
+        float, Meta(ge=0, description="seconds between two changes of a role that take workers away")
+    ] = 60.0
+    down_after_s: Annotated[float, Meta(ge=0, description="seconds for which fewer workers must have been enough")] = (
+        180.0
+    )
+    max_down: Annotated[float, Meta(gt=0, le=1, description="share of a role's workers that is taken away at once")] = (
+        0.25
+    )
+    min_workers: Annotated[int, Meta(ge=1, description="workers of each role, at least")] = 1
+    max_workers: Annotated[int, Meta(ge=1, le=1024, description="workers of each role, at most")] = 32
+    gpu_budget: Annotated[int, Meta(ge=0, description="GPUs of all workers, at most; 0: no limit")] = 0
 
 
 class BadRules(ValueError):
@@ -94,7 +72,7 @@ def rules_of(settings: RuleSettings, roles: tuple[Role, ...], predictor: Predict
     )
 
 
-class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlannerSettings(RuleSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock plan``."""
 
     FOLDER_NAMES_BROKER: ClassVar[bool] = True  # a --data-dir on the command line goes before PENSTOCK_NATS_URL
@@ -113,20 +91,10 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(description="what changes workers: nothing, the `penstock up` of --data-dir, or Kubernetes replicas"),
     ] = "dry-run"
     model: Annotated[str, Meta(description="whose workers are planned; default: the only one with workers")] = ""
-    ttft: Ttft = 1000.0
-    itl: Itl = 50.0
-    percentile: Percentile = "p95"
-    predictor: Prediction = "holt"
-    interval_s: IntervalS = 30.0
-    start_s: StartS = 30.0
-    drain_s: DrainS = 60.0
-    hysteresis: Hysteresis = 0.15
-    down_cooldown_s: Cooldown = 60.0
-    down_after_s: DownAfter = 180.0
-    max_down: MaxDown = 0.25
-    min_workers: Least = 1
-    max_workers: Most = 32
-    gpu_budget: Budget = 0
+    predictor: Annotated[
+        Predictor,
+        Meta(description="of the request rate: as it was last, mean of 5 intervals, or level and trend (Holt)"),
+    ] = "holt"
     kubernetes_url: Annotated[str, Meta(description="API server; default: of the cluster that this runs in")] = ""
     kubernetes_namespace: Annotated[str, Meta(description="of the workers")] = "default"
     kubernetes_workloads: Annotated[

@@ -41,7 +41,7 @@ _CACHED_UNITS = 50_000
 Ratio = Annotated[float, Meta(ge=0, le=1)]
 
 
-class ReplayBenchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ReplayBenchSettings(Multipliers, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock bench replay``."""
 
     state: Annotated[tuple[str, ...], Meta(min_length=1, description="state.json of each deployment to measure")] = (
@@ -63,10 +63,6 @@ class ReplayBenchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefixes: Annotated[int, Meta(ge=1, description="of the sweep: different prefixes")] = 20
     prompt_tokens: Annotated[int, Meta(ge=1, description="of the sweep: mean length of a prompt")] = 14000
     output_tokens: Annotated[int, Meta(ge=2, description="of the sweep: tokens per answer")] = 200
-    prefix_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length of shared prefixes")] = 1.0
-    root_multiplier: Annotated[int, Meta(ge=1, description="of a trace: copies of the tree of prefixes")] = 1
-    prompt_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length behind shared prefixes")] = 1.0
-    max_prompt_tokens: Annotated[int, Meta(ge=0, description="of a trace: leave longer prompts out; 0: none")] = 0
     vocabulary: Annotated[int, Meta(ge=32, description="token ids are drawn below this")] = 1000
     timeout_s: Annotated[float, Meta(gt=0, description="a request without an answer has failed")] = 600.0
     seed: Annotated[int, Meta(description="of the prompts; each ratio adds one")] = 0
@@ -178,10 +174,7 @@ def _loads(settings: ReplayBenchSettings) -> list[tuple[str, list[ReplayedPrompt
         trace, speed = generate(settings.workload, settings.seed, settings.requests, settings.rate), 1.0
     else:
         trace, speed = read(Path(settings.trace)).limited(settings.requests), settings.speed
-    by = Multipliers(
-        settings.prefix_multiplier, settings.root_multiplier, settings.prompt_multiplier, settings.max_prompt_tokens
-    )
-    return [(trace.name, replay_prompts(multiplied(trace, by), speed, settings.vocabulary))]
+    return [(trace.name, replay_prompts(multiplied(trace, settings), speed, settings.vocabulary))]
 
 
 def sweep_prompts(settings: ReplayBenchSettings, ratio: float, seed: int) -> list[ReplayedPrompt]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 from rich.table import Table
 
 from penstock.cli.terminal import stdout
@@ -25,7 +25,7 @@ from penstock.measure.simulation.comparison import (
 )
 from penstock.measure.simulation.placement import DELAY_NS
 from penstock.measure.simulation.policy import SimulatedFleet, WorkerSpec
-from penstock.measure.simulation.trace import WORKLOADS, TraceError, read_multiplied
+from penstock.measure.simulation.trace import WORKLOADS, Multipliers, TraceError, multiplied, read
 from penstock.router.placement.routing import Weights
 
 
@@ -62,7 +62,7 @@ WorkloadName = Literal["chat", "agents", "documents", "unique", "bursts", "hot",
 Positive = Annotated[float, Meta(gt=0)]
 
 
-class RouterBenchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RouterBenchSettings(Multipliers, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock bench router``."""
 
     policies: Annotated[tuple[PolicyName, ...], Meta(description="to compare; the others against the first")] = (
@@ -103,10 +103,6 @@ class RouterBenchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int, Meta(ge=-1, description="of policy kv: as the router's flag of this name; the engines are GPUs")
     ] = Weights().local_prefill_tokens
     transfer_us_per_token: Annotated[float, Meta(ge=0, description="handoff from prefill to decode")] = 0.0
-    prefix_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length of shared prefixes")] = 1.0
-    root_multiplier: Annotated[int, Meta(ge=1, description="of a trace: copies of the tree of prefixes")] = 1
-    prompt_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length behind shared prefixes")] = 1.0
-    max_prompt_tokens: Annotated[int, Meta(ge=0, description="of a trace: leave longer prompts out; 0: none")] = 0
     jobs: Annotated[int, Meta(ge=1, description="processes")] = 1
     json: Annotated[str, Meta(description="file for the figures")] = ""
     plot: Annotated[str, Meta(description="PNG file for TTFT by load; needs penstock[bench]")] = ""
@@ -182,7 +178,7 @@ def _cells(settings: RouterBenchSettings) -> list[Cell]:
         weights=weights,
     )
     if settings.trace:
-        trace = read_multiplied(settings)
+        trace = multiplied(read(Path(settings.trace)).limited(settings.requests), settings)
         trace.requests(settings.block_size)  # fails before the first run, not in it
         return [cell(load, trace.name, trace) for load in settings.load]
     if settings.prefix_ratios:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 MOONCAKE_BLOCK_TOKENS = 512
 
@@ -76,21 +77,13 @@ class RequestTrace:
         return replace(self, rows=self.rows[:requests]) if requests else self
 
 
-@dataclass(frozen=True, slots=True)
-class Multipliers:
-    """How to stretch a trace.
+class Multipliers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to stretch a trace: settings that several commands have."""
 
-    Attributes:
-        prefix: factor on the length of prefixes that several requests share.
-        roots: number of separate copies of all prefixes; the requests of each are dealt out in turn.
-        prompt: factor on the length of what follows the shared prefix.
-        max_prompt_tokens: longer prompts are left out; 0: none.
-    """
-
-    prefix: float = 1.0
-    roots: int = 1
-    prompt: float = 1.0
-    max_prompt_tokens: int = 0
+    prefix_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length of shared prefixes")] = 1.0
+    root_multiplier: Annotated[int, Meta(ge=1, description="of a trace: copies of the tree of prefixes")] = 1
+    prompt_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length behind shared prefixes")] = 1.0
+    max_prompt_tokens: Annotated[int, Meta(ge=0, description="of a trace: leave longer prompts out; 0: none")] = 0
 
 
 def read(path: Path) -> RequestTrace:
@@ -121,8 +114,8 @@ def read(path: Path) -> RequestTrace:
 
 
 def multiplied(trace: RequestTrace, by: Multipliers) -> RequestTrace:
-    """Stretch prefixes and prompts, and grow more trees of prefixes."""
-    if by == Multipliers():
+    """Stretch prefixes and prompts, and grow more trees of prefixes, among which the requests are dealt out in turn."""
+    if all(getattr(by, name) == getattr(Multipliers(), name) for name in Multipliers.__struct_fields__):
         return trace
     counts = Counter(unit for row in trace.rows for unit in row.hash_ids)
     namer = _Namer()
@@ -133,11 +126,11 @@ def multiplied(trace: RequestTrace, by: Multipliers) -> RequestTrace:
             shared += 1
         shared_tokens = min(shared * trace.block_tokens, row.input_length)
         units = [
-            namer(turn % by.roots, row.hash_ids[at], part)
+            namer(turn % by.root_multiplier, row.hash_ids[at], part)
             for at in range(shared)
-            for part in range(round((at + 1) * by.prefix) - round(at * by.prefix))
+            for part in range(round((at + 1) * by.prefix_multiplier) - round(at * by.prefix_multiplier))
         ]
-        own_tokens = max(1, round((row.input_length - shared_tokens) * by.prompt))
+        own_tokens = max(1, round((row.input_length - shared_tokens) * by.prompt_multiplier))
         tokens = len(units) * trace.block_tokens + own_tokens
         if by.max_prompt_tokens and tokens > by.max_prompt_tokens:
             continue
@@ -157,40 +150,6 @@ class _Namer:
 
     def __call__(self, root: int, unit: int | None, part: int) -> int:
         return self._numbers.setdefault((root, unit, part), len(self._numbers))
-
-
-class TraceFlags(Protocol):
-    """The settings of a command that reads a trace."""
-
-    @property
-    def trace(self) -> str: ...
-
-    @property
-    def requests(self) -> int: ...
-
-    @property
-    def prefix_multiplier(self) -> float: ...
-
-    @property
-    def root_multiplier(self) -> int: ...
-
-    @property
-    def prompt_multiplier(self) -> float: ...
-
-    @property
-    def max_prompt_tokens(self) -> int: ...
-
-
-def read_multiplied(settings: TraceFlags) -> RequestTrace:
-    """A trace's first requests, stretched as the settings say.
-
-    Raises:
-        TraceError: it cannot be read.
-    """
-    by = Multipliers(
-        settings.prefix_multiplier, settings.root_multiplier, settings.prompt_multiplier, settings.max_prompt_tokens
-    )
-    return multiplied(read(Path(settings.trace)).limited(settings.requests), by)
 
 
 UNIT_TOKENS = 64  # of prompt per id

@@ -19,7 +19,7 @@ from penstock.configs.flags import BadSettings
 from penstock.infra.model.modeldir import ModelError, load_tokenizer, resolve
 from penstock.measure.generator.lag import loop_factory
 from penstock.measure.generator.target import BadTarget
-from penstock.measure.simulation.trace import RequestTrace, TraceError, read_multiplied
+from penstock.measure.simulation.trace import RequestTrace, TraceError, multiplied, read
 from penstock.measure.sweep import results
 from penstock.measure.sweep.bodies import Bodies, LevelTooLarge, PlannedRequest
 from penstock.measure.sweep.endpoints import BadEndpoint, SweptEndpoint, parse_endpoints
@@ -358,7 +358,9 @@ def plan_of(settings: SweepSettings) -> Plan:
     workload = workload_of(settings)
     if workload.images and settings.api != "chat":
         raise BadSettings("images need --api chat")
-    trace = read_multiplied(settings) if settings.trace else None
+    trace = None
+    if settings.trace:
+        trace = multiplied(read(Path(settings.trace)).limited(settings.requests), settings)
     endpoints = parse_endpoints(
         settings.endpoint, settings.metrics, settings.gpus, api_key=settings.api_key, insecure=settings.insecure
     )

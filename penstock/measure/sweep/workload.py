@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from tokenizers import Tokenizer
 
 from penstock.measure.generator.pool import WORDS
+from penstock.measure.simulation.trace import Multipliers
 
 LEVELS = (1, 2, 5, 10, 50, 100, 250)
 _REQUESTS_PER_CONNECTION = 3
@@ -103,7 +104,7 @@ def concurrency_level(concurrency: int, requests: int = 0) -> LoadLevel:
     )
 
 
-class WorkloadFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkloadFlags(Multipliers, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The flags that describe the requests; those not given come from the preset."""
 
     preset: Annotated[Preset, Meta(description="workload and levels to start from; other flags win")] = "none"
@@ -135,10 +136,6 @@ class WorkloadFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     speed: Annotated[
         tuple[Annotated[float, Meta(gt=0)], ...], Meta(description="how many times faster than recorded a --trace is")
     ] = (1.0,)
-    prefix_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length of shared prefixes")] = 1.0
-    root_multiplier: Annotated[int, Meta(ge=1, description="of a trace: copies of the tree of prefixes")] = 1
-    prompt_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length behind shared prefixes")] = 1.0
-    max_prompt_tokens: Annotated[int, Meta(ge=0, description="of a trace: leave longer prompts out; 0: none")] = 0
     requests: Annotated[
         int, Meta(ge=0, description="requests per level; 0: 3 per connection, 60 s of a rate, or the whole trace")
     ] = 0

@@ -13,9 +13,8 @@ from msgspec import Meta
 from rich.table import Table
 
 from penstock.cli.terminal import stdout
-from penstock.configs import planner_settings
 from penstock.configs.flags import BadSettings
-from penstock.configs.planner_settings import BadRules, rules_of
+from penstock.configs.planner_settings import BadRules, RuleSettings, rules_of
 from penstock.measure.plots import PlotsMissing, drawn
 from penstock.measure.profile.data import BadProfile, load
 from penstock.measure.simulation.trace import RequestTrace, TraceError, read
@@ -111,9 +110,10 @@ def _counts(planned: Simulated, role: Role) -> tuple[list[float], list[int]]:
     return times[:-1] or times, counts[:-1] or counts
 
 
-class PlanSimulationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlanSimulationSettings(RuleSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock plan simulate``."""
 
+    itl: Annotated[float, Meta(gt=0, description="limit of the time per token behind it, ms")] = 40.0
     shape: Annotated[Shape, Meta(description="of the load: a day, bursts of two minutes, or always --high")] = "diurnal"
     trace: Annotated[str, Meta(description="file in Mooncake's format, instead of --shape")] = ""
     speed: Annotated[float, Meta(gt=0, description="of a trace: how many times faster it comes")] = 1.0
@@ -142,19 +142,6 @@ class PlanSimulationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     slowness: Annotated[float, Meta(gt=0, description="factor on the time of each step of the mock's model")] = 2.0
     gpus: Annotated[int, Meta(ge=1, description="of each worker of the mock's model")] = 1
     transfer_us_per_token: Annotated[float, Meta(ge=0, description="handoff from prefill to decode")] = 0.5
-    ttft: planner_settings.Ttft = 1000.0
-    itl: planner_settings.Itl = 40.0
-    percentile: planner_settings.Percentile = "p95"
-    interval_s: planner_settings.IntervalS = 30.0
-    start_s: planner_settings.StartS = 30.0
-    drain_s: planner_settings.DrainS = 60.0
-    hysteresis: planner_settings.Hysteresis = 0.15
-    down_cooldown_s: planner_settings.Cooldown = 60.0
-    down_after_s: planner_settings.DownAfter = 180.0
-    max_down: planner_settings.MaxDown = 0.25
-    min_workers: planner_settings.Least = 1
-    max_workers: planner_settings.Most = 32
-    gpu_budget: planner_settings.Budget = 0
     json: Annotated[str, Meta(description="file for figures and decisions")] = ""
     plot: Annotated[str, Meta(description="PNG file of the first planned run; needs penstock[bench]")] = ""
 

@@ -36,20 +36,20 @@ def test_a_block_size_that_does_not_divide_the_unit_is_refused() -> None:
 
 
 def test_a_longer_prefix_is_shared_by_the_same_requests() -> None:
-    first, second, third = multiplied(TRACE, Multipliers(prefix=2.0)).rows
+    first, second, third = multiplied(TRACE, Multipliers(prefix_multiplier=2.0)).rows
     assert shared(first, second) == 4
     assert first.input_length == 2048 + 1200 - 1024
     assert shared(first, third) == 0
 
 
 def test_more_roots_deal_requests_out_to_separate_trees() -> None:
-    first, second, _third = multiplied(TRACE, Multipliers(roots=2)).rows
+    first, second, _third = multiplied(TRACE, Multipliers(root_multiplier=2)).rows
     assert shared(first, second) == 0
     assert first.input_length == 1200
 
 
 def test_longer_prompts_grow_behind_the_shared_prefix() -> None:
-    first, second, third = multiplied(TRACE, Multipliers(prompt=3.0)).rows
+    first, second, third = multiplied(TRACE, Multipliers(prompt_multiplier=3.0)).rows
     assert first.input_length == 1024 + 3 * 176
     assert shared(first, second) == 2
     assert third.input_length == 1800
