@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,8 @@ from typing import Self
 
 SIZE_MIB = 512
 CHUNK_BYTES = 8 << 20
+REQUEST_ID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+BEFORE_BYTES = 64 << 10  # of a message, between the id in its subject and what is looked for
 
 
 class Disk:
@@ -66,6 +69,15 @@ def found_in(folder: Path, wanted: Mapping[str, bytes], left_out: str = "") -> d
             for name, needle in wanted.items():
                 if name not in found and needle in part:
                     found[name] = str(path.relative_to(folder))
+    return found
+
+
+def requests_with(path: Path, wanted: bytes) -> set[str]:
+    """The requests whose messages in this file have these bytes: the last id that is named before them; "": none."""
+    data, found, at = path.read_bytes(), set[str](), -1
+    while (at := data.find(wanted, at + 1)) >= 0:
+        ids = REQUEST_ID.findall(data, max(0, at - BEFORE_BYTES), at)
+        found.add(ids[-1].decode() if ids else "")
     return found
 
 

@@ -26,10 +26,10 @@ from tests.chaos.audit import Circumstances, Expected, Footprint, Judgement, Pro
 from tests.chaos.brokers import SETTLE_S, heap_problems
 from tests.chaos.builds import OtherBuild
 from tests.chaos.clients import PATIENCE_S, Failed, HttpClients
-from tests.chaos.disk import found_in
+from tests.chaos.disk import found_in, requests_with
 from tests.chaos.http import Broken, opened
 from tests.chaos.nats_clients import NatsClients
-from tests.chaos.plan import Act, Disturbance, Hit, plan
+from tests.chaos.plan import BROKER, Act, Disturbance, Hit, plan
 from tests.chaos.recipes import NO_STORE, PRIVATE, Recipe, draw, with_stop
 from tests.chaos.seen import Seen
 from tests.chaos.system import System
@@ -43,6 +43,7 @@ PATIENT = ("cancel", "slow", "repeat", "nats-cancel")  # kinds whose answers are
 RPM = 30  # of the key that has a limit
 DELETE_S = 10.0
 KNOWN_S = 15.0  # within which every gateway knows a new key, or a new model
+ERASED_AGAIN_S = 30.0  # after a deletion, what a broker that died has again is erased once more
 ERASED_S = 60.0  # after the end of a request with no_store, nothing of it is anywhere
 REPLICATION = "_js_"  # a node's log of what it replicates, which forgets with its next snapshot (docs/operations.md)
 MARKED_TOKENS = 8  # of a prompt, in a row, that must not be on the disk: 32 bytes
@@ -340,9 +341,24 @@ class Run:
             for those, left_out in ((NO_STORE, ""), (("delete",), REPLICATION)):
                 wanted = self._marks([recipe for recipe in private if recipe.kind in those])
                 found |= await asyncio.to_thread(found_in, self._system.store, wanted, left_out)
+                for name, path in list(found.items()):
+                    if left_out and not await asyncio.to_thread(self._must_be_gone, path, wanted[name]):
+                        del found[name]
             if not found or time.monotonic() > deadline:
                 return [f"{name} in {path}" for name, path in sorted(found.items())]
             await asyncio.sleep(2)
+
+    def _must_be_gone(self, path: str, wanted: bytes) -> bool:
+        """Not if the broker died during the deletion: it may have removed the message, and not overwritten it yet."""
+        around, deadly = Circumstances(self._system.hits), (Act.kill, Act.restart, Act.roll, Act.crash, Act.fill)
+        deleted = {seen.request: seen.ended for seen in self._seen if seen.outcome == "deleted"}
+        with contextlib.suppress(OSError):  # the broker removes files meanwhile
+            for request in requests_with(self._system.store / path, wanted):
+                at = deleted.get(request, 0.0)
+                if not around.hit((BROKER, "all"), at - DELETE_S, at + ERASED_AGAIN_S, deadly):
+                    return True
+                self._say(f"a broker died while {request} was deleted, and kept its bytes in {path}")
+        return False
 
     def _marks(self, private: Sequence[Recipe]) -> dict[str, bytes]:
         """By a name: the words themselves, and their tokens as they are in messages."""

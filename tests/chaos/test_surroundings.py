@@ -14,7 +14,7 @@ import pytest
 from penstock.client import Client, Disconnected
 from penstock.infra.nats_server.server import EmbeddedNats
 from tests.chaos.builds import ROOT, source_of
-from tests.chaos.disk import CHUNK_BYTES, Disk, found_in
+from tests.chaos.disk import BEFORE_BYTES, CHUNK_BYTES, Disk, found_in, requests_with
 from tests.chaos.launch import CLOCK, CLOCKS, Starts, linked
 from tests.chaos.links import Links
 from tests.chaos.nats_clients import connected
@@ -171,6 +171,15 @@ def test_what_a_file_holds_is_found_wherever_in_it_and_what_none_holds_is_not(tm
     (tmp_path / "2.blk").write_bytes(b"other")
     wanted = {"edge": b"secret words", "whole": b"other", "none": b"secret sword"}
     assert found_in(tmp_path, wanted) == {"edge": "folder/1.blk", "whole": "2.blk"}
+
+
+def test_bytes_in_a_file_belong_to_the_request_that_is_named_before_them(tmp_path: Path) -> None:
+    first, second = (f"01a2242e-f470-7eb4-b206-04d700ac47c{digit}" for digit in "56")
+    unnamed = b"secret" + bytes(BEFORE_BYTES)
+    (tmp_path / "1.blk").write_bytes(unnamed + f"{first} secret {second} other {first} {second} secret".encode())
+    assert requests_with(tmp_path / "1.blk", b"secret") == {"", first, second}
+    assert requests_with(tmp_path / "1.blk", b"other") == {second}
+    assert requests_with(tmp_path / "1.blk", b"none") == set()
 
 
 def test_a_folder_that_a_broker_removes_meanwhile_is_passed_over(
