@@ -293,7 +293,6 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         tls_context: called at each connect, so that certificate files may change.
         read_pause_s: seconds between two reads of the link; 0 is no pause. A process that follows a log without hurry
             reads many messages at once, with far fewer wake-ups. Every answer is delayed by as much.
-        gathers: what is published in the next turn of the event loop goes into the same write.
         expects_more: whether more is about to be published. Up to ``MOST_TURNS`` turns then share one write.
     """
 
@@ -307,7 +306,6 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         self._write_later: asyncio.TimerHandle | None = None
         self.tls_context: Callable[[], ssl.SSLContext] = ssl.create_default_context
         self.read_pause_s = 0.0
-        self.gathers = False
         self.expects_more: Callable[[], bool] | None = None
         self._turns = 0  # that were gathered because more was expected
         self._written: list[Callable[[], object]] = []
@@ -459,10 +457,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
     def _write_soon(self) -> None:
         if not self._write_scheduled:
             self._write_scheduled = True
-            asyncio.get_running_loop().call_soon(self._next_turn if self.gathers else self._end_turn)
-
-    def _next_turn(self) -> None:
-        asyncio.get_running_loop().call_soon(self._end_turn)
+            asyncio.get_running_loop().call_soon(self._end_turn)
 
     def _end_turn(self) -> None:
         if self._turns < MOST_TURNS and self.expects_more is not None and self.expects_more():

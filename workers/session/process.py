@@ -272,7 +272,6 @@ class WorkerProcess:
                 on_fatal=self._task_failed,
             )
         )
-        bus.nc.gathers = True  # the last tokens of a request and its end are of two turns
         publisher = Publisher(bus)
         try:
             await publisher.open()

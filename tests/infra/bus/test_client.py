@@ -240,18 +240,14 @@ async def test_what_nobody_waits_for_leaves_with_what_is_published_next_or_soon(
     writer = nc._transport._io_writer
     write = writer.write
     writer.write = lambda data: (written.append(data), write(data))
-    for gathers in (False, True):
-        nc.gathers = gathers
-        assert nc.post("bus-test.later", b"1", later=True)
-        await asyncio.sleep(0)
-        assert not written
-        assert nc.post("bus-test.later", b"2")
-        await eventually(lambda: len(found) == 2)
-        assert len(written) == 1
-        assert nc.post("bus-test.later", b"3", later=True)
-        await eventually(lambda: found == [b"1", b"2", b"3"])
-        found.clear()
-        written.clear()
+    assert nc.post("bus-test.later", b"1", later=True)
+    await asyncio.sleep(0)
+    assert not written
+    assert nc.post("bus-test.later", b"2")
+    await eventually(lambda: len(found) == 2)
+    assert len(written) == 1
+    assert nc.post("bus-test.later", b"3", later=True)
+    await eventually(lambda: found == [b"1", b"2", b"3"])
 
 
 async def test_what_nobody_waits_for_is_sent_before_the_connection_closes(
@@ -277,7 +273,6 @@ async def test_a_callback_waits_for_the_write_of_what_was_published_before_it(
     nc = await connect(broker)
     done: list[bytes] = []
     nc._transport._io_writer.write = done.append
-    nc.gathers = True
     nc.when_written(lambda: done.append(b"nothing waits"))
     assert nc.post("bus-test.then", b"1")
     nc.when_written(lambda: done.append(b"written"))
@@ -287,19 +282,6 @@ async def test_a_callback_waits_for_the_write_of_what_was_published_before_it(
         await asyncio.sleep(0)
     nc._status = nc.CONNECTED
     assert done == [b"nothing waits", *([b"PUB bus-test.then  1\r\n1\r\n"] if connected else []), b"written"]
-
-
-async def test_two_turns_of_the_event_loop_leave_in_one_write(broker: EmbeddedNats, connect: Connect) -> None:
-    nc = await connect(broker)
-    written: list[bytes] = []
-    nc._transport._io_writer.write = written.append
-    nc.gathers = True
-    assert nc.post("bus-test.turns", b"1")
-    await asyncio.sleep(0)
-    assert nc.post("bus-test.turns", b"2")
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert len(written) == 1
 
 
 async def test_turns_leave_in_one_write_while_more_is_expected_but_not_many(
@@ -335,7 +317,6 @@ async def test_a_flush_is_over_when_what_was_sent_before_it_was_read(broker: Emb
         write(data)
 
     nc._transport.write = note
-    nc.gathers = True
     await nc.subscribe_direct("bus-test.flushed", lambda message: None)
     await nc.publish("bus-test.flushed", b"1")
     await nc.flush()
