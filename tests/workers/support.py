@@ -490,7 +490,7 @@ async def run_worker(
             yield made
         finally:
             made.engine.resume()
-            if made.session._tasks:  # not drained, failed or dead yet
+            if made.session.tasks:  # not drained, failed or dead yet
                 await made.session.fence()
             if made.transport is not None:
                 await asyncio.to_thread(made.transport.close)

@@ -58,20 +58,20 @@ async def test_a_terminal_event_that_is_refused_is_stored_once_that_is_possible(
     await refuse_ends(log)
     await log.send_job(worker.id, asked)
     await eventually(lambda: log.progress(asked)[0].finish is not None)
-    await eventually(lambda: worker.session._requests.ending)
+    await eventually(lambda: worker.session.requests.ending)
     steps = worker.engine.steps
     await log.send_job(worker.id, asked, msg_id="delivered-again")
-    await eventually(lambda: worker.session._requests.ending[asked.id].delivery.metadata.sequence.consumer == 2)
+    await eventually(lambda: worker.session.requests.ending[asked.id].delivery.metadata.sequence.consumer == 2)
     assert await unacknowledged(log, worker) == 2
     assert not log.ends(asked)
     await take_ends(log)
     end = await log.end(asked)
     assert end.choices[0].tokens == wire.pack_tokens(answer(asked))
     assert worker.engine.steps == steps
-    await eventually(lambda: not worker.session._requests.ending)
+    await eventually(lambda: not worker.session.requests.ending)
     again = await log.send_job(worker.id, asked, msg_id="delivered-late")
     assert again
-    await eventually(lambda: not worker.session._requests.running and asked.id in worker.session._requests._ended)
+    await eventually(lambda: not worker.session.requests.running and asked.id in worker.session.requests.ended)
     assert len(log.ends(asked)) == 1
 
 
@@ -82,11 +82,11 @@ async def test_a_return_that_is_refused_is_stored_once_that_is_possible(
     worker.engine.hold()
     asked = request()
     await log.send_job(worker.id, asked)
-    await eventually(lambda: worker.session._requests.running)
+    await eventually(lambda: worker.session.requests.running)
     await refuse_ends(log)
-    worker.session._terminal.requeue(worker.session._requests.running[asked.id], "a test")
-    await eventually(lambda: asked.id in worker.session._requests.ending)
-    assert asked.id not in worker.session._requests._ended
+    worker.session.terminal.requeue(worker.session.requests.running[asked.id], "a test")
+    await eventually(lambda: asked.id in worker.session.requests.ending)
+    assert asked.id not in worker.session.requests.ended
     assert await unacknowledged(log, worker) == 1
     await take_ends(log)
     assert (await log.handed_back(asked)).reason == "a test"
@@ -97,7 +97,7 @@ class Doubt:
     """The worker's lease cannot be renewed for a while."""
 
     def __init__(self, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._lease = worker.session._lease
+        self._lease = worker.session.lease
         self._monkeypatch = monkeypatch
 
     def begin(self) -> None:
@@ -120,7 +120,7 @@ async def ends_in_doubt(log: LogClient, worker: WorkerHarness, doubt: Doubt) -> 
     await log.has_streamed(asked)
     doubt.begin()
     worker.engine.resume()
-    await eventually(lambda: worker.session._requests.ending)
+    await eventually(lambda: worker.session.requests.ending)
     await eventually(lambda: worker.publisher.waiting == 1)
     await asyncio.sleep(0.3)  # longer than the publisher's sweep
     assert not log.ends(asked)
@@ -175,7 +175,7 @@ async def test_without_its_output_in_its_record_a_request_has_not_ended_before_t
         await log.send_job(worker.id, contents.without_content(asked, bytes(32)))
         await log.send_job(worker.id, stored)
         assert (await log.end(stored)).code == "", "its record has it all"
-        await eventually(lambda: asked.id in worker.session._requests.ending)
+        await eventually(lambda: asked.id in worker.session.requests.ending)
         if lease == "kept":
             assert not log.ends(asked)
             acknowledging = True

@@ -37,7 +37,7 @@ async def test_a_flush_that_fails_gives_its_requests_back_and_the_neighbours_go_
 ) -> None:
     async with run_worker(broker, pipeline) as worker:
         hit, beside = request(max_tokens=400), request(list(range(50, 70)), max_tokens=400, gateway="g1")
-        report = worker.session._reporter
+        report = worker.session.reporter
         monkeypatch.setattr(report, "items", fails_for(hit.id, report.items))
         began = time.monotonic()
         await log.send_job(worker.id, hit)
@@ -59,7 +59,7 @@ async def test_a_flush_that_fails_in_a_second_attempt_too_ends_the_request_with_
 ) -> None:
     async with run_worker(broker, pipeline) as worker:
         hit = request(max_tokens=400)
-        report = worker.session._reporter
+        report = worker.session.reporter
         monkeypatch.setattr(report, "items", fails_for(hit.id, report.items))
         await log.send_job(worker.id, hit, attempt=2)
         await eventually(lambda: log.ends(hit), SOON_S)
@@ -74,7 +74,7 @@ async def test_a_kv_batch_that_fails_leaves_a_gap_and_no_request_waits(
     broker: EmbeddedNats, pipeline: Subjects, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with run_worker(broker, pipeline) as worker:
-        real = worker.session._reporter.events
+        real = worker.session.reporter.events
         failed: list[int] = []
 
         async def events(model: str, rank: int, seq: int, items_sent: Any) -> None:
@@ -83,7 +83,7 @@ async def test_a_kv_batch_that_fails_leaves_a_gap_and_no_request_waits(
                 raise Fault
             await real(model, rank, seq, items_sent)
 
-        monkeypatch.setattr(worker.session._reporter, "events", events)
+        monkeypatch.setattr(worker.session.reporter, "events", events)
         asked = request(list(range(1, 40)), max_tokens=200)
         await log.send_job(worker.id, asked)
         await log.end(asked)
@@ -104,8 +104,8 @@ async def test_a_stage_that_fails_ends_its_request_within_seconds_and_leaks_no_b
     if stage == "send_prefilled":
         monkeypatch.setattr("penstock.workers.disagg.disaggregation.next_job", fail)
     else:
-        monkeypatch.setattr(pair.decode.session._runner._disagg._reader, "fetch", fail)
-        monkeypatch.setattr(pair.decode.session._runner._disagg._reserver, "_quarantine_s", 0.1)
+        monkeypatch.setattr(pair.decode.session.runner.disaggregation._reader, "fetch", fail)
+        monkeypatch.setattr(pair.decode.session.runner.disaggregation._reserver, "_quarantine_s", 0.1)
     asked = request(PROMPT)
     began = time.monotonic()
     await send_jobs(log, pair, asked, attempt)
@@ -152,11 +152,11 @@ async def test_upkeep_that_fails_ends_the_process_in_order(
         worker.engine.allow(3)
         await log.has_streamed(asked)
         if what == "housekeeping":
-            monkeypatch.setattr(worker.session._housekeeping, "_each_time", fail)
+            monkeypatch.setattr(worker.session.housekeeping, "_each_time", fail)
         elif what == "sweep":  # of the publisher, where no single message is to blame
             monkeypatch.setattr("penstock.infra.bus.publisher.time", None)
         else:
-            monkeypatch.setattr(worker.session._runner._publisher, "_publish", fail)
+            monkeypatch.setattr(worker.session.runner._publisher, "_publish", fail)
             worker.engine.resume()  # a few steps more may all be too soon after the last flush for another
         await eventually(lambda: worker.fatal, SOON_S)
         monkeypatch.undo()

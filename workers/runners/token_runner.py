@@ -210,8 +210,8 @@ class TokenRunner:
         self._dumper = Dumper(engine, context.id, context.epoch)
         self._stage_tasks: set[asyncio.Task[Any]] = set()
         self._compiling: set[asyncio.Task[Any]] = set()
-        self._disagg = DisaggCoordinator(context, engine, info, transport, vision, self._submit)
-        self._publisher = FlushPublisher(context, engine, self._on_completed, self._disagg.on_fetched)
+        self.disaggregation = DisaggCoordinator(context, engine, info, transport, vision, self._submit)
+        self._publisher = FlushPublisher(context, engine, self._on_completed, self.disaggregation.on_fetched)
         self._loop = asyncio.get_running_loop()
 
     # --- requests ---
@@ -229,7 +229,7 @@ class TokenRunner:
         if running.ended:
             self._terminal.finish(running)
         elif self._context.settings.role == "encode":
-            self._run_stage(running, self._disagg.encode(running))
+            self._run_stage(running, self.disaggregation.encode(running))
         elif self._grammars is not None and running.request.constraint is not None:
             self._run_stage(running, self._compile(self._grammars, running, stage_input), self._compiling)
         else:
@@ -274,9 +274,9 @@ class TokenRunner:
 
     def _start(self, running: RunningRequest, stage_input: StageInput | None) -> None:
         if isinstance(stage_input, Prefilled):
-            self._run_stage(running, self._disagg.on_prefilled(running, stage_input))
+            self._run_stage(running, self.disaggregation.on_prefilled(running, stage_input))
         elif running.request.media:
-            self._run_stage(running, self._disagg.load_embeddings(running, stage_input))
+            self._run_stage(running, self.disaggregation.load_embeddings(running, stage_input))
         else:
             self._submit(running)
 
@@ -330,7 +330,7 @@ class TokenRunner:
             self._terminal.finish(running)
         else:
             running.handing_off = True
-            self._run_stage(running, self._disagg.send_prefilled(running))
+            self._run_stage(running, self.disaggregation.send_prefilled(running))
 
     # --- early ends ---
 
@@ -355,7 +355,7 @@ class TokenRunner:
             self._engine.call(lambda engine: _free_media(engine, media))
 
     def release_input(self, stage_input: StageInput) -> None:
-        self._disagg.release_input(stage_input)
+        self.disaggregation.release_input(stage_input)
 
     async def not_begun(self) -> list[RunningRequest]:
         """Asks the engine thread: a first token may be on its way here, and then this worker must continue."""
@@ -373,7 +373,7 @@ class TokenRunner:
     async def open(self) -> None:
         self._context.tasks.spawn(self._publisher.run(), name="flushes")
         self._engine.begin_session(self._publisher.deliver)
-        await self._disagg.open()
+        await self.disaggregation.open()
 
     async def fence(self) -> None:
         await end(self._compiling)
@@ -385,7 +385,7 @@ class TokenRunner:
                 await asyncio.wrap_future(self._engine.call(lambda engine: None))
 
     async def close(self) -> None:
-        await self._disagg.close()
+        await self.disaggregation.close()
         await end(self._stage_tasks | self._compiling)
         await self._trials.close()
 
@@ -452,10 +452,10 @@ class TokenRunner:
 
     @property
     def holds_leases(self) -> bool:
-        return bool(self._disagg.open_leases)
+        return bool(self.disaggregation.open_leases)
 
     def housekeeping(self, now: float) -> None:
-        self._disagg.sweep(now)
+        self.disaggregation.sweep(now)
         self._pace.look(self._requests.running.values(), now, time.time_ns(), self._engine.pace)
         self._context.metrics.paced(*self._pace.measured)
         steps = self._engine.steps
@@ -472,10 +472,10 @@ class TokenRunner:
         return await self._dumper.page(page, self._context.bus.max_message // 2)
 
     def release(self, order: Release) -> Ok:
-        return self._disagg.release(order)
+        return self.disaggregation.release(order)
 
     async def push(self, order: Push) -> Pushed:
-        return await self._disagg.push(order)
+        return await self.disaggregation.push(order)
 
 
 def _free_media(engine: Engine, media: MediaReservation) -> None:

@@ -50,6 +50,9 @@ class Lease:
         describe: returns the registration to publish; called for each renewal.
         on_lost: called once when the key turned out to be removed or taken over.
         on_regained: called when a renewal succeeded after the lease was in doubt.
+    Attributes:
+        revision: of the key, which each renewal moves on.
+        gone: the key is removed, taken over, or left alone.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class Lease:
         self._on_lost = on_lost
         self._on_regained = on_regained
         self._clock = clock
-        self._revision = 0
+        self.revision = 0
         self._renewed = 0.0
         self._in_doubt = False
         self._task: asyncio.Task[None] | None = None
@@ -118,7 +121,7 @@ class Lease:
         await self._stop()
         with contextlib.suppress(NatsError, TimeoutError, _Lost):
             for _ in range(RELEASE_ATTEMPTS if owned else 0):
-                reply = await self._request(b"", fleet.removal_headers(self._revision))
+                reply = await self._request(b"", fleet.removal_headers(self.revision))
                 if reply.error is None or reply.error.err_code != WRONG_LAST_SEQUENCE:
                     return
                 await self._read_revision()
@@ -154,7 +157,7 @@ class Lease:
             if self.gone:
                 return False
             try:
-                if not await self._write(expected=self._revision):
+                if not await self._write(expected=self.revision):
                     return False
             except _Lost:
                 self.gone = True
@@ -187,7 +190,7 @@ class Lease:
                 return False  # the next attempt renews on the right revision
             log.warning("lease_renewal_rejected", error=reply.error.description)
             return False
-        self._revision = reply.seq
+        self.revision = reply.seq
         self._renewed = began
         return True
 
@@ -205,7 +208,7 @@ class Lease:
         operation = entry.headers.get("KV-Operation") or entry.headers.get("Nats-Marker-Reason")
         if operation or not entry.data or not self._ours(entry.data):
             raise _Lost
-        self._revision = entry.seq
+        self.revision = entry.seq
         return True
 
     def _ours(self, stored: bytes) -> bool:

@@ -353,17 +353,19 @@ class RequestTable:
 
     Args:
         on_removed: called when this worker has no more to do with a request; True: it may still be computed here.
+    Attributes:
+        ended: the last attempt of each request that ended or was revoked here.
     """
 
     def __init__(self, on_removed: Callable[[RunningRequest, bool], None]) -> None:
         self.running: dict[str, RunningRequest] = {}
         self.ending: dict[str, RunningRequest] = {}
-        self._ended: OrderedDict[str, int] = OrderedDict()  # request -> last attempt that ended or was revoked here
+        self.ended: OrderedDict[str, int] = OrderedDict()
         self._cancelled: OrderedDict[str, str] = OrderedDict()  # request -> reason
         self._on_removed = on_removed
 
     def admission(self, request_id: str, attempt: int, delivery: Any) -> Admission:
-        if self._ended.get(request_id, -1) >= attempt:
+        if self.ended.get(request_id, -1) >= attempt:
             return Admission.OVER
         for other in (self.ending.get(request_id), self.running.get(request_id)):
             if other is None or other.attempt < attempt:
@@ -398,14 +400,14 @@ class RequestTable:
 
     def mark_ended(self, request_id: str, attempt: int) -> None:
         """This attempt and earlier ones are over."""
-        self._ended[request_id] = attempt
+        self.ended[request_id] = attempt
         self._cancelled.pop(request_id, None)
-        if len(self._ended) > REMEMBERED:
-            self._ended.popitem(last=False)
+        if len(self.ended) > REMEMBERED:
+            self.ended.popitem(last=False)
 
     def remember_cancel(self, request_id: str, reason: str) -> None:
         """The client cancelled before the job arrived here."""
-        if request_id in self._ended or request_id in self.ending:
+        if request_id in self.ended or request_id in self.ending:
             return
         self._cancelled[request_id] = reason[:LONGEST_REASON]
         if len(self._cancelled) > REMEMBERED:

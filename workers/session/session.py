@@ -73,6 +73,12 @@ class WorkerSession:
     Args:
         make_runner: makes what runs the requests of this session.
         journal: where to note what runs; None: nowhere.
+    Attributes:
+        requests: those that run, and those whose end is not stored yet.
+        contents: reads what lies in memory storage.
+        reporter, terminal: publish tokens and events, and ends of requests.
+        housekeeping: what is done at intervals.
+        tasks: of this session; a failure of one ends the process.
     """
 
     def __init__(
@@ -97,18 +103,18 @@ class WorkerSession:
         self._journal = journal or CrashJournal(None, settings.name)
         self._reserved_for: RunningRequest | None = None  # which runs alone here, or waits until nothing else does
         self._waiting: tuple[RunningRequest, StageInput | None] | None = None  # of ``_reserved_for``
-        self._tasks = bus.tasks.group(self.id)  # a failure without a handler ends the process
-        self._lease = Lease(bus, self.id, self._registration, self.lost.set, self._on_regained)
-        self._outbox = Outbox(bus, self._lease.trusted, acknowledged=settings.durability == "power")
-        self._reporter = Reporter(bus, publisher, self._outbox, self.id, self.epoch, metrics)
+        self.tasks = bus.tasks.group(self.id)  # a failure without a handler ends the process
+        self.lease = Lease(bus, self.id, self._registration, self.lost.set, self._on_regained)
+        self._outbox = Outbox(bus, self.lease.trusted, acknowledged=settings.durability == "power")
+        self.reporter = Reporter(bus, publisher, self._outbox, self.id, self.epoch, metrics)
         self._memory = MemoryStreams(bus)
         self._used_memory = False
-        self._contents = ContentReader(bus)
+        self.contents = ContentReader(bus)
         self._restoring: dict[str, _Restoring] = {}
         self._to_restore: list[_Restoring] = []  # received in this turn of the event loop
-        self._requests = RequestTable(self._on_removed)
-        self._terminal = TerminalEvents(bus, self._reporter, self._requests, self._tasks, self._on_settled)
-        self._runner = make_runner(
+        self.requests = RequestTable(self._on_removed)
+        self.terminal = TerminalEvents(bus, self.reporter, self.requests, self.tasks, self._on_settled)
+        self.runner = make_runner(
             SessionContext(
                 id=self.id,
                 epoch=self.epoch,
@@ -117,32 +123,30 @@ class WorkerSession:
                 model=model,
                 settings=settings,
                 metrics=metrics,
-                tasks=self._tasks,
-                lease=self._lease,
+                tasks=self.tasks,
+                lease=self.lease,
                 outbox=self._outbox,
-                reporter=self._reporter,
-                requests=self._requests,
-                terminal=self._terminal,
+                reporter=self.reporter,
+                requests=self.requests,
+                terminal=self.terminal,
                 memory=self._memory,
             )
         )
         self._puller = Puller(
             bus, bus.subjects.stream("WORK"), self.id, self._receive, self._room, remake=self._make_again
         )
-        self._housekeeping = Housekeeping(
-            bus, self._outbox, self._requests, self._stop_early, self._runner.housekeeping
-        )
+        self.housekeeping = Housekeeping(bus, self._outbox, self.requests, self._stop_early, self.runner.housekeeping)
 
     # --- receive ---
 
     def _room(self) -> int:
         """How many more jobs to pull."""
-        room = self._runner.slots + self._runner.queue
+        room = self.runner.slots + self.runner.queue
         if self._state is not fleet.WorkerState.ready:
             return room  # a draining worker takes jobs to requeue them at once
         # While terminal events cannot be stored, as many jobs again are taken, then none.
-        taken = len(self._requests.running) + len(self._restoring)
-        return room - taken - max(0, len(self._requests.ending) - room)
+        taken = len(self.requests.running) + len(self._restoring)
+        return room - taken - max(0, len(self.requests.ending) - room)
 
     async def _receive(self, message: Any) -> None:
         """Acknowledge a message, unless its request does so when it ends."""
@@ -168,7 +172,7 @@ class WorkerSession:
         request = received.request
         if not request.no_store:
             return received
-        data = self._contents.take(request.id)
+        data = self.contents.take(request.id)
         if data is None or len(_part_names(received)) > 1 or request.id in self._restoring:
             return None
         with contextlib.suppress(msgspec.MsgspecError):  # it is read again, and the job rejected
@@ -186,24 +190,24 @@ class WorkerSession:
             if under_way.attempt == job.attempt:
                 under_way.delivery = delivery
             return under_way.attempt > job.attempt
-        admission = self._requests.admission(request.id, job.attempt, delivery)
+        admission = self.requests.admission(request.id, job.attempt, delivery)
         if admission is Admission.RUN:
             self._used_memory = True
             restoring = self._restoring[request.id] = _Restoring(received)
             self._to_restore.append(restoring)
             if len(self._to_restore) == 1:
-                self._tasks.spawn(self._restore_together(), name="restore")
+                self.tasks.spawn(self._restore_together(), name="restore")
         return admission is Admission.OVER
 
     async def _restore_together(self) -> None:
         """Start the jobs of one turn of the event loop whose contents are found at once."""
         batch, self._to_restore = self._to_restore, []
         wanted = [self._parts_of(restoring.received) for restoring in batch]
-        found = await self._contents.find(list(chain.from_iterable(wanted)))
+        found = await self.contents.find(list(chain.from_iterable(wanted)))
         for restoring, subjects in zip(batch, wanted, strict=True):
             parts = [data for subject in subjects if (data := found.pop(subject, None)) is not None]
             if len(parts) < len(subjects):  # it may come yet: beside the others
-                self._tasks.spawn(self._accept_restored(restoring), name="restore", on_failure=_rejected)
+                self.tasks.spawn(self._accept_restored(restoring), name="restore", on_failure=_rejected)
                 continue
             try:
                 await self._accept_restored(restoring, parts)
@@ -234,14 +238,14 @@ class WorkerSession:
         if failure is None:
             over = await self._accept(received)
         else:
-            over = self._requests.admission(request.id, job.attempt, restoring.delivery) is Admission.OVER
+            over = self.requests.admission(request.id, job.attempt, restoring.delivery) is Admission.OVER
             if not over:
                 running = RunningRequest(request, job.attempt, restoring.delivery, [], [], job.decision.at_ns, job=job)
-                self._requests.running[request.id] = running
+                self.requests.running[request.id] = running
                 if failure.code is Code.broker_unavailable:
-                    self._terminal.requeue(running, "content")
+                    self.terminal.requeue(running, "content")
                 else:
-                    await self._terminal.reject(running, failure.code, failure.message)
+                    await self.terminal.reject(running, failure.code, failure.message)
         if over:
             await self._bus.nc.publish(restoring.delivery.reply, ACK)
 
@@ -260,24 +264,24 @@ class WorkerSession:
     async def _accept(self, received: _Received) -> bool:
         """Start a job; True: it is over, so its message needs only an acknowledgement."""
         job, request, delivery, stage_input = received
-        admission = self._requests.admission(request.id, job.attempt, delivery)
+        admission = self.requests.admission(request.id, job.attempt, delivery)
         if admission is Admission.RUN:
-            running = self._requests.running.get(request.id)
+            running = self.requests.running.get(request.id)
             if running is not None:  # placed here again before this worker learned that it had lost the request
                 await self._revoke(jobs.Revoke(request.id, running.attempt))
             await self._admit(received)
         if stage_input is not None:
-            running = self._requests.running.get(request.id)
+            running = self.requests.running.get(request.id)
             if running is None or running.attempt != job.attempt:
-                self._runner.release_input(stage_input)
+                self.runner.release_input(stage_input)
         return admission is Admission.OVER
 
     async def _revoke(self, revoke: jobs.Revoke) -> None:
         """A router placed the request elsewhere: drop this attempt without an event."""
-        self._requests.mark_ended(revoke.request, revoke.attempt)
-        running = self._requests.running.get(revoke.request)
+        self.requests.mark_ended(revoke.request, revoke.attempt)
+        running = self.requests.running.get(revoke.request)
         if running is not None and running.attempt <= revoke.attempt:
-            self._requests.remove(running)
+            self.requests.remove(running)
             await self._bus.nc.publish(running.delivery.reply, ACK)
 
     # --- admit ---
@@ -286,23 +290,23 @@ class WorkerSession:
         """Run a new request, or end or requeue it at once."""
         job, request, delivery, stage_input = received
         try:
-            running = self._runner.admit(job, request, delivery)
+            running = self.runner.admit(job, request, delivery)
         except Exception as error:
             log.exception("job_rejected", request=request.id)
             running = RunningRequest(request, job.attempt, delivery, [], [], job.decision.at_ns, job=job)
             message = f"the worker cannot run this request: {error}"
-            await self._terminal.reject(running, Code.invalid_request, message)
+            await self.terminal.reject(running, Code.invalid_request, message)
             return
-        cancelled = self._requests.early_cancel(request.id)
+        cancelled = self.requests.early_cancel(request.id)
         if self._state is fleet.WorkerState.draining or self._reserved_for is not None:
-            self._requests.running[request.id] = running
+            self.requests.running[request.id] = running
             draining = self._state is fleet.WorkerState.draining
-            self._terminal.requeue(running, "draining" if draining else "reserved for a request that runs alone")
+            self.terminal.requeue(running, "draining" if draining else "reserved for a request that runs alone")
         elif cancelled is not None:
-            await self._terminal.reject(running, Code.cancelled, cancelled)
+            await self.terminal.reject(running, Code.cancelled, cancelled)
         elif self._bus.clock.now_ns() >= request.deadline_ns:
             message = "the deadline passed before the request could start"
-            await self._terminal.reject(running, Code.deadline_exceeded, message)
+            await self.terminal.reject(running, Code.deadline_exceeded, message)
         else:
             await self._run(running, stage_input)
 
@@ -312,7 +316,7 @@ class WorkerSession:
         request = running.request
         if request.trace is not None and wanted(request.trace):
             running.stamp_times = {"received_ns": time.time_ns()}
-        self._requests.running[request.id] = running
+        self.requests.running[request.id] = running
         running.progress_signalled = time.monotonic()
         if running.alone:
             self._reserved_for = running
@@ -324,36 +328,36 @@ class WorkerSession:
     async def _begin(self, running: RunningRequest, stage_input: StageInput | None) -> None:
         self._journal.began(running, self.id)
         try:
-            await self._runner.run(running, stage_input)
+            await self.runner.run(running, stage_input)
         except Exception as error:
-            self._terminal.fail(running, "its start", error)
+            self.terminal.fail(running, "its start", error)
 
     def _is_alone(self, running: RunningRequest) -> bool:
         """Whether all others have ended, and that is stored."""
-        return not self._requests.ending and all(other is running for other in self._requests.running.values())
+        return not self.requests.ending and all(other is running for other in self.requests.running.values())
 
     def _on_settled(self) -> None:
         """A request was removed, or its end stored."""
         self._idle.set()
         if self._waiting is not None and self._is_alone(self._waiting[0]):
             (running, stage_input), self._waiting = self._waiting, None
-            self._terminal.spawn(self._begin(running, stage_input))
+            self.terminal.spawn(self._begin(running, stage_input))
 
     async def on_cancel(self, request_id: str, reason: str) -> None:
         """The client cancelled. The reason is kept in case the job is still on its way."""
-        running = self._requests.running.get(request_id)
+        running = self.requests.running.get(request_id)
         if running is None:
-            self._requests.remember_cancel(request_id, reason)
+            self.requests.remember_cancel(request_id, reason)
         else:
             self._stop_early(running, Code.cancelled, reason)
 
     def _stop_early(self, running: RunningRequest, code: Code, message: str) -> None:
-        if running.cancelled is None and self._runner.accepts_stop(running):
+        if running.cancelled is None and self.runner.accepts_stop(running):
             running.cancelled = (code, message)
             if self._waiting is not None and self._waiting[0] is running:
-                self._terminal.spawn(self._terminal.end_cancelled(running))
+                self.terminal.spawn(self.terminal.end_cancelled(running))
                 return
-            self._runner.stop_early(running)
+            self.runner.stop_early(running)
 
     # --- report: the runner reports tokens and ends through ``_reporter`` and ``_terminal`` ---
 
@@ -362,9 +366,9 @@ class WorkerSession:
         if running is self._reserved_for:
             self._reserved_for = None
             if self._waiting is not None and self._waiting[1] is not None:
-                self._runner.release_input(self._waiting[1])
+                self.runner.release_input(self._waiting[1])
             self._waiting = None
-        self._runner.free(running, cancel)
+        self.runner.free(running, cancel)
         self._on_settled()
 
     async def _on_regained(self) -> None:
@@ -374,19 +378,19 @@ class WorkerSession:
     def _uses_memory(self) -> bool:
         """Whether a request without a stored content runs, or has run since the last call."""
         used, self._used_memory = self._used_memory, False
-        return used or any(running.request.no_store for running in self._requests.running.values())
+        return used or any(running.request.no_store for running in self.requests.running.values())
 
     async def _on_memory_replaced(self) -> None:
         """What was sent to a stream that somebody has deleted was lost: it is sent again, as after a reconnect."""
-        if self._lease.trusted():
+        if self.lease.trusted():
             await self._outbox.resend()
 
     def _registration(self) -> fleet.Registration:
-        return msgspec.structs.replace(self._runner.registration(self._state), inbox=self._contents.inbox)
+        return msgspec.structs.replace(self.runner.registration(self._state), inbox=self.contents.inbox)
 
     async def update_registration(self) -> None:
         """Publish the registration again because it has changed."""
-        await self._lease.update()
+        await self.lease.update()
 
     # --- start and stop ---
 
@@ -398,7 +402,7 @@ class WorkerSession:
         """
         stream = self._bus.subjects.stream("WORK")
         await self._memory.open()  # before the outbox sends again after a reconnect
-        await self._contents.open()
+        await self.contents.open()
         try:
             await self._bus.js.add_consumer(stream, self._consumer())
         except (NatsError, TimeoutError) as error:
@@ -407,13 +411,13 @@ class WorkerSession:
                 f"no consumer could be created on {stream} ({error!r}); run 'penstock streams apply' and check the "
                 "user's permissions",
             ) from error
-        self._tasks.spawn(self._housekeeping.run(), name="housekeeping")
-        self._tasks.spawn(self._memory.watch(self._uses_memory, self._on_memory_replaced), name="memory")
-        await self._runner.open()
+        self.tasks.spawn(self.housekeeping.run(), name="housekeeping")
+        self.tasks.spawn(self._memory.watch(self._uses_memory, self._on_memory_replaced), name="memory")
+        await self.runner.open()
         await self._puller.start()
-        await self._lease.acquire()
+        await self.lease.acquire()
         await self._outbox.resend()  # if the link was replaced before the lease's hook was there, nothing else opens it
-        log.info("worker_registered", worker=self.id, model=self._model.name, slots=self._runner.slots)
+        log.info("worker_registered", worker=self.id, model=self._model.name, slots=self.runner.slots)
 
     async def _make_again(self, last: str) -> bool:
         """This session's consumer was deleted. If it cannot be made again, leave the fleet: no job would arrive.
@@ -442,7 +446,7 @@ class WorkerSession:
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
             ack_wait=ACK_WAIT_S,
-            max_ack_pending=4 * (self._runner.slots + self._runner.queue),
+            max_ack_pending=4 * (self.runner.slots + self.runner.queue),
             # The server removes it: a permission to delete consumers would cover those of all workers.
             inactive_threshold=CONSUMER_TTL_S,
         )
@@ -460,21 +464,21 @@ class WorkerSession:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SETTLE_S):
                     await self._puller.top_up()
-                    await self._lease.update()
-            for running in await self._runner.not_begun():
-                self._terminal.requeue(running, "draining")
+                    await self.lease.update()
+            for running in await self.runner.not_begun():
+                self.terminal.requeue(running, "draining")
         try:
             async with asyncio.timeout(timeout):
-                while self._requests.running or self._terminal.pending or self._runner.holds_leases:
+                while self.requests.running or self.terminal.pending or self.runner.holds_leases:
                     if hurried is not None and hurried.is_set():
                         raise TimeoutError
                     self._idle.clear()
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._idle.wait(), DRAIN_POLL_S)
         except TimeoutError:
-            log.warning("drain_timeout", unfinished=len(self._requests.running))
-            for running in list(self._requests.running.values()):
-                self._terminal.requeue(running, "draining")
+            log.warning("drain_timeout", unfinished=len(self.requests.running))
+            for running in list(self.requests.running.values()):
+                self.terminal.requeue(running, "draining")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
                 await self._puller.drain()
@@ -490,47 +494,47 @@ class WorkerSession:
         await self._puller.close()
         waiting = self._waiting[0] if self._waiting is not None else None
         self._waiting = None
-        for running in list(self._requests.running.values()):
+        for running in list(self.requests.running.values()):
             started, ran = bool(running.started_ns), running is not waiting
-            self._terminal.requeue(running, reason, poison=poison and started, crashed=poison and ran)
+            self.terminal.requeue(running, reason, poison=poison and started, crashed=poison and ran)
         await self._unregister()
 
     async def _unregister(self) -> None:
-        await self._terminal.settle()
-        await self._lease.release()
+        await self.terminal.settle()
+        await self.lease.release()
         await self._close()
 
     async def fence(self) -> None:
         """The lease is lost and others have taken over: drop everything and publish nothing more."""
         await self._puller.close()
-        await self._lease.stop()
+        await self.lease.stop()
         self._outbox.clear()
         self._waiting = None
-        self._terminal.cancel()
-        for running in list(self._requests.running.values()):
-            self._requests.remove(running)
-        await self._runner.fence()
+        self.terminal.cancel()
+        for running in list(self.requests.running.values()):
+            self.requests.remove(running)
+        await self.runner.fence()
         await self._close()
 
     async def _close(self) -> None:
         self._memory.close()
-        await self._contents.close()
-        await self._runner.close()
-        await self._tasks.aclose()  # the router that recovers the requests reads from the log what was stored
+        await self.contents.close()
+        await self.runner.close()
+        await self.tasks.aclose()  # the router that recovers the requests reads from the log what was stored
 
     # --- control requests ---
 
     async def dump(self, page: int) -> KvDump:
         """A page of the names in the prefix cache; empty for a worker without one."""
-        return await self._runner.dump(page)
+        return await self.runner.dump(page)
 
     def release(self, order: Release) -> Ok:
         """A reader no longer needs blocks that are held for it."""
-        return self._runner.release(order)
+        return self.runner.release(order)
 
     async def push(self, order: Push) -> Pushed:
         """Write blocks that are held for a reader into its memory."""
-        return await self._runner.push(order)
+        return await self.runner.push(order)
 
 
 def _decode(message: Any) -> _Received | jobs.Revoke:

@@ -152,6 +152,6 @@ async def test_an_idle_worker_answers_what_a_late_one_has_not_begun(
             assert (done.code, done.attempt, done.worker) == ("", 2, idle.session.id)
             assert (late.session.id, asked.id) in [(where, each.request) for where, each in await clients.revoked()]
             first.resume()  # nothing of the first attempt counts
-            await eventually(lambda: not late.session._requests.running)
+            await eventually(lambda: not late.session.requests.running)
             assert log.streamed(asked) == answer(asked, 12)
             assert len(log.ends(asked)) == 1

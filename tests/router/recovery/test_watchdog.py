@@ -133,7 +133,7 @@ async def test_another_worker_continues_what_a_hanging_engine_had_begun(
             labels = {"stage": "aggregated"}
             assert one.registry.get_sample_value("penstock_router_stalled_requests_total", labels) == 1.0
             first.resume()  # the kernel returns after all: nothing of it counts
-            await eventually(lambda: not hanging.session._requests.running)
+            await eventually(lambda: not hanging.session.requests.running)
             assert log.streamed(asked) == answer(asked, 12)
             assert len(log.ends(asked)) == 1
 

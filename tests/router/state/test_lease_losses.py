@@ -99,7 +99,7 @@ async def test_a_router_reports_a_worker_whose_lease_ran_out_and_not_one_that_le
     monkeypatch.setattr(fleet, "RENEW_S", 0.05)
     async with routing(broker, pipeline) as one, run_worker(broker, pipeline) as hung, run_worker(broker, pipeline):
         await eventually(lambda: one.router.cluster.tracker.size == 2)
-        monkeypatch.setattr(hung.session._lease, "_renew", asyncio.Event().wait)  # it holds its key, and renews nothing
+        monkeypatch.setattr(hung.session.lease, "_renew", asyncio.Event().wait)  # it holds its key, and renews nothing
         await eventually(lambda: one.router.cluster.tracker.size == 1)
         (lost,) = one.router.cluster.losses.recent(0)
         assert (lost.count, lost.worker) == (1, hung.id.rpartition("-")[0])

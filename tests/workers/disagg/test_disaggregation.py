@@ -342,7 +342,7 @@ async def test_a_lease_that_nobody_comes_for_expires(log: LogClient, pair: Pair)
     asked = request(PROMPT)
     nobody = (Stage("decode", "nobody"),)
     await log.send_job(pair.prefill.id, asked, role="prefill", route=nobody)
-    await eventually(lambda: pair.prefill.session._runner._disagg.open_leases)
+    await eventually(lambda: pair.prefill.session.runner.disaggregation.open_leases)
     assert (await pair.prefill.stats()).pinned_blocks == 8
     await pair.prefill.frees_everything()
     assert await log.states(asked, "expired") == ["offered", "expired"]
@@ -412,7 +412,7 @@ async def test_a_request_cancelled_before_during_and_after_the_handoff_leaves_no
     before = request(PROMPT)
     pair.prefill.engine.hold()
     await send_jobs(log, pair, before)
-    await eventually(lambda: before.id in pair.prefill.session._requests.running)
+    await eventually(lambda: before.id in pair.prefill.session.requests.running)
     for worker_ in (pair.prefill, pair.decode):
         await worker_.session.on_cancel(before.id, "gone")
     pair.prefill.engine.resume()
@@ -443,9 +443,9 @@ async def test_a_revoked_attempt_frees_its_blocks(log: LogClient, pair: Pair) ->
     pair.prefill.engine.hold()
     asked = request(PROMPT, max_tokens=20)
     await send_jobs(log, pair, asked)
-    await eventually(lambda: asked.id in pair.prefill.session._requests.running)
+    await eventually(lambda: asked.id in pair.prefill.session.requests.running)
     await log.revoke(pair.prefill.id, asked, 1, role="prefill")
-    await eventually(lambda: asked.id not in pair.prefill.session._requests.running)
+    await eventually(lambda: asked.id not in pair.prefill.session.requests.running)
     pair.prefill.engine.resume()
     await pair.prefill.frees_everything()
     assert await log.handoffs(asked) == []
@@ -455,7 +455,7 @@ async def test_a_worker_that_lost_its_lease_frees_everything_it_held_for_others(
     asked = request(PROMPT)
     await log.send_job(pair.prefill.id, asked, role="prefill", route=(Stage("decode", "nobody"),))
     await log.has_streamed(asked)
-    await eventually(lambda: pair.prefill.session._runner._disagg.open_leases)
+    await eventually(lambda: pair.prefill.session.runner.disaggregation.open_leases)
     await pair.prefill.session.fence()
     await pair.prefill.frees_everything()
     await pair.prefill.begin()
@@ -466,7 +466,7 @@ async def test_a_reader_that_leaves_ends_the_lease_at_once(log: LogClient, pair:
     pair.network.stall(pair.prefill.transport.endpoint.agent)
     asked = request(PROMPT)
     await send_jobs(log, pair, asked)
-    await eventually(lambda: pair.prefill.session._runner._disagg.open_leases)
+    await eventually(lambda: pair.prefill.session.runner.disaggregation.open_leases)
     await log.remove_key(pair.decode.id)
     began = time.monotonic()
     await pair.prefill.frees_everything()
@@ -581,11 +581,11 @@ async def test_a_request_cancelled_while_it_waits_for_room_ends_at_once(log: Log
     taken = await full(pair.decode)
     asked = request(PROMPT)
     await send_jobs(log, pair, asked)
-    await eventually(lambda: [each for each in pair.decode.session._requests.running.values() if each.block_wait])
+    await eventually(lambda: [each for each in pair.decode.session.requests.running.values() if each.block_wait])
     began = time.monotonic()
     await pair.decode.session.on_cancel(asked.id, "gone")
     assert (await log.end(asked)).code == Code.cancelled
-    await eventually(lambda: not pair.decode.session._runner._stage_tasks)
+    await eventually(lambda: not pair.decode.session.runner._stage_tasks)
     assert time.monotonic() - began < disaggregation.BLOCK_WAIT_S / 2
     pair.decode.loop.call(lambda engine: engine.kv_transfer.release(taken))
     await pair.free()
@@ -597,7 +597,7 @@ async def test_a_session_that_ends_while_a_handoff_waits_for_room_takes_no_block
     taken = await full(pair.decode)
     asked = request(PROMPT)
     await send_jobs(log, pair, asked)
-    await eventually(lambda: [each for each in pair.decode.session._requests.running.values() if each.block_wait])
+    await eventually(lambda: [each for each in pair.decode.session.requests.running.values() if each.block_wait])
     await pair.decode.session.fence()
     pair.decode.loop.call(lambda engine: engine.kv_transfer.release(taken))
     await pair.decode.frees_everything()
@@ -607,7 +607,7 @@ async def test_a_session_that_ends_while_a_handoff_waits_for_room_takes_no_block
 async def test_a_handoff_by_a_worker_that_may_not_publish_ends_with_its_ticket_and_not_later(
     log: LogClient, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair.prefill.session._lease, "trusted", lambda: False)
+    monkeypatch.setattr(pair.prefill.session.lease, "trusted", lambda: False)
     asked = request(PROMPT)
     began = time.monotonic()
     await send_jobs(log, pair, asked)

@@ -185,7 +185,7 @@ async def test_a_router_that_starts_later_learns_all_ranks_by_a_dump_in_pages(
 
 
 async def _small_pages(session: Any, page: int) -> kv.KvDump:
-    found: kv.KvDump = await session._runner._dumper.page(page, 300)
+    found: kv.KvDump = await session.runner._dumper.page(page, 300)
     return found
 
 

@@ -133,7 +133,7 @@ async def run_worker(
             yield made
         finally:
             painter.release()
-            if made.session._tasks:
+            if made.session.tasks:
                 await made.session.fence()
             assert await asyncio.to_thread(made.thread.stop, 10)
             await made.publisher.close()
@@ -187,7 +187,7 @@ async def test_requests_wait_for_each_other_and_the_event_loop_for_none(log: Log
     first, second = picture(1), picture(2)
     await send(log, worker.id, first)
     await send(log, worker.id, second)
-    await eventually(lambda: len(worker.painter.asked) == 1 and len(worker.session._requests.running) == 2)
+    await eventually(lambda: len(worker.painter.asked) == 1 and len(worker.session.requests.running) == 2)
     began = time.monotonic()
     page = await worker.session.dump(0)  # any order is answered while the engine computes
     await asyncio.sleep(0)
@@ -234,7 +234,7 @@ async def test_a_request_that_waits_is_cancelled_at_once(log: LogClient, worker:
     first, second = picture(), picture(2)
     await send(log, worker.id, first)
     await send(log, worker.id, second)
-    await eventually(lambda: len(worker.session._requests.running) == 2)
+    await eventually(lambda: len(worker.session.requests.running) == 2)
     await worker.session.on_cancel(second.id, "gone")
     assert (await log.end(second)).code == Code.cancelled
     assert not log.ends(first)
@@ -299,7 +299,7 @@ async def test_a_broken_engine_gives_the_request_back_as_poison(log: LogClient, 
     running, waiting = picture(), picture(2)
     await send(log, worker.id, running)
     await send(log, worker.id, waiting)
-    await eventually(lambda: len(worker.session._requests.running) == 2)
+    await eventually(lambda: len(worker.session.requests.running) == 2)
     worker.painter.fails = RuntimeError("the device is gone")
     worker.painter.release()
     await eventually(lambda: worker.broken)
@@ -337,7 +337,7 @@ async def test_a_later_attempt_takes_the_place_of_one_that_runs_here(log: LogCli
     await send(log, worker.id, asked)
     await eventually(lambda: worker.painter.asked)
     await send(log, worker.id, asked, attempt=2)
-    await eventually(lambda: worker.session._requests.running[asked.id].attempt == 2)
+    await eventually(lambda: worker.session.requests.running[asked.id].attempt == 2)
     worker.painter.release()
     end = await log.end(asked)
     assert end.attempt == 2
@@ -350,7 +350,7 @@ async def test_draining_finishes_the_picture_and_requeues_what_waits(log: LogCli
     running, waiting = picture(), picture(2)
     await send(log, worker.id, running)
     await send(log, worker.id, waiting)
-    await eventually(lambda: worker.painter.asked and len(worker.session._requests.running) == 2)
+    await eventually(lambda: worker.painter.asked and len(worker.session.requests.running) == 2)
     draining = asyncio.create_task(worker.session.drain(20))
     back = await log.handed_back(waiting)
     assert (back.reason, back.poison) == ("draining", False)
@@ -392,7 +392,7 @@ async def test_while_trust_is_in_doubt_the_end_waits(
         doubted.set()
         return False
 
-    monkeypatch.setattr(worker.session._lease, "trusted", in_doubt)
+    monkeypatch.setattr(worker.session.lease, "trusted", in_doubt)
     await send(log, worker.id, asked)
     await asyncio.wait_for(doubted.wait(), 10)
     assert not log.ends(asked)

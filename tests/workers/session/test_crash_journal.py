@@ -167,11 +167,11 @@ async def test_a_request_that_waits_to_run_alone_can_be_cancelled_and_drained(
     worker.engine.allow(1)
     await log.has_streamed(before)
     await log.send_job(worker.id, cancelled, suspect="alone")
-    await eventually(lambda: cancelled.id in worker.session._requests.running)
+    await eventually(lambda: cancelled.id in worker.session.requests.running)
     await worker.session.on_cancel(cancelled.id, "the client left")
     assert (await log.end(cancelled)).code == "cancelled"
     await log.send_job(worker.id, drained, suspect="alone")
-    await eventually(lambda: drained.id in worker.session._requests.running)
+    await eventually(lambda: drained.id in worker.session.requests.running)
     worker.engine.resume()
     await worker.session.drain(20.0)
     # Stored by now, and on its way: which of both it is depends on when the drain began.
@@ -186,7 +186,7 @@ async def test_when_the_engine_breaks_only_what_ran_has_crashed_with_it(log: Log
     worker.engine.allow(1)
     await log.has_streamed(ran)
     await log.send_job(worker.id, waits, suspect="alone")
-    await eventually(lambda: waits.id in worker.session._requests.running)
+    await eventually(lambda: waits.id in worker.session.requests.running)
     worker.engine.breaks_at = worker.engine.steps
     worker.engine.resume()
     await eventually(lambda: worker.failures)

@@ -45,13 +45,13 @@ class Owner:
         self.lease = Lease(
             bus,
             worker,
-            self._describe,
+            self.describe,
             self._lost,
             self._regained,
             clock=lambda: asyncio.get_running_loop().time() + self.offset,
         )
 
-    def _describe(self) -> fleet.Registration:
+    def describe(self) -> fleet.Registration:
         return fleet.Registration(
             self.worker, "m", "aggregated", "mock", self.epoch, 32, 100, 8, 1024, load=fleet.Load(self.running)
         )
@@ -80,8 +80,8 @@ class Owner:
 
     async def renewals(self, count: int) -> None:
         """BlockWait until it renewed some more times."""
-        last = self.lease._revision
-        await eventually(lambda: self.lease._revision >= last + count)
+        last = self.lease.revision
+        await eventually(lambda: self.lease.revision >= last + count)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ async def test_without_an_answer_for_a_while_nothing_may_be_published_until_a_re
 async def test_a_renewal_whose_answer_was_lost_is_adopted(bus: Bus, owner: Owner) -> None:
     await owner.renewals(1)
     async with owner.lease._renewal:  # as if the server had stored a renewal and its answer had not come
-        await bus.js.publish(owner.subject, encode(owner._describe()), headers={"Nats-TTL": "3"})
+        await bus.js.publish(owner.subject, encode(owner.describe()), headers={"Nats-TTL": "3"})
     await owner.renewals(3)
     assert owner.lease.trusted()
     assert not owner.lost
@@ -175,7 +175,7 @@ async def test_a_renewal_whose_answer_was_lost_is_adopted(bus: Bus, owner: Owner
 async def test_a_key_that_another_wrote_is_a_lost_lease_and_stays_as_it_is(
     bus: Bus, owner: Owner, payload: bytes | str
 ) -> None:
-    other = encode(Owner(bus, epoch=2)._describe()) if isinstance(payload, str) else payload
+    other = encode(Owner(bus, epoch=2).describe()) if isinstance(payload, str) else payload
     async with owner.lease._renewal:
         ack = await bus.js.publish(owner.subject, other, headers={"Nats-TTL": "60"})
     await eventually(lambda: owner.lost == 1)
@@ -202,8 +202,8 @@ async def test_releasing_removes_the_key_even_amid_renewals(bus: Bus) -> None:
 
 async def test_releasing_after_a_renewal_whose_answer_was_lost_removes_the_key_too(bus: Bus, owner: Owner) -> None:
     async with owner.lease._renewal:
-        await bus.js.publish(owner.subject, encode(owner._describe()), headers={"Nats-TTL": "3"})
-        owner.lease._revision -= 1
+        await bus.js.publish(owner.subject, encode(owner.describe()), headers={"Nats-TTL": "3"})
+        owner.lease.revision -= 1
     await owner.lease.release()
     assert (await owner.stored()).headers["KV-Operation"] == "PURGE"
 

@@ -45,10 +45,10 @@ def test_a_request_is_not_over_before_its_end_is_stored() -> None:
     running = t.running()
     t.table.remove(running, cancel=False)
     t.table.begin_ending(running)
-    assert "r" not in t.table._ended
+    assert "r" not in t.table.ended
     t.table.mark_ended("r", 2)
     t.table.stop_ending(running)
-    assert "r" in t.table._ended
+    assert "r" in t.table.ended
     assert t.table.ending == {}
 
 
@@ -83,5 +83,5 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes_first() -> None:
     for number in range(REMEMBERED + 1):
         t.table.mark_ended(str(number), 1)
         t.table.remember_cancel(f"c{number}", "gone")
-    assert ("0" in t.table._ended, "1" in t.table._ended) == (False, True)
+    assert ("0" in t.table.ended, "1" in t.table.ended) == (False, True)
     assert (t.table.early_cancel("c0"), t.table.early_cancel("c1")) == (None, "gone")

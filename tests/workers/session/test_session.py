@@ -119,13 +119,13 @@ async def test_a_job_whose_content_was_sent_ahead_runs_without_asking_for_it(
     await bus.js.publish(bus.subjects.contents(mistaken.gateway, mistaken.id, contents.REQUEST), wire.encode(mistaken))
     for each in (sent, mistaken):
         await bus.nc.publish(f"{registered.inbox}.{each.id}", wire.encode(sent))
-    await eventually(lambda: len(worker.session._contents._sent) == 2)
+    await eventually(lambda: len(worker.session.contents._sent) == 2)
     for each in (sent, mistaken):
         await log.send_job(worker.id, contents.without_content(each, bytes(32)))
     for each in (sent, mistaken):
         assert (await log.end(each)).code == ""
         assert log.streamed(each) == answer(each)
-    assert not worker.session._contents._sent
+    assert not worker.session.contents._sent
 
 
 async def test_a_worker_whose_link_was_replaced_before_it_had_a_lease_publishes_its_output(
@@ -210,9 +210,9 @@ async def test_what_is_over_is_freed_without_a_garbage_collection(
                 await log.revoke(worker.id, asked, 1)
                 await eventually(lambda: not _running(worker, asked))
             elif how != "ended":
-                patched.setattr(worker.session._reporter, "done", refuse)
+                patched.setattr(worker.session.reporter, "done", refuse)
             worker.engine.resume()
-            await eventually(lambda: not _running(worker, asked) and not worker.session._terminal.pending)
+            await eventually(lambda: not _running(worker, asked) and not worker.session.terminal.pending)
         following = request()
         await log.send_job(worker.id, following)  # locals still refer to the last request
         await log.end(following)
@@ -369,7 +369,7 @@ async def test_when_the_engine_breaks_every_request_is_requeued(log: LogClient, 
     narrow.engine.allow(1)
     await log.has_streamed(running)
     await log.send_job(narrow.id, waiting)
-    await eventually(lambda: len(narrow.session._requests.running) == 2)
+    await eventually(lambda: len(narrow.session.requests.running) == 2)
     narrow.engine.breaks_at = narrow.engine.steps
     narrow.engine.resume()
     await eventually(lambda: narrow.failures)
@@ -412,7 +412,7 @@ async def test_cancelled_while_it_waits_for_a_slot(log: LogClient, narrow: Worke
     narrow.engine.allow(1)
     await log.has_streamed(running)
     await log.send_job(narrow.id, waiting)
-    await eventually(lambda: len(narrow.session._requests.running) == 2)
+    await eventually(lambda: len(narrow.session.requests.running) == 2)
     await narrow.session.on_cancel(waiting.id, "gone")
     await narrow.session.on_cancel(waiting.id, "gone")  # gateways repeat themselves
     narrow.engine.allow(1)
@@ -450,7 +450,7 @@ async def test_a_deadline_ends_a_running_request_with_what_it_has(log: LogClient
     worker.engine.allow(1)
     await log.has_streamed(asked)
     await eventually(lambda: time.time_ns() > asked.deadline_ns)
-    await eventually(lambda: worker.session._requests.running[asked.id].cancelled is not None)
+    await eventually(lambda: worker.session.requests.running[asked.id].cancelled is not None)
     worker.engine.resume()
     end = await log.end(asked)
     assert end.code == Code.deadline_exceeded
@@ -523,7 +523,7 @@ async def test_a_newer_attempt_takes_the_place_of_the_one_that_runs(log: LogClie
     worker.engine.allow(1)
     await log.has_streamed(asked)
     await log.send_job(worker.id, asked, attempt=2, resume=(log.progress(asked)[0].tokens,))
-    await eventually(lambda: worker.session._requests.running[asked.id].attempt == 2)
+    await eventually(lambda: worker.session.requests.running[asked.id].attempt == 2)
     worker.engine.resume()
     end = await log.end(asked)
     assert (end.attempt, ids(end.choices[0].tokens)) == (2, answer(asked))
@@ -539,7 +539,7 @@ async def test_a_revoked_attempt_is_dropped_without_a_word(log: LogClient, worke
     worker.engine.allow(1)
     await log.has_streamed(asked)
     await log.revoke(worker.id, asked, 1)
-    await eventually(lambda: not worker.session._requests.running)
+    await eventually(lambda: not worker.session.requests.running)
     worker.engine.resume()
     await worker.frees_everything()
     await log.send_job(worker.id, asked, msg_id="late")
@@ -580,7 +580,7 @@ async def test_output_that_does_not_fit_one_message_is_split(
     asked = [request([i + 1, 2], max_tokens=1) for i in range(40)]
     for one in asked:
         await log.send_job(worker.id, one)
-    await eventually(lambda: len(worker.session._requests.running) == 40)
+    await eventually(lambda: len(worker.session.requests.running) == 40)
     worker.engine.resume()
     for one in asked:
         await log.end(one)
@@ -709,8 +709,8 @@ async def test_a_request_whose_first_token_is_on_its_way_when_the_drain_begins_i
     worker.engine.hold()
     await log.send_job(worker.id, asked)
     await eventually(lambda: _running(worker, asked))
-    active = worker.session._requests.running[asked.id]
-    update = worker.session._lease.update
+    active = worker.session.requests.running[asked.id]
+    update = worker.session.lease.update
 
     async def begun_meanwhile() -> None:
         await update()
@@ -719,7 +719,7 @@ async def test_a_request_whose_first_token_is_on_its_way_when_the_drain_begins_i
             time.sleep(0.001)  # noqa: ASYNC251
         assert not active.started_ns
 
-    monkeypatch.setattr(worker.session._lease, "update", begun_meanwhile)
+    monkeypatch.setattr(worker.session.lease, "update", begun_meanwhile)
     draining = asyncio.create_task(worker.session.drain(20))
     await log.has_streamed(asked)
     worker.engine.resume()
@@ -730,7 +730,7 @@ async def test_a_request_whose_first_token_is_on_its_way_when_the_drain_begins_i
 
 
 def _running(worker: WorkerHarness, asked: Any) -> bool:
-    return asked.id in worker.session._requests.running
+    return asked.id in worker.session.requests.running
 
 
 def _state(log: LogClient, worker: WorkerHarness) -> fleet.WorkerState | None:
@@ -834,7 +834,7 @@ async def test_a_job_that_reaches_a_worker_while_it_gives_up_its_name_is_not_run
     await log.has_streamed(running)
     old = worker.session
     giving_up = asyncio.create_task(old.fence())
-    await eventually(lambda: not old._requests.running)
+    await eventually(lambda: not old.requests.running)
     await log.send_job(old.id, stray)
     await log.bus.js.consumer_info(log.bus.subjects.stream("WORK"), old.id)  # the server has dealt with it
     await worker.bus.nc.flush()
@@ -844,6 +844,6 @@ async def test_a_job_that_reaches_a_worker_while_it_gives_up_its_name_is_not_run
     asked = request()
     await log.send_job(worker.id, asked)
     await log.end(asked)
-    assert old._requests.running == {}
+    assert old.requests.running == {}
     assert [item for item in log.items if item.request == stray.id] == []
     await worker.frees_everything()
