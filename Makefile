@@ -60,7 +60,7 @@ test-llguidance: $(VENV)/.installed-dev  ## constraints and the engines' contrac
 	  folder=$(VENV)/llguidance-$$release; \
 	  [ -d $$folder ] || $(PIP) install --no-deps --target $$folder llguidance==$$release || exit 1; \
 	  echo "llguidance $$release"; \
-	  PYTHONPATH=$$folder $(BIN)/python -m pytest tests/infra/constraints/test_llguidance_releases.py tests/infra/constraints/test_constraints.py \
+	  PYTHONPATH=$$folder $(BIN)/python -m pytest tests/infra/constraints/test_llguidance_releases.py tests/infra/constraints/test_constraint_grammar.py \
 	    tests/workers/engines/constraints tests/workers/engines/external/test_constrained.py \
 	    tests/workers/engines/test_contract.py tests/gateway/grammars \
 	    -k 'not (vllm or sglang)' $(ARGS) || exit 1; \

@@ -99,7 +99,7 @@ CONFINED = {
     "nixl": ("workers/kv_transfer/nixl",),
     "diffusers": ("workers/engines/diffusion",),
     "llguidance": (
-        "infra/constraints/constraints",
+        "infra/constraints/constraint_grammar",
         "infra/constraints/llguidance_releases",
         "workers/engines/constraints",
     ),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter, escaped
-from penstock.infra.constraints.constraints import quoted
+from penstock.infra.constraints.constraint_grammar import quoted
 from penstock.infra.constraints.llguidance_releases import ESCAPES
 from penstock.infra.constraints.schema_rewriting import kinds, resolved, texts
 from penstock.infra.text.parsers.families import CHANNELS, TABLE, CallFormat

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter
-from penstock.infra.constraints.constraints import quoted
+from penstock.infra.constraints.constraint_grammar import quoted
 
 MOST_PARTS = 512
 ANY = f"/{ANY_TEXT}/"

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.infra.constraints.constraints import quoted
+from penstock.infra.constraints.constraint_grammar import quoted
 from penstock.infra.constraints.llguidance_releases import WHITESPACE
 from penstock.infra.constraints.schema_rewriting import rewritten
 

@@ -7,7 +7,7 @@ from penstock.gateway.apis.chat.constraint import STRUCTURAL_TAG, Wanted
 from penstock.gateway.grammars.calls import Tool
 from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
 from penstock.infra.bounded import ByteCache
-from penstock.infra.constraints import constraints
+from penstock.infra.constraints import constraint_grammar
 from penstock.infra.constraints.trials import ConstraintTrials, Trial, TrialsBusy, digest_of
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Constraint
@@ -31,7 +31,7 @@ class ConstraintCheck:
     """
 
     def __init__(self, trials: ConstraintTrials | None = None) -> None:
-        self._trials = (trials or ConstraintTrials()) if constraints.available() else None
+        self._trials = (trials or ConstraintTrials()) if constraint_grammar.available() else None
         self._reasons: ByteCache[bytes, str] = ByteCache(REMEMBERED_BYTES, _size)  # by digest; "": it can be compiled
 
     async def check(self, wanted: Wanted, tenant: str, field: str) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class _Search:
             text = writer.text(writer.json(schema, lenient=not tool.strict))
         except CannotExpress as error:
             return str(error)
-        return await self._check.reason(Constraint(constraints.LARK, text), self._tenant)
+        return await self._check.reason(Constraint(constraint_grammar.LARK, text), self._tenant)
 
     async def fault(self, tool: Tool, schema: Any) -> Path:
         """The way to the smallest part that cannot be compiled, from a schema that cannot."""

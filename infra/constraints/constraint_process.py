@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.infra.constraints import constraints
+from penstock.infra.constraints import constraint_grammar
 from penstock.schemas.requests import Constraint
 
 QUICK_S = 0.2  # CPU time in the first lane: an object of 100 properties takes 5 ms, one of 1,000 takes 140
@@ -49,7 +49,7 @@ def main() -> None:
     with contextlib.suppress(AttributeError, OSError):  # whatever the parent is
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     vocabulary = None
-    with contextlib.suppress(constraints.LibraryError):  # the workers compile with theirs
+    with contextlib.suppress(constraint_grammar.LibraryError):  # the workers compile with theirs
         vocabulary = _Vocabulary(_TOKENS)
     with open(0, "rb", buffering=0) as source, open(1, "wb", buffering=0) as sink:
         while frame := _read(source, PREFIX):
@@ -102,14 +102,14 @@ def _compile(job: TrialJob, vocabulary: "_Vocabulary") -> TrialAnswer:
     constraint = Constraint(job.kind, job.text)
     try:
         size = vocabulary.compiled_bytes(constraint)
-    except constraints.ConstraintError as error:
+    except constraint_grammar.ConstraintError as error:
         return TrialAnswer("", str(error))
-    except constraints.LibraryError:
+    except constraint_grammar.LibraryError:
         return TrialAnswer("", "", _estimated(job.text))  # the workers compile with theirs
     except MemoryError:
         return TrialAnswer("crash")
     except BaseException as error:  # also of the library's own, which are no Exception
-        return TrialAnswer("", f"{type(error).__name__}: {error}"[: constraints.MAX_MESSAGE])
+        return TrialAnswer("", f"{type(error).__name__}: {error}"[: constraint_grammar.MAX_MESSAGE])
     return TrialAnswer("", "", size)
 
 
@@ -122,7 +122,7 @@ class _Vocabulary:
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
-        self._plain = constraints.byte_tokenizer(tokens, ())
+        self._plain = constraint_grammar.byte_tokenizer(tokens, ())
 
     def compiled_bytes(self, constraint: Constraint) -> int:
         """
@@ -131,23 +131,23 @@ class _Vocabulary:
         """
         try:
             return _size(constraint, self._plain)
-        except constraints.ConstraintError as error:
+        except constraint_grammar.ConstraintError as error:
             if not _ABOUT_TOKENS.search(str(error)):
                 raise
-        named = constraints.byte_tokenizer(self._tokens, sorted(set(_SPECIAL.findall(constraint.text))))
+        named = constraint_grammar.byte_tokenizer(self._tokens, sorted(set(_SPECIAL.findall(constraint.text))))
         try:
             return _size(constraint, named)
-        except constraints.ConstraintError as error:
+        except constraint_grammar.ConstraintError as error:
             if not _ABOUT_TOKENS.search(str(error)):
                 raise
-        constraints.check(constraint)
+        constraint_grammar.check(constraint)
         return _estimated(constraint.text)  # the workers know the model's tokens
 
 
 def _size(constraint: Constraint, tokenizer: Any) -> int:
     """Bytes of a compiled constraint."""
     before = _allocated()
-    matcher = constraints.compiled(constraint, tokenizer)
+    matcher = constraint_grammar.compiled(constraint, tokenizer)
     after = _allocated()
     del matcher
     return max(after - before, len(constraint.text)) if before else _estimated(constraint.text)

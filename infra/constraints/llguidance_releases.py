@@ -79,7 +79,7 @@ def limits() -> "LLParserLimits":
     with interface():
         if hasattr(LLParserLimits, "verbose_errors"):
             return LLParserLimits(verbose_errors=False)
-        return LLParserLimits()  # errors have the parser's state, which ``constraints`` cuts off
+        return LLParserLimits()  # errors have the parser's state, which ``constraint_grammar`` cuts off
 
 
 def repeated(lark: str) -> str:

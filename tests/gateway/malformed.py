@@ -14,7 +14,7 @@ from penstock.gateway.apis.responses.bodies import parse_compaction, parse_respo
 from penstock.gateway.apis.responses.chat import encode_summary
 from penstock.gateway.apis.responses.prepare_response import count_prompt_of, encode_kept, prepare_response
 from penstock.gateway.apis.responses.record import encode_stored, input_items, read_stored
-from penstock.infra.constraints import constraints
+from penstock.infra.constraints import constraint_grammar
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Embedder
 from tests.gateway.answers import CONTEXT, NOW
@@ -181,8 +181,8 @@ def _generation(data: bytes, prepare: Callable[..., Any]) -> None:
     if isinstance(prepared, PendingMediaRequest) or prepared.request.constraint is None:
         return
     try:
-        constraints.check(prepared.request.constraint)
-    except constraints.ConstraintError as error:  # as penstock.gateway.service.constraint_check, without its thread
+        constraint_grammar.check(prepared.request.constraint)
+    except constraint_grammar.ConstraintError as error:  # as ``constraint_check``, without its thread
         raise ServingError(Code.invalid_request, str(error)) from None
 
 

@@ -15,7 +15,7 @@ from penstock.gateway.grammars.answers import CallRules, Reasoning, write_answer
 from penstock.gateway.grammars.calls import Tool, call_grammar
 from penstock.gateway.grammars.structural_tags import BadTag, write_tags
 from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
-from penstock.infra.constraints.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX, around, quoted
+from penstock.infra.constraints.constraint_grammar import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX, around, quoted
 from penstock.infra.constraints.schema_rewriting import texts_of
 from penstock.infra.text.parsers.families import TABLE
 from penstock.infra.text.parsers.registry import format_tokens

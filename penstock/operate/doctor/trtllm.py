@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.constraints import constraints, llguidance_releases
+from penstock.infra.constraints import constraint_grammar, llguidance_releases
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
 from penstock.operate.doctor.finding import CheckResult, ok, problem, skipped, warning
@@ -194,7 +194,7 @@ class Doctor:
             )
             return
         found = driver.answer(
-            "json", self._prompt, 64, ends=True, constraint=Constraint(constraints.REGEX, "[a-z]{4,9}")
+            "json", self._prompt, 64, ends=True, constraint=Constraint(constraint_grammar.REGEX, "[a-z]{4,9}")
         )
         text = self._model.tokenizer.decode([each for each in found if each not in self._model.eos_token_ids])
         if not re.fullmatch("[a-z]{4,9}", text):

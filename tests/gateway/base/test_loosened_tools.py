@@ -9,7 +9,7 @@ import pytest
 
 from penstock.gateway.base.request_bodies import CHAT, MESSAGE, RESPONSE, PrepareContext
 from penstock.gateway.service.preparation import RequestPreparer
-from penstock.infra.constraints.constraints import check
+from penstock.infra.constraints.constraint_grammar import check
 from penstock.infra.model import modeldir
 from penstock.infra.text.parsers.registry import ParserNames
 from penstock.schemas.errors import Code, ServingError

@@ -14,7 +14,7 @@ from penstock.gateway.base.chat_objects import AnswerMessage, message_of
 from penstock.gateway.grammars.answers import CallRules, Reasoning, write_answer
 from penstock.gateway.grammars.calls import NO_PARAMETERS, Tool, call_grammar
 from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
-from penstock.infra.constraints.constraints import LARK
+from penstock.infra.constraints.constraint_grammar import LARK
 from penstock.infra.model import modeldir
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.infra.text.parsers.families import HARMONY_MARKS, TABLE, Thoughts

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.gateway.grammars.structural_tags import MOST_PARTS, BadTag, write_tags
 from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
-from penstock.infra.constraints.constraints import LARK
+from penstock.infra.constraints.constraint_grammar import LARK
 from penstock.schemas.requests import Constraint, Stop
 from tests.gateway.grammars.test_calls import COMPILER, MODEL
 

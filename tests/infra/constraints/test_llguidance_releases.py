@@ -8,7 +8,7 @@ import llguidance
 import pytest
 
 from penstock.gateway.grammars.writer import GrammarWriter
-from penstock.infra.constraints import constraints, llguidance_releases
+from penstock.infra.constraints import constraint_grammar, llguidance_releases
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import Constraint, Stop
 from penstock.workers.engines.constraints import compiler as compilers
@@ -48,13 +48,13 @@ def test_every_end_token_ends_an_output_where_the_library_knows_one() -> None:
     assert len(MODEL.eos_token_ids) > 1
     a = MODEL.tokenizer.encode("a", add_special_tokens=False).ids
     for end in MODEL.eos_token_ids:
-        matcher = grammars().matcher(Constraint(constraints.REGEX, "a"), 0, Stop(max_tokens=9))
+        matcher = grammars().matcher(Constraint(constraint_grammar.REGEX, "a"), 0, Stop(max_tokens=9))
         matcher.follow(a)
         mask = matcher.mask()
         allowed = {token for token in range(MODEL.vocab_size) if mask[token >> 3] >> (token & 7) & 1}
         assert allowed == set(MODEL.eos_token_ids)
         assert matcher.take(end)
-    waiting = grammars().matcher(Constraint(constraints.REGEX, "a{1,3}"), 0, Stop(max_tokens=9, min_tokens=2))
+    waiting = grammars().matcher(Constraint(constraint_grammar.REGEX, "a{1,3}"), 0, Stop(max_tokens=9, min_tokens=2))
     waiting.follow(a)
     mask = waiting.mask()
     assert not any(mask[end >> 3] >> (end & 7) & 1 for end in MODEL.eos_token_ids)
@@ -62,15 +62,15 @@ def test_every_end_token_ends_an_output_where_the_library_knows_one() -> None:
 
 @pytest.mark.usefixtures("older")
 def test_errors_have_no_state_of_the_parser() -> None:
-    with pytest.raises(constraints.ConstraintError) as caught:
-        constraints.check(Constraint(constraints.REGEX, "("))
+    with pytest.raises(constraint_grammar.ConstraintError) as caught:
+        constraint_grammar.check(Constraint(constraint_grammar.REGEX, "("))
     assert "<state>" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ['start: "a"~2..4', 'start: ("," w)~0..3\nw: /x~1..2/ "~3..4"'])
 def test_repetitions_are_read_by_all_releases(text: str) -> None:
-    constraints.check(Constraint(constraints.GRAMMAR, text))
-    assert "/x~1..2/" in constraints.grammar(Constraint(constraints.GRAMMAR, text)) or "x~" not in text
+    constraint_grammar.check(Constraint(constraint_grammar.GRAMMAR, text))
+    assert "/x~1..2/" in constraint_grammar.grammar(Constraint(constraint_grammar.GRAMMAR, text)) or "x~" not in text
     assert '"~3..4"' in llguidance_releases.repeated(text) or "~3" not in text
     assert "{" in llguidance_releases.repeated(text)
 
@@ -87,12 +87,12 @@ def test_sets_of_tokens_allow_the_same_where_ranges_are_all_that_is_known(lark: 
     spelled = json.loads(llguidance_releases.for_release(json.dumps({"grammars": [{"lark_grammar": lark}]}), 1280))
     assert spelled["grammars"] == [{"lark_grammar": ranges}]
     barred = [int(each) for each in re.findall(r"\d+", lark.partition("]")[0])]
-    matcher = grammars().matcher(Constraint(constraints.LARK, lark), 0, Stop(max_tokens=9))
+    matcher = grammars().matcher(Constraint(constraint_grammar.LARK, lark), 0, Stop(max_tokens=9))
     mask = matcher.mask()
     allowed = {token for token in range(MODEL.vocab_size) if mask[token >> 3] >> (token & 7) & 1}
     assert allowed >= set(range(MODEL.vocab_size)) - set(barred) - {MODEL.tokenizer.token_to_id("x")}
     assert not allowed & set(barred)
-    constraints.check(Constraint(constraints.LARK, lark))
+    constraint_grammar.check(Constraint(constraint_grammar.LARK, lark))
 
 
 @pytest.mark.usefixtures("older")
@@ -106,12 +106,12 @@ def _json_grammars() -> dict[str, Constraint]:
     schema["additionalProperties"] = False
     written = GrammarWriter(lambda mark: None)
     lark = written.text(written.json(schema, **llguidance_releases.ESCAPES))
-    own = Constraint(constraints.JSON_SCHEMA, json.dumps(schema))
+    own = Constraint(constraint_grammar.JSON_SCHEMA, json.dumps(schema))
     return {
         "schema": own,
-        "gateway": Constraint(constraints.LARK, lark),
-        "around": Constraint(constraints.LARK, constraints.around(lark, 'start: "x"')),
-        "engine": Constraint(constraints.LARK, constraints.as_lark(own)),
+        "gateway": Constraint(constraint_grammar.LARK, lark),
+        "around": Constraint(constraint_grammar.LARK, constraint_grammar.around(lark, 'start: "x"')),
+        "engine": Constraint(constraint_grammar.LARK, constraint_grammar.as_lark(own)),
     }
 
 
@@ -149,7 +149,7 @@ def test_options_that_a_release_does_not_know_are_left_out_of_ours_alone(
     monkeypatch.setattr(llguidance_releases, "knows_escapes", lambda: known)
     text = llguidance_releases.json_for_release(_json_grammars()["gateway"].text)
     assert ("whitespace_pattern" in text) is ("json_allowed_escapes" in text) is known
-    clients = constraints.around(
+    clients = constraint_grammar.around(
         'start: "whitespace_pattern" "json_allowed_escapes"', 'start: %json {"x-guidance": {}}'
     )
     assert llguidance_releases.json_for_release(clients) == clients
@@ -162,7 +162,7 @@ def test_another_interface_is_unsupported_and_not_announced(monkeypatch: pytest.
 
     monkeypatch.setattr(llguidance, "LLTokenizer", Renamed)
     with pytest.raises(RequestError) as caught:
-        grammars().compile(Constraint(constraints.REGEX, "a"))
+        grammars().compile(Constraint(constraint_grammar.REGEX, "a"))
     assert caught.value.code == "unsupported"
     assert "llguidance" in caught.value.message
     assert working(grammars()) is None

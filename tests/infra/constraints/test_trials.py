@@ -10,7 +10,7 @@ import pytest
 
 from penstock.infra.bounded import QueueLimits
 from penstock.infra.constraints import trials as constraint_trials
-from penstock.infra.constraints.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX
+from penstock.infra.constraints.constraint_grammar import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX
 from penstock.infra.constraints.trials import CRASHED, TOO_LONG, ConstraintTrials, Trial, TrialsBusy, digest_of
 from penstock.schemas.requests import Constraint
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.infra.constraints.constraints import CHOICE, LARK, REGEX
+from penstock.infra.constraints.constraint_grammar import CHOICE, LARK, REGEX
 from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, Sampling

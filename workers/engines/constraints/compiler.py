@@ -13,12 +13,12 @@ import structlog
 from tokenizers import Tokenizer
 
 from penstock.infra.bounded import ByteCache
-from penstock.infra.constraints import constraints
+from penstock.infra.constraints import constraint_grammar
 from penstock.infra.constraints.llguidance_releases import LibraryError, vocabulary
 from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED, Constraint, Stop
-from penstock.workers.engines.constraints.matcher import Matcher
+from penstock.workers.engines.constraints.token_mask import Matcher
 from penstock.workers.engines.engine_protocol import GrammarStats, RequestError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ log = structlog.get_logger("engine")
 ALL_CONSTRAINTS = (CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED)  # this compiler knows every kind
 # Of engines that compile for themselves: what a grammar forces they write as the tokenizer encodes it.
 OTHERS_CONSTRAINTS = (CONSTRAINT, CONSTRAINT_LARK)
-TRIAL = Constraint(constraints.REGEX, "a")
+TRIAL = Constraint(constraint_grammar.REGEX, "a")
 CACHED_BYTES = 64 << 20  # of grammars that no sequence uses
 BYTES_A_CHARACTER = 160  # of a compiled grammar, where nobody has measured it
 NO_END = "this model names no end token, so no output can end where a constraint ends"
@@ -57,7 +57,7 @@ def compiler(path: Path) -> "ConstraintCompiler | None":
             raise RequestError(Code.unsupported, f"structured output needs the model's tokenizer: {error}") from None
         return ModelTokens(model.tokenizer, model.vocab_size, model.eos_token_ids)
 
-    return working(ConstraintCompiler(vocabulary)) if constraints.available() else None
+    return working(ConstraintCompiler(vocabulary)) if constraint_grammar.available() else None
 
 
 def working(grammars: "ConstraintCompiler") -> "ConstraintCompiler | None":
@@ -190,11 +190,11 @@ class ConstraintCompiler:
     def _new(self, constraint: Constraint) -> "LLMatcher":
         try:
             tokenizer = self._llguidance_tokenizer()
-            return constraints.compiled(constraint, tokenizer, self._named)
-        except constraints.ConstraintError as error:
+            return constraint_grammar.compiled(constraint, tokenizer, self._named)
+        except constraint_grammar.ConstraintError as error:
             raise RequestError(Code.invalid_request, f"the constraint cannot be compiled: {error}") from None
         except ModuleNotFoundError:
-            raise RequestError(Code.unsupported, constraints.MISSING) from None
+            raise RequestError(Code.unsupported, constraint_grammar.MISSING) from None
         except LibraryError as error:
             raise RequestError(Code.unsupported, f"structured output does not work here: {error}") from None
 

@@ -20,7 +20,7 @@ from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler
-from penstock.workers.engines.constraints.running import RunningConstraints, matcher_of
+from penstock.workers.engines.constraints.open_constraints import RunningConstraints, matcher_of
 from penstock.workers.engines.core.blocks import BlockCopier
 from penstock.workers.engines.core.embeddings import MISSING_EMBEDDINGS, TEXT_ONLY, EmbeddingPool, VisionEncoder
 from penstock.workers.engines.core.scheduler import Scheduler

@@ -44,7 +44,7 @@ from penstock.workers.engines.core.windows import WindowRows
 from penstock.workers.engines.engine_protocol import Output, RequestError, SequenceRequest, StepResult
 
 if TYPE_CHECKING:
-    from penstock.workers.engines.constraints.matcher import Matcher
+    from penstock.workers.engines.constraints.token_mask import Matcher
     from penstock.workers.engines.logits.apply import Chain
 
 NO_HANDOFF = "KV in two pools or in host memory is not handed off; use --hybrid-kv-cache off --kv-offloading-size 0"

@@ -13,7 +13,7 @@ from penstock.schemas.transfer import Memory
 from penstock.workers.engines.engine_protocol import BlockReservation, MediaSpan
 
 if TYPE_CHECKING:
-    from penstock.workers.engines.constraints.matcher import Matcher
+    from penstock.workers.engines.constraints.token_mask import Matcher
     from penstock.workers.engines.logits.apply import Chain
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 
 from penstock.infra.bounded import ByteCache
-from penstock.infra.constraints import constraints
+from penstock.infra.constraints import constraint_grammar
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Stop
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler
-from penstock.workers.engines.constraints.matcher import Matcher
-from penstock.workers.engines.constraints.running import clients_error, matcher_of
+from penstock.workers.engines.constraints.open_constraints import clients_error, matcher_of
+from penstock.workers.engines.constraints.token_mask import Matcher
 from penstock.workers.engines.engine_protocol import RequestError, SequenceRequest
 from penstock.workers.engines.external.sequences import SequenceFailure, Token
 
@@ -85,8 +85,8 @@ def grammar_text(constraint: Constraint) -> str:
     found = _texts.get(constraint)
     if found is None:
         try:
-            found = constraints.as_lark(constraint)
-        except constraints.ConstraintError as error:
+            found = constraint_grammar.as_lark(constraint)
+        except constraint_grammar.ConstraintError as error:
             raise RequestError(Code.invalid_request, f"the constraint cannot be compiled: {error}") from None
         _texts.put(constraint, found)
     return found

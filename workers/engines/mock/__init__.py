@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.constraints import constraints
+from penstock.infra.constraints import constraint_grammar
 from penstock.infra.model import modeldir
 from penstock.infra.text.detokenizer import REPLACEMENT
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler, ModelTokens, working
@@ -134,7 +134,7 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
 
 
 def _grammars(options: MockOptions) -> ConstraintCompiler | None:
-    if options.tokenizer is None or not constraints.available():
+    if options.tokenizer is None or not constraint_grammar.available():
         return None
     tokens = ModelTokens(options.tokenizer, options.vocab_size, options.eos_token_ids)
     return working(ConstraintCompiler(lambda: tokens))

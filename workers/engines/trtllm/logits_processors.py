@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.configs.settings import WorkerSettings
 from penstock.schemas.requests import CONSTRAINT, Constraint, Stop
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler, compiler
-from penstock.workers.engines.constraints.matcher import Matcher
+from penstock.workers.engines.constraints.token_mask import Matcher
 from penstock.workers.engines.engine_protocol import RequestError, SequenceRequest
 from penstock.workers.engines.logits import registry as flags
 from penstock.workers.engines.logits.apply import Chain, ReadOnly, run

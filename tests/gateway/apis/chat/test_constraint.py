@@ -5,7 +5,7 @@ import pytest
 
 from penstock.gateway.apis.chat.constraint import MAX_BYTES, MAX_CHOICES, MAX_DEPTH
 from penstock.gateway.base.request_bodies import PrepareContext
-from penstock.infra.constraints.constraints import LARK, check
+from penstock.infra.constraints.constraint_grammar import LARK, check
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED, Constraint, GenerateRequest
 from tests.gateway.apis.chat.test_prepare import chat, refusal, text

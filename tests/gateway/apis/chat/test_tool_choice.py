@@ -5,7 +5,7 @@ import pytest
 
 from penstock.gateway.apis.chat.bodies import resolve_tool_choice
 from penstock.gateway.base.request_bodies import PrepareContext
-from penstock.infra.constraints.constraints import LARK, check
+from penstock.infra.constraints.constraint_grammar import LARK, check
 from penstock.infra.model import modeldir
 from penstock.infra.text.parsers.registry import ParserNames
 from penstock.schemas.errors import Code

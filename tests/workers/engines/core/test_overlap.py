@@ -10,7 +10,7 @@ from msgspec.structs import astuple
 
 from penstock.schemas.requests import Sampling
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.constraints.matcher import Matcher
+from penstock.workers.engines.constraints.token_mask import Matcher
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.engine import ScheduledEngine, scheduler_stats
 from penstock.workers.engines.core.running import SchedulerConfig

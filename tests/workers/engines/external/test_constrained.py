@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.constraints.constraints import GRAMMAR, JSON_SCHEMA, REGEX
+from penstock.infra.constraints.constraint_grammar import GRAMMAR, JSON_SCHEMA, REGEX
 from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Sampling, Stop

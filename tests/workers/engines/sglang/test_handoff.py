@@ -5,7 +5,7 @@ import re
 import msgspec
 import pytest
 
-from penstock.infra.constraints.constraints import REGEX
+from penstock.infra.constraints.constraint_grammar import REGEX
 from penstock.infra.model.modeldir import TINY, load
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Sampling

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.constraints.constraints import REGEX
+from penstock.infra.constraints.constraint_grammar import REGEX
 from penstock.schemas.requests import Constraint
 from penstock.workers.engines.sglang.plugin import ACTIVE, behind, register, split
 from tests.workers.engines.contract import WORDS, ask

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.workers.engines.constraints.matcher import BatchMasks, Matcher
+from penstock.workers.engines.constraints.token_mask import BatchMasks, Matcher
 from penstock.workers.engines.core.sequence import Sequence
 from penstock.workers.engines.native.model.sampler import Allowed, place
 

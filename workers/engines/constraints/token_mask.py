@@ -1,6 +1,6 @@
-"""The state of a constraint beside one sequence: it follows the sequence's tokens and says which may come next.
+"""From a constraint to token masks: its state beside one sequence follows the tokens, and says which may come next.
 
-The token masks of a batch of sequences, computed in parallel. No torch.
+The masks of a batch of sequences are computed in parallel. No torch.
 """
 
 import ctypes

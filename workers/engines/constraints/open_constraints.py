@@ -2,7 +2,7 @@
 
 from penstock.schemas.errors import Code
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler
-from penstock.workers.engines.constraints.matcher import Matcher
+from penstock.workers.engines.constraints.token_mask import Matcher
 from penstock.workers.engines.engine_protocol import Failure, RequestError, SequenceRequest, StepResult
 
 NO_CONSTRAINTS = "this worker's engine applies no constraints (structured output)"

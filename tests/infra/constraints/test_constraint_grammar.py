@@ -8,8 +8,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import is_lark_syntax
 
-from penstock.infra.constraints import constraints
-from penstock.infra.constraints.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX, ConstraintError
+from penstock.infra.constraints import constraint_grammar
+from penstock.infra.constraints.constraint_grammar import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX, ConstraintError
 from penstock.infra.constraints.llguidance_releases import vocabulary
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import Constraint
@@ -28,9 +28,9 @@ CONSTRAINTS = {
     "GBNF": Constraint(GRAMMAR, 'root ::= "x" [0-9]+ ("." [0-9]+)?'),
     "the gateway's": Constraint(LARK, 'start: "<call>" %json {"type": "integer"} "</call>"'),
     "around Lark": Constraint(
-        LARK, constraints.around('start: "@answer: " @answer "}"', 'start: "{" X\nX: /[a-f]{2}/')
+        LARK, constraint_grammar.around('start: "@answer: " @answer "}"', 'start: "{" X\nX: /[a-f]{2}/')
     ),
-    "around GBNF": Constraint(LARK, constraints.around('start: "[" @answer "]"', 'root ::= "y" | "n"')),
+    "around GBNF": Constraint(LARK, constraint_grammar.around('start: "[" @answer "]"', 'root ::= "y" | "n"')),
 }
 
 
@@ -47,11 +47,11 @@ def allowed(matcher: LLMatcher) -> list[int]:
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_the_single_grammar_allows_the_same_tokens_at_every_step(name: str, tokenizer: LLTokenizer) -> None:
     constraint = CONSTRAINTS[name]
-    lark = constraints.as_lark(constraint)
+    lark = constraint_grammar.as_lark(constraint)
     assert is_lark_syntax(lark)
     for seed in range(4):
         draw = random.Random(seed)
-        one = constraints.compiled(constraint, tokenizer)
+        one = constraint_grammar.compiled(constraint, tokenizer)
         other = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0)
         assert not other.get_error()
         for _ in range(24):
@@ -71,14 +71,14 @@ def test_the_single_grammar_allows_the_same_tokens_at_every_step(name: str, toke
         (CHOICE, "[]"),
         (GRAMMAR, "neither of them"),
         (JSON_SCHEMA, "{"),
-        (LARK, constraints.around("start: @answer", "neither of them")),
+        (LARK, constraint_grammar.around("start: @answer", "neither of them")),
     ],
 )
 def test_what_is_no_constraint_has_no_grammar(kind: str, text: str) -> None:
     with pytest.raises(ConstraintError):
-        constraints.as_lark(Constraint(kind, text))
+        constraint_grammar.as_lark(Constraint(kind, text))
     with pytest.raises(ConstraintError):
-        constraints.grammar(Constraint(kind, text))
+        constraint_grammar.grammar(Constraint(kind, text))
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_what_is_no_constraint_has_no_grammar(kind: str, text: str) -> None:
         (GRAMMAR, 'x ::= "a"', "No 'root' rule"),
         (GRAMMAR, "root ::= " + "(" * 5_000, "nested too deeply"),
         (GRAMMAR, "", "root"),
-        (LARK, constraints.around("start: @answer", 'root ::= "a" gone'), "'gone' not found"),
-        (LARK, constraints.around("start: @answer", 'x ::= "a"'), "No 'root' rule"),
+        (LARK, constraint_grammar.around("start: @answer", 'root ::= "a" gone'), "'gone' not found"),
+        (LARK, constraint_grammar.around("start: @answer", 'x ::= "a"'), "No 'root' rule"),
         (LARK, "{}", "KeyError"),
         (JSON_SCHEMA, '{"not": {"minimum": "x"}}', "TypeError"),
     ],
 )
-@pytest.mark.parametrize("form", [constraints.check, constraints.as_lark])
+@pytest.mark.parametrize("form", [constraint_grammar.check, constraint_grammar.as_lark])
 def test_whatever_the_library_raises_is_an_error_about_the_constraint(
     form: Any, kind: str, text: str, says: str
 ) -> None:
