@@ -326,7 +326,7 @@ def test_the_changelog_has_no_links_to_files() -> None:
     assert re.findall(r"\]\((?!https?://)[^)]*\)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize(("page", "limit"), [("README.md", 150), ("ARCHITECTURE.md", 270)])
+@pytest.mark.parametrize(("page", "limit"), [("README.md", 150), ("ARCHITECTURE.md", 250)])
 def test_a_page_stays_short(page: str, limit: int) -> None:
     """What a program writes between marks is looked up, not read."""
     text = re.sub(r"<!-- made by .*?<!-- end\b[^>]*-->", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
