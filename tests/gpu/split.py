@@ -81,12 +81,12 @@ def request(key: object, tokens: list[int], new: int, **more: Any) -> SequenceRe
 def finish(made: ScheduledEngine, asked: SequenceRequest) -> tuple[list[int], list[Any]]:
     """All tokens of one sequence, and what it left held."""
     made.submit(asked)
-    tokens, held = [], []
+    tokens, pinned = [], []
     while made.has_work():
         result = made.step()
         tokens += [output.token for output in result.outputs]
-        held += result.held
-    return tokens, held
+        pinned += result.pinned
+    return tokens, pinned
 
 
 def first_result(made: Stepped) -> StepResult:
@@ -104,10 +104,10 @@ def _prefill(pipe: Connection, folder: Path) -> None:
     pipe.send(transport.endpoint)
     while (number := pipe.recv()) is not None:
         began = time.monotonic()
-        tokens, held = finish(made, request(number, prompt(number), 1, hold=True))
-        pipe.send((time.monotonic(), time.monotonic() - began, tokens, held[0].blocks, held[0].generations))
+        tokens, pinned = finish(made, request(number, prompt(number), 1, pin=True))
+        pipe.send((time.monotonic(), time.monotonic() - began, tokens, pinned[0].blocks, pinned[0].generations))
         pipe.recv()
-        made.release_held(number)
+        made.release_pinned(number)
     transport.close()
     made.close()
 

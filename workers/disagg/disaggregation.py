@@ -148,18 +148,20 @@ class DisaggCoordinator:
 
     async def send_prefilled(self, running: RunningRequest) -> None:
         """All sequences have their first token, or leave it to the next engine: hand the KV to the decode worker."""
-        stage, held = running.route[0], running.held
+        stage, pinned = running.route[0], running.pinned
         assert self._owner is not None
-        if held is None:
+        if pinned is None:
             self._terminal.requeue(running, "no blocks to hand off")
             return
-        holder = held.key
+        holder = pinned.key
         job = msgspec.Raw(wire.encode(next_job(running)))
 
         def free(engine: Engine) -> object:
-            return engine.release_held(holder)
+            return engine.release_pinned(holder)
 
-        ticket = self._owner.offer(ticket_id(running, stage), stage.worker, "kv", held.blocks, held.generations, free)
+        ticket = self._owner.offer(
+            ticket_id(running, stage), stage.worker, "kv", pinned.blocks, pinned.generations, free
+        )
         prefilled = Prefilled(
             running.request.id,
             running.attempt,
@@ -168,7 +170,7 @@ class DisaggCoordinator:
             running.cached,
             running.started_ns,
             running.first_token_ns,
-            held.opaque,
+            pinned.opaque,
             stamps(running),
         )
         await self._publish_stage(running, prefilled)

@@ -95,7 +95,7 @@ class BlockWaitQueue:
 
 
 MAX_AHEAD = 64
-BLOCKED_S = 0.005  # pause between steps of an engine that waits for blocks held for other workers
+BLOCKED_S = 0.005  # pause between steps of an engine that waits for blocks pinned for other workers
 # Between two flushes: each costs the gateway a wake-up per request, and its client one. From 20 sequences on it is the
 # latter, which saves 8 % of the CPU at 64 connections (``tests.perf.http --concurrency 64``, four alternating pairs
 # with a mock engine on two cores). Engines with longer steps flush every step.

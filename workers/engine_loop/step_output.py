@@ -11,7 +11,7 @@ from penstock.infra.text.detokenizer import StopSearch
 from penstock.schemas import kv, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import PROMPT, Finish, Logprob, TokenItem
-from penstock.workers.engines.engine_protocol import Engine, HeldPrompt, Scored, SequenceMeasurements, StepResult
+from penstock.workers.engines.engine_protocol import Engine, PinnedPrompt, Scored, SequenceMeasurements, StepResult
 
 PROMPT_ITEM_BYTES = 32_768  # of one item with prompt logprobs; below any broker's message limit
 
@@ -103,13 +103,13 @@ class CacheSnapshot(NamedTuple):
 class Flush:
     """Output of one or more steps: token items by address, started and ended sequences, KV batches."""
 
-    __slots__ = ("batches", "ended", "held", "items", "started")
+    __slots__ = ("batches", "ended", "items", "pinned", "started")
 
     def __init__(self) -> None:
         self.items: dict[str, list[TokenItem]] = {}
         self.ended: list[SequenceState] = []  # also those that are handed off
         self.started: list[SequenceState] = []
-        self.held: list[HeldPrompt] = []
+        self.pinned: list[PinnedPrompt] = []
         self.batches: list[RankEvents] = []
 
 
@@ -159,7 +159,7 @@ class StepOutput:
         self.ended: list[SequenceState] = []
         self._dirty: list[SequenceState] = []  # with new tokens or a new end
         self._started: list[SequenceState] = []
-        self._held: list[HeldPrompt] = []
+        self._pinned: list[PinnedPrompt] = []
         self._scored: list[Scored] = []
         self._events: list[kv.KvEvent] = []  # of rank 0
         self._other_events: dict[int, list[kv.KvEvent]] = {}  # of the other ranks
@@ -169,7 +169,7 @@ class StepOutput:
 
     def __bool__(self) -> bool:
         """Whether there is something to flush."""
-        from_step = self._dirty or self.ended or self._started or self._held or self._scored
+        from_step = self._dirty or self.ended or self._started or self._pinned or self._scored
         return bool(from_step or self._events or self._other_events)
 
     def add(self, engine: Engine, result: StepResult, began_ns: int) -> bool:
@@ -181,7 +181,7 @@ class StepOutput:
         """
         sequence: Any
         self._events += result.events
-        self._held += result.held
+        self._pinned += result.pinned
         self._scored += result.scored
         if result.others:
             for rank, rank_events in result.others.items():
@@ -240,9 +240,9 @@ class StepOutput:
             flush.items.setdefault(sequence.token_address, []).append(token_item(sequence))
         flush.ended, self.ended = self.ended, []
         flush.started, self._started = self._started, []
-        flush.held, self._held = self._held, []
+        flush.pinned, self._pinned = self._pinned, []
         self._dirty.clear()
-        self._kept = keep_events and not self._kept and bool(flush.items) and not (flush.ended or flush.held)
+        self._kept = keep_events and not self._kept and bool(flush.items) and not (flush.ended or flush.pinned)
         if self._kept:
             return flush
         if self._events:

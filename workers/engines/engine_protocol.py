@@ -106,10 +106,10 @@ class SequenceRequest(msgspec.Struct):
     root: bytes = b""  # parent of the first block
     extra: Mapping[int, bytes] = {}  # hashes of the media in a block, by block position; part of its name
     media: Seq[MediaSpan] = ()
-    hold: bool = False  # when it has ended, its prompt's blocks stay held until ``release_held``: see ``HeldPrompt``
+    pin: bool = False  # when it has ended, its prompt's blocks stay until ``release_pinned``: see ``PinnedPrompt``
     reservation: BlockReservation | None = None  # adopted: nothing of its prompt is computed here
     opaque: bytes = (
-        b""  # from the ``HeldPrompt`` of the engine that computed the prompt; this one fetches the KV by itself
+        b""  # from the ``PinnedPrompt`` of the engine that computed the prompt; this one fetches the KV by itself
     )
     score: int = 0  # report log-probabilities of prompt tokens from this position (at least 1) on; 0: of none
     rank: int = 0  # data-parallel rank to run on; ignored without ranks
@@ -147,8 +147,8 @@ class Started(NamedTuple):
     cached_tokens: int
 
 
-class HeldPrompt(NamedTuple):
-    """A sequence with ``hold`` has ended: the blocks of its prompt, and their generations at this time.
+class PinnedPrompt(NamedTuple):
+    """A sequence with ``pin`` has ended: the blocks of its prompt, and their generations at this time.
 
     An engine that computes a prompt while the next one waits for it reports this at the start, with the sequence and
     the request's other choices among ``StepResult.handed``.
@@ -186,7 +186,7 @@ class StepResult(msgspec.Struct):
     started: list[Started]
     failures: list[Failure]
     computed_tokens: int  # scheduled in this step, prompt and decode
-    held: Seq[HeldPrompt] = ()
+    pinned: Seq[PinnedPrompt] = ()
     scored: Seq[Scored] = ()
     others: Mapping[int, list[KvEvent]] = {}  # events of the other ranks, by rank
     measured: Seq[SequenceMeasurements] = ()
@@ -197,7 +197,7 @@ class StepResult(msgspec.Struct):
         """The step did nothing."""
         if self.computed_tokens or self.outputs or self.events or self.started or self.failures:
             return False
-        return not (self.held or self.scored or self.others or self.measured or self.handed)
+        return not (self.pinned or self.scored or self.others or self.measured or self.handed)
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -206,7 +206,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     used_blocks: int  # referenced by running sequences
     cached_blocks: int  # unreferenced, still reusable
     free_blocks: int  # neither
-    pinned_blocks: int = 0  # of the used ones: held for a handoff, in either direction
+    pinned_blocks: int = 0  # of the used ones: kept for a handoff, in either direction
     preemptions: int = 0
     hit_tokens: int = 0  # prompt tokens taken from the cache, since start
     prompt_tokens: int = 0  # prompt tokens admitted, since start
@@ -255,7 +255,7 @@ class Engine(Protocol):
 
     @property
     def blocked(self) -> bool:
-        """``step`` cannot continue until blocks that are held for a handoff become free."""
+        """``step`` cannot continue until blocks that are pinned for a handoff become free."""
 
     def stats(self) -> EngineStats: ...
 
@@ -265,8 +265,8 @@ class Engine(Protocol):
     def memory(self) -> dict[str, Memory]:
         """Pools that other workers may read and write, by name; they stay in place until ``close``. Empty: none."""
 
-    def release_held(self, key: object) -> bool:
-        """Free the blocks of a ``HeldPrompt``; False: unknown (already freed)."""
+    def release_pinned(self, key: object) -> bool:
+        """Free the blocks of a ``PinnedPrompt``; False: unknown (already freed)."""
 
     def close(self) -> None: ...
 

@@ -362,7 +362,7 @@ class HandoffMetrics:
     def __init__(self, scope: MetricScope) -> None:
         self.scope = scope
         self.leases = scope.gauge("open_leases", "leases on blocks for other workers")
-        self.pinned = scope.gauge("pinned_blocks", "blocks held under those leases")
+        self.pinned = scope.gauge("pinned_blocks", "blocks pinned under those leases")
         self.states = scope.counter("events", "lines of the ledger", ["state"])
         self.read_bytes = scope.counter("read_bytes", "bytes read from other workers")
         self.read_seconds = scope.histogram(

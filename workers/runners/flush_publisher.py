@@ -138,12 +138,12 @@ class FlushPublisher:
                 running.stamp_times.setdefault("started_ns", sequence.started_ns)
         if flush.items:
             self._account_tokens(flush, time.time_ns())
-        for held in flush.held:
-            holder = held.key
+        for pinned in flush.pinned:
+            holder = pinned.key
             assert isinstance(holder, SequenceState)
             running = _owner(holder)
             if running is not None:
-                running.held = held
+                running.pinned = pinned
         for sequence in flush.started:
             running = _owner(sequence)
             if running is not None and running.fetching is not None:

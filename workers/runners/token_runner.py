@@ -349,7 +349,7 @@ class TokenRunner:
             self._engine.cancel(running.sequences)
         holder, media = running.kv_holder, running.media
         if holder is not None:
-            self._engine.call(lambda engine: engine.release_held(holder))
+            self._engine.call(lambda engine: engine.release_pinned(holder))
         if media is not None:
             running.media = None
             self._engine.call(lambda engine: _free_media(engine, media))

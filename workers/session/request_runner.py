@@ -107,7 +107,7 @@ class RequestRunner(Protocol):
         """False: the next stage has the request and stops it."""
 
     def free(self, running: RunningRequest, cancel: bool) -> None:
-        """Free what is held for a removed request; ``cancel``: stop computing it."""
+        """Free what is kept for a removed request; ``cancel``: stop computing it."""
 
     def release_input(self, stage_input: StageInput) -> None:
         """The previous stage's output is not needed: its request does not run here."""
@@ -119,7 +119,7 @@ class RequestRunner(Protocol):
 
     @property
     def holds_leases(self) -> bool:
-        """Whether blocks are held for other workers; draining waits for them."""
+        """Whether blocks are pinned for other workers; draining waits for them."""
 
     def housekeeping(self, now: float) -> None:
         """Called several times a second."""

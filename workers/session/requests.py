@@ -31,9 +31,9 @@ from penstock.workers.engine_loop.loop import BlockWait
 from penstock.workers.engine_loop.step_output import SequenceState
 from penstock.workers.engines.engine_protocol import (
     BlockReservation,
-    HeldPrompt,
     MediaReservation,
     MediaSpan,
+    PinnedPrompt,
     SequenceRequest,
 )
 from penstock.workers.session.lease import Outbox
@@ -56,7 +56,7 @@ class RunningRequest(msgspec.Struct, eq=False):
     route: tuple[Stage, ...] = ()  # the stages after this worker
     job: Job | None = None
     kv_holder: SequenceState | None = None  # prefill stage: the sequence that keeps the prompt's blocks at its end
-    held: HeldPrompt | None = None  # the blocks it kept, for the decode worker
+    pinned: PinnedPrompt | None = None  # the blocks it kept, for the decode worker
     media: MediaReservation | None = None
     fetching: Ticket | None = None  # for KV that the engine fetches by itself, until it has started
     handing_off: bool = False  # being handed to the next stage
@@ -191,7 +191,7 @@ def sequence_requests(
             root=root,
             extra=extra,
             media=media,
-            hold=sequence is running.kv_holder,
+            pin=sequence is running.kv_holder,
             reservation=reservation,
             opaque=opaque,
             score=score if sequence is scorer else 0,

@@ -529,11 +529,11 @@ class WorkerSession:
         return await self.runner.dump(page)
 
     def release(self, order: Release) -> Ok:
-        """A reader no longer needs blocks that are held for it."""
+        """A reader no longer needs blocks that are pinned for it."""
         return self.runner.release(order)
 
     async def push(self, order: Push) -> Pushed:
-        """Write blocks that are held for a reader into its memory."""
+        """Write blocks that are pinned for a reader into its memory."""
         return await self.runner.push(order)
 
 

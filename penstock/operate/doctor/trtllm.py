@@ -25,8 +25,8 @@ from penstock.workers.engines.engine_protocol import (
     Engine,
     EngineError,
     Failure,
-    HeldPrompt,
     Output,
+    PinnedPrompt,
     RequestError,
     SequenceRequest,
 )
@@ -58,7 +58,7 @@ class _Driver:
         self.engine = engine
         self.outputs: dict[object, list[Output]] = {}
         self.failures: dict[object, Failure] = {}
-        self.held: dict[object, HeldPrompt] = {}
+        self.pinned: dict[object, PinnedPrompt] = {}
         self.events = 0
 
     def until(self, done: Callable[[], bool], what: str) -> None:
@@ -70,7 +70,7 @@ class _Driver:
             for output in result.outputs:
                 self.outputs.setdefault(output.key, []).append(output)
             self.failures |= {failure.key: failure for failure in result.failures}
-            self.held |= {held.key: held for held in result.held}
+            self.pinned |= {pinned.key: pinned for pinned in result.pinned}
             self.events += len(result.events)
 
     def ended(self, key: object) -> bool:
@@ -245,11 +245,11 @@ class Doctor:
                 raise _Failed(
                     f"layouts differ: {prefill.engine.info.handoff_layout}, {decode.engine.info.handoff_layout}"
                 )
-            first = prefill.answer("p", self._prompt, 1, hold=True)
-            if "p" not in prefill.held:
+            first = prefill.answer("p", self._prompt, 1, pin=True)
+            if "p" not in prefill.pinned:
                 raise _Failed("the prefill engine returned no handoff state")
-            rest = decode.answer("d", self._prompt, generated=first, opaque=prefill.held["p"].opaque)
-            prefill.engine.release_held("p")
+            rest = decode.answer("d", self._prompt, generated=first, opaque=prefill.pinned["p"].opaque)
+            prefill.engine.release_pinned("p")
             if [*first, *rest] == whole:
                 yield ok(
                     "prefill and decode", f"the KV of {len(self._prompt)} tokens was moved; the answer is the same"

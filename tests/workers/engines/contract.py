@@ -34,8 +34,8 @@ from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.engine_protocol import (
     Engine,
     Failure,
-    HeldPrompt,
     Output,
+    PinnedPrompt,
     Scored,
     SequenceRequest,
     Started,
@@ -271,14 +271,14 @@ class Seen:
     events: list[KvEvent] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    held: list[HeldPrompt] = field(default_factory=list)
+    pinned: list[PinnedPrompt] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
 
     def add(self, result: StepResult) -> None:
         self.events += result.events
         self.started += result.started
         self.failures += result.failures
-        self.held += result.held
+        self.pinned += result.pinned
         begun = {output.key for output in self.outputs}
         assert not begun & {each.key for each in result.scored}, "a score comes before the first token"
         self.scored += result.scored
@@ -338,7 +338,7 @@ class Driver:
             finishes = [output.finish for output in seen.of(key)]
             assert not any(finishes[:-1]), finishes
             assert len([each for each in seen.started if each.key == key]) <= 1
-        for part in ("outputs", "events", "started", "failures", "held", "scored"):
+        for part in ("outputs", "events", "started", "failures", "pinned", "scored"):
             getattr(before, part).extend(getattr(seen, part))
         self.seen = before
         return seen
@@ -392,38 +392,40 @@ def fold(events: Sequence[KvEvent]) -> dict[bytes, bytes | None]:
 # -- handoff
 
 
-def prefilled(source: Driver, request: SequenceRequest) -> tuple[HeldPrompt, int]:
+def prefilled(source: Driver, request: SequenceRequest) -> tuple[PinnedPrompt, int]:
     """Compute a prompt and one token; its KV stays held."""
     first = msgspec.structs.replace(
-        request, hold=True, stop=msgspec.structs.replace(request.stop, max_tokens=len(request.generated) + 1)
+        request, pin=True, stop=msgspec.structs.replace(request.stop, max_tokens=len(request.generated) + 1)
     )
     seen = source.run(first)
     assert seen.failures == []
-    source.seen.held.clear()
+    source.seen.pinned.clear()
     (output,) = seen.of(request.key)
     assert output.finish == "length"
-    (held,) = seen.held
-    assert held.key == request.key
-    return held, output.token
+    (pinned,) = seen.pinned
+    assert pinned.key == request.key
+    return pinned, output.token
 
 
-def carried_on(subject: Subject, source: Driver, target: Driver, held: HeldPrompt, request: SequenceRequest) -> Seen:
+def carried_on(
+    subject: Subject, source: Driver, target: Driver, pinned: PinnedPrompt, request: SequenceRequest
+) -> Seen:
     """Go on with what is held, as a decode worker does; then it is dropped."""
     if subject.handoff == "opaque":
-        assert held.opaque
-        seen = target.run(msgspec.structs.replace(request, opaque=held.opaque))
-        assert source.engine.release_held(held.key)
+        assert pinned.opaque
+        seen = target.run(msgspec.structs.replace(request, opaque=pinned.opaque))
+        assert source.engine.release_pinned(pinned.key)
         return seen
     digests = names(request.prompt, request.root)
     reservation = target.engine.kv_transfer.reserve(digests, int(len(request.prompt) % BLOCK > 0), 1)
     assert reservation is not None
     mine, theirs = source.engine.memory()["kv"], target.engine.memory()["kv"]
     into = reservation.blocks + reservation.tails
-    _copy(mine, theirs, held.blocks[reservation.have :], into[reservation.have :])
+    _copy(mine, theirs, pinned.blocks[reservation.have :], into[reservation.have :])
     now = (ctypes.c_uint32 * mine.blocks).from_address(mine.generations)
-    assert [now[block] for block in held.blocks] == held.generations
+    assert [now[block] for block in pinned.blocks] == pinned.generations
     target.engine.kv_transfer.adopt(reservation)
-    assert source.engine.release_held(held.key)
+    assert source.engine.release_pinned(pinned.key)
     return target.run(msgspec.structs.replace(request, reservation=reservation))
 
 

@@ -456,9 +456,9 @@ def test_a_prefill_worker_scores_what_it_hands_off(subject: Subject, make: Make)
     needs(subject, HANDOFF)
     source, target = make(model=MODEL, role="prefill"), make(model=MODEL, role="decode", kv_blocks=POOL - 10)
     whole = target.answer(ask(0, PROMPT, 8, base=b"r" * 16))
-    held, first = prefilled(source, scored("h", PROMPT, 8))
+    pinned, first = prefilled(source, scored("h", PROMPT, 8))
     check_scores(subject, source.seen.scores("h"), PROMPT, 3)
-    seen = carried_on(subject, source, target, held, scored(0, PROMPT, 8, score=0, generated=[first]))
+    seen = carried_on(subject, source, target, pinned, scored(0, PROMPT, 8, score=0, generated=[first]))
     assert [first, *seen.tokens()] == whole
     assert seen.scored == []
 
@@ -723,15 +723,15 @@ def test_a_prompt_computed_elsewhere_goes_on_as_if_here(subject: Subject, make: 
     prompt = WORDS[:length]
     whole = target.answer(ask(0, prompt, 12, base=b"r" * 16))
     source.answer(ask("before", WORDS[9:90], 3))  # block numbers differ between the two
-    held, first = prefilled(source, ask("h", prompt, 12))
+    pinned, first = prefilled(source, ask("h", prompt, 12))
     assert first == whole[0]
     assert source.engine.stats().pinned_blocks > 0
-    seen = carried_on(subject, source, target, held, ask(0, prompt, 12, generated=[first]))
+    seen = carried_on(subject, source, target, pinned, ask(0, prompt, 12, generated=[first]))
     assert seen.failures == []
     assert seen.tokens() == whole[1:]
     assert seen.outputs[-1].finish == "length"
     assert seen.cached() >= (length - 1) // BLOCK * BLOCK
-    assert not source.engine.release_held("h")
+    assert not source.engine.release_pinned("h")
     source.idle()
     target.idle()
 
@@ -741,8 +741,8 @@ def test_drawn_answers_go_on_elsewhere(subject: Subject, make: Make) -> None:
     needs(subject, SEEDED_RESUME)
     source, target = two(make)
     whole = target.answer(ask(0, PROMPT, 12, DRAWN, base=b"r" * 16))
-    held, first = prefilled(source, ask("h", PROMPT, 12, DRAWN))
-    seen = carried_on(subject, source, target, held, ask(0, PROMPT, 12, DRAWN, generated=[first]))
+    pinned, first = prefilled(source, ask("h", PROMPT, 12, DRAWN))
+    seen = carried_on(subject, source, target, pinned, ask(0, PROMPT, 12, DRAWN, generated=[first]))
     assert [first, *seen.tokens()] == whole
 
 
@@ -751,9 +751,9 @@ def test_a_constraint_holds_across_a_handoff(subject: Subject, make: Make) -> No
     needs(subject, HANDOFF)
     source, target = make(model=MODEL, role="prefill"), make(model=MODEL, role="decode", kv_blocks=POOL - 10)
     constraint, pattern = SHAPES["expression"]
-    held, first = prefilled(source, ask("h", PROMPT, 99, constraint=constraint))
+    pinned, first = prefilled(source, ask("h", PROMPT, 99, constraint=constraint))
     request = ask(0, PROMPT, 99, constraint=constraint, generated=[first])
-    seen = carried_on(subject, source, target, held, request)
+    seen = carried_on(subject, source, target, pinned, request)
     assert seen.failures == []
     assert re.fullmatch(pattern, text_of([first, *seen.tokens()]))
 
@@ -763,21 +763,21 @@ def test_an_answer_that_was_interrupted_is_handed_off_again(subject: Subject, ma
     needs(subject, HANDOFF)
     source, target = two(make)
     whole = target.answer(ask(0, PROMPT, 12, base=b"r" * 16))
-    held, token = prefilled(source, ask("h", PROMPT, 12, generated=whole[:4]))
+    pinned, token = prefilled(source, ask("h", PROMPT, 12, generated=whole[:4]))
     assert token == whole[4]
-    seen = carried_on(subject, source, target, held, ask(0, PROMPT, 12, generated=whole[:5]))
+    seen = carried_on(subject, source, target, pinned, ask(0, PROMPT, 12, generated=whole[:5]))
     assert seen.tokens() == whole[5:]
 
 
-def test_what_is_held_and_dropped_is_let_go_of(subject: Subject, make: Make) -> None:
+def test_what_is_pinned_and_dropped_is_let_go_of(subject: Subject, make: Make) -> None:
     needs(subject, HANDOFF)
     source = make(role="prefill", handoff_lease_s=1.0)
-    held, _ = prefilled(source, ask("h", PROMPT))
-    assert (bool(held.opaque), bool(held.blocks)) == (subject.handoff == "opaque", subject.handoff == "blocks")
+    pinned, _ = prefilled(source, ask("h", PROMPT))
+    assert (bool(pinned.opaque), bool(pinned.blocks)) == (subject.handoff == "opaque", subject.handoff == "blocks")
     assert source.engine.stats().pinned_blocks >= -(-len(PROMPT) // BLOCK)
-    assert source.engine.release_held("h")
-    assert not source.engine.release_held("h")
-    assert not source.engine.release_held("never")
+    assert source.engine.release_pinned("h")
+    assert not source.engine.release_pinned("h")
+    assert not source.engine.release_pinned("never")
     source.idle()
 
 
@@ -785,10 +785,10 @@ def test_a_first_token_that_ends_the_answer_ends_it_on_the_prefill_worker(subjec
     needs(subject, HANDOFF)
     source = make(role="prefill")
     first = source.answer(ask(0, PROMPT, 1))[0]
-    seen = source.run(ask("h", PROMPT, 1, hold=True, stop={"token_ids": (first,)}))
+    seen = source.run(ask("h", PROMPT, 1, pin=True, stop={"token_ids": (first,)}))
     assert [(output.token, output.finish) for output in seen.outputs] == [(first, "stop")]
-    for held in seen.held:
-        assert source.engine.release_held(held.key)
+    for pinned in seen.pinned:
+        assert source.engine.release_pinned(pinned.key)
 
 
 @pytest.mark.parametrize("opaque", [b"", b"garbage", b"{}"], ids=["none", "garbage", "empty"])
@@ -811,16 +811,16 @@ def test_a_state_is_good_for_one_sequence_of_its_own_prompt(subject: Subject, ma
     if subject.handoff != "opaque":
         pytest.skip("its blocks travel through our own transports")
     source, target = two(make)
-    held, first = prefilled(source, ask("h", PROMPT))
+    pinned, first = prefilled(source, ask("h", PROMPT))
     other = target.answer(ask(0, PROMPT[::-1], 8))
     for prompt, drawn in ((PROMPT[::-1], other[:1]), (PROMPT, [first]), (PROMPT, [first])):
         whole = target.answer(ask(0, prompt, 8, base=b"r" * 16))
         try:
-            seen = target.run(ask(1, prompt, generated=drawn, opaque=held.opaque))
+            seen = target.run(ask(1, prompt, generated=drawn, opaque=pinned.opaque))
         except RequestError:
             continue
         assert seen.failures or seen.tokens(1) == whole[1:]
-    assert source.engine.release_held("h")
+    assert source.engine.release_pinned("h")
 
 
 def test_closing_ends_it(make: Make, subject: Subject) -> None:
@@ -879,8 +879,8 @@ def test_trtllm_is_right_whatever_the_answers_to_open_questions_are(
         driver.remembers([*PROMPT, *whole][:-1])
         assert fold(driver.engine.dump()) == driver.fold()
         source, target = (more.enter_context(made(subject, MODEL, role=role)) for role in ("prefill", "decode"))
-        held, first = prefilled(source, ask("h", PROMPT, 12))
-        rest = carried_on(subject, source, target, held, ask(0, PROMPT, 12, generated=[first]))
+        pinned, first = prefilled(source, ask("h", PROMPT, 12))
+        rest = carried_on(subject, source, target, pinned, ask(0, PROMPT, 12, generated=[first]))
         assert [first, *rest.tokens()] == whole
         source.idle()
         target.idle()

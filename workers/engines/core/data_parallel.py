@@ -113,7 +113,7 @@ class DataParallelEngine:
     def memory(self) -> dict[str, Memory]:
         return {}
 
-    def release_held(self, key: object) -> bool:
+    def release_pinned(self, key: object) -> bool:
         return False
 
     def close(self) -> None:

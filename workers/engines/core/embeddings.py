@@ -357,7 +357,7 @@ class EncodeEngine:
     def memory(self) -> dict[str, Memory]:
         return self.vision.memory()
 
-    def release_held(self, key: object) -> bool:
+    def release_pinned(self, key: object) -> bool:
         return False
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ def scheduler_stats(scheduler: Scheduler) -> EngineStats:
         used_blocks=pool.used_blocks,
         cached_blocks=pool.cached_blocks,
         free_blocks=pool.free_blocks,
-        pinned_blocks=scheduler.reservations.reserved_blocks + scheduler.held.block_count,
+        pinned_blocks=scheduler.reservations.reserved_blocks + scheduler.pinned.block_count,
         preemptions=report.preemptions,
         hit_tokens=report.hit_tokens,
         prompt_tokens=report.prompt_tokens,
@@ -270,8 +270,8 @@ class ScheduledEngine:
         kv = {name: msgspec.structs.replace(pool, generations=generations) for name, pool in pools.items()}
         return kv if self.vision is None else kv | self.vision.memory()
 
-    def release_held(self, key: object) -> bool:
-        return self._scheduler.held.release(key)
+    def release_pinned(self, key: object) -> bool:
+        return self._scheduler.pinned.release(key)
 
     def close(self) -> None:
         self._inflight = None

@@ -11,9 +11,9 @@ Three rules prevent that:
    Their sequences keep their places, and compute what is no longer in the cache.
 
 So if nothing runs, the head waits for nothing but reservations that are still to be filled (bounded by the transfer's
-time) and blocks held for other workers (bounded by their leases).
+time) and blocks pinned for other workers (bounded by their leases).
 
-KV blocks at a handoff: reserved for prompts that arrive, held for prompts that other workers fetch. Pure.
+KV blocks at a handoff: reserved for prompts that arrive, pinned for prompts that other workers fetch. Pure.
 """
 
 from collections import OrderedDict
@@ -24,7 +24,7 @@ from typing import NamedTuple
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.sequence import Sequence
 from penstock.workers.engines.core.windows import WindowRows
-from penstock.workers.engines.engine_protocol import BlockReservation, HeldPrompt
+from penstock.workers.engines.engine_protocol import BlockReservation, PinnedPrompt
 
 
 class Reservations:
@@ -85,14 +85,14 @@ class Reservations:
             self.release(reservation)
 
 
-class HeldBlocks:
+class PinnedBlocks:
     """Blocks of prompts whose sequences have ended, kept until another worker has fetched them."""
 
     def __init__(self, blocks: BlockManager, block_size: int) -> None:
         self._blocks = blocks
         self._block_size = block_size
         self._tables: dict[object, list[int]] = {}
-        self._new: list[HeldPrompt] = []  # not yet reported
+        self._new: list[PinnedPrompt] = []  # not yet reported
 
     def __contains__(self, key: object) -> bool:
         return key in self._tables
@@ -113,23 +113,23 @@ class HeldBlocks:
     def keys(self) -> list[object]:
         return list(self._tables)
 
-    def hold(self, sequence: Sequence) -> None:
+    def pin(self, sequence: Sequence) -> None:
         """Keep the blocks of its prompt beyond its end."""
         table = self._blocks.share(sequence.blocks[: -(-sequence.prompt_len // self._block_size)])
         self._tables[sequence.key] = table
         generations = self._blocks.generations
-        self._new.append(HeldPrompt(sequence.key, table, [generations[block] for block in table]))
+        self._new.append(PinnedPrompt(sequence.key, table, [generations[block] for block in table]))
 
     def release(self, key: object) -> bool:
-        """Free the blocks of an ended sequence; False: it holds none."""
+        """Free the blocks of an ended sequence; False: it has pinned none."""
         table = self._tables.pop(key, None)
         if table is None:
             return False
         self._blocks.release(table)
         return True
 
-    def take_new(self) -> list[HeldPrompt]:
-        """Blocks held since the last call."""
+    def take_new(self) -> list[PinnedPrompt]:
+        """Blocks pinned since the last call."""
         new, self._new = self._new, []
         return new
 

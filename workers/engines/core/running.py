@@ -19,7 +19,7 @@ from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.core.blocks import BlockManager
-from penstock.workers.engines.core.queue import HeldBlocks, Queue
+from penstock.workers.engines.core.queue import PinnedBlocks, Queue
 from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
 from penstock.workers.engines.core.windows import WindowRows
 from penstock.workers.engines.engine_protocol import (
@@ -235,14 +235,14 @@ class KvCacheManager:
         if self.blocks.prefix_cache:
             name_blocks(self.blocks, sequence, computed, self._block_size)
 
-    def free(self, sequence: Sequence, *, held: bool) -> None:
+    def free(self, sequence: Sequence, *, pinned: bool) -> None:
         """Free the blocks of a sequence. Computed blocks stay in the prefix cache while there is room.
 
         Args:
-            held: another table of the same blocks stays in use.
+            pinned: another table of the same blocks stays in use.
         """
         if self.blocks.prefix_cache:
-            name_blocks(self.blocks, sequence, sequence.computed, self._block_size, leaving=not held)
+            name_blocks(self.blocks, sequence, sequence.computed, self._block_size, leaving=not pinned)
         if self.windows is not None:
             self.windows.release(sequence)
         self.blocks.release(sequence.blocks)
@@ -341,7 +341,7 @@ class RunningSequences:
     """
 
     def __init__(
-        self, block_size: int, kv_cache: KvCacheManager, queue: Queue, held: HeldBlocks, inflight: InflightPlans,
+        self, block_size: int, kv_cache: KvCacheManager, queue: Queue, pinned: PinnedBlocks, inflight: InflightPlans,
         report: StepReport,
     ) -> None:  # fmt: skip
         self.sequences: list[Sequence] = []
@@ -350,7 +350,7 @@ class RunningSequences:
         self._block_size = block_size
         self._kv_cache = kv_cache
         self._queue = queue
-        self._held = held
+        self._pinned = pinned
         self._inflight = inflight
         self._report = report
         self._admitted = 0
@@ -403,7 +403,7 @@ class RunningSequences:
             if self._inflight:
                 self.starved = True
                 return False
-            newest = self.sequences.pop()  # if it is ``sequence`` itself, the rest of the pool is held for handoffs
+            newest = self.sequences.pop()  # if it is ``sequence`` itself, the rest of the pool is pinned for handoffs
             self._preempt(newest)
             if newest is sequence:
                 return False
@@ -435,4 +435,4 @@ class RunningSequences:
         self.sequences = [sequence for sequence in self.sequences if sequence.blocks and not sequence.ended]
 
     def _free(self, sequence: Sequence) -> None:
-        self._kv_cache.free(sequence, held=sequence.key in self._held)
+        self._kv_cache.free(sequence, pinned=sequence.key in self._pinned)

@@ -26,7 +26,7 @@ from penstock.schemas.requests import Sampling
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.drafts import DraftCounts
-from penstock.workers.engines.core.queue import HeldBlocks, Queue, Reservations
+from penstock.workers.engines.core.queue import PinnedBlocks, Queue, Reservations
 from penstock.workers.engines.core.running import (
     InflightPlans,
     KvCacheManager,
@@ -69,7 +69,7 @@ def new_sequence(
     Raises:
         RequestError: it can never run here; the message names the limit.
     """
-    if not handoff and (request.hold or request.reservation is not None):
+    if not handoff and (request.pin or request.reservation is not None):
         raise RequestError(Code.unsupported, NO_HANDOFF)
     prompt = _tokens(request.prompt)
     tokens = prompt.tolist()
@@ -95,7 +95,7 @@ def new_sequence(
         extra=request.extra,
         media=request.media,
         client_request_id=request.client_request_id,
-        hold=request.hold,
+        pin=request.pin,
         reservation=request.reservation,
         processors=processors,
         constraint=constraint,
@@ -134,7 +134,7 @@ class Scheduler:
         running: sequences that have blocks, in admission order.
         reservations: blocks for prompts that arrive from other workers.
         drafts: counts of proposed and accepted tokens.
-        held: blocks of prompts that other workers fetch.
+        pinned: blocks of prompts that other workers fetch.
     """
 
     def __init__(self, blocks: BlockManager, config: SchedulerConfig, windows: WindowRows | None = None) -> None:
@@ -142,7 +142,7 @@ class Scheduler:
         self.blocks = blocks
         self.kv_cache = KvCacheManager(blocks, block_size, windows, fair=config.no_evict)
         self.reservations = Reservations(blocks, lambda: len(self.running) + self.queue.head_claim())
-        self.held = HeldBlocks(blocks, block_size)
+        self.pinned = PinnedBlocks(blocks, block_size)
         self.queue = Queue(blocks, block_size, self.reservations, no_evict=config.no_evict, windows=windows)
         self.limits = SequenceLimits(config, blocks.total_blocks)
         self.max_batched_tokens = config.max_batched_tokens
@@ -150,7 +150,7 @@ class Scheduler:
         self.drafts = DraftCounts()
         self.report = StepReport()
         self._inflight = InflightPlans()
-        self.running = RunningSequences(block_size, self.kv_cache, self.queue, self.held, self._inflight, self.report)
+        self.running = RunningSequences(block_size, self.kv_cache, self.queue, self.pinned, self._inflight, self.report)
         self._block_size = block_size
         self._max_running = config.max_running
         self._by_key: dict[object, Sequence] = {}
@@ -186,11 +186,11 @@ class Scheduler:
 
     @property
     def blocked(self) -> bool:
-        """Sequences wait and none runs: all blocks are held for handoffs, which must end first."""
+        """Sequences wait and none runs: all blocks are pinned for handoffs, which must end first."""
         return bool(self.queue) and not self.running and not self.running.ending
 
     def has_work(self) -> bool:
-        return bool(self._by_key or self._inflight or self.report or self.held.has_new or self.blocks.has_events)
+        return bool(self._by_key or self._inflight or self.report or self.pinned.has_new or self.blocks.has_events)
 
     # -- schedule --------------------------------------------------------------------------------------------
 
@@ -332,8 +332,8 @@ class Scheduler:
         scoring = self.scoring.sequences if scoring is None else scoring
         scored = collect(scoring) if scoring else ()
         events = self.blocks.take_events()
-        held = self.held.take_new()
-        return StepResult(outputs, events, started, failures, total, held, scored, measured=measured)
+        pinned = self.pinned.take_new()
+        return StepResult(outputs, events, started, failures, total, pinned, scored, measured=measured)
 
     def _commit_drafts(self, sequence: Sequence, draws: Iterator[Sampled], outputs: list[Output]) -> bool:
         """Take in the drawn tokens up to the first that was not proposed; True: the sequence has ended."""
@@ -354,7 +354,7 @@ class Scheduler:
         """End a sequence with its last token."""
         output = self.report.ended(sequence, token, logprob, self.limits)
         del self._by_key[sequence.key]
-        if sequence.hold:
-            self.held.hold(sequence)
+        if sequence.pin:
+            self.pinned.pin(sequence)
         self.running.end(sequence)
         return output

@@ -56,7 +56,7 @@ class Sequence:
     limit: int = 0  # length of ``tokens`` at which it ends: "length", or more than the pool holds
     extra: Mapping[int, bytes] = field(default_factory=dict)  # hashes of the media in a block, by block position
     media: Seq[MediaSpan] = ()
-    hold: bool = False  # see SequenceRequest
+    pin: bool = False  # see SequenceRequest
     reservation: BlockReservation | None = None
     processors: "Chain | None" = None  # of its logits
     constraint: "Matcher | None" = None  # on its output

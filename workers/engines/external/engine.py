@@ -25,10 +25,10 @@ from penstock.workers.engines.engine_protocol import (
     EngineStats,
     Failure,
     Grammars,
-    HeldPrompt,
     KvTransfer,
     NodeLost,
     Output,
+    PinnedPrompt,
     RequestError,
     Scored,
     SequenceMeasurements,
@@ -90,11 +90,11 @@ class Adapter(Protocol[C]):
     def kv_events(self, event: Any) -> dict[int, list[KvEvent]]:
         """Handle an event that belongs to no sequence; returns the KV events in it by rank."""
 
-    def block_counts(self, *, active: bool, held: int) -> BlockCounts:
+    def block_counts(self, *, active: bool, pinned: int) -> BlockCounts:
         """
         Args:
             active: there are sequences.
-            held: blocks of prompts that wait to be fetched.
+            pinned: blocks of prompts that wait to be fetched.
         """
 
     def dump(self, rank: int) -> list[KvEvent]: ...
@@ -131,8 +131,8 @@ class ExternalEngine(Generic[C]):
         self._constrained = ConstrainedOutputs(grammars)
         self._active: dict[object, ActiveSequence[C]] = {}
         self._running = 0  # how many of them have started
-        self._held: dict[object, int] = {}  # key -> blocks of its prompt
-        self._handed: dict[object, ActiveSequence[C]] = {}  # held, and perhaps still computing
+        self._pinned: dict[object, int] = {}  # key -> blocks of its prompt
+        self._handed: dict[object, ActiveSequence[C]] = {}  # pinned, and perhaps still computing
         self._hit = self._prompt = 0
         self._closed = False
         self._last_update = self._ended_at = float("-inf")
@@ -194,19 +194,19 @@ class ExternalEngine(Generic[C]):
         Raises:
             EngineError: the engine is broken.
         """
-        held: list[HeldPrompt] = []
+        pinned: list[PinnedPrompt] = []
         scored: list[Scored] = []
         measured: list[SequenceMeasurements] = []
         others: dict[int, list[KvEvent]] = {}
         handed: list[object] = []
-        result = StepResult([], [], [], [], 0, held, scored, others, measured, handed)
+        result = StepResult([], [], [], [], 0, pinned, scored, others, measured, handed)
         computed = 0
         event = self.runtime.inbox.get(WAIT_S)
         if event is None:
             self._check_silence()
         while event is not None and not isinstance(event, EngineFailed):
             if isinstance(event, SequenceUpdate):
-                computed += self._apply(event, result, held, scored, measured, handed)
+                computed += self._apply(event, result, pinned, scored, measured, handed)
             else:
                 for rank, events in self.adapter.kv_events(event).items():
                     (others.setdefault(rank, []) if rank else result.events).extend(events)
@@ -219,7 +219,7 @@ class ExternalEngine(Generic[C]):
         self,
         update: SequenceUpdate,
         result: StepResult,
-        held: list[HeldPrompt],
+        pinned: list[PinnedPrompt],
         scores: list[Scored],
         measured: list[SequenceMeasurements],
         handed: list[object],
@@ -252,8 +252,8 @@ class ExternalEngine(Generic[C]):
             measured.append(SequenceMeasurements(sequence.key, values))
         result.outputs.extend(Output(sequence.key, *token) for token in tokens)
         if opaque is not None:
-            self._held[sequence.key] = -(-sequence.prompt_len // self.info.block_size)
-            held.append(HeldPrompt(sequence.key, [], [], opaque))
+            self._pinned[sequence.key] = -(-sequence.prompt_len // self.info.block_size)
+            pinned.append(PinnedPrompt(sequence.key, [], [], opaque))
         if failure is not None:
             result.failures.append(Failure(sequence.key, failure.code, failure.message))
         if failure is not None or (tokens and tokens[-1].finish):
@@ -274,8 +274,8 @@ class ExternalEngine(Generic[C]):
             raise EngineError(f"{self.adapter.title} failed: {error!r}") from error
 
     def stats(self) -> EngineStats:
-        held = sum(self._held.values())
-        blocks = self.adapter.block_counts(active=bool(self._active), held=held)
+        pinned = sum(self._pinned.values())
+        blocks = self.adapter.block_counts(active=bool(self._active), pinned=pinned)
         return EngineStats(
             running=self._running,
             waiting=len(self._active) - self._running,
@@ -300,13 +300,13 @@ class ExternalEngine(Generic[C]):
     def memory(self) -> dict[str, Memory]:
         return self.adapter.memory()
 
-    def release_held(self, key: object) -> bool:
-        """Stop counting a held prompt. The engine frees its KV once it was fetched or the engine's own lease expired: a
-        transfer that may be in progress cannot be stopped safely. One that was handed over ahead is aborted."""
+    def release_pinned(self, key: object) -> bool:
+        """Stop counting a pinned prompt. The engine frees its KV once it was fetched or the engine's own lease expired:
+        a transfer that may be in progress cannot be stopped safely. One that was handed over ahead is aborted."""
         sequence = self._handed.pop(key, None)
         if sequence is not None:
             self.runtime.loop.post(self.adapter.abort, sequence)
-        return self._held.pop(key, None) is not None
+        return self._pinned.pop(key, None) is not None
 
     def close(self) -> None:
         """End all threads and the engine; may be called twice. Bounded, except for the engine's own shutdown."""

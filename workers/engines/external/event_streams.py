@@ -50,14 +50,14 @@ class EventStreams:
     def dump(self, rank: int) -> list[KvEvent]:
         return self._translators[rank].dump()
 
-    def block_counts(self, total: int, used: int, held: int, preemptions: int) -> BlockCounts:
+    def block_counts(self, total: int, used: int, pinned: int, preemptions: int) -> BlockCounts:
         """The pool, of which a named block that nothing uses is cached.
 
         Args:
             used: blocks of running requests, as the scheduler said last.
-            held: blocks of prompts that wait to be fetched.
+            pinned: blocks of prompts that wait to be fetched.
         """
-        pinned = min(total, held)
+        pinned = min(total, pinned)
         used = min(total, max(pinned, used))
         cached = min(total - used, sum(translator.names for translator in self._translators))
         return BlockCounts(used, cached, total - used - cached, pinned, preemptions)

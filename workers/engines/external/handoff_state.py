@@ -1,4 +1,4 @@
-"""State of a prefilled prompt on its way from one worker's engine to another's (``HeldPrompt.opaque``). Pure.
+"""State of a prefilled prompt on its way from one worker's engine to another's (``PinnedPrompt.opaque``). Pure.
 
 The engines move the KV themselves; ``params`` is what they need for it. The other fields guard against mistakes: they
 name the tokens of the KV and the engines that can use it; ``ConsumedStates`` ensures that it is fetched once.

@@ -81,8 +81,8 @@ class ActiveSequence(Generic[C]):
     __slots__ = (
         "call",
         "cancelled",
-        "hold",
         "key",
+        "pin",
         "prompt",
         "prompt_len",
         "responded",
@@ -100,7 +100,7 @@ class ActiveSequence(Generic[C]):
         self.prompt_len = len(request.prompt)
         self.score = request.score if request.score < len(request.prompt) else 0  # 0: nothing (more) to score
         self.scored_top = request.sampling.prompt_logprobs or 0
-        self.hold = request.hold
+        self.pin = request.pin
         self.trace = request.trace
         self.started = False  # its ``Started`` has been returned
         self.responded = False  # the engine has produced a first output

@@ -82,9 +82,9 @@ class SglangAdapter:
     def kv_events(self, event: KvPayloads) -> dict[int, list[KvEvent]]:
         return self._streams.feed(event)
 
-    def block_counts(self, *, active: bool, held: int) -> BlockCounts:
+    def block_counts(self, *, active: bool, pinned: int) -> BlockCounts:
         used = self._loads.used_blocks(self._info.block_size) if active else 0  # outdated once nothing runs
-        return self._streams.block_counts(self._info.total_blocks, used, held, self._loads.preemptions)
+        return self._streams.block_counts(self._info.total_blocks, used, pinned, self._loads.preemptions)
 
     def dump(self, rank: int) -> list[KvEvent]:
         return self._streams.dump(rank)

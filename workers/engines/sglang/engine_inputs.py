@@ -120,7 +120,7 @@ def room(address: Address, handoff: str, choice: int, rank: int | None = None) -
 
 
 def pack(address: Address, handoff: str, layout: str, tokens: Seq[int], rank: int | None = None) -> bytes:
-    """The state for ``HeldPrompt.opaque``.
+    """The state for ``PinnedPrompt.opaque``.
 
     Args:
         tokens: prompt and output so far, of which the prefill engine computes the KV.
@@ -194,7 +194,7 @@ def check(request: SequenceRequest, info: EngineInfo, options: SglangOptions) ->
             Code.unsupported,
             "this worker's SGLang has no cache_salt, so prefixes of tenants cannot be kept apart; install 0.5.23",
         )
-    if request.hold and options.role != "prefill":
+    if request.pin and options.role != "prefill":
         raise RequestError(Code.unsupported, "this worker does not hand off KV; start it with --role prefill")
     if options.layout and request.score and request.sampling.prompt_logprobs is not None:
         raise RequestError(

@@ -237,7 +237,7 @@ class SglangFollower:
     async def _prefill(self, sequence: ActiveSequence[SglangCall]) -> None:
         """Hand a sequence over, and compute its prompt while the decode engine waits for it."""
         async with self._slots:
-            offered = sequence.call.offered if sequence.hold else None
+            offered = sequence.call.offered if sequence.pin else None
             self._emit(SequenceUpdate(sequence, opaque=offered, handed=True))
             prepared = sequence.call.prepare(())
             try:

@@ -102,12 +102,12 @@ class TrtllmAdapter:
         self._metrics.lost(sum(translator.counts.lost for translator in self._translators))
         return found
 
-    def block_counts(self, *, active: bool, held: int) -> BlockCounts:
+    def block_counts(self, *, active: bool, pinned: int) -> BlockCounts:
         total, used, free = self._blocks
-        if not active and not held:  # its last statistic may be from before the end of the last request
+        if not active and not pinned:  # its last statistic may be from before the end of the last request
             used, free = 0, total
         cached = min(free, sum(translator.names for translator in self._translators))
-        return BlockCounts(used, cached, max(0, total - used - cached), held)
+        return BlockCounts(used, cached, max(0, total - used - cached), pinned)
 
     def dump(self, rank: int) -> list[KvEvent]:
         return self._translators[rank].dump()

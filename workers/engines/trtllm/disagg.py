@@ -93,7 +93,7 @@ def _logprobs(value: Any, kind: type[Any]) -> Any:
 
 
 def pack(params: Any, layout: str, context: Seq[int]) -> bytes:
-    """The state for ``HeldPrompt.opaque``.
+    """The state for ``PinnedPrompt.opaque``.
 
     Args:
         context: the tokens that were computed.

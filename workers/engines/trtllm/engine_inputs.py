@@ -305,11 +305,11 @@ def prepare(
     takes_over = bool(request.opaque) and not request.score  # prompts that are scored are computed here
     params, repeated = _take_over(request, options, consumed) if takes_over else (None, 0)
     adopted = params is not None
-    if request.hold:
+    if request.pin:
         params = options.disaggregated(request_type=disagg.CONTEXT)
     before = len(request.generated) - repeated  # generated tokens that the engine sees as prompt
     room = info.max_model_len - len(request.prompt)
-    limit = 1 if request.hold else min(stop.max_tokens, room) - len(request.generated)
+    limit = 1 if request.pin else min(stop.max_tokens, room) - len(request.generated)
     barred = stop.min_tokens - before if end_id(stop, eos) >= 0 else 0
     if reason := problem(request.sampling, barred, options.served):
         raise RequestError(Code.unsupported, reason)
@@ -332,7 +332,7 @@ def prepare(
         parameters["embedding_bias"] = bias(parameters["embedding_bias"], info.vocab_size)
     parameters |= _edits(request, options, continues=before > 0)
     tokens = [*request.prompt, *request.generated[:before]]
-    arguments: dict[str, Any] = {"inputs": tokens, "streaming": not request.hold}
+    arguments: dict[str, Any] = {"inputs": tokens, "streaming": not request.pin}
     if request.media and not adopted and options.image_inputs is not None:
         arguments["inputs"] = options.image_inputs(tokens, request.media)
     if params is not None:

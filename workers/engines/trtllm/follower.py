@@ -148,7 +148,7 @@ class TrtllmFollower:
             self.abort(sequence)
             return
         output, cursor = response.outputs[0], prepared.cursor
-        params = output.disaggregated_params if sequence.hold else None
+        params = output.disaggregated_params if sequence.pin else None
         tokens: Seq[int] = output.token_ids or (params.first_gen_tokens if params is not None else None) or ()
         if sequence.call.adopted:
             cursor.repeats = self._repeats if cursor.repeats is None else cursor.repeats

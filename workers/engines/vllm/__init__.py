@@ -6,7 +6,7 @@ the JSON overrides the YAML, merged at every depth. A wrong argument is refused 
 
 KV events come over ZMQ, from a socket file in a private folder (several ranks: loopback ports), and are translated to
 our block names. Prefill and decode hand off KV with vLLM's NIXL connector; its ``kv_transfer_params`` are
-``HeldPrompt.opaque``.
+``PinnedPrompt.opaque``.
 
 Modules. Pure: ``args`` (arguments), ``engine_inputs`` (a request and its handoff). The shell: ``api`` (what the
 installed release has), ``follower`` (its output), ``adapter``, ``node`` (further machines), ``plugin`` (what runs in

@@ -110,10 +110,10 @@ class VllmAdapter:
     def kv_events(self, event: KvPayloads) -> dict[int, list[KvEvent]]:
         return self._streams.feed(event)
 
-    def block_counts(self, *, active: bool, held: int) -> BlockCounts:
+    def block_counts(self, *, active: bool, pinned: int) -> BlockCounts:
         total = self._info.total_blocks
         used = round(self._scheduler.used * total) if active else 0  # outdated once nothing runs
-        return self._streams.block_counts(total, used, held, self._scheduler.preemptions)
+        return self._streams.block_counts(total, used, pinned, self._scheduler.preemptions)
 
     def dump(self, rank: int) -> list[KvEvent]:
         return self._streams.dump(rank)

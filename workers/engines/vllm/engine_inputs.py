@@ -87,7 +87,7 @@ _OMITTED = frozenset(["remote_prefill_cached_tokens"])
 
 
 def pack(params: dict[str, Any], layout: str, context: Seq[int], token: int) -> bytes:
-    """The state for ``HeldPrompt.opaque``.
+    """The state for ``PinnedPrompt.opaque``.
 
     Args:
         context: the tokens that were computed.
@@ -134,7 +134,7 @@ class VllmInputs(NamedTuple):
         sampling: arguments of SamplingParams, without ``output_kind``.
         known: tokens already reported that the engine draws again.
         adopted: the prompt's KV is fetched from another engine.
-        computed: the tokens of its prompt, if it is held for a handoff.
+        computed: the tokens of its prompt, if it is pinned for a handoff.
         rank: data-parallel rank, if there are several.
     """
 
@@ -158,7 +158,7 @@ def check(request: SequenceRequest, info: EngineInfo, options: VllmOptions) -> N
         raise RequestError(Code.unsupported, "this worker's engine (vLLM) runs no logits processors")
     if request.media:
         raise RequestError(Code.unsupported, "this worker's engine takes text only; send the request without images")
-    if request.hold and not options.layout:
+    if request.pin and not options.layout:
         raise RequestError(Code.unsupported, "this worker does not hand off KV; start it with --role prefill")
 
 
@@ -177,7 +177,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: VllmOptions, co
     last_tokens = tuple(tokens[-1:]) if params is not None else ()
     before = request.generated[: len(request.generated) - len(last_tokens)]
     room = info.max_model_len - len(request.prompt)
-    limit = 1 if request.hold else min(request.stop.max_tokens, room) - len(before)
+    limit = 1 if request.pin else min(request.stop.max_tokens, room) - len(before)
     parameters = sampling_arguments(
         request.sampling,
         request.stop,
@@ -191,7 +191,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: VllmOptions, co
     )
     computed = tuple(tokens[: len(tokens) - len(last_tokens)])
     extra: dict[str, Any] = {}
-    if request.hold:
+    if request.pin:
         extra["kv_transfer_params"] = dict(PRODUCE)
     elif params is not None:
         extra["kv_transfer_params"] = params
@@ -203,7 +203,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: VllmOptions, co
     if request.root and request.root != options.root:
         prompt["cache_salt"] = request.root.hex()
     rank = request.rank % info.dp_size if info.dp_size > 1 else None
-    return VllmInputs(prompt, parameters, last_tokens, params is not None, computed if request.hold else (), rank)
+    return VllmInputs(prompt, parameters, last_tokens, params is not None, computed if request.pin else (), rank)
 
 
 def _take_over(

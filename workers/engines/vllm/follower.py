@@ -181,7 +181,7 @@ class VllmFollower:
         piece = output.outputs[0]
         new, failure = cursor.take(piece.token_ids, piece.logprobs, piece.finish_reason, piece.stop_reason)
         opaque = None
-        if sequence.hold and output.kv_transfer_params and new:
+        if sequence.pin and output.kv_transfer_params and new:
             opaque = engine_inputs.pack(output.kv_transfer_params, self._layout, prepared.computed, new[-1].token)
         cached = None
         if new and not sequence.responded:

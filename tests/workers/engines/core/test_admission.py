@@ -164,7 +164,7 @@ class World:
         self.sequences: dict[int, int] = {}  # of an open one, how many have not ended
         self.waits: dict[int, tuple[BlockWait[BlockReservation], list[int], int]] = {}
         self.coming: list[tuple[int, int, BlockReservation, list[int], int]] = []  # when, which, ...
-        self.held: list[tuple[int, object]] = []  # until when
+        self.pinned: list[tuple[int, object]] = []  # until when
         self.longest = 0
         self.given_way = 0
         self.fallen_back = 0
@@ -200,10 +200,10 @@ class World:
         left = 4 * self.bench.blocks.total_blocks - len(asked)
         most = self.random.randint(2, max(2, min(left, 24)))
         for user in range(users):
-            hold = found is None and users == 1 and self.random.random() < 0.1
+            pin = found is None and users == 1 and self.random.random() < 0.1
             key = (number, user)
             self.scheduler.submit(
-                request(key, asked, most, root=ROOT, generated=[7], reservation=found, hold=hold, choice=user)
+                request(key, asked, most, root=ROOT, generated=[7], reservation=found, pin=pin, choice=user)
             )
 
     def end(self, number: int) -> None:
@@ -253,10 +253,10 @@ class World:
         self.answered()
         self.brought()
         result = self.bench.step()
-        self.held += [(self.now + 8, one.key) for one in result.held]
-        for until, key in [each for each in self.held if each[0] <= self.now]:
-            self.held.remove((until, key))
-            self.scheduler.held.release(key)
+        self.pinned += [(self.now + 8, one.key) for one in result.pinned]
+        for until, key in [each for each in self.pinned if each[0] <= self.now]:
+            self.pinned.remove((until, key))
+            self.scheduler.pinned.release(key)
         over = [item.key for item in result.outputs if item.finish] + [item.key for item in result.failures]
         for number, _ in over:  # type: ignore[misc]
             self.sequences[number] -= 1
@@ -267,7 +267,7 @@ class World:
 
     def check(self) -> None:
         scheduler = self.scheduler
-        tables = [each.blocks for each in scheduler.running] + scheduler.held.tables
+        tables = [each.blocks for each in scheduler.running] + scheduler.pinned.tables
         promised = {id(s.reservation): s.reservation for s in scheduler.queue._waiting.values() if s.reservation}
         promised |= {id(each[2]): each[2] for each in self.coming}
         answered = [wait.answer.result() for wait, _, _ in self.waits.values() if wait.answer.done()]
@@ -291,8 +291,8 @@ def run(seed: int, requests: int = 24) -> World:
         if number == requests and not world.open:
             break
     assert not world.open, f"after {world.now} steps {world.open} have not ended"
-    for _, key in world.held:
-        world.scheduler.held.release(key)
+    for _, key in world.pinned:
+        world.scheduler.pinned.release(key)
     stats = scheduler_stats(world.scheduler)
     assert (stats.used_blocks, stats.pinned_blocks, stats.waiting) == (0, 0, 0)
     assert (world.scheduler.reservations._expected, world.scheduler.queue._reserved) == (0, 0)

@@ -122,7 +122,7 @@ def test_handoffs_are_refused_and_the_copier_is_closed() -> None:
     rig = Rig(12, 4)
     assert rig.engine.kv_transfer is None
     with pytest.raises(RequestError, match="--kv-offloading-size 0"):
-        rig.engine.submit(request("a", prompt(9), hold=True))
+        rig.engine.submit(request("a", prompt(9), pin=True))
     rig.engine.close()
     assert rig.copier.closed
 

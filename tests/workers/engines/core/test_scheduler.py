@@ -15,7 +15,7 @@ from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary,
 from tests.properties import examples
 from tests.workers.engines.core.support import GREEDY, ROOT, Bench, Mirror, PoolMemory, check_pool, names, request
 
-ACTIONS = ("hold", "release_held", "reserve", "use", "release", "cancel", "step")
+ACTIONS = ("pin", "release_pinned", "reserve", "use", "release", "cancel", "step")
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_decoding_ones() -> None:
@@ -513,31 +513,31 @@ def test_any_history_ends_with_the_tokens_of_an_uninterrupted_run(
 # -- handoff ----------------------------------------------------------------------------------------------------
 
 
-def test_blocks_of_a_held_sequence_outlive_it_until_they_are_dropped() -> None:
+def test_blocks_of_a_pinned_sequence_outlive_it_until_they_are_dropped() -> None:
     bench = Bench(total_blocks=8)
     prompt = list(range(10, 20))  # two full blocks and a half one
-    bench.scheduler.submit(request("a", prompt, max_tokens=1, hold=True, root=ROOT))
+    bench.scheduler.submit(request("a", prompt, max_tokens=1, pin=True, root=ROOT))
     result = bench.step()
-    (held,) = result.held
-    assert (held.key, len(held.blocks)) == ("a", 3)
-    assert held.generations == [bench.blocks.generations[block] for block in held.blocks]
+    (pinned,) = result.pinned
+    assert (pinned.key, len(pinned.blocks)) == ("a", 3)
+    assert pinned.generations == [bench.blocks.generations[block] for block in pinned.blocks]
     assert scheduler_stats(bench.scheduler).pinned_blocks == scheduler_stats(bench.scheduler).used_blocks == 3
-    check_pool(bench.blocks, [held.blocks])
-    assert bench.scheduler.held.release("a")
-    assert not bench.scheduler.held.release("a")
+    check_pool(bench.blocks, [pinned.blocks])
+    assert bench.scheduler.pinned.release("a")
+    assert not bench.scheduler.pinned.release("a")
     assert scheduler_stats(bench.scheduler).pinned_blocks == bench.blocks.used_blocks == 0
     check_pool(bench.blocks, [])
 
 
 def test_a_generation_changes_when_a_block_gets_a_new_owner_and_only_then() -> None:
     bench = Bench(total_blocks=3)
-    bench.scheduler.submit(request("a", list(range(10, 20)), max_tokens=1, hold=True, root=ROOT))
-    (held,) = bench.step().held
-    bench.scheduler.held.release("a")
-    assert held.generations == [bench.blocks.generations[block] for block in held.blocks]
+    bench.scheduler.submit(request("a", list(range(10, 20)), max_tokens=1, pin=True, root=ROOT))
+    (pinned,) = bench.step().pinned
+    bench.scheduler.pinned.release("a")
+    assert pinned.generations == [bench.blocks.generations[block] for block in pinned.blocks]
     bench.scheduler.submit(request("b", list(range(30, 40)), max_tokens=1))
     bench.step()
-    assert all(bench.blocks.generations[b] != g for b, g in zip(held.blocks, held.generations, strict=True))
+    assert all(bench.blocks.generations[b] != g for b, g in zip(pinned.blocks, pinned.generations, strict=True))
 
 
 def test_an_adopted_prompt_is_not_computed_and_each_choice_goes_on_in_its_own_last_block() -> None:
@@ -582,25 +582,25 @@ def test_a_reservation_takes_what_the_cache_has_and_leaves_room_for_what_runs() 
 
 def test_a_pool_full_of_pinned_blocks_waits_and_goes_on_when_they_come_free() -> None:
     bench = Bench(total_blocks=4)
-    bench.scheduler.submit(request("a", list(range(10, 25)), max_tokens=1, hold=True, root=ROOT))
-    assert bench.step().held
+    bench.scheduler.submit(request("a", list(range(10, 25)), max_tokens=1, pin=True, root=ROOT))
+    assert bench.step().pinned
     bench.scheduler.submit(request("b", [5] * 8, max_tokens=3))
     for _ in range(3):
         assert bench.step().computed_tokens == 0
         assert bench.scheduler.blocked
-    bench.scheduler.held.release("a")
+    bench.scheduler.pinned.release("a")
     assert [item.token for item in bench.finish()["b"]] == [108, 109, 110]  # type: ignore[union-attr]
 
 
 def test_the_only_running_sequence_waits_too_if_all_other_blocks_are_pinned() -> None:
     bench = Bench(total_blocks=4)
-    bench.scheduler.submit(request("a", list(range(10, 18)), max_tokens=1, hold=True, root=ROOT))
+    bench.scheduler.submit(request("a", list(range(10, 18)), max_tokens=1, pin=True, root=ROOT))
     bench.step()
     bench.scheduler.submit(request("b", [5] * 7, max_tokens=6))
     for _ in range(4):
         bench.step()
     assert bench.scheduler.blocked
-    bench.scheduler.held.release("a")
+    bench.scheduler.pinned.release("a")
     assert len(bench.finish()["b"]) >= 3
 
 
@@ -629,16 +629,16 @@ def test_handoffs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
     budget = data.draw(st.sampled_from([3, 16, 64]))
     bench = Bench(total_blocks=data.draw(st.integers(6, 24)), max_batched_tokens=budget)
     scheduler, mirror = bench.scheduler, Mirror()
-    held: list[object] = []
+    pinned: list[object] = []
     reserved: list[object] = []
     prompts = [[base] * 3 + list(range(base, base + size)) for base in (10, 40, 70) for size in (2, 5, 9)]
     for number in range(data.draw(st.integers(5, 30))):
         prompt = data.draw(st.sampled_from(prompts))
         match data.draw(st.sampled_from([*ACTIONS, "step"])):
-            case "hold":
-                scheduler.submit(request(number, prompt, max_tokens=1, hold=True, root=ROOT))
-            case "release_held" if held:
-                assert scheduler.held.release(held.pop())
+            case "pin":
+                scheduler.submit(request(number, prompt, max_tokens=1, pin=True, root=ROOT))
+            case "release_pinned" if pinned:
+                assert scheduler.pinned.release(pinned.pop())
             case "reserve":
                 users = data.draw(st.integers(1, 2))
                 found = scheduler.reservations.reserve(names(prompt), users if len(prompt) % 4 else 0, users)
@@ -658,8 +658,8 @@ def test_handoffs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
             case _:
                 result = bench.step()
                 mirror.apply(list(result.events))
-                held += [one.key for one in result.held]
-        tables = [s.blocks for s in scheduler.running] + scheduler.held.tables
+                pinned += [one.key for one in result.pinned]
+        tables = [s.blocks for s in scheduler.running] + scheduler.pinned.tables
         waiting = {
             id(s.reservation): s.reservation for s in scheduler.queue._waiting.values() if s.reservation is not None
         }
@@ -667,8 +667,8 @@ def test_handoffs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
         check_pool(bench.blocks, tables)
     for key in list(scheduler._by_key):
         scheduler.cancel(key)
-    for key in scheduler.held.keys:
-        scheduler.held.release(key)
+    for key in scheduler.pinned.keys:
+        scheduler.pinned.release(key)
     for found, _ in reserved:  # type: ignore[misc, assignment]
         scheduler.reservations.release(found)
     assert scheduler_stats(scheduler).pinned_blocks == bench.blocks.used_blocks == 0

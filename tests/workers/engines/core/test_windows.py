@@ -184,7 +184,7 @@ def test_handoffs_are_refused() -> None:
     rig = Rig(8, 9)
     assert rig.engine.kv_transfer is None
     with pytest.raises(RequestError, match="--hybrid-kv-cache off"):
-        rig.engine.submit(request("a", prompt(9), hold=True))
+        rig.engine.submit(request("a", prompt(9), pin=True))
 
 
 def test_a_pool_smaller_than_a_window_is_refused() -> None:

@@ -24,9 +24,9 @@ from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.engine_protocol import (
     BlockReservation,
     EngineError,
-    HeldPrompt,
     MediaReservation,
     MediaSpan,
+    PinnedPrompt,
     RequestError,
     SequenceRequest,
     StepResult,
@@ -78,7 +78,9 @@ def steps(mock: ScheduledEngine, *requests: SequenceRequest) -> list[StepResult]
     while mock.has_work():
         result = mock.step()
         assert not result.failures
-        results.append(replace(result, held=list(result.held), started=list(result.started)))  # the engine's own lists
+        results.append(
+            replace(result, pinned=list(result.pinned), started=list(result.started))
+        )  # the engine's own lists
         assert len(results) < 1000, "it hangs"
     return results
 
@@ -105,25 +107,25 @@ def handed_off(
     source: ScheduledEngine, target: ScheduledEngine, item: SequenceRequest, tails: int = 1
 ) -> tuple[BlockReservation, int]:
     """Prefill in one, copy what it holds into the other: (adopted, first token)."""
-    item.hold = True
+    item.pin = True
     results = steps(source, item)
-    (held,) = (held for result in results for held in result.held)
+    (pinned,) = (pinned for result in results for pinned in result.pinned)
     (first,) = tokens(results)
-    return adopted(source, target, held, item, tails), first
+    return adopted(source, target, pinned, item, tails), first
 
 
 def adopted(
-    source: ScheduledEngine, target: ScheduledEngine, held: HeldPrompt, item: SequenceRequest, tails: int = 1
+    source: ScheduledEngine, target: ScheduledEngine, pinned: PinnedPrompt, item: SequenceRequest, tails: int = 1
 ) -> BlockReservation:
     digests = split(chain(pack_tokens(array("I", item.prompt)), SIZE, ROOT, item.extra))
     reservation = target.kv_transfer.reserve(digests, tails, max(1, tails))
     assert reservation is not None
     mine, theirs = source.memory()["kv"], target.memory()["kv"]
-    copy(mine, theirs, held.blocks[reservation.have : len(digests)], reservation.blocks[reservation.have :])
+    copy(mine, theirs, pinned.blocks[reservation.have : len(digests)], reservation.blocks[reservation.have :])
     for tail in reservation.tails:
-        copy(mine, theirs, held.blocks[len(digests) :], [tail])
+        copy(mine, theirs, pinned.blocks[len(digests) :], [tail])
     target.kv_transfer.adopt(reservation)
-    source.release_held(held.key)
+    source.release_pinned(pinned.key)
     return reservation
 
 

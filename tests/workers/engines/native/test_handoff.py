@@ -16,7 +16,7 @@ from penstock.schemas.transfer import Memory
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.engine_protocol import HeldPrompt, Output, RequestError, SequenceRequest
+from penstock.workers.engines.engine_protocol import Output, PinnedPrompt, RequestError, SequenceRequest
 from penstock.workers.engines.native.build import build, build_encoder
 from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
@@ -71,29 +71,29 @@ def generations(memory: Memory) -> list[int]:
     return list((ctypes.c_uint32 * memory.blocks).from_address(memory.generations))
 
 
-def prefilled(engine: ScheduledEngine, item: SequenceRequest) -> tuple[HeldPrompt, int]:
+def prefilled(engine: ScheduledEngine, item: SequenceRequest) -> tuple[PinnedPrompt, int]:
     """Compute the prompt and one token; the prompt's blocks stay held."""
-    item.hold = True
+    item.pin = True
     engine.submit(item)
     results = drain(engine)
-    (held,) = (held for result in results for held in result.held)
+    (pinned,) = (pinned for result in results for pinned in result.pinned)
     (output,) = (output for result in results for output in result.outputs)
     assert output.finish == "length"
-    return held, output.token
+    return pinned, output.token
 
 
 def handed_off(
-    source: ScheduledEngine, target: ScheduledEngine, held: HeldPrompt, digests: list[bytes], tail: bool
+    source: ScheduledEngine, target: ScheduledEngine, pinned: PinnedPrompt, digests: list[bytes], tail: bool
 ) -> SequenceRequest:
     """The held blocks in the target's pool, adopted; a request to be filled in."""
     reservation = target.kv_transfer.reserve(digests, int(tail), 1)
     assert reservation is not None
     mine, theirs = source.memory()["kv"], target.memory()["kv"]
     into = reservation.blocks + reservation.tails
-    copy(mine, theirs, held.blocks[reservation.have :], into[reservation.have :])
-    assert [generations(mine)[block] for block in held.blocks] == held.generations
+    copy(mine, theirs, pinned.blocks[reservation.have :], into[reservation.have :])
+    assert [generations(mine)[block] for block in pinned.blocks] == pinned.generations
     target.kv_transfer.adopt(reservation)
-    assert source.release_held(held.key)
+    assert source.release_pinned(pinned.key)
     item = request(0, (1,), 1)
     item.reservation = reservation
     return item
@@ -107,10 +107,10 @@ def test_a_prompt_prefilled_elsewhere_goes_on_as_if_here(
 ) -> None:
     words, whole, sampling = LONG[:length], whole_answer(length, temperature), Sampling(temperature, seed=7)
     target = demo(kv_blocks=48, speculative_model=speculative)
-    held, first = prefilled(source, request(0, words, 1, sampling, root=ROOT))
+    pinned, first = prefilled(source, request(0, words, 1, sampling, root=ROOT))
     assert first == whole[0]
     digests = split(chain(pack_tokens(array("I", words)), SIZE, ROOT))
-    item = handed_off(source, target, held, digests, length % SIZE > 0)
+    item = handed_off(source, target, pinned, digests, length % SIZE > 0)
     more = request(0, words, 16, sampling, root=ROOT, digests=digests, generated=[first], reservation=item.reservation)
     target.submit(more)
     results = drain(target)
@@ -190,9 +190,9 @@ def test_pictures_prefilled_elsewhere_go_on_without_their_embeddings() -> None:
     words, whole = prompt(1), expected(prompt(1), (1,))
     reservation = encoded(source, (1,))
     item = asking(0, words, reservation.slots, [1], count=1, root=ROOT)
-    held, first = prefilled(source, item)
+    pinned, first = prefilled(source, item)
     digests = split(chain(pack_tokens(array("I", words)), SIZE, ROOT, item.extra))
-    shell = handed_off(source, target, held, digests, True)
+    shell = handed_off(source, target, pinned, digests, True)
     more = asking(0, words, [()], [1], root=ROOT, generated=[first], reservation=shell.reservation)
     target.submit(more)
     assert [output.token for result in drain(target) for output in result.outputs] == whole[1:]
@@ -204,11 +204,11 @@ def test_pictures_that_are_lost_with_their_blocks_end_the_sequence_alone() -> No
     words = prompt(1)
     reservation = encoded(source, (1,))
     item = asking("seen", words, reservation.slots, [1], count=1, root=ROOT)
-    held, first = prefilled(source, item)
+    pinned, first = prefilled(source, item)
     digests = split(chain(pack_tokens(array("I", words)), SIZE, ROOT, item.extra))
     target.submit(request("other", LONG[:90], 100))
     outputs: list[Output] = list(target.step().outputs)
-    shell = handed_off(source, target, held, digests, True)
+    shell = handed_off(source, target, pinned, digests, True)
     target.submit(
         asking("seen", words, [()], [1], count=60, root=ROOT, generated=[first], reservation=shell.reservation)
     )

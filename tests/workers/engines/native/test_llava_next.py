@@ -127,10 +127,10 @@ def test_encode_prefill_and_decode_engines_answer_as_one_does(
             copy(encoder.memory()["embeds"], source.memory()["embeds"], mine, theirs)
         source.vision.adopt(reservation)
         item = asking(model, numbers, reservation.slots, 1, root=ROOT)
-        held, first = prefilled(source, item)
+        pinned, first = prefilled(source, item)
         words = prompt(model, numbers)
         names = split(chain(pack_tokens(array("I", words)), SIZE, ROOT, item.extra))
-        adopted = handed_off(source, target, held, names, len(words) % SIZE > 0)
+        adopted = handed_off(source, target, pinned, names, len(words) % SIZE > 0)
         more = asking(model, numbers, reservation.slots, root=ROOT, digests=names, generated=[first])
         more.reservation, more.media = adopted.reservation, []
         target.submit(more)

@@ -41,9 +41,9 @@ def test_a_long_answer_takes_less_memory_in_a_decode_engine_than_in_one_that_com
         alone = run(whole, [request(0, LONG, 24, root=ROOT)])
     (answer,) = tokens(alone).values()
     with allocated() as of_prefill:
-        held, first = prefilled(source, request(0, LONG, 1, root=ROOT))
+        pinned, first = prefilled(source, request(0, LONG, 1, root=ROOT))
     names = split(chain(pack_tokens(array("I", LONG)), SIZE, ROOT))
-    item = handed_off(source, target, held, names, len(LONG) % SIZE > 0)
+    item = handed_off(source, target, pinned, names, len(LONG) % SIZE > 0)
     more: Any = request(0, LONG, 24, root=ROOT, digests=names, generated=[first], reservation=item.reservation)
     target.submit(more)
     with allocated() as of_decode:

@@ -9,7 +9,7 @@ from penstock.infra.constraints.constraint_grammar import REGEX
 from penstock.infra.model.modeldir import TINY, load
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Sampling
-from penstock.workers.engines.engine_protocol import EngineError, HeldPrompt, RequestError, SequenceRequest
+from penstock.workers.engines.engine_protocol import EngineError, PinnedPrompt, RequestError, SequenceRequest
 from penstock.workers.engines.external import handoff_state
 from penstock.workers.engines.sglang import engine_inputs
 from penstock.workers.engines.sglang.engine_inputs import Address
@@ -20,21 +20,21 @@ PROMPT = WORDS[5:105]
 WHOLE = dict[tuple[int, ...], list[int]]
 
 
-def offered(source: Driver, request: SequenceRequest, name: str = "request-1:1:decode") -> HeldPrompt:
+def offered(source: Driver, request: SequenceRequest, name: str = "request-1:1:decode") -> PinnedPrompt:
     """What a prefill worker hands over: at once, and without a token."""
-    first = msgspec.structs.replace(request, key=("held", name), hold=True, handoff=name)
+    first = msgspec.structs.replace(request, key=("pinned", name), pin=True, handoff=name)
     source.engine.submit(first)
-    source.until(lambda: any(held.key == first.key for held in source.seen.held), "the offer")
-    (held,) = [held for held in source.seen.held if held.key == first.key]
-    assert held.opaque
+    source.until(lambda: any(pinned.key == first.key for pinned in source.seen.pinned), "the offer")
+    (pinned,) = [pinned for pinned in source.seen.pinned if pinned.key == first.key]
+    assert pinned.opaque
     assert source.seen.of(first.key) == []
-    return held
+    return pinned
 
 
 def carried_on(source: Driver, target: Driver, request: SequenceRequest, name: str = "request-1:1:decode") -> Seen:
-    held = offered(source, request, name)
-    seen = target.run(msgspec.structs.replace(request, opaque=held.opaque))
-    assert source.engine.release_held(held.key)
+    pinned = offered(source, request, name)
+    seen = target.run(msgspec.structs.replace(request, opaque=pinned.opaque))
+    assert source.engine.release_pinned(pinned.key)
     return seen
 
 
@@ -86,11 +86,11 @@ def test_each_choice_has_a_room_of_its_own(make: Make, pair: tuple[Driver, Drive
     alone = make()
     wanted = [alone.answer(ask(0, PROMPT, 6, drawn, choice=choice)) for choice in range(2)]
     for choice in (1, 0):
-        first = ask(("p", choice), PROMPT, 6, drawn, choice=choice, hold=not choice, handoff="n:1")
+        first = ask(("p", choice), PROMPT, 6, drawn, choice=choice, pin=not choice, handoff="n:1")
         source.engine.submit(first)
-    source.until(lambda: bool(source.seen.held), "the offer")
-    (held,) = source.seen.held
-    both = [ask(choice, PROMPT, 6, drawn, choice=choice, opaque=held.opaque) for choice in range(2)]
+    source.until(lambda: bool(source.seen.pinned), "the offer")
+    (pinned,) = source.seen.pinned
+    both = [ask(choice, PROMPT, 6, drawn, choice=choice, opaque=pinned.opaque) for choice in range(2)]
     seen = target.run(*both)
     assert [seen.tokens(choice) for choice in range(2)] == wanted
 
@@ -127,20 +127,23 @@ def test_without_a_state_that_can_be_used_the_attempt_is_given_back(make: Make, 
 
 def test_a_state_is_good_once_and_for_its_own_tokens(pair: tuple[Driver, Driver]) -> None:
     source, target = pair
-    held = offered(source, ask(0, PROMPT, 3))
-    for wrong in (ask(1, PROMPT[::-1], 3, opaque=held.opaque), ask(1, PROMPT, 3, generated=(7,), opaque=held.opaque)):
+    pinned = offered(source, ask(0, PROMPT, 3))
+    for wrong in (
+        ask(1, PROMPT[::-1], 3, opaque=pinned.opaque),
+        ask(1, PROMPT, 3, generated=(7,), opaque=pinned.opaque),
+    ):
         (failure,) = target.run(wrong).failures
         assert (failure.code, "other tokens" in failure.message) == (Code.transfer_failed, True)
-    assert len(target.run(ask(1, PROMPT, 3, opaque=held.opaque)).tokens(1)) == 3
-    (failure,) = target.run(ask(1, PROMPT, 3, opaque=held.opaque)).failures
+    assert len(target.run(ask(1, PROMPT, 3, opaque=pinned.opaque)).tokens(1)) == 3
+    (failure,) = target.run(ask(1, PROMPT, 3, opaque=pinned.opaque)).failures
     assert "used before" in failure.message
 
 
 def test_a_prefill_engine_that_is_gone_costs_the_attempt(pair: tuple[Driver, Driver]) -> None:
     source, target = pair
-    held = offered(source, ask(0, PROMPT, 3))
+    pinned = offered(source, ask(0, PROMPT, 3))
     source.engine.close()
-    (failure,) = target.run(ask(1, PROMPT, 3, opaque=held.opaque)).failures
+    (failure,) = target.run(ask(1, PROMPT, 3, opaque=pinned.opaque)).failures
     assert failure.code == Code.transfer_failed
 
 
@@ -159,11 +162,11 @@ def test_a_prompt_that_nobody_fetches_is_dropped_with_its_lease(
     """The decode worker died: the lease ends, and with it the request of the prefill engine."""
     monkeypatch.setattr("penstock.workers.engines.sglang.follower.RELEASED_S", 0.02)
     source, _ = pair
-    held = offered(source, ask(0, PROMPT, 3))
+    pinned = offered(source, ask(0, PROMPT, 3))
     assert source.engine.stats().pinned_blocks == 4
     assert len(scheduler(source)._jobs) == 1
-    assert source.engine.release_held(held.key)
-    assert not source.engine.release_held(held.key)
+    assert source.engine.release_pinned(pinned.key)
+    assert not source.engine.release_pinned(pinned.key)
     source.until(lambda: not scheduler(source)._jobs, "the abort")
     assert source.engine.stats().pinned_blocks == 0
 
@@ -172,19 +175,19 @@ def test_prompts_beyond_the_slots_are_not_handed_over_yet(make: Make) -> None:
     source, target = make(role="prefill", max_running=2), make(role="decode")
     requests = [ask(number, WORDS[number : number + 40], 2) for number in range(3)]
     for number, request in enumerate(requests):
-        first = msgspec.structs.replace(request, key=("p", number), hold=True, handoff=f"{number}:1")
+        first = msgspec.structs.replace(request, key=("p", number), pin=True, handoff=f"{number}:1")
         source.engine.submit(first)
-    source.until(lambda: len(source.seen.held) == 2, "two offers")
+    source.until(lambda: len(source.seen.pinned) == 2, "two offers")
     assert source.engine.stats().waiting == 1
-    target.run(msgspec.structs.replace(requests[0], opaque=source.seen.held[0].opaque))
-    source.until(lambda: len(source.seen.held) == 3, "the third")
+    target.run(msgspec.structs.replace(requests[0], opaque=source.seen.pinned[0].opaque))
+    source.until(lambda: len(source.seen.pinned) == 3, "the third")
 
 
 def test_a_prefill_engine_runs_nothing_alone_and_scores_nothing(make: Make) -> None:
     source = make(role="prefill")
     (failure,) = source.run(ask(0, PROMPT, 3)).failures
     assert failure.code == Code.transfer_failed
-    scored = ask(0, PROMPT, 3, Sampling(temperature=0.0, prompt_logprobs=1), score=1, hold=True, handoff="s:1")
+    scored = ask(0, PROMPT, 3, Sampling(temperature=0.0, prompt_logprobs=1), score=1, pin=True, handoff="s:1")
     with pytest.raises(RequestError, match="prompt_logprobs") as caught:
         source.engine.submit(scored)
     assert caught.value.code == Code.unsupported

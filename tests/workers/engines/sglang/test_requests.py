@@ -84,7 +84,7 @@ def test_salts_ranks_and_spans_are_passed_on() -> None:
     ("request_", "code"),
     [
         (ask(0, PROMPT, media=(MediaSpan(0, 2, b"d"),)), Code.unsupported),
-        (ask(0, PROMPT, hold=True), Code.unsupported),
+        (ask(0, PROMPT, pin=True), Code.unsupported),
         (ask(0, [1280]), Code.invalid_request),
     ],
 )

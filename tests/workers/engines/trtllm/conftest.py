@@ -13,7 +13,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.engine_protocol import Engine, Failure, HeldPrompt, Output, SequenceRequest, StepResult
+from penstock.workers.engines.engine_protocol import Engine, Failure, Output, PinnedPrompt, SequenceRequest, StepResult
 from tests import standins
 
 MODEL = modeldir.DEMO
@@ -92,7 +92,7 @@ class Results:
         self.outputs: dict[object, list[Output]] = {}
         self.cached: dict[object, int] = {}
         self.failures: dict[object, Failure] = {}
-        self.held: dict[object, HeldPrompt] = {}
+        self.pinned: dict[object, PinnedPrompt] = {}
         self.events: list[Any] = []
 
     def add(self, result: StepResult) -> None:
@@ -101,7 +101,7 @@ class Results:
             self.outputs.setdefault(output.key, []).append(output)
         self.cached |= dict(result.started)
         self.failures |= {failure.key: failure for failure in result.failures}
-        self.held |= {held.key: held for held in result.held}
+        self.pinned |= {pinned.key: pinned for pinned in result.pinned}
         self.events += result.events
 
     def tokens(self, key: object) -> list[int]:

@@ -17,11 +17,11 @@ PROMPT = [100 + (7 * n) % 300 for n in range(3 * BLOCK + 5)]
 def prefilled(engine: Any, key: str = "p", sampling: Sampling = GREEDY, **more: Any) -> tuple[list[int], bytes]:
     """First token and state."""
     generated = more.get("generated", ())
-    results = run(engine, ask(key, PROMPT, len(generated) + 1, sampling, hold=True, ignore_eos=True, **more))
+    results = run(engine, ask(key, PROMPT, len(generated) + 1, sampling, pin=True, ignore_eos=True, **more))
     assert results.finish(key) == "length"
-    held = results.held[key]
-    assert (held.blocks, held.generations) == ([], [])
-    return results.tokens(key), held.opaque
+    pinned = results.pinned[key]
+    assert (pinned.blocks, pinned.generations) == ([], [])
+    return results.tokens(key), pinned.opaque
 
 
 def went_on(engine: Any, first: list[int], opaque: bytes, **more: Any) -> Results:
@@ -55,12 +55,12 @@ def test_what_was_generated_before_is_part_of_the_prompt(make: Make, whole: list
     assert went_on(decode, first, opaque, generated=whole[:4]).tokens("d") == whole[5:]
 
 
-def test_the_blocks_of_a_held_prompt_are_counted_until_it_is_dropped(make: Make) -> None:
+def test_the_blocks_of_a_pinned_prompt_are_counted_until_it_is_dropped(make: Make) -> None:
     prefill = make(role="prefill")
     prefilled(prefill)
     assert prefill.stats().pinned_blocks == 4
-    assert prefill.release_held("p")
-    assert not prefill.release_held("p")
+    assert prefill.release_pinned("p")
+    assert not prefill.release_pinned("p")
     assert prefill.stats().pinned_blocks == 0
 
 
@@ -124,12 +124,12 @@ def test_a_cancel_while_kv_is_fetched_waits_for_that(make: Make, monkeypatch: An
 
 def test_an_answer_that_ends_with_its_first_token_is_over(make: Make, whole: list[int]) -> None:
     prefill = make(role="prefill")
-    results = run(prefill, ask("p", PROMPT, 1, hold=True, token_ids=(whole[0],), ignore_eos=True))
+    results = run(prefill, ask("p", PROMPT, 1, pin=True, token_ids=(whole[0],), ignore_eos=True))
     assert (results.tokens("p"), results.finish("p")) == (whole[:1], "stop")
 
 
 def test_choices_that_hold_nothing_get_their_first_token_the_ordinary_way(make: Make, whole: list[int]) -> None:
     prefill = make(role="prefill")
-    results = run(prefill, ask("h", PROMPT, 1, hold=True), ask("o", PROMPT, 1))
+    results = run(prefill, ask("h", PROMPT, 1, pin=True), ask("o", PROMPT, 1))
     assert results.tokens("h") == results.tokens("o") == whole[:1]
-    assert set(results.held) == {"h"}
+    assert set(results.pinned) == {"h"}

@@ -202,10 +202,10 @@ def test_kv_that_never_comes_fails_its_request_alone(make: Make, monkeypatch: py
 
     monkeypatch.setattr(follower, "FETCH_MORE_S", 0.1)
     source, target = make(role="prefill"), make(role="decode", handoff_lease_s=1.0)
-    results = run(source, ask("a", PROMPT, 1, hold=True, ignore_eos=True))
-    (held,) = results.held.values()
+    results = run(source, ask("a", PROMPT, 1, pin=True, ignore_eos=True))
+    (pinned,) = results.pinned.values()
     hooks.hold(llm_of(target))
-    target.submit(ask("a", PROMPT, 8, generated=results.tokens("a"), opaque=held.opaque, ignore_eos=True))
+    target.submit(ask("a", PROMPT, 8, generated=results.tokens("a"), opaque=pinned.opaque, ignore_eos=True))
     results = until(target, lambda results: "a" in results.failures)
     assert results.failures["a"].code == "transfer_failed"
     hooks.free(llm_of(target))

@@ -147,9 +147,9 @@ def test_a_cancelled_sequence_is_aborted_in_the_engine(make: Make) -> None:
 def test_a_token_that_is_drawn_anew_and_differs_is_gone_on_behind(make: Make) -> None:
     """The prefill engine drew a token that this one does not: the answer goes on behind that token, not its own."""
     source, target = make(role="prefill"), make(role="decode")
-    held, first = prefilled(source, ask("h", PROMPT, 12))
+    pinned, first = prefilled(source, ask("h", PROMPT, 12))
     other = next(token for token in range(50, 60) if token != first)
-    state = msgspec.msgpack.decode(held.opaque, type=handoff_state.HandoffState)
+    state = msgspec.msgpack.decode(pinned.opaque, type=handoff_state.HandoffState)
     opaque = msgspec.msgpack.encode(msgspec.structs.replace(state, first=[other]))
     whole = target.answer(ask(0, PROMPT, 12, generated=[other], base=b"r" * 16))
     generate, core, running = inner(target).generate, inner(target)._standin, []
@@ -170,17 +170,17 @@ def test_a_drawn_answer_goes_on_elsewhere_as_one_engine_would_have_drawn_it(make
     source, target = make(role="prefill"), make(role="decode")
     drawn = Sampling(temperature=0.9, seed=11)
     whole = target.answer(ask(0, PROMPT, 12, drawn, base=b"r" * 16))
-    held, first = prefilled(source, ask("h", PROMPT, 12, drawn))
-    seen = target.run(ask(1, PROMPT, 12, drawn, generated=[first], opaque=held.opaque))
+    pinned, first = prefilled(source, ask("h", PROMPT, 12, drawn))
+    seen = target.run(ask(1, PROMPT, 12, drawn, generated=[first], opaque=pinned.opaque))
     assert [first, *seen.tokens(1)] == whole
 
 
 def test_kv_is_let_go_of_when_fetched_and_when_its_lease_runs_out(make: Make) -> None:
     source, target = make(role="prefill", handoff_lease_s=1.0), make(role="decode")
     core = inner(source)._standin
-    held, first = prefilled(source, ask("h", PROMPT))
+    pinned, first = prefilled(source, ask("h", PROMPT))
     assert len(core.offers) == 1
-    target.run(ask(0, PROMPT, generated=[first], opaque=held.opaque))
+    target.run(ask(0, PROMPT, generated=[first], opaque=pinned.opaque))
     assert core.offers == {}
     assert core.pool.usage == 0.0
     prefilled(source, ask("i", PROMPT))
@@ -190,9 +190,9 @@ def test_kv_is_let_go_of_when_fetched_and_when_its_lease_runs_out(make: Make) ->
 def test_a_prefill_engine_that_is_gone_costs_a_computation(make: Make) -> None:
     source, target = make(role="prefill"), make(role="decode")
     whole = target.answer(ask(0, PROMPT, base=b"r" * 16))
-    held, first = prefilled(source, ask("h", PROMPT))
+    pinned, first = prefilled(source, ask("h", PROMPT))
     source.engine.close()
-    seen = target.run(ask(1, PROMPT, generated=[first], opaque=held.opaque))
+    seen = target.run(ask(1, PROMPT, generated=[first], opaque=pinned.opaque))
     assert (seen.failures, seen.tokens(1)) == ([], whole[1:])
 
 

@@ -173,7 +173,7 @@ def ask(**changes: Any) -> SequenceRequest:
 
 
 def test_a_prefill_worker_computes_one_token_and_keeps_the_kv() -> None:
-    found = prepare(ask(hold=True, generated=[6]), INFO, OPTIONS, ConsumedStates())
+    found = prepare(ask(pin=True, generated=[6]), INFO, OPTIONS, ConsumedStates())
     assert found.prompt == {"prompt_token_ids": [5] * 20 + [6]}
     assert found.sampling["max_tokens"] == 1
     assert found.sampling["extra_args"]["kv_transfer_params"]["do_remote_decode"]
@@ -212,7 +212,7 @@ def test_what_it_cannot_do_is_refused(changes: dict[str, Any], code: Code) -> No
         check(ask(**changes), INFO, OPTIONS)
     assert caught.value.code == code
     with pytest.raises(RequestError, match="--role prefill"):
-        check(ask(hold=True), INFO, VllmOptions(b"r" * 16))
+        check(ask(pin=True), INFO, VllmOptions(b"r" * 16))
 
 
 @pytest.mark.parametrize(("ranks", "rank", "given"), [(1, 0, None), (4, 0, 0), (4, 3, 3)])
