@@ -107,6 +107,8 @@ class Membership:
         lost: called when this router owns or places less.
 
     Attributes:
+        own: the models that this router owns; ``REST`` is one.
+        owners: the router of each model with workers, as this one sees it.
         shared: the bucket exists; without it every router works for itself.
     """
 
@@ -136,8 +138,8 @@ class Membership:
         self._seen: dict[str, _Seen] = {}
         self._broken: dict[Link, None] = {}
         self._names: Mapping[str, str] = {}
-        self._owners: dict[str, str] = {}
-        self._own: frozenset[str] = frozenset({REST})
+        self.owners: dict[str, str] = {}
+        self.own: frozenset[str] = frozenset({REST})
         self._shares = False  # all routers place the requests of what this one owns
         self._everyones: frozenset[str] = frozenset()  # models whose requests all routers place
         self._helped_at = float("-inf")  # when all routers placed requests of this one's models, monotonic
@@ -153,7 +155,7 @@ class Membership:
     @property
     def reads(self) -> bool:
         """Whether this router reads requests from the log."""
-        return bool(self._own or self._everyones)
+        return bool(self.own or self._everyones)
 
     @property
     def alone(self) -> bool:
@@ -167,7 +169,7 @@ class Membership:
         """
         if not self.shared or not self._seen:
             return self._id
-        return self._owners.get(self._names.get(name, REST), self._id)
+        return self.owners.get(self._names.get(name, REST), self._id)
 
     def owns(self, name: str) -> bool:
         return self.owner(name) == self._id
@@ -186,7 +188,7 @@ class Membership:
         """Start or stop sharing: all routers place the requests of the models that this one owns."""
         if shares != self._shares:
             self._shares, self._changed = shares, True
-            if models := sorted(self._own - {REST}):
+            if models := sorted(self.own - {REST}):
                 log.info("requests_shared", shared=shares, models=models)
             self._update()
 
@@ -270,7 +272,7 @@ class Membership:
 
     def _member(self) -> Member:
         nc = self._bus.nc
-        models = tuple(sorted(self._own - {REST}))
+        models = tuple(sorted(self.own - {REST}))
         server, shares = self._bus.server, models if self._shares else ()
         return Member(self._id, self._since_ns, models, server, int(nc.client_id), shares)
 
@@ -323,16 +325,16 @@ class Membership:
         if self._stopped:
             return
         self._names = self._models()
-        before, before_everyones = self._own, self._everyones
+        before, before_everyones = self.own, self._everyones
         for _ in range(ROUNDS):  # the models that this router owns are an input, too
             members = [seen.member for seen in self._seen.values()] + [self._member()]
             owners = assign(frozenset(self._names.values()), members)
             owners[REST] = default_owner(owners, members)
-            self._owners, own = owners, frozenset(model for model, router in owners.items() if router == self._id)
-            if own == self._own:
+            self.owners, own = owners, frozenset(model for model, router in owners.items() if router == self._id)
+            if own == self.own:
                 break
-            self._own = own
-        own = self._own
+            self.own = own
+        own = self.own
         members = [seen.member for seen in self._seen.values()] + [self._member()]
         self._everyones = everyones = frozenset(model for member in members for model in member.shares)
         if own != before:

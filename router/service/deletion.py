@@ -40,17 +40,19 @@ class Deletion:
     """
     Attributes:
         deleted: the requests that were deleted lately.
+        eraser: overwrites their messages.
+        clean_server: id of the broker's server at which everything of them was gone; "": none yet.
     """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._eraser = Eraser(bus)
+        self.eraser = Eraser(bus)
         self._waiting = 0
         self.deleted = DeletedRequests(bus)
         self._back: dict[tuple[str, int], str] = {}  # (stream, sequence) -> request
         self._all_due = True  # look for messages of all that were deleted lately
         self._due = asyncio.Event()
-        self._server = ""  # at which everything of them was gone
+        self.clean_server = ""  # at which everything of them was gone
 
     async def open(self, tasks: Tasks) -> None:
         """Learn which requests were deleted. Before the log is read, or their jobs would be placed again."""
@@ -82,7 +84,7 @@ class Deletion:
         try:
             ended = await find_ended(self._bus, request_id)
             if ended is not None:
-                await forget_messages(self._bus, [ended], self._eraser)
+                await forget_messages(self._bus, [ended], self.eraser)
                 log.info("request_deleted", request=request_id)
             return ""
         except ReplicaAway as away:
@@ -113,7 +115,7 @@ class Deletion:
         self._due.set()
 
     async def _reconnected(self) -> None:
-        if self._bus.server != self._server:
+        if self._bus.server != self.clean_server:
             self._look_at_all()
 
     async def _erase_again_forever(self) -> None:
@@ -152,7 +154,7 @@ class Deletion:
         if left:
             self._all_due = True
         else:
-            self._server = server
+            self.clean_server = server
         return left
 
     async def _erase_noted(self, request: str, note: Note) -> None:
@@ -185,5 +187,5 @@ class Deletion:
 
     async def _erase_found(self, stream: str, seq: int, request: str) -> None:
         noted_s = self.deleted.noted_s(request)
-        await self._eraser.erase(stream, seq, everywhere=noted_s is not None and noted_s < AWAY_S)
+        await self.eraser.erase(stream, seq, everywhere=noted_s is not None and noted_s < AWAY_S)
         log.info("deleted_request_erased_again", request=request, stream=stream, seq=seq)

@@ -56,39 +56,51 @@ DEFERRAL_NS = 2_000_000_000  # until the broker delivers a request again for whi
 
 
 class Router:
-    """Works by itself after ``open``; ``close`` returns the requests that are not placed to the broker."""
+    """Works by itself after ``open``; ``close`` returns the requests that are not placed to the broker.
+
+    Attributes:
+        cluster: the workers and what they have to do, folded from the log.
+        decider: chooses the targets of a request.
+        held: requests without a target that has room, with the ``tenants``' weights among them.
+        intake: reads the requests of the models that this router owns.
+        terminal: publishes the ends of requests that no worker ends.
+        recovery: requests whose worker was lost, hangs or is late.
+        deletion: requests that were deleted.
+        maintenance: what is done at intervals.
+        memory: the streams in memory storage.
+    """
 
     def __init__(self, bus: Bus, publisher: Publisher, settings: RouterSettings, metrics: Metrics) -> None:
         self.id = f"{settings.name or 'router'}-{secrets.token_hex(4)}"
         self._bus = bus
         self._publisher = publisher
         self._settings = settings
-        self._metrics = metrics
+        self.metrics = metrics
         self._cancels: OrderedDict[str, str] = OrderedDict()  # request -> reason
         self._time_slice = TimeSlice()
         self._placing_held = False
         self._placed = 0  # jobs sent by this router
         self.tasks = bus.tasks.group("router")
         self._background = BackgroundTasks(bus, self.tasks)
-        self._memory = MemoryStreams(bus)
-        self._deletion = Deletion(bus)
-        self.cluster = ClusterState(bus, settings, self._deletion.deleted, self._deletion.came_back)
-        self._deletion.deleted.noted = self.cluster.forget
-        self._decider = Decider(self.cluster, settings, metrics)
-        self._tenants = TenantWeights(bus)
-        self._held = self._make_held()
+        self.memory = MemoryStreams(bus)
+        self.deletion = Deletion(bus)
+        self.cluster = ClusterState(bus, settings, self.deletion.deleted, self.deletion.came_back)
+        self.deletion.deleted.noted = self.cluster.forget
+        self.decider = Decider(self.cluster, settings, metrics)
+        self.tenants = TenantWeights(bus)
+        self.held = self._make_held()
         self.intake = self._make_intake()
         self.cluster.places = self.intake.places
         self.cluster.disconnects.link_broke = self.intake.membership.link_broke
-        self._terminal = TerminalPublisher(
+        self.terminal = TerminalPublisher(
             bus, publisher, self.id, cluster=self.cluster, background=self._background, metrics=metrics
         )
-        self._recovery = Recovery(
+        self.recovery = Recovery(
             bus,
             publisher,
             self.id,
             cluster=self.cluster,
-            terminal=self._terminal,
+            terminal=self.terminal,
             background=self._background,
             metrics=metrics,
             max_attempts=settings.max_attempts,
@@ -96,13 +108,13 @@ class Router:
             misses_output=self._misses_output,
             place=self.place,
         )
-        self._maintenance = Maintenance(
+        self.maintenance = Maintenance(
             bus,
             publisher,
             settings,
             cluster=self.cluster,
-            held=self._held,
-            terminal=self._terminal,
+            held=self.held,
+            terminal=self.terminal,
             background=self._background,
             metrics=metrics,
             place=self.place,
@@ -113,10 +125,10 @@ class Router:
         settings, cluster = self._settings, self.cluster
         order = HeldOrder[PendingRequest](
             cluster.tracker,
-            self._decider.arrays,
+            self.decider.arrays,
             cluster.caches.overlaps,
             by_size=settings.mode == "kv",
-            weights=self._tenants.weights,
+            weights=self.tenants.weights,
         )
         limit = settings.local_prefill_tokens
         return HeldRequests(settings.max_pending, LOCAL_PREFILL_TOKENS if limit < 0 else limit, order)
@@ -126,9 +138,9 @@ class Router:
             self._bus,
             self.id,
             tracker=self.cluster.tracker,
-            held=self._held,
+            held=self.held,
             background=self._background,
-            handle=self._on_request,
+            handle=self.on_request,
             space=self._space,
             placed=lambda: self._placed,
             placed_by_all=lambda: self.cluster.positions().work,
@@ -142,9 +154,9 @@ class Router:
         Raises:
             ServingError: a stream or the workers bucket cannot be read.
         """
-        recovery = self._recovery
-        await self._memory.open()
-        await self._deletion.open(self.tasks)
+        recovery = self.recovery
+        await self.memory.open()
+        await self.deletion.open(self.tasks)
         await self.cluster.start(
             ClusterListener(
                 self._place_held_soon,
@@ -154,37 +166,37 @@ class Router:
             )
         )
         self.tasks.spawn(recovery.scan(), name="recovery")
-        self.tasks.spawn(self._tenants.start(), name="tenant-weights")
-        self._maintenance.start(self.tasks)
+        self.tasks.spawn(self.tenants.start(), name="tenant-weights")
+        self.maintenance.start(self.tasks)
         stalled_after_s = self._settings.stalled_after_s
         if stalled_after_s:
-            watching = watch(self._bus, self.cluster, self._metrics, stalled_after_s, recovery.on_stalled)
+            watching = watch(self._bus, self.cluster, self.metrics, stalled_after_s, recovery.on_stalled)
             self.tasks.spawn(watching, name="watchdog")
         if self._settings.resteer_after_s:
             resteering = resteer(self._bus, self.cluster, self._settings.resteer_after_s, recovery.on_late)
             self.tasks.spawn(resteering, name="resteering")
         await self.intake.start(self.tasks)
-        await self._deletion.start(self.tasks)
+        await self.deletion.start(self.tasks)
         log.info("router_open", router=self.id, mode=self._settings.mode)
 
     async def close(self) -> None:
         await self.intake.stop()  # otherwise the requests that are returned below would come here again
-        await self._terminal.drain(DRAIN_S)
+        await self.terminal.drain(DRAIN_S)
         await self.tasks.aclose()
-        for pending in self._held:
+        for pending in self.held:
             if pending.reply and self._bus.connected:
                 await self._bus.nc.publish(pending.reply, NAK)
-        await self._tenants.stop()
-        await self._deletion.stop()
+        await self.tenants.stop()
+        await self.deletion.stop()
         await self.cluster.stop()
 
     def _space(self, priority: Priority) -> int:
         """Further requests of a class that may be read from the log."""
-        return 0 if self._maintenance.work_is_full else self._held.space(priority)
+        return 0 if self.maintenance.work_is_full else self.held.space(priority)
 
     # The way of a request: decode, check, decide, publish its job or hold it, acknowledge.
 
-    async def _on_request(self, message: Any) -> None:
+    async def on_request(self, message: Any) -> None:
         """Place a request as it comes from the log, for the first time or redelivered."""
         try:
             request = requests.decode(message.data)
@@ -192,8 +204,8 @@ class Router:
             log.error("request_unreadable", subject=message.subject, error=str(error))
             await self._bus.nc.publish(message.reply, TERM)
             return
-        if request.id in self._deletion.deleted:  # it comes again until it is gone
-            self._deletion.came_back(self._bus.subjects.stream("REQUESTS"), sequence(message.reply), request.id)
+        if request.id in self.deletion.deleted:  # it comes again until it is gone
+            self.deletion.came_back(self._bus.subjects.stream("REQUESTS"), sequence(message.reply), request.id)
             return
         if not self.intake.places(request.model):  # passed on by a router that takes this one for the owner
             await self.cluster.fold_unowned()
@@ -204,7 +216,7 @@ class Router:
         if active is not None or self.cluster.tracker.ended(request.id):  # its acknowledgement was lost
             await self._bus.nc.publish(message.reply, ACK)
             return
-        if request.id in self._terminal.ending or self._held.delivered_again(request.id, message.reply):
+        if request.id in self.terminal.ending or self.held.delivered_again(request.id, message.reply):
             return
         await self.place(PendingRequest(request, message.data, message.reply, self._bus.clock.now_ns()))
         await self._time_slice.yield_if_spent()
@@ -226,7 +238,7 @@ class Router:
             if pending.suspect is Standing.poisonous:
                 self._end_poisonous(pending)
                 return True
-            if not held and self._settings.mode == "kv" and self._held.is_waiting(pending):
+            if not held and self._settings.mode == "kv" and self.held.is_waiting(pending):
                 self._hold(pending)
                 self._place_held_soon()  # it may be due before those
                 return False
@@ -235,21 +247,21 @@ class Router:
                 return False
             keys = keys_view(request.digests)
             waited_s = max(0, now_ns - request.created_ns) / 1e9 if held else None
-            decision, inputs = self._decider.decide(
+            decision, inputs = self.decider.decide(
                 pending,
                 keys,
                 now_ns,
-                held=len(self._held),
+                held=len(self.held),
                 waited_s=waited_s,
                 part=self.intake.part(request.model),
             )
-            self._metrics.decision.observe((self._bus.clock.now_ns() - now_ns) / 1e9)
+            self.metrics.decision.observe((self._bus.clock.now_ns() - now_ns) / 1e9)
             if decision.route and all(stage.worker != pending.gone for stage in decision.route):
                 await self._publish_job(pending, decision, inputs, keys, now_ns)
                 return True
             if decision.code is not None and not decision.route:
                 message = f"no worker can ever run this request: {describe(decision.reason)}"
-                self._terminal.end(pending, decision.code, message)
+                self.terminal.end(pending, decision.code, message)
                 return True
             self._hold(pending)
             return False
@@ -262,15 +274,15 @@ class Router:
             log.exception("placement_failed", request=request.id)
             self.cluster.tracker.release(request.id, pending.attempt)
             what = f"the router could not place the request ({type(error).__name__}); its log has the details"
-            self._terminal.end(pending, Code.internal, what)
+            self.terminal.end(pending, Code.internal, what)
             return True
 
     def _misses_content(self, pending: PendingRequest) -> bool:
         """Whether a broker without a cluster has just restarted, and this request is from before."""
         request = pending.request
-        if not request.no_store or not self._memory.settling:
+        if not request.no_store or not self.memory.settling:
             return False
-        return self._memory.misses(stored_ns(pending.reply)) if pending.reply else self._misses_output(request.id)
+        return self.memory.misses(stored_ns(pending.reply)) if pending.reply else self._misses_output(request.id)
 
     def _misses_output(self, request_id: str) -> bool:
         """The same by a request's id, whose time is by its gateway's clock."""
@@ -278,7 +290,7 @@ class Router:
             made_ns = time_of(request_id)
         except ValueError:
             made_ns = 0
-        return self._memory.misses(made_ns - CLOCK_SKEW_NS)
+        return self.memory.misses(made_ns - CLOCK_SKEW_NS)
 
     def _must_wait(self, pending: PendingRequest, now_ns: int) -> bool:
         """Look how a request may run, and whether it has to wait for that."""
@@ -296,7 +308,7 @@ class Router:
 
     def _end_poisonous(self, pending: PendingRequest) -> None:
         crashes = self.cluster.returned.crashes(pending.request.id)
-        self._terminal.end(
+        self.terminal.end(
             pending,
             Code.poisoned_request,
             f"{crashes} workers crashed while they ran this request, the last one while it ran nothing else: it is not "
@@ -313,10 +325,10 @@ class Router:
                 self._background.acknowledge(pending.reply, ACK)
             return True
         if request.id in self._cancels:
-            self._terminal.end(pending, Code.cancelled, self._cancels[request.id])
+            self.terminal.end(pending, Code.cancelled, self._cancels[request.id])
             return True
         if now_ns >= request.deadline_ns:
-            self._terminal.end(pending, Code.deadline_exceeded, "the deadline passed before a worker was free")
+            self.terminal.end(pending, Code.deadline_exceeded, "the deadline passed before a worker was free")
             return True
         return False
 
@@ -346,7 +358,7 @@ class Router:
         load = build_load(pending, decision, prefill)
         suspect = pending.suspect.value
         self.cluster.admit(request.id, attempt, decision.route, load, keys, now_ns, suspect=suspect)
-        self._decider.sent(request, decision.route)
+        self.decider.sent(request, decision.route)
         try:
             body, part = await self._encode(request, job, now_ns)
             if request.no_store and (worker := self.cluster.tracker.worker(first.worker)) is not None and worker.inbox:
@@ -367,10 +379,10 @@ class Router:
             )
         except ServingError as failure:  # too large for a message, together with all that was streamed so far
             self.cluster.tracker.release(request.id, attempt)
-            self._terminal.end(pending, failure.code, failure.message)
+            self.terminal.end(pending, failure.code, failure.message)
             return
         self._placed += 1
-        metrics = self._metrics
+        metrics = self.metrics
         metrics.decisions.labels(pending.reason.partition(":")[0]).inc()
         metrics.routes.labels(decision.kind, "yes" if first.role == ENCODE else "no").inc()
         metrics.overlap.inc(load.cached_tokens)
@@ -406,7 +418,7 @@ class Router:
     def _hold(self, pending: PendingRequest) -> None:
         request, tracker = pending.request, self.cluster.tracker
         now_ns = self._bus.clock.now_ns()
-        if not self._held.hold(pending, len(tracker.serving(request.model)), tracker.size, now_ns):
+        if not self.held.hold(pending, len(tracker.serving(request.model)), tracker.size, now_ns):
             delay_ns = min(DEFERRAL_NS, max(1, request.deadline_ns - now_ns))
             self._background.acknowledge(pending.reply, NAK + b' {"delay": %d}' % delay_ns)
 
@@ -417,23 +429,23 @@ class Router:
 
     async def _recover_taken_over(self) -> None:
         await self.cluster.folded()
-        await self._recovery.scan_now()
+        await self.recovery.scan_now()
 
     def _place_held_soon(self) -> None:
         """Workers may have capacity again: try once per turn of the event loop, not once per event."""
-        if not self._placing_held and len(self._held):
+        if not self._placing_held and len(self.held):
             self._placing_held = True
             self.tasks.spawn(self._place_held(), name="place-held")
 
     async def _place_held(self) -> None:
         """Place held requests, the next of all lanes first, and from each lane until none has a worker."""
         self._placing_held = False
-        heads = self._held.heads() if self.cluster.tracker.has_capacity() else []
+        heads = self.held.heads() if self.cluster.tracker.has_capacity() else []
         heapq.heapify(heads)
         while heads:
             _, lane = heapq.heappop(heads)
             if await self._place_next(lane):
-                turn = self._held.turn(lane)
+                turn = self.held.turn(lane)
                 if turn is not None:
                     heapq.heappush(heads, (turn, lane))
             await self._time_slice.yield_if_spent()
@@ -441,10 +453,10 @@ class Router:
 
     async def _place_next(self, lane: str) -> bool:
         """Place the next held request of a lane that has a worker; False: none has."""
-        for pending in self._held.candidates(lane, self._bus.clock.now_ns()):
+        for pending in self.held.candidates(lane, self._bus.clock.now_ns()):
             if self._must_wait(pending, self._bus.clock.now_ns()):
                 continue
-            if self._held.take(pending.request.id) is not None and await self.place(pending, held=True):
+            if self.held.take(pending.request.id) is not None and await self.place(pending, held=True):
                 return True
             await self._time_slice.yield_if_spent()
         return False
@@ -454,7 +466,7 @@ class Router:
         self._cancels.setdefault(request_id, reason[:LONGEST_REASON])
         if len(self._cancels) > CANCELS_REMEMBERED:
             self._cancels.popitem(last=False)
-        pending = self._held.remove(request_id)
+        pending = self.held.remove(request_id)
         if pending is not None:
             await self.place(pending, held=True)
 

@@ -75,6 +75,9 @@ class ClusterState:
     Args:
         deleted: requests whose jobs do not count, since they were deleted.
         came_back: called with stream, sequence and request of their messages.
+    Attributes:
+        registry: the workers that are registered.
+        removal: removes the registrations of those that are lost.
     """
 
     def __init__(
@@ -94,8 +97,8 @@ class ClusterState:
         self.caches = Caches(
             bus, settings, self.tasks, is_registered=self._is_registered, folded=self._on_kv, loaded=self._on_loaded
         )
-        self._registry = WorkerRegistry(bus, joined=self._on_joined, left=self._on_left, renewed=self._on_renewed)
-        self._removal = RegistrationRemoval(bus, self._registry, self.tasks)
+        self.registry = WorkerRegistry(bus, joined=self._on_joined, left=self._on_left, renewed=self._on_renewed)
+        self.removal = RegistrationRemoval(bus, self.registry, self.tasks)
         self.disconnects = DisconnectWatch(self._is_worker_connection)
         self._work = self._tail("WORK", "work", self._on_work)
         self._done = self._tail("DONE", "done", self._on_done)
@@ -142,7 +145,7 @@ class ClusterState:
             starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
         # Workers before jobs: jobs are counted in blocks of their worker's size.
         await self.caches.start(now_ns)
-        await self._following.enter_async_context(self._registry)
+        await self._following.enter_async_context(self.registry)
         self.caches.forget_unregistered()
         # Ends before beginnings: a request that is known to be over never counts as active.
         for name, tail in (("done", self._done), ("returned", self._returned), ("work", self._work)):
@@ -182,10 +185,10 @@ class ClusterState:
 
     async def maintain(self, now_ns: int) -> None:
         """Expire leases, broken connections and overdue requests, and clean up; a few times a second."""
-        self._registry.expire()
-        self._removal.purge_ended()
+        self.registry.expire()
+        self.removal.purge_ended()
         if expired := self.disconnects.expired(time.monotonic()):
-            self._removal.remove_connections(frozenset(expired))
+            self.removal.remove_connections(frozenset(expired))
         self.tracker.expire(now_ns - OVERDUE_NS, EXPIRE_REQUESTS)
         await self.caches.maintain(now_ns / 1e9)
         self.tracker.loads.sweep(SWEEP_BLOCKS)
@@ -198,7 +201,7 @@ class ClusterState:
         slow = self.stalled | self.late
         if not broken:
             return slow
-        workers = self._registry.members.items()
+        workers = self.registry.members.items()
         return slow | {name for name, worker in workers if worker.registration.connection in broken}
 
     def steps(self) -> dict[str, tuple[int, int]]:
@@ -206,13 +209,13 @@ class ClusterState:
 
         Thousands may have none, and engines without work make no steps.
         """
-        found = map(self._registry.members.get, self.tracker.busy() | self.stalled)
+        found = map(self.registry.members.get, self.tracker.busy() | self.stalled)
         members = (member.registration for member in found if member is not None)
         return {each.worker: (each.epoch, each.load.steps) for each in members}
 
     def registrations(self) -> list[fleet.Registration]:
         """All workers, with their load as of the last renewal."""
-        return [member.registration for member in self._registry.members.values()]
+        return [member.registration for member in self.registry.members.values()]
 
     def is_back(self, worker: str) -> bool:
         """Whether a worker that was lost is registered again, with nothing to report of its last life.
@@ -222,7 +225,7 @@ class ClusterState:
         name, before = worker.rpartition("-")[0], time.monotonic() - REPORTED_S
         return any(
             each.registration.name == name and id != worker and each.joined_at < before
-            for id, each in self._registry.members.items()
+            for id, each in self.registry.members.items()
         )
 
     def admit(
@@ -370,7 +373,7 @@ class ClusterState:
             self.returned.add(request, attempt, entry.headers.get(HEADER_CRASHED, ""))
         self._listener.attempt_returned(request, attempt, reason)
         if worker := entry.headers.get(HEADER_GONE):
-            self._removal.remove_ended(worker)
+            self.removal.remove_ended(worker)
 
     def _on_kv(self, batch: kv.KvBatch) -> None:
         target_id, computed = (batch.worker, batch.rank), False
@@ -401,7 +404,7 @@ class ClusterState:
         return self.tracker.worker(worker) is not None
 
     def _is_worker_connection(self, connection: str) -> bool:
-        return any(worker.registration.connection == connection for worker in self._registry.members.values())
+        return any(worker.registration.connection == connection for worker in self.registry.members.values())
 
     def _on_joined(self, worker: RegisteredWorker) -> None:
         registration = worker.registration

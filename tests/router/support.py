@@ -38,7 +38,7 @@ class Routing:
 
     @property
     def waiting(self) -> list[str]:
-        return [pending.request.id for pending in self.router._held]
+        return [pending.request.id for pending in self.router.held]
 
     @property
     def unfinished(self) -> dict[str, tuple[int, str]]:

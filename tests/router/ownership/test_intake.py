@@ -65,7 +65,7 @@ async def test_requests_are_placed_after_the_brokers_store_was_lost(
             await clients.placed(asked)
         assert not any("REQUESTS" in line for line in await apply(bus.nc, streams))
         if not restarted:  # a verdict on its message would be one on a message of the new stream
-            assert [(each.request.id, each.reply) for each in one.router._held] == [(waits.id, "")]
+            assert [(each.request.id, each.reply) for each in one.router.held] == [(waits.id, "")]
         await clients.stop()
 
 

@@ -44,7 +44,7 @@ async def roles(*both: Routing) -> tuple[Routing, Routing]:
 
     def agreed() -> bool:
         owners = [member_of(each).owner(MODEL) for each in both]
-        return owners[0] == owners[1] and any(MODEL in member_of(each)._own for each in both)
+        return owners[0] == owners[1] and any(MODEL in member_of(each).own for each in both)
 
     await eventually(agreed)
     return (one, two) if member_of(one).owns(MODEL) else (two, one)
@@ -85,9 +85,9 @@ async def test_models_are_spread_and_each_request_reaches_the_owner_of_its_model
         for name in names:
             await clients.stub(f"w-{name.replace('.', '')}", model=name, aliases=(f"{name}-also",), slots=100)
         both = (one, two)
-        await eventually(lambda: member_of(one)._owners == member_of(two)._owners)
-        await eventually(lambda: all(len(member_of(each)._own - {membership.REST}) == 2 for each in both))
-        await eventually(lambda: member_of(one)._owners == member_of(two)._owners)
+        await eventually(lambda: member_of(one).owners == member_of(two).owners)
+        await eventually(lambda: all(len(member_of(each).own - {membership.REST}) == 2 for each in both))
+        await eventually(lambda: member_of(one).owners == member_of(two).owners)
         asked = [request(model=name) for name in (*names, "a.b-also", "d-also") for _ in range(5)]
         await clients.ask(*asked)
         for each in asked:
@@ -112,8 +112,8 @@ async def test_a_router_may_have_any_name(broker: EmbeddedNats, pipeline: Subjec
     async with routing(broker, pipeline, name="rack 1.left") as one, routing(broker, pipeline, name="a.b>*") as two:
         for model in ("a", "b"):
             await clients.stub(f"w-{model}", model=model, slots=100)
-        await eventually(lambda: member_of(one)._owners == member_of(two)._owners)
-        await eventually(lambda: all(len(member_of(each)._own - {membership.REST}) == 1 for each in (one, two)))
+        await eventually(lambda: member_of(one).owners == member_of(two).owners)
+        await eventually(lambda: all(len(member_of(each).own - {membership.REST}) == 1 for each in (one, two)))
         asked = [request(model=model) for model in ("a", "b") for _ in range(10)]
         await clients.ask(*asked)
         for each in asked:
@@ -176,7 +176,7 @@ async def test_a_held_request_moves_with_its_model(broker: EmbeddedNats, pipelin
     async with routing(broker, pipeline) as one:
         for name in ("a", "b"):
             await clients.stub(f"w-{name}", model=name, slots=1)
-        await eventually(lambda: {"a", "b"} <= member_of(one)._own)
+        await eventually(lambda: {"a", "b"} <= member_of(one).own)
         asked = [request(model=name) for name in ("a", "b") for _ in range(4)]
         await clients.ask(*asked)
         await eventually(lambda: len(one.waiting) == 6)
@@ -200,9 +200,9 @@ async def test_what_is_delivered_again_while_it_is_held_is_returned_by_its_lates
         asked = [request() for _ in range(5)]
         await clients.ask(*asked)
         await eventually(lambda: len(one.waiting) == 5)
-        replies = {pending.reply for pending in one.router._held}
+        replies = {pending.reply for pending in one.router.held}
         await redeliver(one.bus, pipeline.stream("REQUESTS"), "router-standard", ())
-        await eventually(lambda: not replies & {pending.reply for pending in one.router._held})
+        await eventually(lambda: not replies & {pending.reply for pending in one.router.held})
         await one.close()
         async with routing(broker, pipeline) as two:
             await eventually(lambda: len(two.waiting) == 5)
@@ -282,13 +282,13 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
         monkeypatch.setattr(type(owner.bus), "max_message", property(lambda bus: len(wire.encode(widest)) + 1000))
         asked = [*(request() for _ in range(55)), widest, *long]
         parts: set[ModelPart] = set()
-        decide = owner.router._decider.decide
+        decide = owner.router.decider.decide
 
         def counted(*args: Any, **options: Any) -> Any:
             parts.add(options["part"])
             return decide(*args, **options)
 
-        monkeypatch.setattr(owner.router._decider, "decide", counted)
+        monkeypatch.setattr(owner.router.decider, "decide", counted)
         await clients.ask(*asked)
         for each in asked:
             await clients.placed(each)
@@ -358,9 +358,9 @@ async def test_a_helper_that_becomes_the_owner_takes_over_what_the_lost_one_had_
     async with routing(broker, pipeline) as one, routing(broker, pipeline) as two:
         for model in ("a", "b"):
             await clients.stub(f"w-{model}", model=model, slots=1)
-        await eventually(lambda: all(len(member_of(each)._own - {membership.REST}) == 1 for each in (one, two)))
+        await eventually(lambda: all(len(member_of(each).own - {membership.REST}) == 1 for each in (one, two)))
         owner, helper = (two, one) if member_of(one).owns(membership.REST) else (one, two)
-        (model,) = member_of(owner)._own
+        (model,) = member_of(owner).own
         asked = [request(model=model) for _ in range(10)]
         await clients.ask(*asked)
         await eventually(lambda: len(owner.waiting) == 9)
@@ -505,7 +505,7 @@ async def test_an_owner_whose_network_is_cut_is_replaced_and_nothing_is_placed_t
             _, job = await clients.placed(each)
             assert job.decision.router == near.router.id
         relay.restore()
-        await eventually(lambda: member_of(far)._owners == member_of(near)._owners)
+        await eventually(lambda: member_of(far).owners == member_of(near).owners)
         await roles(far, near)
         third = [request() for _ in range(20)]
         await clients.ask(*third)

@@ -218,7 +218,7 @@ async def test_a_client_is_told_of_no_end_but_the_one_that_is_stored(
     stub = await on(clients, one, "w1", asked)
     await stub.finish(asked)
     await eventually(lambda: log.ends(asked))
-    terminal = one.router._terminal
+    terminal = one.router.terminal
     for ended in (asked, other):
         terminal.end(
             PendingRequest(ended, wire.encode(ended), "", 0, attempt=4), Code.worker_lost, "4 workers were lost"
@@ -421,7 +421,7 @@ async def test_a_revoked_request_is_found_again_though_who_revoked_it_is_gone(
             await two.knows("w1")
         entry = one.router.cluster.tracker.request(asked.id)
         assert entry is not None
-        one.router._recovery.on_stalled(entry, "no step")
+        one.router.recovery.on_stalled(entry, "no step")
         await eventually(lambda: one.waiting == [asked.id])
         await eventually(lambda: one.publisher.waiting == 0)
         await one.kill()
@@ -517,7 +517,7 @@ async def test_a_fenced_attempt_whose_worker_is_registered_yet_and_goes_on_ends_
         await streamed(log, asked, answer(asked, 3))
         await clients.stub("w2")
         await one.knows("w2")
-        one.router.cluster._removal.remove_connections(frozenset({"c1"}))
+        one.router.cluster.removal.remove_connections(frozenset({"c1"}))
         worker, job = await clients.placed(asked, 2)
         assert (worker, ids(job.resume[0])) == ("w2", answer(asked, 3))
         await two.knows("w1", "w2")
@@ -551,14 +551,14 @@ async def test_a_fenced_attempt_whose_router_died_is_recovered_once_its_worker_i
             await two.knows("w1")
             await streamed(log, asked, answer(asked, 3))
             await stub.stop()
-            one.router.cluster._removal.remove_connections(frozenset({"c1"}))
+            one.router.cluster.removal.remove_connections(frozenset({"c1"}))
             await eventually(lambda: one.waiting == [asked.id])
             await one.kill()
             await log.publish_tokens(asked, 1, [1] * 20)  # had been under way: void for all
             await clients.stub("w2")
             await two.knows("w1", "w2")
             assert two.unfinished == {asked.id: (1, "w1")}
-            two.router.cluster._removal.remove_connections(frozenset({"c1"}))
+            two.router.cluster.removal.remove_connections(frozenset({"c1"}))
             worker, job = await clients.placed(asked, 2)
             assert (worker, ids(job.resume[0])) == ("w2", answer(asked, 3))
             assert [item.attempt for item in log.items if item.choice == WHOLE_REQUEST] == [2]

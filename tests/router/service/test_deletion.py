@@ -97,7 +97,7 @@ async def publish_end_again(bus: Bus, request: GenerateRequest) -> None:
 
 async def looked(*routers: Routing) -> None:
     """They have looked for all deleted requests since their start, and look for single messages from now on."""
-    await eventually(lambda: all(each.router._deletion._server for each in routers))
+    await eventually(lambda: all(each.router.deletion.clean_server for each in routers))
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ async def test_an_erasure_that_fails_once_the_deletion_is_noted_is_completed(
     bus: Bus, one: Routing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deletion, "ERASE_AGAIN_S", 0.1)
-    eraser = one.router._deletion._eraser
+    eraser = one.router.deletion.eraser
     really_erase, failures = eraser.erase, 0
 
     async def fail_twice(stream: str, seq: int, *, everywhere: bool) -> bool:
@@ -203,14 +203,14 @@ async def test_what_is_left_while_a_replica_is_away_is_erased_later_at_the_lates
         return await erase(bus, stream, seq)
 
     async with routing(broker, bus.subjects) as first:
-        monkeypatch.setattr(first.router._deletion._eraser, "erase", away)
+        monkeypatch.setattr(first.router.deletion.eraser, "erase", away)
         request = await has_ended(bus)
         assert await delete(bus, request) == "", "nobody is shown it any more"
         await eventually(lambda: len(asked) > 3)
         assert await stored(bus, request) == list(STREAMS)
     assert all(asked)
     async with routing(broker, bus.subjects, name="two") as second:
-        monkeypatch.setattr(second.router._deletion._eraser, "erase", away)
+        monkeypatch.setattr(second.router.deletion.eraser, "erase", away)
         now_ns = second.bus.clock.now_ns
         later_ns = int(AWAY_S * 1e9)
         monkeypatch.setattr(second.bus.clock, "now_ns", lambda: now_ns() + later_ns)

@@ -101,7 +101,7 @@ async def test_after_a_lone_brokers_restart_only_requests_from_before_wait_for_t
     await eventually(lambda: one.waiting == [before.id])
     for name in ("MEMORY_CONTENTS", "MEMORY_TOKENS"):
         assert await clients.bus.js.delete_stream(clients.bus.subjects.stream(name))
-    await one.router._memory.declare(memory.DECLARE_S, again=True)
+    await one.router.memory.declare(memory.DECLARE_S, again=True)
     worker = await clients.stub("w1")
     await one.knows("w1")
     for asked in (stored, after):
@@ -217,7 +217,7 @@ async def test_what_fails_while_a_request_is_placed_fails_for_that_request_only(
     decide = Decisions.decide
 
     def failing(self: Decisions, request: RoutingRequest, *args: Any, **options: Any) -> RoutingDecision:
-        if request.prompt_tokens == len(bad.prompt) // 4 and one.router._decider._decisions == 1:
+        if request.prompt_tokens == len(bad.prompt) // 4 and one.router.decider._decisions == 1:
             raise ZeroDivisionError("by a bug")
         return decide(self, request, *args, **options)
 
@@ -315,7 +315,7 @@ async def test_while_requests_wait_tenants_share_by_the_weights_in_their_bucket(
     await bus.js.publish(f"$KV.{bucket}.broken", b"\xc1")
     asked = [request([number] * 41, tenant=("default", "acme")[number % 2]) for number in range(16)]
     await clients.ask(*asked)
-    await eventually(lambda: len(one.waiting) == 16 and one.router._tenants.weights == {"acme": 3.0})
+    await eventually(lambda: len(one.waiting) == 16 and one.router.tenants.weights == {"acme": 3.0})
     await clients.stub("w1", slots=8)
     await eventually(lambda: len(one.unfinished) == 8)
     placed = [each.tenant for each in asked if each.id in one.unfinished]
@@ -496,7 +496,7 @@ async def test_a_request_is_not_acknowledged_while_its_job_is_on_the_way(
     reply = clients.bus.nc.new_inbox()
     await clients.bus.nc.subscribe(reply, cb=receive)
     await clients.bus.nc.flush()
-    await one.router._on_request(SimpleNamespace(data=wire.encode(asked), subject="again", reply=reply))
+    await one.router.on_request(SimpleNamespace(data=wire.encode(asked), subject="again", reply=reply))
     await one.bus.nc.publish(reply, b"end")
     await eventually(lambda: received)
     assert received == [b"end"]

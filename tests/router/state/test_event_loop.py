@@ -97,7 +97,7 @@ def fill(cluster: ClusterState) -> None:
 @pytest.fixture
 async def one(broker: EmbeddedNats, pipeline: Subjects) -> Iterator[Routing]:
     async with routing(broker, pipeline) as one:
-        registry = one.router.cluster._registry
+        registry = one.router.cluster.registry
         registry._clock = lambda: 0.0  # no lease ends, however slow the machine is
         for entry in renewals(pipeline, 0):
             registry._on_entry(entry)
@@ -119,7 +119,7 @@ async def test_snapshots_sweeps_and_dumps_do_not_hold_up_the_loop(
     for number in range(20):
         cluster.caches.index.forget(f"w{number:04}")
     while not cluster.caches.index.sweep(0):
-        await one.router._maintenance.sweep(time.time_ns(), time.monotonic())
+        await one.router.maintenance.sweep(time.time_ns(), time.monotonic())
     assert await cluster.caches.loader.load([dump])
     assert cluster.caches.index.held(("w0500", 0)) == 100_000
     await rest()
@@ -134,7 +134,7 @@ async def test_decisions_of_a_burst_do_not_hold_up_the_loop(one: Routing, monkey
             callbacks = Callbacks(patched)
             for each in asked:
                 message = type("Message", (), {"data": wire.encode(each), "subject": "s", "reply": ""})()
-                await one.router._on_request(message)
+                await one.router.on_request(message)
         assert sum(each.id in one.unfinished for each in asked) == 100
         if (best_s := min(best_s, callbacks.worst_s)) < MOST_S * MACHINE:
             return
@@ -155,13 +155,13 @@ async def test_a_takeover_of_thousands_of_requests_does_not_hold_up_the_loop_and
     assert cluster.tracker.request("other-0") is None
     asked = [request(range(200), max_tokens=10) for _ in range(2)]
     first, second = [type("Message", (), {"data": wire.encode(r), "subject": "s", "reply": ""})() for r in asked]
-    await one.router._on_request(first)  # what a first decision prepares is another matter
+    await one.router.on_request(first)  # what a first decision prepares is another matter
     assert cluster.tracker.request("other-0") is None
     callbacks = Callbacks(monkeypatch)
     cluster.places = lambda model: True
     asyncio.get_running_loop().call_soon(cluster.owners_changed)
     await asyncio.sleep(0)
-    await one.router._on_request(second)
+    await one.router.on_request(second)
     assert cluster.tracker.request(f"other-{others - 1}") is not None
     assert cluster.tracker.request(asked[1].id) is not None
     await rest()
@@ -195,7 +195,7 @@ async def test_renewals_that_change_nothing_cost_next_to_nothing(
     callbacks = Callbacks(monkeypatch)
     serving = cluster.tracker.serving(MODEL)
     spent = {}
-    for name, members in (("router", cluster._registry), ("gateway", gateway.fleet.watch)):
+    for name, members in (("router", cluster.registry), ("gateway", gateway.fleet.watch)):
         entries = list(renewals(pipeline, 2))
         began = time.thread_time()
         for entry in entries:

@@ -103,7 +103,7 @@ async def test_short_and_known_prompts_stay_on_a_decode_worker(clients: Clients,
     worker, job = await clients.placed(long)
     assert (worker, job.decision.how) == ("d", "local: 81 tokens to compute, limit 256")
     assert (await clients.header(long)).cached_tokens == 320
-    routes = one.router._metrics.routes
+    routes = one.router.metrics.routes
     assert routes.labels("local", "no").value == 2
     assert routes.labels("split", "no").value == 0
 
@@ -219,7 +219,7 @@ async def test_an_image_begins_at_an_encode_worker_and_moves_on(clients: Clients
     await clients.ask(again, text)
     assert (await clients.placed(again))[0] == home, "it may have the embeddings still"
     assert (await clients.placed(text))[0] == "p"
-    assert one.router._metrics.routes.labels("split", "yes").value == 2
+    assert one.router.metrics.routes.labels("split", "yes").value == 2
 
 
 def _onward(job: jobs.Job) -> jobs.Job:
