@@ -94,6 +94,14 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     listen_fd: Annotated[
         int, Meta(ge=-1, description="inherited listening socket to accept from, too (file descriptor); -1: none")
     ] = -1
+    counts_fd: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            description="inherited memory for the number of connections of each gateway that accepts from --listen-fd "
+            "(file descriptor); -1: none, and whichever is idle accepts",
+        ),
+    ] = -1
     max_body_bytes: Annotated[Positive, about("largest request body, in bytes")] = 16 << 20
     max_header_bytes: Annotated[
         Positive, about("largest header of an HTTP request, in bytes; a single line has at most 8192")

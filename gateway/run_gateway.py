@@ -18,6 +18,7 @@ from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.http.app import application
 from penstock.gateway.http.middleware import TrustedProxies, check_origins, with_access_log, with_cors, with_proxies
 from penstock.gateway.http.server import ConnectionLimits, HttpServer
+from penstock.gateway.http.shared_socket import ConnectionCounts
 from penstock.gateway.http.tls import BadCertificate, Certificate
 from penstock.gateway.nats.api import NatsApi
 from penstock.gateway.service.model_store import report_ignored
@@ -156,7 +157,14 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
     app = with_access_log(app) if settings.access_log else app
     tls, proxies = front
     server = HttpServer(
-        app, listeners, limits_of(settings, metrics), bus.tasks, tls=tls, proxies=proxies, turns=gateway.turns
+        app,
+        listeners,
+        limits_of(settings, metrics),
+        bus.tasks,
+        tls=tls,
+        proxies=proxies,
+        turns=gateway.turns,
+        counts=ConnectionCounts(settings.counts_fd) if settings.counts_fd >= 0 else None,
     )
     metrics.connections.set_function(lambda: len(server.state.connections))
     metrics.connections_refused.set_function(lambda: server.refused)

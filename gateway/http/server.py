@@ -7,6 +7,7 @@ time and on unread output. All deadlines are checked by the server's sweep, so t
 import asyncio
 import contextlib
 import fcntl
+import functools
 import re
 import socket
 import sys
@@ -27,6 +28,7 @@ from uvicorn.server import ServerState
 
 from penstock.gateway.base.chat_objects import error_body
 from penstock.gateway.http.middleware import TrustedProxies
+from penstock.gateway.http.shared_socket import ConnectionCounts, SharedSocket
 from penstock.gateway.http.tls import HANDSHAKE_S, Certificate
 from penstock.infra.bus.tasks import Tasks, end
 from penstock.infra.process.turns import TimeSlice, TurnBudget
@@ -416,7 +418,12 @@ class HttpServer:
         tls: Certificate | None = None,
         proxies: TrustedProxies | None = None,
         turns: TurnBudget | None = None,
+        counts: ConnectionCounts | None = None,
     ) -> None:
+        """
+        Args:
+            counts: of all gateways that accept from the last of the listeners.
+        """
         self.limits = limits
         self.turns = turns or TurnBudget()
         self._tls = tls
@@ -442,6 +449,8 @@ class HttpServer:
         # When each was accepted whose TLS handshake is not done. asyncio does not tell of one that fails, so weakly.
         self._handshakes: WeakKeyDictionary[HttpConnection, float] = WeakKeyDictionary()
         self._servers: list[asyncio.Server] = []
+        self._counts = counts
+        self._shared: SharedSocket | None = None
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -449,7 +458,18 @@ class HttpServer:
         if self._tls is not None:
             secured = {"ssl": self._tls.context, "ssl_handshake_timeout": HANDSHAKE_S}
             self._tasks.spawn(self._tls.watch(), name="certificate")
-        for listener in self._listeners:
+        listeners = list(self._listeners)
+        if self._counts is not None:
+            connect = functools.partial(loop.connect_accepted_socket, self._accepted, **secured)
+            self._shared = SharedSocket(
+                listeners.pop(),
+                self._counts,
+                self._tasks,
+                connections=lambda: len(self.state.connections),
+                connect=connect,
+            )
+            self._shared.start()
+        for listener in listeners:
             self._servers.append(await loop.create_server(self._accepted, sock=listener, backlog=BACKLOG, **secured))
         self._tasks.spawn(self._check(), name="connections")
 
@@ -481,6 +501,8 @@ class HttpServer:
             self._by_address[connection.address] -= 1
             if self._by_address[connection.address] <= 0:
                 del self._by_address[connection.address]
+        if self._shared is not None:
+            self._shared.note()
 
     def _full(self, connection: HttpConnection, limit: str) -> ServingError:
         self.refused += 1
@@ -502,6 +524,8 @@ class HttpServer:
         pause = min(CHECK_S, limits.header_s / 4, limits.body_s / 4, limits.write_s / 4)
         while True:
             await asyncio.sleep(pause)
+            if self._shared is not None:
+                self._shared.note()
             now = loop.time()
             time_slice = TimeSlice()
             for connection in self.connections:
@@ -535,6 +559,8 @@ class HttpServer:
         return any(now - since < HANDSHAKE_LINGER_S for since in list(self._handshakes.values()))
 
     def _stop_listening(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
         for server in self._servers:
             server.close()
 

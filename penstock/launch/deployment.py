@@ -302,6 +302,7 @@ class Deployment:
                 self._fleet,
                 ports=self._listeners.ports,
                 listen_fd=self._listeners.fd,
+                counts_fd=self._listeners.counts_fd,
                 url=url,
                 sys_url=sys_url,
                 cores=cores(),
@@ -354,7 +355,7 @@ class Deployment:
             environ,
             self.data_dir / "logs" / f"{planned.name}.log",
             echo=self.settings.log_format == "json",
-            pass_fds=(self._listeners.fd,) if planned.role == "gateway" else (),
+            pass_fds=self._listeners.inherited if planned.role == "gateway" else (),
             interactive=planned.drives_gpu,
         )
 

@@ -4,6 +4,7 @@ The sockets on which the gateways of a deployment listen: one for all, and one f
 """
 
 import contextlib
+import os
 import random
 import re
 import socket
@@ -81,6 +82,7 @@ class Listeners:
         self._host = host
         self._tls = tls
         self._shared: socket.socket | None = None
+        self._counts = -1
         self._own: list[socket.socket] = []  # hold the ports of single gateways
         self.port = 0
         self.ports: list[int] = []  # one per gateway
@@ -92,6 +94,8 @@ class Listeners:
         """
         self._shared = listening(self._host, port)
         self.port = int(self._shared.getsockname()[1])
+        if gateways > 1:
+            self._counts = os.memfd_create("penstock-connections")
         try:
             self._own = own_sockets(self._host, port and port + 1, gateways) if gateways > 1 else []
         except CannotListen:
@@ -103,6 +107,16 @@ class Listeners:
     def fd(self) -> int:
         """The descriptor to inherit; -1: not open."""
         return -1 if self._shared is None else self._shared.fileno()
+
+    @property
+    def counts_fd(self) -> int:
+        """The same for memory in which several gateways note how many connections they have; -1: there is one."""
+        return self._counts
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """All descriptors of a gateway."""
+        return tuple(each for each in (self.fd, self.counts_fd) if each >= 0)
 
     @property
     def url(self) -> str:
@@ -118,4 +132,6 @@ class Listeners:
         for each in (*self._own, *filter(None, [self._shared])):
             with contextlib.suppress(OSError):
                 each.close()
-        self._own, self._shared = [], None
+        if self._counts >= 0:
+            os.close(self._counts)
+        self._own, self._shared, self._counts = [], None, -1

@@ -82,6 +82,7 @@ def plan(
     *,
     ports: Sequence[int],
     listen_fd: int = -1,
+    counts_fd: int = -1,
     url: Callable[[str], str],
     sys_url: str,
     cores: int,
@@ -92,7 +93,7 @@ def plan(
 
     Args:
         ports: one per gateway.
-        listen_fd: a listening socket that all gateways inherit.
+        listen_fd, counts_fd: a listening socket that all gateways inherit, and memory for their numbers of connections.
         url: from a user of the broker to its NATS URL.
         cores: of the machine, for the threads of native engines.
         metrics_ports: of workers, then routers; empty: they serve no metrics.
@@ -120,6 +121,7 @@ def plan(
         "learn_models": True,
         "block_size": fleet.block_size,
         "listen_fd": listen_fd,
+        "counts_fd": counts_fd,
         "state_dir": str(Path(up.data_dir).resolve() / "gateways"),
         "tracing": "all" if up.otlp_endpoint else "asked",
     }

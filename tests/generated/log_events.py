@@ -220,6 +220,8 @@ MEANINGS = {
     "certificate_not_valid": "clients refuse the HTTPS certificate: it is expired, or not valid yet",
     "clock_differs": "this machine's clock is off by more than a second; the broker's time is used",
     "close_incomplete": "closing the connection took too long and was given up",
+    "connections_not_accepted": "no file descriptor is left, of the process or of the machine: connections wait, and "
+    "the gateway tries again every 0.25 s",
     "connections_limited": "fewer connections than asked for, because of the limit of open files",
     "connections_refused": "connections beyond `--max-connections` were refused",
     "consumer_lost": "a worker's consumer was deleted and could not be made again",

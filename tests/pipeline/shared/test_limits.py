@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import time
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -337,3 +339,22 @@ async def send_many(url: str, oracle: Oracle, count: int, seed: int) -> None:
                 await one(client, number)
 
     await asyncio.gather(*map(one_client, range(16)))
+
+
+async def test_connections_that_come_at_once_are_shared_by_the_gateways(fast: Deployment) -> None:
+    """Whichever was idle took all that waited: at worst one had 256 of 256."""
+    async with AsyncExitStack() as stack:
+        shared = fast.state.http_url
+        opened = await asyncio.gather(*(stack.enter_async_context(connected(shared)) for _ in range(64)))
+        for _, writer in opened:
+            writer.write(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+        for reader, _ in opened:
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        counts = []
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as http:
+            for own in fast.urls:
+                page = (await http.get(f"{own}/metrics")).text
+                found = re.search(r"^penstock_gateway_connections\{[^}]*\} (\S+)", page, re.MULTILINE)
+                assert found
+                counts.append(float(found[1]) - 1)  # this one's own
+    assert max(counts) <= 1.3 * 32

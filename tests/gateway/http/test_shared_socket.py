@@ -1,0 +1,155 @@
+"""Gateways that accept from one socket, on real sockets; each is a ``SharedSocket`` here."""
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+
+import pytest
+
+from penstock.gateway.http import shared_socket
+from penstock.gateway.http.shared_socket import SLOTS, ConnectionCounts, SharedSocket
+from penstock.infra.bus.tasks import Tasks
+from tests.infra.bus.support import eventually
+
+
+class AcceptingGateway:
+    def __init__(self, process: int, listener: socket.socket, memory: int) -> None:
+        self.counts = ConnectionCounts(memory, process)
+        self.open: list[socket.socket] = []
+        self.tasks = Tasks("accepting")
+        self.listener = listener.dup()
+        self.listener.setblocking(False)
+        self.shared = SharedSocket(
+            self.listener, self.counts, self.tasks, connections=lambda: len(self.open), connect=self._connect
+        )
+
+    async def _connect(self, accepted: socket.socket) -> None:
+        await asyncio.sleep(0)
+        self.open.append(accepted)
+
+    async def close(self) -> None:
+        self.shared.close()
+        await self.tasks.aclose()
+        for each in self.open:
+            each.close()
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    descriptor = os.memfd_create("test")
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+async def closing() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
+        yield listener
+
+
+def gateways(listener: socket.socket, memory: int, closing: AsyncExitStack, count: int) -> list[AcceptingGateway]:
+    made = [AcceptingGateway(1 + number, listener, memory) for number in range(count)]
+    for each in made:
+        closing.push_async_callback(each.close)
+    return made
+
+
+async def connect(listener: socket.socket, closing: AsyncExitStack, count: int) -> None:
+    for _ in range(count):
+        closing.enter_context(socket.create_connection(listener.getsockname()))
+
+
+async def until(made: list[AcceptingGateway], count: int) -> list[int]:
+    await eventually(lambda: sum(len(each.open) for each in made) == count)
+    return [len(each.open) for each in made]
+
+
+async def test_connections_that_come_at_once_are_shared_evenly(
+    listener: socket.socket, memory: int, closing: AsyncExitStack
+) -> None:
+    made = gateways(listener, memory, closing, 3)
+    for each in made:
+        each.shared.start()
+    await connect(listener, closing, 96)
+    assert max(await until(made, 96)) <= 1.3 * 32
+
+
+async def test_a_gateway_that_has_more_connections_leaves_new_ones_to_others(
+    listener: socket.socket, memory: int, closing: AsyncExitStack
+) -> None:
+    full, empty = made = gateways(listener, memory, closing, 2)
+    full.shared.start()
+    await connect(listener, closing, 8)
+    assert await until(made, 8) == [8, 0]
+    empty.shared.start()
+    await connect(listener, closing, 8)
+    assert max(await until(made, 16)) <= 10
+
+
+async def test_connections_of_a_gateway_that_hangs_are_accepted_by_another_without_waiting_for_its_numbers(
+    listener: socket.socket, memory: int, closing: AsyncExitStack
+) -> None:
+    lives, hangs = made = gateways(listener, memory, closing, 2)
+    lives.shared.start()
+    hangs.counts.set(0)
+    await connect(listener, closing, 20)
+    assert await until(made, 20) == [20, 0]
+
+
+async def test_numbers_that_are_not_renewed_are_forgotten_and_one_that_leaves_is_at_once(
+    memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = ConnectionCounts(memory, 1), ConnectionCounts(memory, 2)
+    assert first.fewest() is None
+    first.set(7)
+    second.set(3)
+    assert (first.fewest(), second.fewest()) == (3, 7)
+    second.leave()
+    assert first.fewest() is None
+    second.set(3)
+    later = time.monotonic() + shared_socket.STALE_S + 1
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert first.fewest() is None
+
+
+def test_two_gateways_with_one_slot_do_not_see_themselves(memory: int) -> None:
+    first, second = ConnectionCounts(memory, 1), ConnectionCounts(memory, 1 + SLOTS)
+    first.set(7)
+    second.set(3)
+    assert second.fewest() is None
+    assert first.fewest() == 3
+
+
+async def test_without_a_free_descriptor_a_connection_waits_and_is_accepted_later(
+    listener: socket.socket, memory: int, closing: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (only,) = made = gateways(listener, memory, closing, 1)
+    monkeypatch.setattr(shared_socket, "NO_FILES_S", 0.01)
+    refusals = iter([OSError(24, "Too many open files")] * 2)
+
+    class Listener:
+        def fileno(self) -> int:
+            return only.listener.fileno()
+
+        def accept(self) -> tuple[socket.socket, object]:
+            for error in refusals:
+                raise error
+            return only.listener.accept()
+
+        def close(self) -> None:
+            only.listener.close()
+
+    monkeypatch.setattr(only.shared, "_listener", Listener())
+    only.shared.start()
+    await connect(listener, closing, 1)
+    assert await until(made, 1) == [1]
+    assert next(refusals, None) is None
