@@ -18,6 +18,7 @@ from tests.generated.panels import (
     Dashboard,
     Panel,
     Query,
+    by,
     latency,
     most,
     quantile,
@@ -78,7 +79,7 @@ HEALTH = Dashboard(
             columns=4,
             about="Longest wait for an event loop in the last 30 to 60 s",
         ),
-        Panel("Requests", [Query(rate("penstock_gateway_requests_total", "code"), "{{code}}")], "reqps"),
+        by("Requests", rate, "penstock_gateway_requests_total", "code", SELECT, "reqps"),
         Panel("Time to first token", latency("penstock_gateway_ttft_seconds"), "s"),
         Panel("Time between tokens", latency("penstock_gateway_inter_token_seconds"), "s"),
         Panel(
@@ -105,11 +106,9 @@ GATEWAYS = Dashboard(
     "gateways",
     "Gateways",
     (
-        Panel(
-            "Requests by gateway", [Query(rate("penstock_gateway_requests_total", "process"), "{{process}}")], "reqps"
-        ),
-        Panel("Open requests", [Query(total("penstock_gateway_open_requests", "process"), "{{process}}")]),
-        Panel("Connections", [Query(total("penstock_gateway_connections", "process", PLACE), "{{process}}")]),
+        by("Requests by gateway", rate, "penstock_gateway_requests_total", "process", SELECT, "reqps"),
+        by("Open requests", total, "penstock_gateway_open_requests", "process", SELECT),
+        by("Connections", total, "penstock_gateway_connections", "process", PLACE),
         Panel("Prompt length", latency("penstock_gateway_request_prompt_tokens")),
         Panel("Answer length", latency("penstock_gateway_request_output_tokens")),
         Panel(
@@ -126,9 +125,12 @@ GATEWAYS = Dashboard(
             "percentunit",
         ),
         Panel("Left by their client", [Query(rate("penstock_gateway_cancelled_total"), "cancelled")], "reqps"),
-        Panel(
+        by(
             "Images and embedding files",
-            [Query(rate("penstock_gateway_media_total", "kind", PLACE), "{{kind}}")],
+            rate,
+            "penstock_gateway_media_total",
+            "kind",
+            PLACE,
             "reqps",
             needs="requests with images",
         ),
@@ -142,12 +144,7 @@ GATEWAYS = Dashboard(
             [Query(f"min(penstock_gateway_record_retention_seconds{{{PLACE}}})", "retention")],
             "s",
         ),
-        Panel(
-            "Event-loop lag",
-            [Query(most("penstock_gateway_loop_lag_seconds", "process", PLACE), "{{process}}")],
-            "s",
-            steps=(0.1, 1),
-        ),
+        by("Event-loop lag", most, "penstock_gateway_loop_lag_seconds", "process", PLACE, "s", steps=(0.1, 1)),
     ),
 )
 
@@ -156,14 +153,10 @@ ROUTERS = Dashboard(
     "routers",
     "Routers",
     (
-        Panel("Decisions", [Query(rate("penstock_router_decisions_total", "reason", PLACE), "{{reason}}")], "reqps"),
+        by("Decisions", rate, "penstock_router_decisions_total", "reason", PLACE, "reqps"),
         Panel("Time of a decision", latency("penstock_router_decision_seconds", select=PLACE), "s"),
         Panel("Wait for a worker", latency("penstock_router_wait_seconds", select=PLACE), "s"),
-        Panel(
-            "Held requests",
-            [Query(total("penstock_router_waiting_requests", "process", PLACE), "{{process}}")],
-            steps=(10, 50),
-        ),
+        by("Held requests", total, "penstock_router_waiting_requests", "process", PLACE, steps=(10, 50)),
         Panel(
             "KV hit rate",
             [
@@ -179,14 +172,17 @@ ROUTERS = Dashboard(
             [Query(rate("penstock_router_routes_total", "kind, encode", PLACE), "{{kind}}, encode {{encode}}")],
             "reqps",
         ),
-        Panel("Blocks in the index", [Query(most("penstock_router_index_blocks", "process", PLACE), "{{process}}")]),
-        Panel(
+        by("Blocks in the index", most, "penstock_router_index_blocks", "process", PLACE),
+        by(
             "Index position",
-            [Query(most("penstock_router_index_sequence", "process", PLACE), "{{process}}")],
+            most,
+            "penstock_router_index_sequence",
+            "process",
+            PLACE,
             about="Routers at the same sequence must show the same checksum",
         ),
-        Panel("Index checksum", [Query(most("penstock_router_index_checksum", "process", PLACE), "{{process}}")]),
-        Panel("Registered workers", [Query(most("penstock_router_workers", "process", PLACE), "{{process}}")]),
+        by("Index checksum", most, "penstock_router_index_checksum", "process", PLACE),
+        by("Registered workers", most, "penstock_router_workers", "process", PLACE),
         Panel(
             "Workers lost, stalled requests",
             [
@@ -194,20 +190,29 @@ ROUTERS = Dashboard(
                 Query(rate("penstock_router_stalled_requests_total", "stage", PLACE), "stalled {{stage}}"),
             ],
         ),
-        Panel(
+        by(
             "Leases lost in ten minutes",
-            [Query(most("penstock_router_lease_losses", "worker", PLACE), "{{worker}}")],
+            most,
+            "penstock_router_lease_losses",
+            "worker",
+            PLACE,
             needs="a worker that lost its lease",
         ),
-        Panel(
+        by(
             "Workers, times slower than their peers",
-            [Query(most("penstock_router_worker_slowness", "worker", PLACE), "{{worker}}")],
+            most,
+            "penstock_router_worker_slowness",
+            "worker",
+            PLACE,
             steps=(4, 10),
             about="Peers have the same model, role, engine and device; a worker alone is not shown",
         ),
-        Panel(
+        by(
             "Ended by the router",
-            [Query(rate("penstock_router_ended_total", "code", PLACE), "{{code}}")],
+            rate,
+            "penstock_router_ended_total",
+            "code",
+            PLACE,
             "reqps",
             needs="a request that no worker can serve",
         ),
@@ -240,19 +245,11 @@ PREFILLS = Dashboard(
             "s",
         ),
         Panel("Wait at the worker", latency("penstock_worker_queue_seconds", select=PREFILL), "s"),
-        Panel("Prompt tokens", [Query(rate("penstock_worker_prompt_tokens_total", "process", PREFILL), "{{process}}")]),
-        Panel(
-            "Of these, from the cache",
-            [Query(rate("penstock_worker_prefix_hit_tokens_total", "process", PREFILL), "{{process}}")],
-        ),
+        by("Prompt tokens", rate, "penstock_worker_prompt_tokens_total", "process", PREFILL),
+        by("Of these, from the cache", rate, "penstock_worker_prefix_hit_tokens_total", "process", PREFILL),
         Panel(
             "Prompt tokens per GPU",
-            [
-                Query(
-                    _per_gpu("penstock_worker_prompt_tokens_total", PREFILL),
-                    "tokens/s",
-                )
-            ],
+            [Query(_per_gpu("penstock_worker_prompt_tokens_total", PREFILL), "tokens/s")],
             needs=NVML,
         ),
         Panel(
@@ -262,8 +259,8 @@ PREFILLS = Dashboard(
                 Query(total("penstock_worker_waiting", "process", PREFILL), "{{process}} waiting"),
             ],
         ),
-        Panel("Requests", [Query(rate("penstock_worker_requests_total", "code", PREFILL), "{{code}}")], "reqps"),
-        Panel("Preemptions", [Query(rate("penstock_worker_preemptions_total", "process", PREFILL), "{{process}}")]),
+        by("Requests", rate, "penstock_worker_requests_total", "code", PREFILL, "reqps"),
+        by("Preemptions", rate, "penstock_worker_preemptions_total", "process", PREFILL),
     ),
 )
 
@@ -279,15 +276,10 @@ DECODES = Dashboard(
             "s",
         ),
         Panel("Duration on a worker", latency("penstock_worker_request_seconds", select=DECODE), "s"),
-        Panel("Output tokens", [Query(rate("penstock_worker_tokens_total", "process", DECODE), "{{process}}")]),
+        by("Output tokens", rate, "penstock_worker_tokens_total", "process", DECODE),
         Panel(
             "Output tokens per GPU",
-            [
-                Query(
-                    _per_gpu("penstock_worker_tokens_total", DECODE),
-                    "tokens/s",
-                )
-            ],
+            [Query(_per_gpu("penstock_worker_tokens_total", DECODE), "tokens/s")],
             needs=NVML,
         ),
         Panel(
@@ -297,9 +289,12 @@ DECODES = Dashboard(
                 Query(most("penstock_worker_max_sequences", select=DECODE), "limit of a worker"),
             ],
         ),
-        Panel(
+        by(
             "Time between tokens by worker",
-            [Query(most("penstock_worker_token_latency_seconds", "process", DECODE), "{{process}}")],
+            most,
+            "penstock_worker_token_latency_seconds",
+            "process",
+            DECODE,
             "s",
             about="Of the last 30 to 60 s with enough tokens, of running requests, too",
         ),
@@ -318,17 +313,8 @@ DECODES = Dashboard(
             "percentunit",
             needs="speculative decoding",
         ),
-        Panel(
-            "Output not yet sent",
-            [Query(total("penstock_worker_unsent_bytes", "process", DECODE), "{{process}}")],
-            "bytes",
-        ),
-        Panel(
-            "Event-loop lag",
-            [Query(most("penstock_worker_loop_lag_seconds", "process", DECODE), "{{process}}")],
-            "s",
-            steps=(0.1, 1),
-        ),
+        by("Output not yet sent", total, "penstock_worker_unsent_bytes", "process", DECODE, "bytes"),
+        by("Event-loop lag", most, "penstock_worker_loop_lag_seconds", "process", DECODE, "s", steps=(0.1, 1)),
     ),
 )
 
@@ -337,9 +323,12 @@ KV = Dashboard(
     "kv",
     "KV cache and GPU",
     (
-        Panel(
+        by(
             "KV blocks in use",
-            [Query(most("penstock_worker_kv_usage_ratio", "process"), "{{process}}")],
+            most,
+            "penstock_worker_kv_usage_ratio",
+            "process",
+            SELECT,
             "percentunit",
             steps=(0.8, 0.95),
         ),
@@ -409,21 +398,14 @@ HANDOFFS = Dashboard(
     "handoff",
     "Handoff between workers",
     (
-        Panel("Bytes read", [Query(rate("penstock_handoff_read_bytes_total", "process"), "{{process}}")], "Bps"),
+        by("Bytes read", rate, "penstock_handoff_read_bytes_total", "process", SELECT, "Bps"),
         Panel("Time to read a request's blocks", latency("penstock_handoff_read_seconds"), "s"),
-        Panel("Handoffs", [Query(rate("penstock_handoff_events_total", "state"), "{{state}}")], "reqps"),
-        Panel("Open leases", [Query(total("penstock_handoff_open_leases", "process"), "{{process}}")]),
-        Panel("Blocks under leases", [Query(total("penstock_handoff_pinned_blocks", "process"), "{{process}}")]),
-        Panel(
-            "Quarantined blocks",
-            [Query(total("penstock_handoff_quarantined_blocks", "process"), "{{process}}")],
-            steps=(1, 100),
-        ),
-        Panel(
-            "Failures",
-            [Query(rate("penstock_handoff_failures_total", "cause"), "{{cause}}")],
-            "reqps",
-            needs="a handoff that failed",
+        by("Handoffs", rate, "penstock_handoff_events_total", "state", SELECT, "reqps"),
+        by("Open leases", total, "penstock_handoff_open_leases", "process", SELECT),
+        by("Blocks under leases", total, "penstock_handoff_pinned_blocks", "process", SELECT),
+        by("Quarantined blocks", total, "penstock_handoff_quarantined_blocks", "process", SELECT, steps=(1, 100)),
+        by(
+            "Failures", rate, "penstock_handoff_failures_total", "cause", SELECT, "reqps", needs="a handoff that failed"
         ),
     ),
 )
@@ -437,17 +419,18 @@ BROKER = Dashboard(
     "broker",
     "Broker and machines",
     (
-        Panel(
-            "Size of the streams", [Query(most("penstock_broker_stream_bytes", "stream", PLACE), "{{stream}}")], "bytes"
-        ),
+        by("Size of the streams", most, "penstock_broker_stream_bytes", "stream", PLACE, "bytes"),
         Panel("Share of their limits", [Query(f"max by (stream) ({FILL})", "{{stream}}")], "percentunit"),
-        Panel(
+        by(
             "Unfinished share",
-            [Query(most("penstock_gateway_stream_unfinished_ratio", "stream", PLACE), "{{stream}}")],
+            most,
+            "penstock_gateway_stream_unfinished_ratio",
+            "stream",
+            PLACE,
             "percentunit",
             steps=(0.5, 0.9),
         ),
-        Panel("Messages", [Query(most("penstock_broker_stream_messages", "stream", PLACE), "{{stream}}")]),
+        by("Messages", most, "penstock_broker_stream_messages", "stream", PLACE),
         Panel(
             "Lag of the routers' consumers",
             [
@@ -457,8 +440,8 @@ BROKER = Dashboard(
                 ),
             ],
         ),
-        Panel("Redelivered", [Query(most("penstock_gateway_consumer_redelivered", "consumer", PLACE), "{{consumer}}")]),
-        Panel("Consumers", [Query(most("penstock_broker_stream_consumers", "stream", PLACE), "{{stream}}")]),
+        by("Redelivered", most, "penstock_gateway_consumer_redelivered", "consumer", PLACE),
+        by("Consumers", most, "penstock_broker_stream_consumers", "stream", PLACE),
         Panel(
             "CPU by process",
             [Query(rate("process_cpu_seconds_total", "component, process", PLACE), "{{process}}")],

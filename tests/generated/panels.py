@@ -1,6 +1,6 @@
 """Grafana's dashboard format, made from a few plain values."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 SCHEMA = 39  # Grafana 10.4 and later; earlier ones read it, and ignore what they do not know
@@ -84,6 +84,18 @@ def latency(name: str, by: str = "", select: str = SELECT) -> list[Query]:
     prefix = f"{{{{{by}}}}} " if by else ""
     quantiles = [Query(quantile(q, name, by, select), f"{prefix}P{round(q * 100)}") for q in (0.5, 0.95, 0.99)]
     return [Query(mean(name, by, select), f"{prefix}mean"), *quantiles]
+
+
+def by(
+    title: str, function: Callable[..., str], name: str, label: str, select: str, unit: str = "short", **more: Any
+) -> Panel:
+    """A diagram with a line for each value of one label.
+
+    Args:
+        function: ``rate``, ``total`` or ``most`` of the metric ``name``.
+        more: of the ``Panel``.
+    """
+    return Panel(title, [Query(function(name, label, select), f"{{{{{label}}}}}")], unit, **more)
 
 
 def _by(labels: str) -> str:
