@@ -182,6 +182,16 @@ COPIES_AT_ONCE = 64
 MAX_SHARE = WARN / 2  # of the stream; if jobs fill more, copies would only push each other out
 
 
+async def _seen(watch: StreamWatch) -> bool:
+    """Whether the state of its stream could be read; if not, the next check tries again."""
+    try:
+        await watch.look()
+    except (NatsError, TimeoutError) as error:
+        log.debug("stream_info_failed", error=repr(error))
+        return False
+    return True
+
+
 class RetainedJob(Protocol):
     @property
     def request(self) -> str: ...
@@ -208,10 +218,7 @@ class JobRetention:
             ServingError: a job could not be read or stored; the next check tries again.
         """
         watch = self._watch
-        try:
-            await watch.look()
-        except (NatsError, TimeoutError) as error:
-            log.debug("stream_info_failed", error=repr(error))
+        if not await _seen(watch):
             return
         seqs = sorted(entry.seq for entry in active if entry.seq)
         watch.update(watch.share_from(seqs[0]) if seqs else 0.0)
@@ -263,10 +270,7 @@ class RequestRetention:
             ServingError: a request could not be read or stored; the next check tries again.
         """
         watch = self._watch
-        try:
-            await watch.look()
-        except (NatsError, TimeoutError) as error:
-            log.debug("stream_info_failed", error=repr(error))
+        if not await _seen(watch):
             return []
         expiring = sorted((sequence(reply), request, reply) for request, reply in unplaced)
         if not expiring or watch.share_of(len(expiring)) > MAX_SHARE:
