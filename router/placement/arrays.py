@@ -6,6 +6,7 @@ decision costs the same few operations for any fleet: the formula of ``placement
 requests, at once (``costs``).
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from penstock.router.placement.decide import STORED_CANDIDATES, candidate_of
 from penstock.router.placement.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
 from penstock.router.state.holders import Depths, TargetBits, TargetId
 from penstock.router.state.load_tracker import LoadTracker
-from penstock.router.state.target_loads import BACKLOG, COLUMNS, Load, RoutingTarget, TargetLoads
+from penstock.router.state.target_loads import Load, RoutingTarget, TargetColumns, TargetLoads
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import Candidate, Stage
 
@@ -55,6 +56,8 @@ def whole_terms(at: Any, sequences: Any, ops: Any, prefill_weight: float = 1.0) 
 
 
 _TERMS = len(WholeTerms._fields)
+_COLUMNS = len(TargetColumns.__struct_fields__)
+_PREFILL_TOKENS = TargetColumns.__struct_fields__.index("prefill_tokens")
 
 
 class LoadColumns:
@@ -69,7 +72,7 @@ class LoadColumns:
     def __init__(self, loads: TargetLoads, tokens_per_s: float) -> None:
         self._loads = loads
         self._rate = tokens_per_s
-        self._columns: Column = np.zeros((8, COLUMNS))
+        self._columns: Column = np.zeros((8, _COLUMNS))
         self._terms: Column = np.zeros((_TERMS, 8))
         self._estimates: Column = np.zeros((8, 3))  # tokens, when, at most
 
@@ -84,16 +87,16 @@ class LoadColumns:
             return WholeTerms(*self._terms.take(rows, axis=1))
         columns = self._columns.take(rows, axis=0).T
         if self._loads.estimates:
-            columns[BACKLOG] += self._estimated(rows, now_ns)
-        return whole_terms(columns, sequences, np, prefill_weight)
+            columns[_PREFILL_TOKENS] += self._estimated(rows, now_ns)
+        return whole_terms(TargetColumns(*columns), sequences, np, prefill_weight)
 
-    def loads(self, rows: Rows, now_ns: int) -> Sequence[Sequence[Any]]:
-        """All columns of some targets; BACKLOG with its estimate."""
-        values: Sequence[Sequence[Any]] = self._loads.loads(rows.tolist())
+    def loads(self, rows: Rows, now_ns: int) -> Sequence[TargetColumns]:
+        """All columns of some targets; ``prefill_tokens`` with its estimate."""
+        values = self._loads.loads(rows.tolist())
         if self._loads.estimates:
-            values = [list(each) for each in values]
+            values = list(map(copy.copy, values))
             for each, estimated in zip(values, self._estimated(rows, now_ns).tolist(), strict=True):
-                each[BACKLOG] += int(estimated)  # type: ignore[index]
+                each.prefill_tokens += int(estimated)
         return values
 
     def _estimated(self, rows: Rows, now_ns: int) -> Column:
@@ -108,7 +111,8 @@ class LoadColumns:
         for row in loads.changed:
             if row >= len(self._columns):
                 self._grow(row)
-            self._columns[row] = values = loads.load(row)
+            values = loads.load(row)
+            self._columns[row] = msgspec.structs.astuple(values)
             self._terms[:, row] = whole_terms(values, 1, Scalars)
             if row in loads.estimates or self._estimates[row, -1]:
                 self._estimates[row] = loads.estimates.get(row, (0.0, 0, 0))

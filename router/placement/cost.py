@@ -30,23 +30,7 @@ from typing import Any, NamedTuple
 from penstock.router.placement.routing import PATIENCE_S, RoutingContext, RoutingRequest, Weights
 from penstock.router.state.holders import TargetId
 from penstock.router.state.load_tracker import LoadTracker
-from penstock.router.state.target_loads import (
-    ACTIVE,
-    BACKLOG,
-    BLOCK_SIZE,
-    BLOCKS,
-    COMPUTING,
-    CONTEXT,
-    DECODE_SLOWNESS,
-    ENCODE,
-    LIMIT,
-    SEQUENCES,
-    SERVED,
-    SLOTS,
-    SLOWNESS,
-    RoutingTarget,
-    serves,
-)
+from penstock.router.state.target_loads import ENCODE, RoutingTarget, TargetColumns, serves
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import APART, Registration, WorkerState, reads
 from penstock.schemas.requests import CONSTRAINT_MARKS
@@ -190,7 +174,7 @@ def target_cost(
     size: RequestSize,
     cached: float,
     leading: float,
-    at: Sequence[float],
+    at: TargetColumns,
     *,
     overlap_weight: float = 1.0,
     prefill_weight: float = 1.0,
@@ -199,14 +183,14 @@ def target_cost(
     Args:
         cached: leading blocks cached at the target.
         leading: the same for blocks of active requests.
-        at: the target's columns.
+        at: the target's.
         overlap_weight: of a reused token.
         prefill_weight: of a token to compute.
     """
     own = target_terms(at, size.sequences, Scalars, prefill_weight)
     fixed, decode, slope, held_up, queued, read, room = own
-    reused = reuse(size, max(cached, leading), at[BLOCK_SIZE], Scalars, overlap_weight)
-    prompt_blocks = size.tokens // at[BLOCK_SIZE]
+    reused = reuse(size, max(cached, leading), at.block_size, Scalars, overlap_weight)
+    prompt_blocks = size.tokens // at.block_size
     reading = read * prompt_blocks
     whole = fixed + (slope + held_up + queued) * reused.work + reading - queued * max(0.0, reused.work - PASS_TOKENS)
     fits = prompt_blocks - min(leading, size.blocks) <= room
@@ -249,19 +233,19 @@ class TargetTerms(NamedTuple):
 def target_terms(at: Any, sequences: Any, ops: Any, prefill_weight: float = 1.0) -> TargetTerms:
     """
     Args:
-        at: the target's columns: numbers, or arrays of many targets.
+        at: ``TargetColumns`` of numbers, or of arrays of many targets.
         sequences: of the request.
         ops: ``Scalars``, or ``numpy`` for arrays.
     """
-    running, computing = at[SEQUENCES], at[COMPUTING]
-    compute = prefill_weight * at[SLOWNESS]
-    block = OCCUPANCY * at[BLOCK_SIZE] * at[DECODE_SLOWNESS]
-    beyond = ops.maximum(0.0, running + sequences - at[SLOTS])
-    decode = block * at[CONTEXT] + SLOT_TOKENS * at[DECODE_SLOWNESS] * beyond
-    served = SERVED_COST * ops.maximum(at[SLOWNESS], at[DECODE_SLOWNESS]) * at[SERVED]
-    room = FILL * at[BLOCKS] - (at[ACTIVE] + running + sequences)
-    room = ops.where(running + sequences <= at[LIMIT], room, -math.inf)
-    backlog = compute * at[BACKLOG]
+    running, computing = at.sequences, at.computing
+    compute = prefill_weight * at.slowness
+    block = OCCUPANCY * at.block_size * at.decode_slowness
+    beyond = ops.maximum(0.0, running + sequences - at.slots)
+    decode = block * at.context_blocks + SLOT_TOKENS * at.decode_slowness * beyond
+    served = SERVED_COST * ops.maximum(at.slowness, at.decode_slowness) * at.served_tokens
+    room = FILL * at.total_blocks - (at.active_blocks + running + sequences)
+    room = ops.where(running + sequences <= at.limit, room, -math.inf)
+    backlog = compute * at.prefill_tokens
     return TargetTerms(
         backlog + decode + served,
         decode,
@@ -338,23 +322,23 @@ def uncached_tokens(request: RoutingRequest, target: RoutingTarget, overlap: int
     return max(0, request.prompt_tokens + request.resumed_tokens - cached)
 
 
-def columns_of(target: RoutingTarget) -> list[Any]:
+def columns_of(target: RoutingTarget) -> TargetColumns:
     """As ``TargetLoads`` has them."""
     registration, load = target.registration, target.load
-    return [
-        registration.block_size,
-        registration.total_blocks,
-        registration.slots,
-        registration.slots + registration.queue,
-        load.sequences,
-        load.active_blocks,
-        load.context_blocks,
-        load.prefill_tokens,
-        load.computing,
-        load.slowness,
-        load.decode_slowness,
-        load.served_tokens,
-    ]
+    return TargetColumns(
+        block_size=registration.block_size,
+        total_blocks=registration.total_blocks,
+        slots=registration.slots,
+        limit=registration.slots + registration.queue,
+        sequences=load.sequences,
+        active_blocks=load.active_blocks,
+        context_blocks=load.context_blocks,
+        prefill_tokens=int(load.prefill_tokens),  # whole tokens, which score tables need
+        computing=load.computing,
+        slowness=load.slowness,
+        decode_slowness=load.decode_slowness,
+        served_tokens=load.served_tokens,
+    )
 
 
 def is_plain(request: RoutingRequest) -> bool:

@@ -19,7 +19,7 @@ its share of the load is skipped, so that one popular image overloads no worker.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from blake3 import blake3
@@ -37,7 +37,7 @@ from penstock.router.placement.cost import (
 )
 from penstock.router.placement.routing import PATIENCE_S, RoutingContext, RoutingDecision
 from penstock.router.state.holders import TargetId
-from penstock.router.state.target_loads import BACKLOG, ENCODE, RoutingTarget
+from penstock.router.state.target_loads import ENCODE, RoutingTarget, TargetColumns
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import Candidate, Stage
 
@@ -183,36 +183,29 @@ class ScoredTargets(NamedTuple):
 def candidate(
     context: RoutingContext, target: RoutingTarget, score: float, rejection: str = "", role: str = ""
 ) -> Candidate:
-    columns = columns_of(target)
-    columns[BACKLOG] = int(columns[BACKLOG])
-    return candidate_of(target.id, context.overlap(target), columns, score, rejection, role)
+    return candidate_of(target.id, context.overlap(target), columns_of(target), score, rejection, role)
 
 
 def candidate_of(
-    target_id: TargetId, overlap: int, columns: Sequence[Any], score: float, rejection: str, role: str = ""
+    target_id: TargetId, overlap: int, columns: TargetColumns, score: float, rejection: str, role: str = ""
 ) -> Candidate:
-    """
-    Args:
-        columns: of ``TargetLoads``.
-    """
     worker, rank = target_id
-    _, _, slots, _, running, active, context, backlog, computing, slowness, decode_slowness, served = columns
     return Candidate(
         worker,
         overlap,
-        active,
-        backlog,
-        running,
-        slots,
+        columns.active_blocks,
+        columns.prefill_tokens,
+        columns.sequences,
+        columns.slots,
         score,
         rejection,
         rank,
         role,
-        context,
-        computing,
-        slowness,
-        decode_slowness,
-        served,
+        columns.context_blocks,
+        columns.computing,
+        columns.slowness,
+        columns.decode_slowness,
+        columns.served_tokens,
     )
 
 

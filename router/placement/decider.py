@@ -148,7 +148,8 @@ class SharedPrefixes:
 # empties the caches from nine on.
 FEW = 4
 
-# In SERVED of targets that other routers prefer: 100 tokens of work for each one that this router prefers, up to 3,000.
+# In ``served_tokens`` of targets that other routers prefer: 100 tokens of work for each one that this router prefers,
+# up to 3,000.
 # The more targets, the less it costs to choose among some of them, and the more requests come before others know.
 OTHERS_SERVED = 25_600
 MOST_OTHERS_SERVED = 768_000

@@ -18,15 +18,7 @@ import msgspec
 from penstock.router.state.attempts import EVERY, ActiveRequest, EndedAttempts, StageLoad
 from penstock.router.state.holders import TargetId
 from penstock.router.state.target_loads import (
-    ACTIVE,
-    BACKLOG,
-    COMPUTING,
-    CONTEXT,
-    DECODE_SLOWNESS,
     ENCODE,
-    SEQUENCES,
-    SERVED,
-    SLOWNESS,
     Load,
     RoutingTarget,
     TargetLoads,
@@ -191,18 +183,18 @@ class LoadTracker:
             return Load()
         column, held = self.loads.load(row), self._targets.by_target.get(target_id)
         if held is None:
-            slowness, decode_slowness, served = column[SLOWNESS], column[DECODE_SLOWNESS], column[SERVED]
+            slowness, decode_slowness, served = column.slowness, column.decode_slowness, column.served_tokens
             return Load(slowness=slowness, decode_slowness=decode_slowness, served_tokens=served)
         return Load(
             held.requests,
-            column[SEQUENCES],
-            int(column[ACTIVE]),
-            column[BACKLOG] + held.prefill_tokens(now_ns, self.tokens_per_s) // 1,
-            int(column[COMPUTING]),
-            column[SLOWNESS],
-            int(column[CONTEXT]),
-            column[DECODE_SLOWNESS],
-            column[SERVED],
+            column.sequences,
+            int(column.active_blocks),
+            column.prefill_tokens + held.prefill_tokens(now_ns, self.tokens_per_s) // 1,
+            int(column.computing),
+            column.slowness,
+            int(column.context_blocks),
+            column.decode_slowness,
+            column.served_tokens,
         )
 
     def capacity(self, worker: str, rank: int = 0) -> int:
@@ -210,7 +202,7 @@ class LoadTracker:
         registration, row = self._registrations.get(worker), self.loads.row((worker, rank))
         if registration is None or row is None or registration.state is not WorkerState.ready:
             return 0
-        return max(0, registration.slots + registration.queue - int(self.loads.load(row)[SEQUENCES]))
+        return max(0, registration.slots + registration.queue - int(self.loads.load(row).sequences))
 
     def has_capacity(self) -> bool:
         """Whether any target accepts another sequence."""

@@ -16,7 +16,7 @@ same for all targets on average; what is left of it is within ``DECODE_NOISE``.
 
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -59,22 +59,38 @@ def serves(registration: Registration, model: str) -> bool:
     return model == registration.model or model in registration.aliases
 
 
-COLUMNS = 12
-(
-    BLOCK_SIZE,
-    BLOCKS,
-    SLOTS,
-    LIMIT,
-    SEQUENCES,
-    ACTIVE,
-    CONTEXT,
-    BACKLOG,
-    COMPUTING,
-    SLOWNESS,
-    DECODE_SLOWNESS,
-    SERVED,
-) = range(COLUMNS)
-SERVED_REQUESTS = 64  # for each target, after which SERVED is halved
+class TargetColumns(msgspec.Struct, gc=False):
+    """What the cost of a request at a target depends on. Where arrays of many targets are meant, each field is one.
+
+    Attributes:
+        block_size: in tokens.
+        total_blocks: of the KV cache.
+        slots: for sequences that run at once.
+        limit: of all sequences, those that wait at the target included.
+        active_blocks: distinct prompt blocks of unfinished requests.
+        context_blocks: the same with shared blocks counted for every sequence, as a decode step reads them.
+        prefill_tokens: uncached prompt tokens that are not computed yet.
+        computing: sequences whose prompt is not computed yet.
+        slowness: time per prompt token, relative to the model's other targets.
+        decode_slowness: time per step, likewise.
+        served_tokens: of prompts that this router sent there lately, and more if another router prefers the target.
+    """
+
+    block_size: int = 0
+    total_blocks: int = 0
+    slots: int = 0
+    limit: int = 0
+    sequences: int = 0
+    active_blocks: int = 0
+    context_blocks: int = 0
+    prefill_tokens: int = 0
+    computing: int = 0
+    slowness: float = 1.0
+    decode_slowness: float = 1.0
+    served_tokens: int = 0
+
+
+SERVED_REQUESTS = 64  # for each target, after which ``served_tokens`` is halved
 
 
 class Task(NamedTuple):
@@ -101,35 +117,28 @@ class Task(NamedTuple):
 class TargetLoads:
     """Capacity and load of all targets.
 
-    Columns: BLOCK_SIZE in tokens; BLOCKS of the KV cache; SLOTS for sequences that run at once, LIMIT and number of all
-    SEQUENCES; ACTIVE, distinct prompt blocks of unfinished requests; CONTEXT, the same with shared blocks counted for
-    every sequence, as a decode step reads them; BACKLOG, uncached prompt tokens that are not computed yet; COMPUTING,
-    sequences whose prompt is not computed yet; SLOWNESS and DECODE_SLOWNESS, time per prompt token and per
-    step relative to the model's other targets; SERVED, prompt tokens that this router sent there lately, and
-    more if another router prefers the target.
-
     Attributes:
         changed: rows that changed since ``LoadColumns`` read them last.
-        estimates: arguments of ``estimate`` by row; BACKLOG comes without them.
+        estimates: arguments of ``estimate`` by row; ``prefill_tokens`` comes without them.
     """
 
     def __init__(self) -> None:
         self._rows: dict[TargetId, int] = {}
         self._free: list[int] = []
-        # By row: changing a list is several times cheaper than an array's element. Counts are integers, which score
+        # By row: changing a field is several times cheaper than an array's element. Counts are integers, which score
         # tables need.
-        self._values: list[list[Any]] = []
+        self._values: list[TargetColumns] = []
         self.changed: set[int] = set()
         self.estimates: dict[int, tuple[float, int, int]] = {}
-        self._sent = 0  # prompts since SERVED was halved
-        self._more: dict[int, int] = {}  # in SERVED of rows that other routers prefer
+        self._sent = 0  # prompts since ``served_tokens`` was halved
+        self._more: dict[int, int] = {}  # in ``served_tokens`` of rows that other routers prefer
         self._prefixes = ActivePrefixes()
         self._tasks: dict[tuple[str, TargetId], Task] = {}
         self.learned = LearnedCosts()
         self.learned_decode = LearnedCosts(DECODE_NOISE)
         self._decoding: dict[tuple[str, TargetId], tuple[int, float]] = {}  # since when, and how much context there was
         self._models: dict[TargetId, str] = {}
-        self._means: dict[str, int] = {}  # cache: by model, mean of SERVED, which a target that begins with it keeps
+        self._means: dict[str, int] = {}  # cache: by model, mean of ``served_tokens``, with which a target begins
         self._computed_ns: dict[TargetId, int] = {}  # when the last prompt was computed
         self._computing: dict[TargetId, dict[int, dict[str, Task]]] = {}  # by last key of the prompt and request
 
@@ -138,7 +147,7 @@ class TargetLoads:
         return self._rows.get(target)
 
     def block_size(self, target: TargetId) -> int:
-        return int(self._values[self._rows[target]][BLOCK_SIZE])
+        return int(self._values[self._rows[target]].block_size)
 
     def estimate(self, target: TargetId, tokens: float, at_ns: int, most: int) -> None:
         """Add prompt tokens whose computation no event will report; their backlog is now at most ``most``."""
@@ -151,11 +160,11 @@ class TargetLoads:
         else:
             self.estimates.pop(row, None)
 
-    def load(self, row: int) -> list[Any]:
+    def load(self, row: int) -> TargetColumns:
         """All columns of one target."""
         return self._values[row]
 
-    def loads(self, rows: Iterable[int]) -> list[list[Any]]:
+    def loads(self, rows: Iterable[int]) -> list[TargetColumns]:
         """``load`` of each row."""
         values = self._values
         return [values[row] for row in rows]
@@ -167,12 +176,10 @@ class TargetLoads:
         if row is None:
             row = self._rows[target] = self._free.pop() if self._free else len(self._rows)
             if row == len(self._values):
-                self._values.append([])
-            self._values[row] = [0] * COLUMNS
-            self._values[row][SLOWNESS] = self._values[row][DECODE_SLOWNESS] = 1.0
-            self._values[row][SERVED] = self._mean_served(model)
+                self._values.append(TargetColumns())
+            self._values[row] = TargetColumns(served_tokens=self._mean_served(model))
         values = self._values[row]
-        values[BLOCK_SIZE], values[BLOCKS], values[SLOTS], values[LIMIT] = block_size, blocks, slots, limit
+        values.block_size, values.total_blocks, values.slots, values.limit = block_size, blocks, slots, limit
         self.count_more(target, 0)  # its model may be another one now
         self._models[target] = model
         return new
@@ -201,7 +208,8 @@ class TargetLoads:
     def add(self, task: Task) -> bool:
         """A request was sent to its target; unknown targets are ignored.
 
-        Returns: whether ``stored`` will find when its prompt is computed, so that it counts in BACKLOG until then.
+        Returns: whether ``stored`` will find when its prompt is computed, so that it counts in ``prefill_tokens`` until
+            then.
         """
         row = self._rows.get(task.target)
         if row is None or (task.request, task.target) in self._tasks:
@@ -209,16 +217,16 @@ class TargetLoads:
         self._tasks[task.request, task.target] = task
         values = self._values[row]
         self.changed.add(row)
-        values[SEQUENCES] += task.sequences
-        values[CONTEXT] += task.context * task.sequences
-        values[ACTIVE] += self._prefixes.add(task.target, task.keys) if task.keys else task.blocks
-        if task.uncached_tokens < values[BLOCK_SIZE] or not task.keys:
+        values.sequences += task.sequences
+        values.context_blocks += task.context * task.sequences
+        values.active_blocks += self._prefixes.add(task.target, task.keys) if task.keys else task.blocks
+        if task.uncached_tokens < values.block_size or not task.keys:
             if not task.uncached_tokens:
                 self._decodes(task, task.at_ns)
             return False
         self._computing.setdefault(task.target, {}).setdefault(task.keys[-1], {})[task.request] = task
-        values[BACKLOG] += task.uncached_tokens
-        values[COMPUTING] += task.sequences
+        values.prefill_tokens += task.uncached_tokens
+        values.computing += task.sequences
         return True
 
     def count(self, target: TargetId, sequences: int, blocks: int, context: int) -> None:
@@ -231,9 +239,9 @@ class TargetLoads:
         if row is None:
             return
         values = self._values[row]
-        values[SEQUENCES] += sequences
-        values[CONTEXT] += context * sequences
-        values[ACTIVE] += blocks
+        values.sequences += sequences
+        values.context_blocks += context * sequences
+        values.active_blocks += blocks
         self.changed.add(row)
 
     def is_computing(self, target: TargetId) -> bool:
@@ -270,7 +278,7 @@ class TargetLoads:
             tokens = sum(task.uncached_tokens for task in done)
             slowness = self.learned.computed(self._models[target], target, tokens, (now_ns - began_ns) / 1e9)
             row = self._rows[target]
-            self._values[row][SLOWNESS] = slowness
+            self._values[row].slowness = slowness
             self.changed.add(row)
         for task in done:
             self._decodes(task, now_ns)
@@ -293,10 +301,10 @@ class TargetLoads:
         since_ns, context = self._decoding.pop((request, target), (0, 0.0))
         if 0 < since_ns < now_ns:
             seconds = (now_ns - since_ns) / 1e9
-            values[DECODE_SLOWNESS] = self.learned_decode.computed(self._models[target], target, context, seconds)
-        values[SEQUENCES] -= task.sequences
-        values[CONTEXT] -= task.context * task.sequences
-        values[ACTIVE] -= self._prefixes.remove(target, task.keys) if task.keys else task.blocks
+            values.decode_slowness = self.learned_decode.computed(self._models[target], target, context, seconds)
+        values.sequences -= task.sequences
+        values.context_blocks -= task.context * task.sequences
+        values.active_blocks -= self._prefixes.remove(target, task.keys) if task.keys else task.blocks
         self.changed.add(row)
         return task
 
@@ -310,37 +318,37 @@ class TargetLoads:
 
     def served_tokens(self, target: TargetId) -> int:
         row = self._rows.get(target)
-        return 0 if row is None else int(self._values[row][SERVED])
+        return 0 if row is None else int(self._values[row].served_tokens)
 
     def sent(self, target: TargetId, tokens: int) -> None:
-        """Count a prompt that this router sent to a target in SERVED."""
+        """Count a prompt that this router sent to a target in ``served_tokens``."""
         row = self._rows.get(target)
         if row is None:
             return
         self._means.clear()
-        self._values[row][SERVED] += tokens
+        self._values[row].served_tokens += tokens
         self.changed.add(row)
         self._sent += 1
         if self._sent >= SERVED_REQUESTS * len(self._rows):
             self._sent = 0
             for each in self._rows.values():
-                self._values[each][SERVED] -= self._sent_to(each) - self._sent_to(each) // 2
+                self._values[each].served_tokens -= self._sent_to(each) - self._sent_to(each) // 2
                 self.changed.add(each)
 
     def count_more(self, target: TargetId, tokens: int) -> None:
-        """Count so many more tokens in SERVED, since another router prefers the target; 0: none does."""
+        """Count so many more tokens in ``served_tokens``, since another router prefers the target; 0: none does."""
         row = self._rows.get(target)
         if row is not None:
-            self._values[row][SERVED] = self._sent_to(row) + tokens
+            self._values[row].served_tokens = self._sent_to(row) + tokens
             self._more[row] = tokens
             self.changed.add(row)
 
     def _sent_to(self, row: int) -> int:
-        """SERVED without what ``count_more`` added."""
-        return int(self._values[row][SERVED]) - self._more.get(row, 0)
+        """``served_tokens`` without what ``count_more`` added."""
+        return int(self._values[row].served_tokens) - self._more.get(row, 0)
 
     def _mean_served(self, model: str) -> int:
-        """The initial SERVED of a new target, so that it is not sent all requests until it has caught up."""
+        """The initial ``served_tokens`` of a new target, so that it is not sent all requests until it has caught up."""
         mean = self._means.get(model)
         if mean is None:
             others = [self._sent_to(self._rows[target]) for target, at in self._models.items() if at == model]
@@ -351,7 +359,7 @@ class TargetLoads:
         """Count a request as decoding: its prompt is computed."""
         if now_ns:
             values = self._values[self._rows[task.target]]
-            self._decoding[task.request, task.target] = now_ns, values[CONTEXT] * values[BLOCK_SIZE]
+            self._decoding[task.request, task.target] = now_ns, values.context_blocks * values.block_size
 
     def _computed(self, task: Task) -> None:
         among = self._computing.get(task.target, {})
@@ -362,8 +370,8 @@ class TargetLoads:
             del among[task.keys[-1]]
         row = self._rows[task.target]
         values = self._values[row]
-        values[BACKLOG] -= task.uncached_tokens
-        values[COMPUTING] -= task.sequences
+        values.prefill_tokens -= task.uncached_tokens
+        values.computing -= task.sequences
         self.changed.add(row)
 
 

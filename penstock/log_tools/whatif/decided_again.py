@@ -19,11 +19,11 @@ from penstock.router.placement.cost import RequestSize, TargetCost, favour_token
 from penstock.router.placement.decide import FAR, MEDIUM, NEAR
 from penstock.router.placement.routing import TIE, Weights, draw
 from penstock.router.state.holders import TargetId
-from penstock.router.state.target_loads import ENCODE
+from penstock.router.state.target_loads import ENCODE, TargetColumns
 from penstock.schemas.jobs import Candidate, DecisionInputs, Job, Link
 from penstock.schemas.requests import GenerateRequest, decode
 
-_ANY_NUMBER = float(1 << 60)  # whether there was room is in the table
+_ANY_NUMBER = 1 << 60  # whether there was room is in the table
 
 
 def recorded_size(job: Job, request: GenerateRequest) -> RequestSize:
@@ -37,19 +37,19 @@ def recorded_size(job: Job, request: GenerateRequest) -> RequestSize:
 
 
 def recorded_cost(size: RequestSize, at: Candidate, inputs: DecisionInputs, weights: Weights) -> TargetCost:
-    columns = (
-        inputs.block_size,
-        _ANY_NUMBER,
-        at.slots,
-        _ANY_NUMBER,
-        at.running,
-        at.active_blocks,
-        at.context_blocks,
-        at.prefill_tokens,
-        at.computing,
-        at.slowness,
-        at.decode_slowness,
-        at.served_tokens,
+    columns = TargetColumns(
+        block_size=inputs.block_size,
+        total_blocks=_ANY_NUMBER,
+        slots=at.slots,
+        limit=_ANY_NUMBER,
+        sequences=at.running,
+        active_blocks=at.active_blocks,
+        context_blocks=at.context_blocks,
+        prefill_tokens=at.prefill_tokens,
+        computing=at.computing,
+        slowness=at.slowness,
+        decode_slowness=at.decode_slowness,
+        served_tokens=at.served_tokens,
     )
     cost = target_cost(
         size,

@@ -1,5 +1,6 @@
 """The load is a fold of two logs that have no common order and repeat messages."""
 
+import copy
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.router.state.attempts import ENDED_REMEMBERED
 from penstock.router.state.load_tracker import LoadState, LoadTracker, merge
 from penstock.router.state.snapshots import only_logged
-from penstock.router.state.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SEQUENCES, Load
+from penstock.router.state.target_loads import Load
 from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.jobs import LoadHeader, Stage
 from tests.properties import examples
@@ -227,9 +228,9 @@ def test_a_request_counts_once_whenever_its_worker_registers() -> None:
     for name, echoed in (("of another router", True), ("own", False)):
         admit(f, name, echoed=echoed, keys=() if echoed else (1, 2, 3))
     f.put_worker(registered("a"))
-    counted = f.loads.load(0)[:]
-    assert counted[SEQUENCES] == 2
-    assert counted[ACTIVE] == counted[CONTEXT] == 8
+    counted = copy.copy(f.loads.load(0))
+    assert counted.sequences == 2
+    assert counted.active_blocks == counted.context_blocks == 8
     f.remove_worker("a")
     admit(f, "while it was away", echoed=True)
     f.finish("while it was away")
@@ -237,7 +238,8 @@ def test_a_request_counts_once_whenever_its_worker_registers() -> None:
     assert f.loads.load(0) == counted
     f.finish("of another router")
     f.finish("own")
-    assert [f.loads.load(0)[column] for column in (SEQUENCES, ACTIVE, CONTEXT)] == [0, 0, 0]
+    left = f.loads.load(0)
+    assert (left.sequences, left.active_blocks, left.context_blocks) == (0, 0, 0)
 
 
 def test_who_joins_or_leaves_costs_no_look_at_the_requests_of_all_workers() -> None:
@@ -318,11 +320,11 @@ def test_the_sums_are_those_of_the_active_requests_whatever_happened(steps: list
             tasks = {e.request: f.loads._tasks.get((e.request, target)) for e in at}
             shared = {key for task in tasks.values() if task is not None for key in task.keys}
             alone = [e.blocks for e in at if (task := tasks[e.request]) is None or not task.keys]
-            assert column[SEQUENCES] == load.sequences
-            assert column[CONTEXT] == sum(e.prompt_blocks * e.n for e in at)
-            assert column[ACTIVE] == len(shared) + sum(alone)
-            assert column[BACKLOG] == sum(task.uncached_tokens for task in uncomputed)
-            assert column[COMPUTING] == sum(task.sequences for task in uncomputed)
+            assert column.sequences == load.sequences
+            assert column.context_blocks == sum(e.prompt_blocks * e.n for e in at)
+            assert column.active_blocks == len(shared) + sum(alone)
+            assert column.prefill_tokens == sum(task.uncached_tokens for task in uncomputed)
+            assert column.computing == sum(task.sequences for task in uncomputed)
             assert {task.request for task in uncomputed} <= {e.request for e in at}
     for kept in (f.loads._tasks, f._keys, f._stage_loads, f.loads.estimates):
         assert not kept, "nothing leaks"

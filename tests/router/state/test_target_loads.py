@@ -5,12 +5,9 @@ from random import Random
 
 from penstock.router.placement.cost import SLOT_TOKENS, RequestSize, target_cost
 from penstock.router.state.target_loads import (
-    ACTIVE,
-    CONTEXT,
-    DECODE_SLOWNESS,
     SERVED_REQUESTS,
-    SLOWNESS,
     LearnedCosts,
+    TargetColumns,
     TargetLoads,
     Task,
 )
@@ -24,14 +21,16 @@ def test_a_step_reads_shared_blocks_once_for_every_sequence_and_memory_holds_the
     for number in range(3):
         loads.add(Task(f"r{number}", ("w", 0), keys, 10, 320, context=10))
     values = loads.load(0)
-    assert (values[ACTIVE], values[CONTEXT]) == (10, 30)
+    assert (values.active_blocks, values.context_blocks) == (10, 30)
     loads.end("r1", ("w", 0))
-    assert (values[ACTIVE], values[CONTEXT]) == (10, 20)
+    assert (values.active_blocks, values.context_blocks) == (10, 20)
 
 
 def test_a_target_without_a_free_slot_costs_the_wait_for_one() -> None:
     size = RequestSize(320, 10, 1)
-    free, taken = ([32, 1000, slots, 20, 8, 0, 0, 0, 0, 1.0, 1.0, 0] for slots in (9, 8))
+    free, taken = (
+        TargetColumns(block_size=32, total_blocks=1000, slots=slots, limit=20, sequences=8) for slots in (9, 8)
+    )
     assert target_cost(size, 0, 0, taken).whole - target_cost(size, 0, 0, free).whole == SLOT_TOKENS
 
 
@@ -49,8 +48,8 @@ def test_a_target_that_decodes_at_half_speed_costs_more_for_what_it_decodes_only
         loads.end(f"r{number}", (name, 0), now + second // 20 + (2 if name == "a" else 1) * second)
         now += 5 * second
     slow, fast = loads.load(0), loads.load(1)
-    assert 1.7 < slow[DECODE_SLOWNESS] < 2.3
-    assert (slow[SLOWNESS], fast[SLOWNESS], fast[DECODE_SLOWNESS]) == (1.0, 1.0, 1.0)
+    assert 1.7 < slow.decode_slowness < 2.3
+    assert (slow.slowness, fast.slowness, fast.decode_slowness) == (1.0, 1.0, 1.0)
     slow_cost, fast_cost = (target_cost(RequestSize(320, 10, 1), 0, 0, at) for at in (slow, fast))
     assert slow_cost.decode > 1.7 * fast_cost.decode
     assert slow_cost.whole - slow_cost.decode == fast_cost.whole - fast_cost.decode
