@@ -221,6 +221,7 @@ class Guard:
         closed: requests need a key. Never becomes false again: neither an emptied bucket nor unreadable entries may
             open the gateway.
         lost: there were keys, but the broker has none any more.
+        table: the keys, as the broker has them.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class Guard:
         on_lost: Callable[[bool], None] = lambda lost: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._table = KeyTable(bus, self._changed, self._compared, clock)
+        self.table = KeyTable(bus, self._changed, self._compared, clock)
         self._tenants = tenants
         self._callers: dict[str, Caller | ServingError] = {}
         self._own = [hashlib.sha256(key.encode()).digest() for key in own]
@@ -249,11 +250,11 @@ class Guard:
         Raises:
             ServingError: the keys cannot be read.
         """
-        await self._table.start(tasks)
+        await self.table.start(tasks)
         self._compared()
 
     async def close(self) -> None:
-        await self._table.stop()
+        await self.table.stop()
 
     def admit(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
         """The caller of a request.
@@ -270,8 +271,8 @@ class Guard:
                 hmac.compare_digest(digest, each) for each in self._own
             ):  # compares all, so that the time tells nothing
                 return OPERATOR
-        key = find_key(given, self._table.keys)
-        if not self._table.current:
+        key = find_key(given, self.table.keys)
+        if not self.table.current:
             message = f"keys cannot be checked: the broker has not confirmed them for {STALE_S:g} s; try again"
             raise ServingError(Code.broker_unavailable, message, retry_after=1.0)
         check_valid(key, time.time_ns())
@@ -288,13 +289,13 @@ class Guard:
 
     def _compared(self) -> None:
         """Called when the table equals the bucket. Reports the loss of all keys, and their return, once each."""
-        lost = self._had_keys and not self._table.keys and not self._table.unreadable
+        lost = self._had_keys and not self.table.keys and not self.table.unreadable
         if lost == self.lost:
             return
         self.lost = lost
         self._on_lost(lost)
         if not lost:
-            log.info("keys_found", keys=len(self._table.keys))
+            log.info("keys_found", keys=len(self.table.keys))
             return
         log.error(
             "keys_lost",

@@ -36,14 +36,18 @@ REFUSED_FROM = 10  # from here on its new requests are refused. Of the default t
 
 
 class Verdicts:
-    """The verdicts of the last hour, of all gateways. Without the bucket there are none."""
+    """The verdicts of the last hour, of all gateways. Without the bucket there are none.
+
+    Attributes:
+        table: each verdict by key, with its revision in the bucket; 0: it is in memory only.
+    """
 
     def __init__(self, bus: Bus) -> None:
         bucket = bus.subjects.bucket("verdicts")
         self._stream, self._prefix = f"KV_{bucket}", f"$KV.{bucket}."
         self._tail = LogTail.of_bucket(bus, "verdicts", self._on_entry)
         self._bus = bus
-        self._table: dict[str, tuple[Verdict, int]] = {}  # by key; 0: in memory only, else the bucket's revision
+        self.table: dict[str, tuple[Verdict, int]] = {}
         self._of_tenant: dict[str, dict[str, int]] = {}  # the keys of its verdicts, and when each was found
         self._secret: bytes | None = None
         self._announced: Any = None
@@ -85,7 +89,7 @@ class Verdicts:
         """
         if self._storing:  # clients may repeat at once
             await asyncio.wait(set(self._storing), timeout=WITHIN_S)
-        if not self._table or self._secret is None:
+        if not self.table or self._secret is None:
             return request
         if (count := self._count(request.tenant)) >= WATCHED_FROM:
             if count >= REFUSED_FROM and request.tenant != DEFAULT_TENANT:
@@ -97,7 +101,7 @@ class Verdicts:
                 )
             request = msgspec.structs.replace(request, watched=True)
         key = key_of(request, self._secret)
-        verdict, revision = self._table.get(key, (None, 0))
+        verdict, revision = self.table.get(key, (None, 0))
         if verdict is None:
             return request
         left_s = verdict.at_ns / 1e9 + HOLDS_S - time.time()
@@ -145,7 +149,7 @@ class Verdicts:
         if secret is None:
             return
         key = key_of(request, secret)
-        known, revision = self._table.get(key, (None, 0))
+        known, revision = self.table.get(key, (None, 0))
         repeated = request.id if request.repeats_poison else known.repeated if known is not None else ""
         first = known.request if known is not None else request.id
         verdict = Verdict(first, time.time_ns(), repeated)
@@ -201,10 +205,10 @@ class Verdicts:
 
     def _remember(self, key: str, verdict: Verdict, revision: int) -> None:
         self._forget(key)
-        self._table[key] = verdict, revision
+        self.table[key] = verdict, revision
         self._of_tenant.setdefault(_tenant_of(key), {})[key] = verdict.at_ns
-        if len(self._table) > MOST:
-            self._forget(next(iter(self._table)))
+        if len(self.table) > MOST:
+            self._forget(next(iter(self.table)))
 
     def _forget(self, key: str) -> bool:
         """Whether it was known."""
@@ -213,7 +217,7 @@ class Verdicts:
         keys.pop(key, None)
         if not keys:
             self._of_tenant.pop(tenant, None)
-        return self._table.pop(key, None) is not None
+        return self.table.pop(key, None) is not None
 
     def _on_entry(self, entry: Entry) -> None:
         key = entry.subject.removeprefix(self._prefix)
@@ -230,7 +234,7 @@ class Verdicts:
         except msgspec.MsgspecError as error:
             log.warning("verdict_unreadable", error=str(error))
             return
-        known = self._table.get(announced.key)
+        known = self.table.get(announced.key)
         if announced.verdict is None:
             self._forget(announced.key)
         elif known is None or announced.verdict.repeated or not known[0].repeated:  # else ours, from before a repeat

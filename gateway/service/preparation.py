@@ -134,7 +134,11 @@ _NAMES = {RESPONSE: chat.NAMES, MESSAGE: anthropic_chat.NAMES}  # of a chat's fi
 
 
 class RequestPreparer:
-    """Owns the threads, and the processes that try constraints; ``close`` it."""
+    """Owns the threads, and the processes that try constraints; ``close`` it.
+
+    Attributes:
+        fleet: the models that requests may name.
+    """
 
     def __init__(
         self,
@@ -145,7 +149,7 @@ class RequestPreparer:
         settings: GatewaySettings,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self._fleet = fleet
+        self.fleet = fleet
         self._media_loader = media_loader
         self._conversations = conversations
         self._gateway = gateway
@@ -178,7 +182,7 @@ class RequestPreparer:
         if self._settings.strict_options:
             await self.run_for(body, check_options, endpoint, body, tenant=caller.tenant)
         if endpoint in IMAGE_PATHS:
-            models = {name: each for name, each in self._fleet.diffusion_models.known.items() if caller.may_name(name)}
+            models = {name: each for name, each in self.fleet.diffusion_models.known.items() if caller.may_name(name)}
             prepared = await self.run_for(
                 body,
                 prepare_images,
@@ -224,7 +228,7 @@ class RequestPreparer:
     async def _embedding(
         self, body: bytes, caller: Caller, *, now_ns: int, request_id: str, no_store: bool
     ) -> PreparedRequest:
-        fleet = self._fleet
+        fleet = self.fleet
         work = partial(
             prepare_embedding,
             body,
@@ -319,13 +323,13 @@ class RequestPreparer:
         Raises:
             ServingError: see ``FleetView.context_for``; the body is not JSON.
         """
-        base = self._fleet.only_context()
+        base = self.fleet.only_context()
         if base is None:
             if len(body) <= NAMED_INLINE:
                 name = named_in(body)
             else:
                 name = await self.run_for(body, named_in, body, tenant=caller.tenant)
-            base = await self._fleet.context_for(name, caller)
+            base = await self.fleet.context_for(name, caller)
         return caller.context(base)
 
     async def run_for(
@@ -340,8 +344,8 @@ class RequestPreparer:
         """
         if len(body) <= LARGE_BODY:
             return work(*args, **options)
-        limit, meaning = max(FEW_VALUES, 2 * self._fleet.longest), _TWICE
-        if limit < MAX_VALUES and self._fleet.embedding_models.known:  # what is asked for is not known yet
+        limit, meaning = max(FEW_VALUES, 2 * self.fleet.longest), _TWICE
+        if limit < MAX_VALUES and self.fleet.embedding_models.known:  # what is asked for is not known yet
             limit, meaning = MAX_VALUES, "the most that embeddings take"
         checked = partial(_checked, body, limit, partial(work, *args, **options), meaning)
         return await self._in_thread(tenant, len(body), checked)

@@ -424,6 +424,8 @@ class ContentReader:
 
     Attributes:
         inbox: where ``send_content`` delivers contents before anyone asks for them.
+        sent: what was delivered there and not read yet, by request, in the order in which it came.
+        sent_bytes: the size of all that.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -433,8 +435,8 @@ class ContentReader:
         self.inbox = bus.nc.new_inbox()
         self._next = 0
         self._questions: dict[str, _Question] = {}
-        self._sent: dict[str, _Sent] = {}  # by request, in the order in which they came
-        self._sent_bytes = 0
+        self.sent: dict[str, _Sent] = {}
+        self.sent_bytes = 0
         self._expiry: asyncio.TimerHandle | None = None
         self._subs: list[Any] = []
 
@@ -445,7 +447,7 @@ class ContentReader:
     async def close(self) -> None:
         for token in list(self._questions):
             self._end(token)
-        self._sent.clear()
+        self.sent.clear()
         if self._expiry is not None:
             self._expiry.cancel()
         if not self._bus.nc.is_closed:
@@ -454,10 +456,10 @@ class ContentReader:
 
     def take(self, request_id: str) -> bytes | None:
         """Take the content that was sent ahead for a request. None if it has to be asked for."""
-        sent = self._sent.pop(request_id, None)
+        sent = self.sent.pop(request_id, None)
         if sent is None:
             return None
-        self._sent_bytes -= len(sent.data)
+        self.sent_bytes -= len(sent.data)
         return sent.data
 
     def _on_sent(self, frame: Frame) -> None:
@@ -465,19 +467,19 @@ class ContentReader:
             return  # it was not stored yet
         request_id = frame.subject.rpartition(b".")[2].decode()
         self.take(request_id)
-        self._sent[request_id] = _Sent(frame.data, time.monotonic())
-        self._sent_bytes += len(frame.data)
-        while self._sent_bytes > SENT_BYTES:
-            self.take(next(iter(self._sent)))
+        self.sent[request_id] = _Sent(frame.data, time.monotonic())
+        self.sent_bytes += len(frame.data)
+        while self.sent_bytes > SENT_BYTES:
+            self.take(next(iter(self.sent)))
         if self._expiry is None:
             self._expiry = asyncio.get_running_loop().call_later(SENT_S, self._expire)
 
     def _expire(self) -> None:
         """Drop contents whose jobs went to another worker."""
         oldest = time.monotonic() - SENT_S
-        for request_id, _ in list(takewhile(lambda each: each[1].came <= oldest, self._sent.items())):
+        for request_id, _ in list(takewhile(lambda each: each[1].came <= oldest, self.sent.items())):
             self.take(request_id)
-        self._expiry = asyncio.get_running_loop().call_later(SENT_S, self._expire) if self._sent else None
+        self._expiry = asyncio.get_running_loop().call_later(SENT_S, self._expire) if self.sent else None
 
     async def find(self, subjects: Sequence[str]) -> dict[str, bytes]:
         """What is stored under these subjects (``Subjects.contents``). Those without a message are left out."""

@@ -156,7 +156,7 @@ async def test_upkeep_that_fails_ends_the_process_in_order(
         elif what == "sweep":  # of the publisher, where no single message is to blame
             monkeypatch.setattr("penstock.infra.bus.publisher.time", None)
         else:
-            monkeypatch.setattr(worker.session.runner._publisher, "_publish", fail)
+            monkeypatch.setattr(worker.session.runner.publisher, "_publish", fail)
             worker.engine.resume()  # a few steps more may all be too soon after the last flush for another
         await eventually(lambda: worker.fatal, SOON_S)
         monkeypatch.undo()

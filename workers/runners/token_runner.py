@@ -180,6 +180,10 @@ class TokenRunner:
         vision: of the engine, if its model takes images.
         grammars: of the engine, if it applies constraints.
         pace: of the worker, over all its sessions.
+    Attributes:
+        disaggregation: the stages of requests that other workers begin or continue.
+        publisher: publishes what the engine has computed.
+        stage_tasks: stages that are being read, sent or encoded.
     """
 
     def __init__(
@@ -208,10 +212,10 @@ class TokenRunner:
         self._steps_seen = -1
         self._asked = 0.0
         self._dumper = Dumper(engine, context.id, context.epoch)
-        self._stage_tasks: set[asyncio.Task[Any]] = set()
+        self.stage_tasks: set[asyncio.Task[Any]] = set()
         self._compiling: set[asyncio.Task[Any]] = set()
         self.disaggregation = DisaggCoordinator(context, engine, info, transport, vision, self._submit)
-        self._publisher = FlushPublisher(context, engine, self._on_completed, self.disaggregation.on_fetched)
+        self.publisher = FlushPublisher(context, engine, self._on_completed, self.disaggregation.on_fetched)
         self._loop = asyncio.get_running_loop()
 
     # --- requests ---
@@ -292,7 +296,7 @@ class TokenRunner:
         self, running: RunningRequest, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[Any]] | None = None
     ) -> None:
         """Run a transfer to or from another worker, or other work of ``tasks``, in the background."""
-        tasks = self._stage_tasks if tasks is None else tasks
+        tasks = self.stage_tasks if tasks is None else tasks
         failed = partial(self._terminal.fail, running, "a stage")
         task = self._context.tasks.spawn(work, name="stage", on_failure=failed)
         tasks.add(task)
@@ -312,7 +316,7 @@ class TokenRunner:
             role=context.settings.role,
         )
         if running.stamp_times is not None:
-            self._publisher.trace_first_token(running)
+            self.publisher.trace_first_token(running)
         if reservation is not None:
             self._engine.call(lambda engine: kv_transfer_of(engine).adopt(reservation))
         self._engine.submit(submitted, lambda error: self._on_refused(running, error))
@@ -338,13 +342,13 @@ class TokenRunner:
         return not running.handing_off
 
     def stop_early(self, running: RunningRequest) -> None:
-        self._engine.cancel(running.sequences, lambda: self._publisher.end_cancelled(running))
+        self._engine.cancel(running.sequences, lambda: self.publisher.end_cancelled(running))
 
     def free(self, running: RunningRequest, cancel: bool) -> None:
         self._pace.count(running, time.time_ns())
         if running.block_wait is not None:
             self._engine.cancel_wait(running.block_wait)
-        self._publisher.forget(running)
+        self.publisher.forget(running)
         if cancel:
             self._engine.cancel(running.sequences)
         holder, media = running.kv_holder, running.media
@@ -371,14 +375,14 @@ class TokenRunner:
     # --- start and stop ---
 
     async def open(self) -> None:
-        self._context.tasks.spawn(self._publisher.run(), name="flushes")
-        self._engine.begin_session(self._publisher.deliver)
+        self._context.tasks.spawn(self.publisher.run(), name="flushes")
+        self._engine.begin_session(self.publisher.deliver)
         await self.disaggregation.open()
 
     async def fence(self) -> None:
         await end(self._compiling)
-        if self._stage_tasks:  # bounded by the transfer timeout; none may continue in the next session
-            await asyncio.wait(self._stage_tasks, timeout=self._context.settings.transfer_timeout_s + 1.0)
+        if self.stage_tasks:  # bounded by the transfer timeout; none may continue in the next session
+            await asyncio.wait(self.stage_tasks, timeout=self._context.settings.transfer_timeout_s + 1.0)
         # Else the next session would take requests that wait for a long step.
         with contextlib.suppress(TimeoutError, EngineError):
             async with asyncio.timeout(FENCE_S):
@@ -386,7 +390,7 @@ class TokenRunner:
 
     async def close(self) -> None:
         await self.disaggregation.close()
-        await end(self._stage_tasks | self._compiling)
+        await end(self.stage_tasks | self._compiling)
         await self._trials.close()
 
     # --- registration ---

@@ -67,7 +67,7 @@ async def refused(verdicts: Verdicts, which: GenerateRequest) -> str:
 
 
 async def known(verdicts: Verdicts, count: int = 1) -> None:
-    await eventually(lambda: len(verdicts._table) == count and not verdicts._storing)
+    await eventually(lambda: len(verdicts.table) == count and not verdicts._storing)
 
 
 async def test_a_bucket_that_is_made_after_a_gateway_has_started_is_used(
@@ -102,7 +102,7 @@ async def test_the_first_repeat_at_any_gateway_runs_alone_and_later_ones_are_ref
     assert repeat.repeats_poison
     assert (await first.check(msgspec.structs.replace(repeat, repeats_poison=False))).repeats_poison  # resubmitted
     await known(second)
-    await eventually(lambda: all(verdict.repeated for verdict, _ in second._table.values()))
+    await eventually(lambda: all(verdict.repeated for verdict, _ in second.table.values()))
     said = await refused(second, asked(no_store=no_store))
     assert poison.id in said
     assert "60 more minutes" in said
@@ -167,7 +167,7 @@ async def test_requests_of_a_tenant_with_several_verdicts_are_watched_and_with_m
     for key in list(second._of_tenant[tenant])[WATCHED_FROM - 1 :]:
         second._of_tenant[tenant][key] = hour_ago
     assert await second.check(fresh) is fresh
-    assert len(second._table) == WATCHED_FROM - 1
+    assert len(second.table) == WATCHED_FROM - 1
 
 
 async def test_a_verdict_that_is_withdrawn_does_not_count(gateways: tuple[Verdicts, Verdicts]) -> None:
@@ -188,8 +188,8 @@ async def test_a_verdict_holds_for_an_hour(gateways: tuple[Verdicts, Verdicts]) 
     first, _ = gateways
     ends(first, asked(), "poisoned_request")
     await known(first)
-    [(key, (verdict, revision))] = first._table.items()
-    first._table[key] = Verdict(verdict.request, time.time_ns() - HOLDS_S * 10**9), revision
+    [(key, (verdict, revision))] = first.table.items()
+    first.table[key] = Verdict(verdict.request, time.time_ns() - HOLDS_S * 10**9), revision
     late = asked()
     assert await first.check(late) is late
 

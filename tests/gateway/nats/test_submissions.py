@@ -70,7 +70,7 @@ async def test_a_repeat_that_the_stream_delivers_is_answered_once(
             await client.got(lambda messages, name=name: any(m.subject == f"_INBOX.{name}" for m in messages))
             await asyncio.sleep(submissions.STORED_S + 0.05)  # a repeat sooner than that may have been discarded
     await client.settled()
-    await eventually(lambda: not running.api._submissions._open)
+    await eventually(lambda: not running.api.submissions._open)
     assert [message.subject for message in client.received] == [f"_INBOX.{name}" for name in names]
 
 
@@ -235,7 +235,7 @@ async def test_more_repeats_than_are_answered_at_once_are_told_so(
 
 async def test_repeats_leave_no_headers_in_memory(bus: Bus, running: Running) -> None:
     """Every gateway keeps, for a second, what it sees of submissions that others answer, or the stream refuses."""
-    seen = running.api._submissions
+    seen = running.api.submissions
     for message_id in ("z", "x" * 60_000):
         headers = {"Nats-Msg-Id": message_id, "Penstock-Reply-To": "_INBOX." + "y" * 60_000, "Other": "y" * 200_000}
         await bus.nc.publish(bus.subjects.submit("tiny"), b"{}", headers=headers)
@@ -285,7 +285,7 @@ async def test_submissions_of_one_tenant_do_not_keep_out_those_of_another(
         await client.submit()
     await eventually(lambda: len(engine.accepted) >= 4)
     await apply_submissions(bus.nc, bus.subjects, "acme", 100)
-    running.api._submissions.add_tenant("acme")
+    running.api.submissions.add_tenant("acme")
     other = Submitter(bus, "acme")
     for _ in range(4):
         await other.submit()
@@ -306,7 +306,7 @@ async def test_a_burst_behind_a_short_queue_takes_each_place_as_soon_as_it_is_fr
             return (info.num_pending or 0) + (info.num_ack_pending or 0)
 
         placing = await bus.js.pull_subscribe_bind("router-standard", requests)
-        line = running.api._submissions._line
+        line = running.api.submissions._line
         for placed in range(burst):
             free = min(burst, placed + limit)
             await eventually(lambda free=free: len(engine.accepted) >= free and len(line) == burst - free)  # type: ignore[misc]

@@ -96,7 +96,7 @@ async def test_lists_of_token_ids_pass_up_to_the_limit_of_embeddings_where_a_wor
     body = json.dumps({"model": "vectors", "input": [[1] * tokens]}).encode()
     with pytest.raises(ServingError, match="more than 65536 values"):
         await preparer.run_for(body, len, body)
-    preparer._fleet.embedding_models.known["vectors"] = object()  # type: ignore[index]
+    preparer.fleet.embedding_models.known["vectors"] = object()  # type: ignore[index]
     assert await preparer.run_for(body, len, body) == len(body)
     with pytest.raises(ServingError, match="the most that embeddings take"):
         await preparer.run_for(b"," * 400_000, len, body)
@@ -115,7 +115,7 @@ async def test_a_background_response_that_must_not_be_stored_is_refused(
 ) -> None:
     """It could never be fetched."""
     if by == "setting":
-        preparer._fleet.context = context._replace(no_store=True)
+        preparer.fleet.context = context._replace(no_store=True)
     with pytest.raises(ServingError, match="X-Penstock-No-Store, or --always-no-store") as caught:
         await preparer.prepare("response", b'{"input": "hi", "background": true}', no_store=by == "header")
     assert (caught.value.code, caught.value.param) == (Code.invalid_request, "background")
@@ -129,9 +129,9 @@ def chat(count: int) -> bytes:
 
 
 def with_template(preparer: RequestPreparer, source: str) -> None:
-    context = preparer._fleet.context
+    context = preparer.fleet.context
     model = dataclasses.replace(context.model, template=ChatTemplate(source, {}))
-    preparer._fleet.context = context._replace(model=model)  # type: ignore[misc]
+    preparer.fleet.context = context._replace(model=model)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("count", [200, 3_001], ids=["on the event loop", "in a thread"])
@@ -189,8 +189,8 @@ async def test_a_chat_with_too_many_messages_is_refused_before_it_is_rendered(
     preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ChatTemplate, "render", None)
-    context = preparer._fleet.context
-    preparer._fleet.context = context._replace(max_messages=100)  # type: ignore[misc]
+    context = preparer.fleet.context
+    preparer.fleet.context = context._replace(max_messages=100)  # type: ignore[misc]
     with pytest.raises(ServingError, match=r"messages has 101 entries; the limit is 100 \(--max-messages\)"):
         await preparer.prepare("chat", chat(101))
 
@@ -198,7 +198,7 @@ async def test_a_chat_with_too_many_messages_is_refused_before_it_is_rendered(
 async def test_messages_that_cannot_fit_are_refused_before_they_are_rendered(
     preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = preparer._fleet.context
+    context = preparer.fleet.context
     assert context.model.template is not None
     assert context.model.template.keeps_texts
     monkeypatch.setattr(ChatTemplate, "render", None)

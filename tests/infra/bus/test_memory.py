@@ -78,7 +78,7 @@ async def test_a_content_that_was_sent_ahead_is_there_once(bus: Bus, reader: Con
         await bus.js.publish(bus.subjects.contents(each.gateway, each.id, "request"), each.id.encode())
     for each in (asked[2], *asked[:2]):  # the first one is not there, and nobody waits for it
         memory.send_content(bus, each, reader.inbox)
-    await eventually(lambda: len(reader._sent) == 2)
+    await eventually(lambda: len(reader.sent) == 2)
     assert [reader.take(each.id) for each in asked] == [b"r0", b"r1", None]
     assert [reader.take(each.id) for each in asked] == [None] * 3
 
@@ -90,11 +90,11 @@ async def test_contents_whose_jobs_never_come_are_kept_for_some_time_and_up_to_s
     monkeypatch.setattr(memory, "SENT_S", 0.1)
     for number in range(4):
         await bus.nc.publish(f"{reader.inbox}.r{number}", bytes(100))
-    await eventually(lambda: "r3" in reader._sent)
-    assert len(reader._sent) <= 2
-    assert reader._sent_bytes == 100 * len(reader._sent)
-    await eventually(lambda: not reader._sent and reader._expiry is None)
-    assert reader._sent_bytes == 0
+    await eventually(lambda: "r3" in reader.sent)
+    assert len(reader.sent) <= 2
+    assert reader.sent_bytes == 100 * len(reader.sent)
+    await eventually(lambda: not reader.sent and reader._expiry is None)
+    assert reader.sent_bytes == 0
 
 
 @pytest.mark.parametrize("error", [TimeoutError(), NoRespondersError(), OSError()], ids=repr)

@@ -585,7 +585,7 @@ async def test_a_request_cancelled_while_it_waits_for_room_ends_at_once(log: Log
     began = time.monotonic()
     await pair.decode.session.on_cancel(asked.id, "gone")
     assert (await log.end(asked)).code == Code.cancelled
-    await eventually(lambda: not pair.decode.session.runner._stage_tasks)
+    await eventually(lambda: not pair.decode.session.runner.stage_tasks)
     assert time.monotonic() - began < disaggregation.BLOCK_WAIT_S / 2
     pair.decode.loop.call(lambda engine: engine.kv_transfer.release(taken))
     await pair.free()

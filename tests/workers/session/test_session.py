@@ -119,13 +119,13 @@ async def test_a_job_whose_content_was_sent_ahead_runs_without_asking_for_it(
     await bus.js.publish(bus.subjects.contents(mistaken.gateway, mistaken.id, contents.REQUEST), wire.encode(mistaken))
     for each in (sent, mistaken):
         await bus.nc.publish(f"{registered.inbox}.{each.id}", wire.encode(sent))
-    await eventually(lambda: len(worker.session.contents._sent) == 2)
+    await eventually(lambda: len(worker.session.contents.sent) == 2)
     for each in (sent, mistaken):
         await log.send_job(worker.id, contents.without_content(each, bytes(32)))
     for each in (sent, mistaken):
         assert (await log.end(each)).code == ""
         assert log.streamed(each) == answer(each)
-    assert not worker.session.contents._sent
+    assert not worker.session.contents.sent
 
 
 async def test_a_worker_whose_link_was_replaced_before_it_had_a_lease_publishes_its_output(

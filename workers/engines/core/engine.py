@@ -125,6 +125,7 @@ class ScheduledEngine:
     Attributes:
         hold: which sequences of a plan are to wait for a later step; None: none. Not with ``ahead``.
         short_steps: see ``penstock.workers.engines.engine_protocol.Engine``.
+        executor, scheduler: as given.
     """
 
     def __init__(
@@ -151,11 +152,11 @@ class ScheduledEngine:
         self._constrained = RunningConstraints()
         self.kv_transfer: KvTransfer | None = scheduler.reservations if scheduler.kv_cache.in_one_pool else None
         self.vision = None if encoder is None else EmbeddingPool(encoder)
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._processors = processors or Registry()
         self._ahead = ahead
         self._inflight: InflightStep | None = None
-        self._executor = executor
+        self.executor = executor
         owned = executor if executor is not None else ahead
         assert owned is not None
         self._owned: Executor | OverlapExecutor = owned
@@ -177,16 +178,16 @@ class ScheduledEngine:
             self._may_lack_embeddings = self._may_lack_embeddings or not all(span.slots for span in request.media)
         matcher = matcher_of(request, self.grammars) if request.constraint is not None else None
         named = self._processors.defaults or request.sampling.logits_processors
-        self._scheduler.submit(request, self._processors.chain(request) if named else None, matcher)
+        self.scheduler.submit(request, self._processors.chain(request) if named else None, matcher)
         if matcher is not None:
             self._constrained.add(request.key, matcher)
 
     def cancel(self, key: object) -> bool:
         self._constrained.remove(key)
-        return self._scheduler.cancel(key)
+        return self.scheduler.cancel(key)
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        return self.scheduler.has_work()
 
     def step(self) -> StepResult:
         """Plan, compute and commit one batch.
@@ -194,7 +195,7 @@ class ScheduledEngine:
         Raises:
             EngineError: the executor is broken; so is this engine.
         """
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         plan = scheduler.schedule()
         failures: list[Failure] = []
         scoring = scheduler.scoring.sequences
@@ -209,11 +210,11 @@ class ScheduledEngine:
             scoring = [scheduled for scheduled in scoring if scheduled not in waiting]
         if self._copier is not None and plan:
             self._copy(self._copier)
-        if self._executor is None:
+        if self.executor is None:
             return self._step_overlapped(plan, scoring, failures)
         if self._speculation is not None and plan:
             plan = self._speculation.extend(plan, scheduler)
-        sampled: list[Sampled] = self._executor.execute(plan, scoring) if plan else []
+        sampled: list[Sampled] = self.executor.execute(plan, scoring) if plan else []
         return self._result(scheduler.commit(plan, sampled, scoring), failures)
 
     def _result(self, result: StepResult, failures: list[Failure]) -> StepResult:
@@ -221,7 +222,7 @@ class ScheduledEngine:
         if self._constrained.matchers:
             unmatched = self._constrained.ended(result)
             for failure in unmatched:
-                self._scheduler.cancel(failure.key)
+                self.scheduler.cancel(failure.key)
             if unmatched:
                 failed = {failure.key for failure in unmatched}
                 result.outputs = [output for output in result.outputs if output.key not in failed]
@@ -232,7 +233,7 @@ class ScheduledEngine:
 
     def _copy(self, copier: BlockCopier) -> None:
         """Copy the blocks that this plan reassigns to the host, and those that it reads from there."""
-        host = self._scheduler.blocks.host
+        host = self.scheduler.blocks.host
         copies = None if host is None else host.take_copies()
         if copies is not None:
             copier.copy(copies)
@@ -247,31 +248,31 @@ class ScheduledEngine:
             self._inflight = InflightStep(plan, scoring, failures, self._ahead.launch(plan, scoring))
             failures = []
         if done is None:
-            result = self._scheduler.commit([], [], [])
+            result = self.scheduler.commit([], [], [])
         else:
-            result = self._scheduler.commit(done.plan, done.launched.result(), done.scoring)
+            result = self.scheduler.commit(done.plan, done.launched.result(), done.scoring)
             failures = done.failures + failures
         return self._result(result, failures)
 
     def stats(self) -> EngineStats:
-        return msgspec.structs.replace(scheduler_stats(self._scheduler), logits_errors=self._processors.errors.count)
+        return msgspec.structs.replace(scheduler_stats(self.scheduler), logits_errors=self._processors.errors.count)
 
     def dump(self, rank: int = 0) -> list[KvEvent]:
-        return self._scheduler.blocks.dump()
+        return self.scheduler.blocks.dump()
 
     @property
     def blocked(self) -> bool:
-        return self._scheduler.blocked
+        return self.scheduler.blocked
 
     def memory(self) -> dict[str, Memory]:
         """The executor's pools and the embedding pool, each with its generations."""
-        generations, _ = self._scheduler.blocks.generations.buffer_info()
+        generations, _ = self.scheduler.blocks.generations.buffer_info()
         pools = self._owned.memory()
         kv = {name: msgspec.structs.replace(pool, generations=generations) for name, pool in pools.items()}
         return kv if self.vision is None else kv | self.vision.memory()
 
     def release_pinned(self, key: object) -> bool:
-        return self._scheduler.pinned.release(key)
+        return self.scheduler.pinned.release(key)
 
     def close(self) -> None:
         self._inflight = None

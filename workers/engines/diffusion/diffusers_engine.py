@@ -102,13 +102,17 @@ STEPS = 50
 
 
 class DiffusersEngine:
-    """Implements ``penstock.workers.engines.diffusion.diffusion_protocol.DiffusionEngine`` on one device."""
+    """Implements ``penstock.workers.engines.diffusion.diffusion_protocol.DiffusionEngine`` on one device.
+
+    Attributes:
+        pipeline: of diffusers, with its model.
+    """
 
     name = "diffusers"
     interruptible = True
 
     def __init__(self, pipeline: Any, settings: WorkerSettings, load_seconds: float = 0.0) -> None:
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._signature = PipelineSignature(type(pipeline))
         self.diffuser = describe(pipeline, self._signature, settings)
         self.load_seconds = load_seconds
@@ -150,9 +154,9 @@ class DiffusersEngine:
             options["guidance_scale"] = request.guidance
         try:
             with torch.inference_mode():
-                output = self._pipeline(**options)
+                output = self.pipeline(**options)
         except Interrupted:
-            self._pipeline.maybe_free_model_hooks()
+            self.pipeline.maybe_free_model_hooks()
             raise
         except torch.OutOfMemoryError as error:
             gc.collect()
@@ -169,7 +173,7 @@ class DiffusersEngine:
         return GeneratedMedia(_pixels(np.asarray(frames)), request.frame_rate)
 
     def close(self) -> None:
-        self._pipeline = None
+        self.pipeline = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -88,6 +88,8 @@ UNUSED = ("pooler.",)  # encoders' own pooling, which many checkpoints leave out
 class NativeEmbeddingEngine:
     """See ``EmbeddingEngine``.
 
+    Attributes:
+        tokenizer: of the model.
     Raises:
         UnsupportedModel: the model cannot be served here; the text says what to change.
         EngineError: the weights do not fit into memory, or the device is missing.
@@ -98,7 +100,7 @@ class NativeEmbeddingEngine:
     def __init__(self, path: Path, *, device: str = "auto", dtype: str = "auto", threads: int = 0, max_len: int = 0):
         began = time.perf_counter()
         self._described = describe(path)
-        self._tokenizer = modeldir.load_tokenizer(path)
+        self.tokenizer = modeldir.load_tokenizer(path)
         self.model, self.revision = modeldir.name_of(path), embedding_model.revision(path)
         self._device = find_device(device)
         set_threads(threads, self._device)
@@ -135,7 +137,7 @@ class NativeEmbeddingEngine:
     def tokenize(self, texts: Sequence[str], longest: int = 0) -> list[list[int]]:
         if self._described.lower_case:
             texts = [text.lower() for text in texts]
-        return tokenized(self._tokenizer, texts, longest, self.embedder.max_tokens)
+        return tokenized(self.tokenizer, texts, longest, self.embedder.max_tokens)
 
     def embed(self, batch: Sequence[TokenIds]) -> list[bytes]:
         return [row.numpy().tobytes() for row in self._vectors(batch)]

@@ -236,7 +236,11 @@ def start_relay(engine: Engine, settings: WorkerSettings, root: bytes, wake: Cal
 
 
 class Relay:
-    """See the module. Methods are called from the engine thread; subscribers call back from their own."""
+    """See the module. Methods are called from the engine thread; subscribers call back from their own.
+
+    Attributes:
+        publishers: of the engine's events, by rank.
+    """
 
     def __init__(self, engine: Engine, root: bytes, wake: Callable[[], None]) -> None:
         self._engine = engine
@@ -244,7 +248,7 @@ class Relay:
         self.short_steps = False  # it waits for events
         self._root = root
         self._wake = wake
-        self._publishers: list[EventPublisher] = []  # by rank
+        self.publishers: list[EventPublisher] = []
         self._subscribers: list[Subscriber] = []
         self._streams = [Consolidator() for _ in range(engine.info.dp_size)]
         self._translators: dict[tuple[str, int], EventTranslator] = {}  # by publisher with its own hashes, and rank
@@ -264,14 +268,14 @@ class Relay:
         Raises:
             zmq.ZMQError: an address cannot be bound to.
         """
-        rank = len(self._publishers)
+        rank = len(self.publishers)
         publisher = EventPublisher(
             *(f"tcp://{host}:{number or '*'}" for number in (port, replay_port)),
             block_size=self.info.block_size,
             topic=topic,
             rank=rank,
         )
-        self._publishers.append(publisher)
+        self.publishers.append(publisher)
         self._subscribe(rank, PublisherAddresses(*map(_reachable, (publisher.endpoint, publisher.replay))))
         log.info("kv_events_published", rank=rank, endpoint=publisher.endpoint, replay=publisher.replay, topic=topic)
         return publisher
@@ -326,7 +330,7 @@ class Relay:
 
     def _publish(self, rank: int, events: Seq[KvEvent]) -> None:
         if events:
-            self._publishers[rank].publish(events)
+            self.publishers[rank].publish(events)
             self._unreturned[rank] += 1
             self._awaited_until = time.monotonic() + LINGER_S
 
@@ -336,7 +340,7 @@ class Relay:
     def close(self) -> None:
         """Close the engine, all threads and sockets."""
         self._engine.close()
-        closed = [each.close() for each in self._subscribers] + [each.close() for each in self._publishers]
+        closed = [each.close() for each in self._subscribers] + [each.close() for each in self.publishers]
         if not all(closed):
             log.warning("kv_events_thread_still_running")
 

@@ -67,7 +67,7 @@ class Scheduler(Core):
         self.nodes: Any = None  # of an engine over several machines
         self.longest = min(context - 1, total * size - 1) - 5
         self._bootstrap = bootstrap
-        self._jobs: dict[str, Job] = {}
+        self.jobs: dict[str, Job] = {}
         self._meeting: list[Job] = []  # wait for the other engine
         self._work = asyncio.Event()
         self._compiled: dict[str, Any] = {}
@@ -76,7 +76,7 @@ class Scheduler(Core):
             tokenizer = Tokenizer.from_file(str(Path(args.model_path) / "tokenizer.json"))
             self._grammars = GuidanceBackend(tokenizer, model.vocab, model.eos)
         self._publisher = publisher(args.kv_events_config, rank) if caching else None
-        self._deliver: Deliver = lambda rid, tokens, info: None
+        self.deliver: Deliver = lambda rid, tokens, info: None
 
     def close(self) -> None:
         self.dead = True
@@ -87,7 +87,7 @@ class Scheduler(Core):
     # -- requests
 
     def accept(self, job: Job) -> None:
-        self._jobs[job.rid] = job
+        self.jobs[job.rid] = job
         length = len(job.tokens)
         room = max(0, min(job.params.max_new_tokens or TOP_K_ALL, self.longest + 5 - length - 1))
         job.params.max_new_tokens = 1 if self._bootstrap.mode == "prefill" else room
@@ -132,7 +132,7 @@ class Scheduler(Core):
         return None
 
     def abort(self, rid: str, everything: bool) -> None:
-        for job in list(self._jobs.values()):
+        for job in list(self.jobs.values()):
             if everything or job.rid.startswith(rid):
                 if job.room is not None:
                     job.room.fail()
@@ -142,11 +142,11 @@ class Scheduler(Core):
                 self._abort_now(job, "Aborted", None)
 
     def _abort_now(self, job: Job, message: str, status: int | None) -> None:
-        self._jobs.pop(job.rid, None)
+        self.jobs.pop(job.rid, None)
         if job in self._meeting:
             self._meeting.remove(job)
         reason = {"type": "abort", "message": message, "status_code": status, "err_type": None}
-        asyncio.get_running_loop().call_soon(self._deliver, job.rid, [], {"finish_reason": reason})
+        asyncio.get_running_loop().call_soon(self.deliver, job.rid, [], {"finish_reason": reason})
 
     def flush(self) -> bool:
         done = self.pool.reset()
@@ -168,7 +168,7 @@ class Scheduler(Core):
     # -- steps
 
     async def serve(self, deliver: Deliver) -> None:
-        self._deliver = deliver
+        self.deliver = deliver
         while not self.dead:
             if self.process.poll() is not None:
                 return  # nothing more is heard of a process that has ended
@@ -195,7 +195,7 @@ class Scheduler(Core):
         self.pool.events = []
 
     def _on_piece(self, piece: Piece) -> None:
-        job = self._jobs.get(piece.request.id)
+        job = self.jobs.get(piece.request.id)
         if job is None:
             return
         if self._bootstrap.mode == "prefill" and job.room is not None:
@@ -217,11 +217,11 @@ class Scheduler(Core):
         if job.logprob:
             info |= self._logprobs_of(job, piece)
         if piece.finish is not None:
-            self._jobs.pop(job.rid, None)
+            self.jobs.pop(job.rid, None)
             stop = {"type": "stop", "matched": piece.stop_reason}
             info["finish_reason"] = stop if piece.finish == "stop" else {"type": "length", "length": 1}
             info["num_retractions"] = getattr(request, "retractions", 0)
-        self._deliver(job.rid, [] if piece.token is None else [piece.token], info)
+        self.deliver(job.rid, [] if piece.token is None else [piece.token], info)
 
     def _logprobs_of(self, job: Job, piece: Piece) -> dict[str, Any]:
         assert piece.logprobs is not None
@@ -339,7 +339,7 @@ class Scheduler(Core):
         return params["kv"]
 
     def _end(self, request: Request, *, keep: bool) -> None:
-        job = self._jobs.get(request.id)
+        job = self.jobs.get(request.id)
         if job is not None and self._bootstrap.mode == "prefill" and job.room is not None and request.generated:
             if request in self.running:
                 self.running.remove(request)

@@ -126,7 +126,7 @@ def test_sizes_and_defaults_come_from_the_pipeline_and_limits_from_the_flags(
     assert (video.frames, video.max_frames, video.frame_step, video.frame_rate) == (81, 81, 4, 16.0)
     assert video.formats[-2:] == ("webp", "gif")
     few = msgspec.structs.replace(SETTINGS, max_steps=7, max_pictures=2, frame_rate=24.0)
-    limited = DiffusersEngine(filmer._pipeline, few).diffuser
+    limited = DiffusersEngine(filmer.pipeline, few).diffuser
     assert (limited.steps, limited.max_steps, limited.max_images, limited.frame_rate) == (7, 7, 2, 24.0)
 
 
@@ -197,7 +197,7 @@ def test_what_does_not_fit_into_memory_is_the_requests_fault(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(painter._pipeline.unet, "forward", full)
+        patch.setattr(painter.pipeline.unet, "forward", full)
         with pytest.raises(RequestError, match="32x24 do not fit") as caught:
             made(painter, IMAGE)
     assert caught.value.code == Code.engine_error
@@ -208,6 +208,6 @@ def test_any_other_failure_is_the_engines(painter: DiffusersEngine, monkeypatch:
     def lost(*args: Any, **options: Any) -> None:
         raise RuntimeError("device-side assert triggered")
 
-    monkeypatch.setattr(painter._pipeline.unet, "forward", lost)
+    monkeypatch.setattr(painter.pipeline.unet, "forward", lost)
     with pytest.raises(RuntimeError, match="device-side"):
         made(painter, IMAGE)

@@ -127,10 +127,10 @@ def test_of_a_text_that_is_far_too_long_only_the_beginning_is_tokenized(
 ) -> None:
     made = engine(encoder)
     text = "a worker takes the prompt " * 4000
-    whole = made._tokenizer.encode(text).ids
+    whole = made.tokenizer.encode(text).ids
     read: list[int] = []
-    counting = Counting(made._tokenizer, read)
-    monkeypatch.setattr(made, "_tokenizer", counting)
+    counting = Counting(made.tokenizer, read)
+    monkeypatch.setattr(made, "tokenizer", counting)
     for truncate in (40, 12):
         (cut,) = inputs_of(made, Embedding(32, texts=(text,), truncate=truncate), b"")
         assert cut == [*whole[: truncate - 1], whole[-1]]
@@ -142,7 +142,7 @@ def test_of_a_text_that_is_far_too_long_only_the_beginning_is_tokenized(
 def test_a_text_whose_beginning_has_few_tokens_is_read_on(encoder: Path) -> None:
     made = engine(encoder)
     text = "<|im_end|>" * 200 + "a worker"  # 10 characters each
-    whole = made._tokenizer.encode(text).ids
+    whole = made.tokenizer.encode(text).ids
     assert made.tokenize([text, "a"], 40)[0] == [*whole[:39], whole[-1]]
     assert len(made.tokenize([text])[0]) > 40 + MARGIN
 
@@ -150,7 +150,7 @@ def test_a_text_whose_beginning_has_few_tokens_is_read_on(encoder: Path) -> None
 def test_many_long_texts_are_tokenized_a_few_at_a_time(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine(encoder)
     read: list[int] = []
-    monkeypatch.setattr(made, "_tokenizer", Counting(made._tokenizer, read))
+    monkeypatch.setattr(made, "tokenizer", Counting(made.tokenizer, read))
     monkeypatch.setattr(embedding_runner, "CHUNK", 100)
     texts = tuple(f"{number} a worker" for number in range(50))
     inputs = inputs_of(made, Embedding(32, texts=texts), b"")

@@ -158,7 +158,7 @@ def test_lost_own_events_are_replaced_by_the_engines_dump(make: Callable[..., An
     reader = Reader(relay)
     relay.submit(request([1] * 9))
     reader.drain()
-    publisher = relay._publishers[0]
+    publisher = relay.publishers[0]
     real, publisher.publish = publisher.publish, lambda events: None
     relay.submit(request([2] * 9))
     reader.drain()  # waits in vain, for a bounded time
@@ -433,8 +433,8 @@ def test_vllms_subscribers_can_read_a_workers_events(make: Callable[..., Any]) -
     context = zmq.Context()
     with context.socket(zmq.SUB) as sub, context.socket(zmq.DEALER) as dealer:
         sub.setsockopt(zmq.SUBSCRIBE, b"kv")
-        sub.connect(relay._publishers[1].endpoint)
-        dealer.connect(relay._publishers[1].replay)
+        sub.connect(relay.publishers[1].endpoint)
+        dealer.connect(relay.publishers[1].replay)
         reader = Reader(relay)
         for number in range(12):
             relay.submit(request([number] * 9, rank=1))

@@ -78,7 +78,7 @@ def test_a_pool_takes_the_configured_fraction(llama: Path, monkeypatch: pytest.M
 def test_kv_is_kept_in_the_dtype_that_was_asked_for(llama: Path, name: str, dtype: torch.dtype) -> None:
     """Half the bytes, twice the blocks; and what is computed from it differs by its rounding only."""
     engine: Any = build(str(llama), NativeOptions(device="cpu", block_size=8, kv_blocks=16, kv_dtype=name))
-    assert engine._executor._pool.data.dtype == dtype
+    assert engine.executor.pool.data.dtype == dtype
     assert engine.memory()["kv"].block_bytes == 3 * 2 * 8 * 2 * 16 * dtype.itemsize
     sampling = Sampling(temperature=0, logprobs=0)
     found = run(engine, [request(0, prompt(20), 8, sampling), request(1, prompt(20), 8, sampling)])
@@ -217,12 +217,12 @@ def test_attention_beyond_causal_is_refused() -> None:
 
 def test_an_executor_that_runs_out_of_memory_names_the_knobs(llama: Path) -> None:
     engine = build(str(llama), NativeOptions(device="cpu", kv_blocks=16))
-    executor: Any = engine._executor
+    executor: Any = engine.executor
 
     def full(**_: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    object.__setattr__(executor._model, "forward", full)
+    object.__setattr__(executor.model, "forward", full)
     engine.submit(request(0, prompt(3), 4))
     with pytest.raises(EngineError, match=r"max_batched_tokens.*max_running.*kv_blocks"):
         engine.step()

@@ -123,14 +123,14 @@ def test_a_prompt_prefilled_elsewhere_goes_on_as_if_here(
 def test_memory_is_where_the_blocks_are() -> None:
     engine = demo(kv_blocks=5)
     memory = engine.memory()["kv"]
-    executor: Any = engine._executor
+    executor: Any = engine.executor
     assert (memory.blocks, memory.kind, memory.device) == (5, "cpu", 0)
     assert memory.layout == f"float32(8,2,{SIZE},2,64)"
     assert memory.block_bytes == 8 * 2 * SIZE * 2 * 64 * 4
     run(engine, [request(0, LONG[:40], 4)])
     for block in range(5):
         bytes_there = ctypes.string_at(memory.base + block * memory.block_bytes, memory.block_bytes)
-        assert bytes_there == executor._pool.data[block].numpy().tobytes()
+        assert bytes_there == executor.pool.data[block].numpy().tobytes()
     assert sum(generations(memory)) == 2
 
 

@@ -98,9 +98,9 @@ def test_logits_exist_in_pieces_only(model_dir: Callable[[str], Path], monkeypat
     """A step has no more rows than the scheduler's limit, and float32 copies of a few of them at a time."""
     directory = model_dir("llama")
     native: Any = engine(directory, max_batched_tokens=400)
-    native._scheduler.scoring.max_tokens = 100
+    native.scheduler.scoring.max_tokens = 100
     rows, shapes = [], []
-    inner, softmax = native._executor._model.forward.lm_head.forward, torch.Tensor.log_softmax
+    inner, softmax = native.executor.model.forward.lm_head.forward, torch.Tensor.log_softmax
 
     def seen(hidden: torch.Tensor) -> torch.Tensor:
         rows.append(hidden.shape[1])
@@ -110,7 +110,7 @@ def test_logits_exist_in_pieces_only(model_dir: Callable[[str], Path], monkeypat
         shapes.append(self.shape[0])
         return softmax(self, dim=dim)
 
-    monkeypatch.setattr(native._executor._model.forward.lm_head, "forward", seen)
+    monkeypatch.setattr(native.executor.model.forward.lm_head, "forward", seen)
     monkeypatch.setattr(torch.Tensor, "log_softmax", softened)
     found = scored(native, asked(301))
     monkeypatch.undo()
@@ -137,12 +137,12 @@ def test_sampling_options_leave_the_prompt_s_alone(model_dir: Callable[[str], Pa
 def test_who_does_not_ask_has_no_row_more(model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     native: Any = engine(model_dir("llama"))
     rows = []
-    inner = native._executor._model.forward.lm_head.forward
+    inner = native.executor.model.forward.lm_head.forward
 
     def seen(hidden: torch.Tensor) -> torch.Tensor:
         rows.append(hidden.shape[1])
         return inner(hidden)
 
-    monkeypatch.setattr(native._executor._model.forward.lm_head, "forward", seen)
+    monkeypatch.setattr(native.executor.model.forward.lm_head, "forward", seen)
     run(native, [request(33, prompt(33), 3)])
     assert rows == [1, 1, 1]

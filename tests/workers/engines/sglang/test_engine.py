@@ -36,8 +36,8 @@ def test_a_scheduler_that_dies_is_an_engine_error_also_without_requests(
     driver = make()
     llm = inner(driver)
     assert not llm.tokenizer_manager._subprocess_watchdog.running  # it would end this process
-    llm._processes[0].kill()
-    with pytest.raises(EngineError, match=f"pid {llm._processes[0].pid}"):
+    llm.processes[0].kill()
+    with pytest.raises(EngineError, match=f"pid {llm.processes[0].pid}"):
         driver.until(lambda: False, "the error")
     with pytest.raises(EngineError):
         driver.engine.submit(ask(1, PROMPT))
@@ -47,7 +47,7 @@ def test_the_death_of_one_rank_of_several_is_noticed(make: Make, monkeypatch: py
     monkeypatch.setattr("penstock.workers.engines.sglang.follower.HEALTH_S", 0.02)
     driver = make(override_engine_args='{"dp_size": 2}')
     driver.engine.submit(ask(0, PROMPT, 300, rank=0))
-    inner(driver)._processes[1].kill()
+    inner(driver).processes[1].kill()
     with pytest.raises(EngineError, match="has ended"):
         driver.until(lambda: False, "the error")
 
@@ -101,7 +101,7 @@ def test_an_error_of_one_request_is_its_own(make: Make, reason: dict[str, Any], 
         bad = rid.endswith("1")
         deliver(rid, tokens, {"finish_reason": reason} if bad and info["completion_tokens"] > 2 else info)
 
-    scheduler(driver)._deliver = spoilt
+    scheduler(driver).deliver = spoilt
     seen = driver.run(ask("bad", PROMPT[::-1]), ask("other", PROMPT))
     (failure,) = seen.failures
     assert (failure.key, failure.code, failure.message) == ("bad", code, reason["message"])
@@ -174,7 +174,7 @@ def test_closing_ends_threads_files_and_processes(make: Make) -> None:
 
     before = counts()
     driver = make()
-    processes = inner(driver)._processes
+    processes = inner(driver).processes
     driver.engine.submit(ask(0, PROMPT, 200))
     driver.step()
     driver.engine.close()

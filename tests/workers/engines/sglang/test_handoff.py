@@ -164,10 +164,10 @@ def test_a_prompt_that_nobody_fetches_is_dropped_with_its_lease(
     source, _ = pair
     pinned = offered(source, ask(0, PROMPT, 3))
     assert source.engine.stats().pinned_blocks == 4
-    assert len(scheduler(source)._jobs) == 1
+    assert len(scheduler(source).jobs) == 1
     assert source.engine.release_pinned(pinned.key)
     assert not source.engine.release_pinned(pinned.key)
-    source.until(lambda: not scheduler(source)._jobs, "the abort")
+    source.until(lambda: not scheduler(source).jobs, "the abort")
     assert source.engine.stats().pinned_blocks == 0
 
 

@@ -93,7 +93,7 @@ def test_an_engine_that_dies_is_an_engine_error_at_the_next_step(make: Make) -> 
     def broken() -> None:
         raise RuntimeError("CUDA error")
 
-    inner(driver)._standin.step = broken
+    inner(driver).core.step = broken
     driver.engine.submit(ask(0, PROMPT))
     with pytest.raises(EngineError, match="EngineDeadError"):
         driver.until(lambda: False, "the error")
@@ -104,7 +104,7 @@ def test_an_engine_that_dies_is_an_engine_error_at_the_next_step(make: Make) -> 
 def test_an_engine_that_dies_idle_is_found_by_its_health(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.workers.engines.vllm.follower.HEALTH_S", 0.02)
     driver = make()
-    inner(driver)._standin.dead = True
+    inner(driver).core.dead = True
     with pytest.raises(EngineError, match="EngineDeadError"):
         driver.until(lambda: False, "the error")
 
@@ -140,7 +140,7 @@ def test_a_cancelled_sequence_is_aborted_in_the_engine(make: Make) -> None:
     driver.until(lambda: len(driver.seen.of("gone")) > 2, "its tokens")
     assert driver.engine.cancel("gone")
     in_loop(driver, lambda: asyncio.sleep(0.01))
-    core = inner(driver)._standin
+    core = inner(driver).core
     assert (core.running, len(core.waiting), core.pool.usage) == ([], 0, 0.0)
 
 
@@ -152,7 +152,7 @@ def test_a_token_that_is_drawn_anew_and_differs_is_gone_on_behind(make: Make) ->
     state = msgspec.msgpack.decode(pinned.opaque, type=handoff_state.HandoffState)
     opaque = msgspec.msgpack.encode(msgspec.structs.replace(state, first=[other]))
     whole = target.answer(ask(0, PROMPT, 12, generated=[other], base=b"r" * 16))
-    generate, core, running = inner(target).generate, inner(target)._standin, []
+    generate, core, running = inner(target).generate, inner(target).core, []
 
     def noted(*arguments: Any, **named: Any) -> Any:
         running.append(len(core.running) + len(core.waiting))
@@ -177,7 +177,7 @@ def test_a_drawn_answer_goes_on_elsewhere_as_one_engine_would_have_drawn_it(make
 
 def test_kv_is_let_go_of_when_fetched_and_when_its_lease_runs_out(make: Make) -> None:
     source, target = make(role="prefill", handoff_lease_s=1.0), make(role="decode")
-    core = inner(source)._standin
+    core = inner(source).core
     pinned, first = prefilled(source, ask("h", PROMPT))
     assert len(core.offers) == 1
     target.run(ask(0, PROMPT, generated=[first], opaque=pinned.opaque))
@@ -213,7 +213,7 @@ def test_events_that_are_lost_for_good_void_what_was_known(make: Make) -> None:
     driver.answer(ask(0, PROMPT))
     driver.remembers(PROMPT)
     driver.idle()
-    publisher = inner(driver)._events
+    publisher = inner(driver).events
     send, dropped = publisher._pub.send_multipart, list[int]()
 
     class Lossy:

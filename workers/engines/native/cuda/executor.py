@@ -80,6 +80,8 @@ class CudaExecutor:
         in_flight: maximum number of launched steps whose results have not been read.
         invariant: compute each sequence independently of the rest of the batch. The model must have been rewritten
             with the same setting.
+    Attributes:
+        model, pool: None once it is closed.
     """
 
     def __init__(
@@ -99,8 +101,8 @@ class CudaExecutor:
         invariant: bool = False,
     ) -> None:
         device = model.device
-        self._model: Model | None = model
-        self._pool: KvPool | None = pool
+        self.model: Model | None = model
+        self.pool: KvPool | None = pool
         self._sliding = sliding
         self._rotation, self._encoder, self._device = rotation, encoder, device
         self._rows = max_rows = max_running * tokens_per_sequence
@@ -158,8 +160,8 @@ class CudaExecutor:
 
     def capture(self) -> None:
         """Capture a graph for each of ``batch_sizes``. A model that cannot be captured runs eagerly."""
-        assert self._model is not None
-        assert self._pool is not None
+        assert self.model is not None
+        assert self.pool is not None
         pool = None
         try:
             with torch.inference_mode():
@@ -178,10 +180,10 @@ class CudaExecutor:
         self._graph_sizes = sorted(self._graphs)
         if self._graphs:
             self._capture_prompts(pool)
-        shape = self._pool.shape
-        longest = min(self._tables.shape[2] * self._pool.block_size, self._most_tokens)
+        shape = self.pool.shape
+        longest = min(self._tables.shape[2] * self.pool.block_size, self._most_tokens)
         planned = list(shapes(longest, self._most_tokens, self._least))
-        self._dense.warm(planned, self._model.heads, shape.kv_heads, shape.head_dim, self._model.dtype)
+        self._dense.warm(planned, self.model.heads, shape.kv_heads, shape.head_dim, self.model.dtype)
 
     def _capture_prompts(self, pool: Any) -> None:
         def forward(inputs: GraphInputs) -> Tensor:
@@ -222,22 +224,22 @@ class CudaExecutor:
             known: (rows,) int32 token ids; -1: the last token sampled for the row's sequence.
             wanted: (n,) int64, the rows whose logits are returned; None: all.
         """
-        assert self._model is not None
+        assert self.model is not None
         count = len(known)
         tokens = torch.empty(count, dtype=torch.int64, device=self._device)
         rows.fetch[(-(-count // 256),)](known, table_rows, self._latest, tokens, count, BLOCK=256, num_warps=2)
         token_positions = positions.clamp(min=0).to(torch.int64)
         paged = self._paged(table_rows, positions, decodes, tiles)
-        return self._model.logits(tokens, token_positions, wanted, paged, embeddings)
+        return self.model.logits(tokens, token_positions, wanted, paged, embeddings)
 
     def _paged(self, table_rows: Tensor, positions: Tensor, decodes: int, tiles: PromptTiles) -> Paged:
-        assert self._pool is not None
+        assert self.pool is not None
 
         def over(pool: KvPool, table: Tensor) -> PagedAttention:
             batch = PagedBatch(table, table_rows, positions, decodes, *tiles)
             return PagedAttention(pool, self._scratch, self._rotation, batch, self._dense)
 
-        full = over(self._pool, self._tables[0])
+        full = over(self.pool, self._tables[0])
         if self._sliding is None:
             return full
         return HybridAttention(self._sliding.layers, full, over(self._sliding.pool, self._tables[1]))
@@ -382,14 +384,14 @@ class CudaExecutor:
 
     def memory(self) -> dict[str, Memory]:
         """The KV pool; empty if blocks are spread over two pools."""
-        assert self._pool is not None, "closed"
-        return {} if self._sliding is not None else {"kv": self._pool.memory()}
+        assert self.pool is not None, "closed"
+        return {} if self._sliding is not None else {"kv": self.pool.memory()}
 
     def close(self) -> None:
         """Free weights, graphs and pools."""
         self._graphs.clear()
         self._prompt_graphs.clear()
-        self._model = self._pool = self._encoder = self._sliding = None
+        self.model = self.pool = self._encoder = self._sliding = None
         self._masks.close()
 
 

@@ -38,6 +38,8 @@ class TorchExecutor:
     Args:
         encoder: the model's vision encoder, if any; owned by the engine.
         sliding: the pool of its sliding-window layers, if that is not ``pool``.
+    Attributes:
+        model, pool: None once it is closed.
     """
 
     def __init__(
@@ -47,20 +49,20 @@ class TorchExecutor:
         encoder: TorchVisionEncoder | None = None,
         sliding: SlidingPool | None = None,
     ) -> None:
-        self._model: Model | None = model
-        self._pool: KvPool | None = pool
+        self.model: Model | None = model
+        self.pool: KvPool | None = pool
         self._encoder = encoder
         self._sliding = sliding
         self._masks = TokenMasks(model.vocab_size)
 
     def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
-        assert self._model is not None, "closed"
-        with device_errors(self._model.device), torch.inference_mode():
+        assert self.model is not None, "closed"
+        with device_errors(self.model.device), torch.inference_mode():
             return self._execute(plan, scoring)
 
     def _execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence]) -> list[Sampled]:
-        assert self._model is not None
-        assert self._pool is not None
+        assert self.model is not None
+        assert self.pool is not None
         tokens: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
@@ -85,39 +87,39 @@ class TorchExecutor:
                 lengths += range(end - len(scheduled.sequence.draft), end + 1)
         wanted = rows + scored or [0]
         masks = self._masks.start(drawing)
-        inputs, places, last = (torch.tensor(n, device=self._model.device) for n in (tokens, positions, wanted))
-        logits = self._model.logits(inputs, places, last, self._paged(plan), self._embeddings(seen) if seen else None)
+        inputs, places, last = (torch.tensor(n, device=self.model.device) for n in (tokens, positions, wanted))
+        logits = self.model.logits(inputs, places, last, self._paged(plan), self._embeddings(seen) if seen else None)
         if scored:
             set_scores(logits[len(rows) :], scoring)
         if rows:  # copying the tokens to the host waits for the KV writes, too
-            allowed = masks.allowed(self._model.device) if masks is not None else None
+            allowed = masks.allowed(self.model.device) if masks is not None else None
             return choose(logits[: len(rows)], drawing, lengths, allowed).sampled()
-        if self._model.device.type == "cuda":  # blocks are named next, and other processes may read named blocks
-            torch.cuda.synchronize(self._model.device)
+        if self.model.device.type == "cuda":  # blocks are named next, and other processes may read named blocks
+            torch.cuda.synchronize(self.model.device)
         return []
 
     def _paged(self, plan: list[ScheduledSequence]) -> Paged:
-        assert self._pool is not None
-        full = ReferenceAttention(self._pool, _spans(plan, [scheduled.sequence.blocks for scheduled in plan]))
+        assert self.pool is not None
+        full = ReferenceAttention(self.pool, _spans(plan, [scheduled.sequence.blocks for scheduled in plan]))
         if self._sliding is None:
             return full
         rows = _spans(plan, [scheduled.sequence.rows for scheduled in plan])
         return HybridAttention(self._sliding.layers, full, ReferenceAttention(self._sliding.pool, rows))
 
     def _embeddings(self, seen: list[tuple[int, int]]) -> Embeddings:
-        assert self._model is not None
+        assert self.model is not None
         assert self._encoder is not None
-        rows, places = (torch.tensor(column, device=self._model.device) for column in zip(*seen, strict=True))
+        rows, places = (torch.tensor(column, device=self.model.device) for column in zip(*seen, strict=True))
         return Embeddings(rows, self._encoder.take(places))
 
     def memory(self) -> dict[str, Memory]:
         """The pool of KV blocks; none if each block is in two pools."""
-        assert self._pool is not None, "closed"
-        return {} if self._sliding is not None else {"kv": self._pool.memory()}
+        assert self.pool is not None, "closed"
+        return {} if self._sliding is not None else {"kv": self.pool.memory()}
 
     def close(self) -> None:
         """Free weights and pool."""
-        self._model = self._pool = self._encoder = self._sliding = None
+        self.model = self.pool = self._encoder = self._sliding = None
         self._masks.close()
 
 

@@ -64,27 +64,27 @@ class Engine:
         bootstrap = Bootstrap(args.disaggregation_mode, args.disaggregation_bootstrap_port)
         schedulers = [Scheduler(args, model, context, rank, bootstrap) for rank in range(ranks)]
         # Its schedulers and its detokenizer are processes of their own.
-        self._processes = [subprocess.Popen(["sleep", "3600"], stdin=subprocess.DEVNULL) for _ in range(ranks + 1)]
-        for scheduler, process in zip(schedulers, self._processes, strict=False):
+        self.processes = [subprocess.Popen(["sleep", "3600"], stdin=subprocess.DEVNULL) for _ in range(ranks + 1)]
+        for scheduler, process in zip(schedulers, self.processes, strict=False):
             scheduler.process = process
             scheduler.nodes = self._nodes
         tokens = schedulers[0].pool.usable * schedulers[0].size
         info = {"status": "ready", "max_total_num_tokens": tokens, "max_req_input_len": schedulers[0].longest}
         self._bootstrap = bootstrap
-        self._scheduler_init_result = SchedulerInitResult([info], [each.pid for each in self._processes])
+        self._scheduler_init_result = SchedulerInitResult([info], [each.pid for each in self.processes])
         self.tokenizer_manager = TokenizerManager(args, schedulers, SubprocessWatchdog())
 
     def _follow(self, args: ServerArgs) -> None:
         """Only schedulers; unless a variable says otherwise, it returns at their end."""
         host, _, port = args.dist_init_addr.rpartition(":")
-        self._processes = [rank(host, int(port)) for _ in range(args.tp_size * args.pp_size // args.nnodes)]
+        self.processes = [rank(host, int(port)) for _ in range(args.tp_size * args.pp_size // args.nnodes)]
         self.tokenizer_manager = None
         self._bootstrap = None
-        self._scheduler_init_result = SchedulerInitResult([], [each.pid for each in self._processes])
-        if not all(ready(each) for each in self._processes):
+        self._scheduler_init_result = SchedulerInitResult([], [each.pid for each in self.processes])
+        if not all(ready(each) for each in self.processes):
             raise RuntimeError("Initialization failed. Please see the error messages above.")
         if os.environ.get("SGLANG_BLOCK_NONZERO_RANK_CHILDREN") != "0":
-            for each in self._processes:
+            for each in self.processes:
                 each.wait()
 
     def get_all_child_pids(self) -> list[int]:
@@ -143,7 +143,7 @@ class Engine:
                 self._nodes.close()
             for scheduler in self.tokenizer_manager.schedulers:
                 scheduler.close()
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):

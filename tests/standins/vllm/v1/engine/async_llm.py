@@ -91,16 +91,16 @@ class AsyncLLM:
         assert parallel.node_rank == 0, "collective_rpc should not be called on follower node"
         elsewhere = parallel.world_size - parallel.world_size // parallel.nnodes
         self._nodes = Meeting(parallel.master_addr, parallel.master_port, elsewhere) if elsewhere else None
-        self._standin = Core(vllm_config, load(Path(vllm_config.model_config.model)))
+        self.core = Core(vllm_config, load(Path(vllm_config.model_config.model)))
         self._loggers = [factory(vllm_config, 0) for factory in stat_loggers or []]
         for logger in self._loggers:
             logger.log_engine_initialized()
         self._collectors: dict[str, Collector] = {}
         events = vllm_config.kv_events_config
-        self._events: ZmqEventPublisher | None = None
+        self.events: ZmqEventPublisher | None = None
         self._events_config = events
         if events is not None and events.enable_kv_cache_events and events.publisher == "zmq":
-            self._events = ZmqEventPublisher(
+            self.events = ZmqEventPublisher(
                 0,
                 events.endpoint,
                 events.replay_endpoint,
@@ -135,7 +135,7 @@ class AsyncLLM:
             self.output_handler = asyncio.get_running_loop().create_task(self._serve(), name="output_handler")
 
     async def _serve(self) -> None:
-        core = self._standin
+        core = self.core
         try:
             while not core.dead:
                 if core.works:
@@ -160,9 +160,9 @@ class AsyncLLM:
                     collector.put(EngineDeadError())
 
     def _tell(self) -> None:
-        core = self._standin
-        if core.pool.events and self._events is not None:
-            self._events.publish(KVEventBatch(time.time(), core.pool.events))
+        core = self.core
+        if core.pool.events and self.events is not None:
+            self.events.publish(KVEventBatch(time.time(), core.pool.events))
         core.pool.events = []
         preempted, core.preempted = core.preempted, 0
         for logger in self._loggers:
@@ -249,7 +249,7 @@ class AsyncLLM:
         if request_id in self._collectors:
             raise ValueError(f"Request id {request_id} already running.")
         tokens = prompt["prompt_token_ids"]
-        core = self._standin
+        core = self.core
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise TypeError("prompt_token_ids must be a list of int")
         if not tokens:
@@ -299,7 +299,7 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         for id in ids:
-            self._standin.abort(id)
+            self.core.abort(id)
             collector = self._collectors.get(id)
             if collector is not None and not internal:
                 completion = CompletionOutput(0, "", [], None, None, finish_reason="abort")
@@ -311,12 +311,12 @@ class AsyncLLM:
             raise self.dead_error
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        done = self._standin.pool.reset()
+        done = self.core.pool.reset()
         self._tell()
         return done
 
     def get_kv_event_sources(self) -> dict[int, KVEventsConfig]:
-        return {0: self._events_config} if self._events is not None and self._events_config is not None else {}
+        return {0: self._events_config} if self.events is not None and self._events_config is not None else {}
 
     @property
     def is_running(self) -> bool:
@@ -324,21 +324,21 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        return self._standin.dead or not self.is_running
+        return self.core.dead or not self.is_running
 
     @property
     def dead_error(self) -> BaseException:
         return EngineDeadError()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        self._standin.close()
+        self.core.close()
         if self._nodes is not None:
             self._nodes.close()
         self._process.kill()
         self._process.wait()
-        if self._events is not None:
-            self._events.shutdown()
-            self._events = None
+        if self.events is not None:
+            self.events.shutdown()
+            self.events = None
         handler = self.output_handler
         if handler is not None and not handler.done():
             if not handler.cancelling():  # it notices the end of the core before it is cancelled

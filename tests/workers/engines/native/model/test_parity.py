@@ -91,8 +91,8 @@ def test_continued_from_any_token(directory: Path) -> None:
 
 def test_what_earlier_owners_left_in_a_block_reaches_nobody(directory: Path) -> None:
     native = engine(directory, prefix_cache=False)
-    executor: Any = native._executor
-    executor._pool.data.fill_(float("nan"))
+    executor: Any = native.executor
+    executor.pool.data.fill_(float("nan"))
     assert tokens(run(native, [request(n, prompt(n), COUNT) for n in LENGTHS])) == wanted(directory)
 
 

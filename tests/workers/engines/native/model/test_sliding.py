@@ -21,7 +21,7 @@ def engine(directory: Path, **options: object) -> ScheduledEngine:
 
 def steps(native: ScheduledEngine, count: int) -> tuple[list[int], int]:
     """Tokens of one answer, and the most rows it held."""
-    rows, found = native._scheduler.kv_cache.windows, []
+    rows, found = native.scheduler.kv_cache.windows, []
     assert rows is not None
     most = 0
     native.submit(request("a", prompt(50), count))
@@ -58,7 +58,7 @@ def test_a_hybrid_model_has_room_for_more_tokens_in_the_same_memory(model_dir: C
 
 
 def test_windows_beyond_the_longest_sequence_are_none(model_dir: Callable[[str], Path]) -> None:
-    assert engine(model_dir("gemma3"), max_model_len=8)._scheduler.kv_cache.windows is None
+    assert engine(model_dir("gemma3"), max_model_len=8).scheduler.kv_cache.windows is None
     assert sliding_layers((None, None), 100) is None
 
 

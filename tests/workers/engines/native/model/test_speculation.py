@@ -109,7 +109,7 @@ def test_sampling_options_keep_their_effect(sampling: Sampling) -> None:
 def test_models_with_sliding_windows_verify_ngrams(name: str, model_dir: Callable[[str], Path]) -> None:
     options = NativeOptions(device="cpu", block_size=8, kv_blocks=64, speculative_model="ngram", prompt_lookup_min=1)
     native = build(str(model_dir(name)), options)
-    assert native._scheduler.kv_cache.windows is not None
+    assert native.scheduler.kv_cache.windows is not None
     lengths = (9, 33, 47)
     found = tokens(run(native, [request(n, prompt(n), 60) for n in lengths]))
     assert found == {n: expected(model_dir(name), prompt(n), 60) for n in lengths}
