@@ -16,10 +16,14 @@ from tests.properties import examples
 @given(
     depths=st.dictionaries(st.integers(0, 40), st.integers(1, 9), max_size=30),
     bits=st.permutations(range(70)),
+    spread=st.sampled_from([1, 29]),
     workers=st.integers(1, 30),
 )
-def test_masks_and_dicts_of_depths_make_the_same_column(depths: dict[int, int], bits: list[int], workers: int) -> None:
-    """Also with targets of other pools, and where a bit is another target's later."""
+def test_masks_and_dicts_of_depths_make_the_same_column(
+    depths: dict[int, int], bits: list[int], spread: int, workers: int
+) -> None:
+    """Also with targets of other pools, among thousands, and where a bit is another target's later."""
+    bits = [bit * spread for bit in bits]
     tracker, known = LoadTracker(), TargetBits()
     for number in range(workers):
         tracker.put_worker(Registration(f"w{number:02}", "m", "aggregated", "mock", 1, 16, 100, 4, 1000))
