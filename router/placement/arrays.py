@@ -269,7 +269,8 @@ def _set_bits(masks: bytes) -> Rows:
 
 def _ones(octets: NDArray[np.uint8]) -> Rows:
     bits: NDArray[np.bool_] = np.unpackbits(octets, bitorder="little").view(np.bool_)  # of bytes, it is slower
-    return bits.nonzero()[0]
+    found: Rows = bits.nonzero()[0]
+    return found
 
 
 class Pools:
