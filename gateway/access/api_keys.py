@@ -43,7 +43,7 @@ class KeyTable:
     ) -> None:
         bucket = bus.subjects.bucket("keys")
         self._stream, self._subject = f"KV_{bucket}", f"$KV.{bucket}.>"
-        self._tail = LogTail.of_bucket(bus, "keys", self._on_entry, self._forget)
+        self.tail = LogTail.of_bucket(bus, "keys", self._on_entry, self._forget)
         self._bus = bus
         self._changed = changed
         self._on_confirmed = confirmed
@@ -59,20 +59,20 @@ class KeyTable:
             ServingError: the bucket cannot be read.
         """
         began = self._clock()
-        await self._tail.start()
+        await self.tail.start()
         self._read, self._confirmed = True, began
         log.info("keys_read", keys=len(self.keys))
-        tasks.spawn(self._confirm(), name="confirm-keys")
+        tasks.spawn(self.confirm(), name="confirm-keys")
 
     async def stop(self) -> None:
-        await self._tail.stop()
+        await self.tail.stop()
 
     @property
     def current(self) -> bool:
         """Whether everything is known that was changed more than ``STALE_S`` ago."""
         return self._clock() - self._confirmed < STALE_S
 
-    async def _confirm(self) -> None:
+    async def confirm(self) -> None:
         while True:
             await asyncio.sleep(CONFIRM_S)
             began = self._clock()
@@ -80,12 +80,12 @@ class KeyTable:
                 async with asyncio.timeout(STALE_S):
                     end = await get_last(self._bus, self._stream, self._subject, newest=True, within_s=STALE_S)
                     # It ends elsewhere: something was missed, or a broker that lost its disk has another bucket.
-                    if (end.seq if end is not None else 0) != self._tail.position:
-                        await self._tail.catch_up()
+                    if (end.seq if end is not None else 0) != self.tail.position:
+                        await self.tail.catch_up()
             except (ServingError, TimeoutError) as error:
                 log.debug("keys_not_confirmed", error=repr(error))
                 continue
-            if end is None or end.seq <= self._tail.position:
+            if end is None or end.seq <= self.tail.position:
                 self._confirmed = began
                 self._on_confirmed()
 

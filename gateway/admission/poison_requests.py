@@ -40,6 +40,8 @@ class Verdicts:
 
     Attributes:
         table: each verdict by key, with its revision in the bucket; 0: it is in memory only.
+        of_tenant: the keys of a tenant's verdicts, and when each was found.
+        storing: what is being stored or withdrawn.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -48,11 +50,11 @@ class Verdicts:
         self._tail = LogTail.of_bucket(bus, "verdicts", self._on_entry)
         self._bus = bus
         self.table: dict[str, tuple[Verdict, int]] = {}
-        self._of_tenant: dict[str, dict[str, int]] = {}  # the keys of its verdicts, and when each was found
+        self.of_tenant: dict[str, dict[str, int]] = {}
         self._secret: bytes | None = None
         self._announced: Any = None
         self._tasks: Tasks | None = None  # None: there is no bucket
-        self._storing: set[asyncio.Task[None]] = set()
+        self.storing: set[asyncio.Task[None]] = set()
 
     async def open(self, tasks: Tasks) -> None:
         if error := await self._follow(tasks):
@@ -87,8 +89,8 @@ class Verdicts:
         Raises:
             ServingError: poisoned_request.
         """
-        if self._storing:  # clients may repeat at once
-            await asyncio.wait(set(self._storing), timeout=WITHIN_S)
+        if self.storing:  # clients may repeat at once
+            await asyncio.wait(set(self.storing), timeout=WITHIN_S)
         if not self.table or self._secret is None:
             return request
         if (count := self._count(request.tenant)) >= WATCHED_FROM:
@@ -141,8 +143,8 @@ class Verdicts:
             work.close()
             return
         task = self._tasks.spawn(work, name="verdict", on_failure=_not_stored)
-        self._storing.add(task)
-        task.add_done_callback(self._storing.discard)
+        self.storing.add(task)
+        task.add_done_callback(self.storing.discard)
 
     async def _store(self, request: GenerateRequest) -> None:
         secret = await self._known_secret()
@@ -198,7 +200,7 @@ class Verdicts:
 
     def _count(self, tenant: str) -> int:
         """Verdicts of a tenant that hold."""
-        keys, oldest_ns = self._of_tenant.get(tenant, {}), time.time_ns() - HOLDS_S * 1_000_000_000
+        keys, oldest_ns = self.of_tenant.get(tenant, {}), time.time_ns() - HOLDS_S * 1_000_000_000
         for key in [key for key, at_ns in keys.items() if at_ns <= oldest_ns]:
             self._forget(key)
         return len(keys)
@@ -206,17 +208,17 @@ class Verdicts:
     def _remember(self, key: str, verdict: Verdict, revision: int) -> None:
         self._forget(key)
         self.table[key] = verdict, revision
-        self._of_tenant.setdefault(_tenant_of(key), {})[key] = verdict.at_ns
+        self.of_tenant.setdefault(_tenant_of(key), {})[key] = verdict.at_ns
         if len(self.table) > MOST:
             self._forget(next(iter(self.table)))
 
     def _forget(self, key: str) -> bool:
         """Whether it was known."""
         tenant = _tenant_of(key)
-        keys = self._of_tenant.get(tenant, {})
+        keys = self.of_tenant.get(tenant, {})
         keys.pop(key, None)
         if not keys:
-            self._of_tenant.pop(tenant, None)
+            self.of_tenant.pop(tenant, None)
         return self.table.pop(key, None) is not None
 
     def _on_entry(self, entry: Entry) -> None:

@@ -50,7 +50,14 @@ _decode_reading = msgspec.json.Decoder(_Reading).decode
 
 
 class Services:
-    """Gateways share the calls as one queue group; a call for another model is passed to a gateway of that model."""
+    """Gateways share the calls as one queue group; a call for another model is passed to a gateway of that model.
+
+    Attributes:
+        readers: who reads an answer here, and what sends it.
+        same_answer: those that read one answer, by tenant and request.
+        subscriptions: to the calls; none once it is closed.
+        tasks: calls that are being answered.
+    """
 
     def __init__(
         self, gateway: Gateway, table: TenantTable, acceptor: RequestAcceptor, delivery: AnswerDelivery, tasks: Tasks
@@ -62,13 +69,13 @@ class Services:
         self._table = table
         self._acceptor = acceptor
         self._delivery = delivery
-        self._tasks = tasks.group("services")
+        self.tasks = tasks.group("services")
         self._asks: Counter[str] = Counter()  # open, by tenant
         self._same_key = KeyedSlots(SAME_KEY, SAME_KEY)
         self._reads: Counter[str] = Counter()  # open, by tenant
-        self._readers: dict[_Reader, ReplyPublisher] = {}
-        self._same_answer: defaultdict[tuple[str, str], set[ReplyPublisher]] = defaultdict(set)
-        self._subs: list[Any] = []
+        self.readers: dict[_Reader, ReplyPublisher] = {}
+        self.same_answer: defaultdict[tuple[str, str], set[ReplyPublisher]] = defaultdict(set)
+        self.subscriptions: list[Any] = []
         self._models = tasks.group("passed-models")
         self._models_changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
@@ -82,8 +89,8 @@ class Services:
             (f"{n}.read.*", self._on_read),
             (f"{n}.cancel.*", self._on_cancel),
         ):
-            self._subs.append(await self._nc.subscribe(subject, queue=QUEUE, cb=handle))
-        self._subs.append(await self._nc.subscribe(self._subjects.reading, cb=self._on_reading))
+            self.subscriptions.append(await self._nc.subscribe(subject, queue=QUEUE, cb=handle))
+        self.subscriptions.append(await self._nc.subscribe(self._subjects.reading, cb=self._on_reading))
         await self._take_passed()
         self._gateway.fleet.on_models = self._models_changed.set
         self._following = self._models.spawn(self._follow_models(), name="passed-models")
@@ -114,12 +121,12 @@ class Services:
         following, self._following = self._following, None
         if following is not None:
             following.cancel()
-        subs, self._subs = [*self._subs, *self._passed.values()], []
+        subs, self.subscriptions = [*self.subscriptions, *self._passed.values()], []
         self._passed.clear()
         await asyncio.gather(*map(self._unsubscribe, subs))
-        while self._tasks and time.monotonic() < deadline:  # noqa: ASYNC110 - the tasks have many ends
+        while self.tasks and time.monotonic() < deadline:  # noqa: ASYNC110 - the tasks have many ends
             await asyncio.sleep(0.05)
-        await self._tasks.aclose(CUT_S)
+        await self.tasks.aclose(CUT_S)
 
     async def _unsubscribe(self, sub: Any) -> None:
         """Take the calls that are on their way: the broker has given them to this gateway, and they would be lost."""
@@ -182,7 +189,7 @@ class Services:
             finally:
                 await replies.close()
 
-        self._tasks.spawn(run(), name=f"nats-{message.subject}")
+        self.tasks.spawn(run(), name=f"nats-{message.subject}")
 
     # --- work ---
 
@@ -261,14 +268,14 @@ class Services:
                     await self._delivery.deliver(accepted, replies)
             finally:
                 for reader in readers:
-                    if self._readers.get(reader) is replies:
-                        del self._readers[reader]
+                    if self.readers.get(reader) is replies:
+                        del self.readers[reader]
 
     @contextlib.contextmanager
     def _shared(self, tenant: str, request_id: str, replies: ReplyPublisher) -> Iterator[None]:
         """Count one more read of an answer; those that were replaced, or have lost their reader, do not count."""
         answer = (tenant, request_id)
-        others = self._same_answer[answer]
+        others = self.same_answer[answer]
         if sum(not each.unread for each in others) >= SAME_ANSWER:
             raise ServingError(
                 Code.queue_full,
@@ -281,14 +288,14 @@ class Services:
         finally:
             others.discard(replies)
             if not others:
-                self._same_answer.pop(answer, None)
+                self.same_answer.pop(answer, None)
 
     def _replace(self, reader: _Reader, replies: ReplyPublisher) -> None:
         """One read of an answer for each reader: it asks again because messages were lost."""
-        before = self._readers.get(reader)
+        before = self.readers.get(reader)
         if before is not None and before is not replies:
             before.give_up()
-        self._readers[reader] = replies
+        self.readers[reader] = replies
 
     async def _on_reading(self, message: Any) -> None:
         """A reader began to read at some gateway: it reads no longer here."""
@@ -297,7 +304,7 @@ class Services:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return
         if reading.gateway != self._gateway.id:
-            before = self._readers.pop((reading.tenant, reading.request, reading.reader), None)
+            before = self.readers.pop((reading.tenant, reading.request, reading.reader), None)
             if before is not None:
                 before.give_up()
 

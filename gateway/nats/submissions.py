@@ -142,7 +142,14 @@ class _SeenSubmission(NamedTuple):
 
 
 class Submissions:
-    """Answers the submissions of all tenants; ``close`` leaves unfinished ones to other gateways."""
+    """Answers the submissions of all tenants; ``close`` leaves unfinished ones to other gateways.
+
+    Attributes:
+        open_deliveries: those that are being answered, by stream and sequence.
+        recent: the first delivery of each message id, by tenant and id.
+        repeats: deliveries that were received before their first.
+        line: those that wait for room in the queues.
+    """
 
     def __init__(self, gateway: Gateway, acceptor: RequestAcceptor, delivery: AnswerDelivery, tasks: Tasks) -> None:
         self._gateway = gateway
@@ -154,12 +161,12 @@ class Submissions:
         self._tasks = tasks.group("submissions")
         self._eraser = Eraser(gateway.bus, ERASING)
         self._pullers: dict[str, Puller] = {}
-        self._open: dict[tuple[str, int], _Delivery] = {}  # by stream and sequence
+        self.open_deliveries: dict[tuple[str, int], _Delivery] = {}  # by stream and sequence
         self._open_of: Counter[str] = Counter()  # by tenant
-        self._recent: OrderedDict[_Key, _Delivery] = OrderedDict()
-        self._repeats: OrderedDict[_Key, list[_SeenSubmission]] = OrderedDict()  # received before their first
+        self.recent: OrderedDict[_Key, _Delivery] = OrderedDict()
+        self.repeats: OrderedDict[_Key, list[_SeenSubmission]] = OrderedDict()
         self._same_key = KeyedSlots(SAME_KEY, SAME_KEY_WAITING)
-        self._line = WaitingLine()
+        self.line = WaitingLine()
         self._entered = asyncio.Event()  # something waits in the line
         self._sub: Any = None
 
@@ -195,11 +202,11 @@ class Submissions:
         for puller in self._pullers.values():
             await puller.stop()
         deadline = time.monotonic() + timeout
-        while self._open and time.monotonic() < deadline:  # noqa: ASYNC110 - the tasks have many ends
+        while self.open_deliveries and time.monotonic() < deadline:  # noqa: ASYNC110 - the tasks have many ends
             await asyncio.sleep(0.05)
         if self._sub is not None and not self._nc.is_closed:
             await self._sub.unsubscribe()
-        left = list(self._open.values())
+        left = list(self.open_deliveries.values())
         await self._tasks.aclose()
         if self._bus.connected:
             for one in left:  # at once, not when the delivery has run out
@@ -209,35 +216,37 @@ class Submissions:
         """How many more to pull; 0 while the queue is full: submissions wait durably in their stream."""
         if not self._gateway.accepts_submissions():
             return 0
-        return max(0, MAX_OPEN - len(self._open), RESERVED - self._open_of[tenant])
+        return max(0, MAX_OPEN - len(self.open_deliveries), RESERVED - self._open_of[tenant])
 
     # --- from the stream ---
 
     async def _on_message(self, message: Any, stream: str) -> None:
         at = (stream, message.metadata.sequence.stream)
-        if at in self._open:
-            self._open[at].reply = message.reply  # delivered again while it is being answered here
+        if at in self.open_deliveries:
+            self.open_deliveries[at].reply = message.reply  # delivered again while it is being answered here
             return
         origin = origin_of(message.subject, "submit")
         # Each tenant's stream was asked for as many as there was room for.
-        if len(self._open) >= 2 * MAX_OPEN and self._open_of[origin.tenant] >= RESERVED:
+        if len(self.open_deliveries) >= 2 * MAX_OPEN and self._open_of[origin.tenant] >= RESERVED:
             await self._nc.publish(message.reply, LATER)
             return
         if self._acceptor.served_elsewhere(message.subject):
             await self._nc.publish(message.reply, ELSEWHERE)
             return
-        entry = self._open[at] = _Delivery(message.reply, digest_of(message.data))
+        entry = self.open_deliveries[at] = _Delivery(message.reply, digest_of(message.data))
         self._open_of[origin.tenant] += 1
         work = self._serve(message, at, entry, origin)
         self._tasks.spawn(work, name=f"submit-{stream}-{at[1]}").add_done_callback(lambda _: self._ended(at, origin))
 
     def _ended(self, at: tuple[str, int], origin: Origin) -> None:
-        entry = self._open.pop(at)
+        entry = self.open_deliveries.pop(at)
         self._open_of[origin.tenant] -= 1
         entry.ended = time.monotonic()
         entry.decide(failure(stopping(""), -1))
         puller = self._pullers.get(origin.tenant)
-        if puller is not None and (len(self._open) == MAX_OPEN // 2 or self._open_of[origin.tenant] == RESERVED // 2):
+        if puller is not None and (
+            len(self.open_deliveries) == MAX_OPEN // 2 or self._open_of[origin.tenant] == RESERVED // 2
+        ):
             self._tasks.spawn(puller.top_up(), name="submit-top-up")
 
     async def _serve(self, message: Any, at: tuple[str, int], entry: _Delivery, origin: Origin) -> None:
@@ -299,7 +308,7 @@ class Submissions:
                 if error.code is not Code.queue_full:
                     raise
                 priority = await self._gateway.run_for(message.data, class_of, message.data)
-                turn = None if self._gateway.room(priority) else self._line.enter(priority, origin.tenant, again=waited)
+                turn = None if self._gateway.room(priority) else self.line.enter(priority, origin.tenant, again=waited)
                 if turn is None:
                     raise
             waited = True
@@ -310,12 +319,12 @@ class Submissions:
         while True:
             await self._entered.wait()
             self._entered.clear()
-            while len(self._line):
+            while len(self.line):
                 self._gateway.hurry(True)
                 await asyncio.sleep(ADMIT_S)
                 if self._gateway.accepts_submissions():
                     for priority in Priority:
-                        self._line.admit(priority, self._gateway.room(priority))
+                        self.line.admit(priority, self._gateway.room(priority))
             self._gateway.hurry(False)
 
     def _refuses(self, message: Any) -> bool:
@@ -355,7 +364,7 @@ class Submissions:
             await asyncio.sleep(RENEW_S)
             self._forget()
             try:
-                for entry in list(self._open.values()):
+                for entry in list(self.open_deliveries.values()):
                     if self._bus.connected:
                         await self._nc.publish(entry.reply, IN_PROGRESS)
             except NatsError as error:  # the connection broke; they are delivered again
@@ -377,7 +386,7 @@ class Submissions:
         seen = _SeenSubmission(time.monotonic(), usable_reply_to(headers, namespace), options, digest_of(message.data))
         origin = origin_of(message.subject, "submit")
         key = (origin.tenant, message_id)
-        entry = self._recent.get(key)
+        entry = self.recent.get(key)
         if (
             entry is not None
             and (not entry.ended or seen.at - entry.ended < DISCARDED_S)
@@ -386,17 +395,17 @@ class Submissions:
             await self._handle_repeat(key, entry, seen, origin)
             return
         # A later repeat is stored, and the stream delivers it like a first one.
-        waiting = self._repeats.setdefault(key, [])
+        waiting = self.repeats.setdefault(key, [])
         waiting.append(seen)
         del waiting[:-16]
-        while len(self._repeats) > MAX_REPEATS:
-            self._repeats.popitem(last=False)
+        while len(self.repeats) > MAX_REPEATS:
+            self.repeats.popitem(last=False)
 
     async def _remember(self, key: _Key, entry: _Delivery, origin: Origin) -> None:
         """Pass repeats to ``_handle_repeat`` from now on, and those that were received before this delivery at once."""
-        self._recent[key] = entry
-        self._recent.move_to_end(key)
-        seen_before = self._repeats.pop(key, [])
+        self.recent[key] = entry
+        self.recent.move_to_end(key)
+        seen_before = self.repeats.pop(key, [])
         entry.first_seen = seen_before[0].at if seen_before else 0.0  # the first is this submission itself
         for seen in seen_before[1:]:
             await self._handle_repeat(key, entry, seen, origin)
@@ -439,13 +448,13 @@ class Submissions:
 
     def _forget(self) -> None:
         limit = time.monotonic() - DISCARDED_S
-        for key in [key for key, entry in self._recent.items() if entry.ended and entry.ended < limit]:
-            del self._recent[key]
-        while self._repeats:
-            key, waiting = next(iter(self._repeats.items()))
+        for key in [key for key, entry in self.recent.items() if entry.ended and entry.ended < limit]:
+            del self.recent[key]
+        while self.repeats:
+            key, waiting = next(iter(self.repeats.items()))
             if waiting[-1].at > limit:
                 return
-            del self._repeats[key]
+            del self.repeats[key]
 
 
 def _note_failed_repeat(error: BaseException) -> None:

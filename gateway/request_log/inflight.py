@@ -32,6 +32,8 @@ class InflightRequest:
     Attributes:
         cancelling: the client has disconnected. The request is kept until its terminal event.
         behind: items are read from the log, because live ones were dropped.
+        buffered: items that nobody has taken yet.
+        limit: of their number, above which live items are dropped.
         seq: while behind, the sequence of the token stream up to which everything was fed; 0 if nothing was.
         on_behind: asks for the dropped items. Set by the subscription that the request is attached to.
         abort: closes the client's connection. Set by the responder.
@@ -47,8 +49,6 @@ class InflightRequest:
         "_error",
         "_failed",
         "_held",
-        "_items",
-        "_limit",
         "_live",
         "_mark",
         "_more",
@@ -58,10 +58,12 @@ class InflightRequest:
         "_waiter",
         "abort",
         "behind",
+        "buffered",
         "cancel_sent",
         "cancelling",
         "fold",
         "kept",
+        "limit",
         "on_behind",
         "on_poisoned",
         "paid",
@@ -89,8 +91,8 @@ class InflightRequest:
         self.paid: Paid | None = None
         self.on_poisoned: Callable[[GenerateRequest], None] | None = None
         self._failed = False
-        self._limit = limit_of(request) if bounded else 1 << 62
-        self._items: list[TokenItem] = []
+        self.limit = limit_of(request) if bounded else 1 << 62
+        self.buffered: list[TokenItem] = []
         self._more = False  # the last portion left some items
         self._held: list[TokenItem] | None = None  # live items that wait until the last past ones are read
         self._paused = False  # the log is not read until the buffered items are taken
@@ -144,7 +146,7 @@ class InflightRequest:
             self._note_behind(item)
         if self._held is not None:
             self._held.append(item)
-            if len(self._held) > self._limit:
+            if len(self._held) > self.limit:
                 self._held = None
 
     def feed_past(self, item: TokenItem, seq: int) -> bool:
@@ -162,7 +164,7 @@ class InflightRequest:
             self.kept += due
         if self.cancelling:
             return
-        items = self._items
+        items = self.buffered
         items += due
         waiter = self._waiter
         if waiter is not None and not waiter.done():
@@ -171,7 +173,7 @@ class InflightRequest:
             else:
                 self._waiter = None  # so that it is woken only once
                 self.turns.wake(waiter)
-        if len(items) > self._limit and self.fold.open:
+        if len(items) > self.limit and self.fold.open:
             self.behind = self._paused = True
             # This message is read again, because its later items are missing. The reassembler drops duplicates.
             self.seq = seq - 1
@@ -235,7 +237,7 @@ class InflightRequest:
                 self._note_failure(part.finish)
         due = self.fold.conclude(parts)
         if due and not self.cancelling:
-            self._items += due
+            self.buffered += due
         self.behind = self._paused = False
         self._held = None
         for waiter in (self._waiter, self._live):
@@ -259,7 +261,7 @@ class InflightRequest:
 
     def available(self) -> list[TokenItem]:
         """Take the buffered items without waiting."""
-        items, self._items = self._items, []
+        items, self.buffered = self.buffered, []
         return items
 
     async def take(self, *, nudged: bool = False) -> list[TokenItem]:
@@ -274,7 +276,7 @@ class InflightRequest:
         """
         if self._more:  # other tasks run between two portions
             await asyncio.sleep(0)
-        while not self._items:
+        while not self.buffered:
             if self._error is not None:
                 # Many requests may share the error, and each would add its frames to the traceback for good.
                 raise self._error.with_traceback(None)
@@ -291,7 +293,7 @@ class InflightRequest:
 
     async def take_within(self, seconds: float) -> list[TokenItem]:
         """As ``take``, but return an empty list if no item arrives in time."""
-        if not self._items and self._error is None:
+        if not self.buffered and self._error is None:
             self._read_on()
             loop = asyncio.get_running_loop()
             self._waiter = waiter = loop.create_future()
@@ -302,7 +304,7 @@ class InflightRequest:
                 timer.cancel()
             if self.turns is not None:
                 await self.turns.resume()
-            if self._items:
+            if self.buffered:
                 self._nudged = False
                 return self._taken()
             if self._error is None:
@@ -316,13 +318,13 @@ class InflightRequest:
             self.on_behind(self)
 
     def _taken(self) -> list[TokenItem]:
-        items, size = self._items, 0
+        items, size = self.buffered, 0
         for count, item in enumerate(items, 1):
             size += ITEM_BYTES + len(item.tokens)
             if size >= PORTION_BYTES:
-                self._items, self._more = items[count:], count < len(items)
+                self.buffered, self._more = items[count:], count < len(items)
                 return items[:count]
-        self._items, self._more = [], False
+        self.buffered, self._more = [], False
         return items
 
 

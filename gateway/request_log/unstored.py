@@ -247,7 +247,7 @@ class UnstoredRequests:
 
     async def start(self) -> None:
         await self.streams.open()
-        self.streams.on_renewed.append(self._put_again)
+        self.streams.on_renewed.append(self.put_again)
         self._tasks.spawn(self.streams.watch(lambda: bool(self._open or self._ended)), name="watch")
         self._tasks.spawn(self._sweep_forever(), name="sweep")
         self._tasks.spawn(self._sweep_others_forever(), name="sweep-others")
@@ -370,9 +370,9 @@ class UnstoredRequests:
         while True:
             await asyncio.sleep(SWEEP_S)
             if self._ledger.busy:
-                await _until_refused(self._sweep(time.monotonic()))
+                await _until_refused(self.sweep(time.monotonic()))
 
-    async def _sweep(self, now: float) -> None:
+    async def sweep(self, now: float) -> None:
         for request_id, each in list(self._open.items()):
             if each.inflight.ended:
                 self._end(request_id, now)
@@ -471,7 +471,7 @@ class UnstoredRequests:
 
     # --- after the restart of a broker without a cluster ---
 
-    async def _put_again(self) -> None:
+    async def put_again(self) -> None:
         self._ledger.renewed()
         now_ns = self._bus.clock.now_ns()
         ended = [each.kept for each in self._ended.values() if each.kept is not None]

@@ -180,7 +180,7 @@ class FleetView:
         tasks: Tasks,
         open_models: Callable[[], Collection[str]] = frozenset,
     ) -> None:
-        self.watch = WorkerRegistry(bus, joined=self._joined, left=self._left)
+        self.watch = WorkerRegistry(bus, joined=self.joined, left=self.left)
         self.diffusion_models = RoleModels(DIFFUSION, lambda registration: registration.diffusion)
         self.embedding_models = RoleModels(EMBED, lambda registration: registration.embedder)
         self.learns = settings.learn_models or not models
@@ -230,7 +230,7 @@ class FleetView:
             model.refresh()
         self.store.unload_idle()
         if self._empty_since:
-            self._forget()
+            self.forget()
 
     # --- the models ---
 
@@ -391,7 +391,7 @@ class FleetView:
 
     # --- changes ---
 
-    def _joined(self, member: RegisteredWorker) -> None:
+    def joined(self, member: RegisteredWorker) -> None:
         registration = member.registration
         self.diffusion_models.put(registration)
         self.embedding_models.put(registration)
@@ -410,7 +410,7 @@ class FleetView:
                 self._names_changed()
             self._note(model)
 
-    def _left(self, member: RegisteredWorker, why: str) -> None:
+    def left(self, member: RegisteredWorker, why: str) -> None:
         worker = member.registration.worker
         log.info("worker_left", worker=worker, why=why)
         self.diffusion_models.remove(worker)
@@ -492,7 +492,7 @@ class FleetView:
         self._ignored = None
         self.on_models()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         before = time.monotonic() - FORGET_S
         for name in [name for name, since in self._empty_since.items() if since < before]:
             self._remove(name)

@@ -115,7 +115,7 @@ class Gateway:
         self._served_lately = ServedLately(bus)
         finder = RequestFinder(bus)
         self.charges = Charges(self.limiter, self.records, finder, self.tasks, bus.clock)
-        self._publisher = publisher
+        self.publisher = publisher
         self._subscriptions = TokenSubscriptions(bus, self.id, self.tasks)
         self._cancelling = 0
         self.unstored = UnstoredRequests(
@@ -316,7 +316,7 @@ class Gateway:
                 kept = await self.unstored.put(inflight, content, timeout)
                 if self.bus.clustered:  # its stream may have no leader when that of requests has one
                     await kept
-            ack = await self._publisher.publish(
+            ack = await self.publisher.publish(
                 self.bus.subjects.request(request.model, request.priority.value, request.id),
                 payload,
                 request.id,

@@ -207,6 +207,12 @@ class LinkTransport(TcpTransport):  # type: ignore[misc]  # untyped
     stop flushing, pinging and reconnecting for good, and raise it to publishers.
     """
 
+    @property
+    def writer(self) -> asyncio.StreamWriter | None:
+        """None: there is no connection yet."""
+        writer: asyncio.StreamWriter | None = self._io_writer
+        return writer
+
     def __bool__(self) -> bool:
         return True  # otherwise nats-py replaces an unconnected transport with its own
 
@@ -340,13 +346,18 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
                 self._transport.close()
 
     @property
+    def link(self) -> Any:
+        """The connection to the server, as nats-py has it; None: there was none yet."""
+        return self._transport
+
+    @property
     def ssl_context(self) -> ssl.SSLContext:
         return self.tls_context()
 
     @property
     def peer_certificate(self) -> bytes:
         """The broker's certificate in DER form. Empty without TLS."""
-        return self._transport.peer_certificate() if isinstance(self._transport, LinkTransport) else b""
+        return self.link.peer_certificate() if isinstance(self.link, LinkTransport) else b""
 
     async def _connect_to_server(self, s: Any) -> None:
         if self._ended:
@@ -488,7 +499,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
             self._write_later = None
         if not self._pending_data_size or not self.is_connected:
             return  # reconnecting sends the pending messages
-        writer = getattr(self._transport, "_io_writer", None)
+        writer = getattr(self.link, "writer", None)
         if writer is None or writer.transport.get_write_buffer_size() > _BUFFERED_BYTES:
             if self._flush_queue.empty():
                 self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())

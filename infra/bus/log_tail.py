@@ -52,6 +52,10 @@ class LogTail:
         subject: which messages, wildcards allowed.
         on_recreated: called before everything is handled again.
         live: where the server republishes them; "": where our streams have it.
+
+    Attributes:
+        subscription: to the republished messages, at ``live_subject``; None: it is not started.
+        created: when the stream was made, as of the first check of its end; "": there was none yet.
     """
 
     def __init__(
@@ -67,18 +71,18 @@ class LogTail:
         self._bus = bus
         self._stream = stream
         self._subject = subject
-        self._live = live or bus.subjects.live(subject)
+        self.live_subject = live or bus.subjects.live(subject)
         self._handle = handle
         self._single = "*" not in subject and ">" not in subject
         self._on_recreated = on_recreated
-        self._created = ""  # when the stream was made, as of the first check of its end
+        self.created = ""
         self._since_ns = 0
         self._held: deque[Entry] = deque()
         self._starting = True
         self._stopped = False
         self._stale = False  # stored entries may have been missed live
         self._repair: asyncio.Task[None] | None = None
-        self._sub: Any = None
+        self.subscription: Any = None
         self._idle: asyncio.Task[None] | None = None
         self.position = 0  # everything up to this sequence was handled
         self.repairs = 0
@@ -116,13 +120,13 @@ class LogTail:
         self._held.clear()
         self._since_ns = since_ns
         self.position = after
-        self._bus.on_reconnect.append(self._reconnected)
+        self._bus.on_reconnect.append(self.reconnected)
         try:
             # On one connection: the server registers the subscription before it answers the read.
-            self._sub = await self._bus.nc.subscribe_direct(self._live, self._on_live)
+            self.subscription = await self._bus.nc.subscribe_direct(self.live_subject, self.on_live)
             await self._read()
             if memory_storage:
-                self._created = (await stream_end(self._bus, self._stream))[1]
+                self.created = (await stream_end(self._bus, self._stream))[1]
         except BaseException:
             await self.stop()
             raise
@@ -135,13 +139,13 @@ class LogTail:
     async def stop(self) -> None:
         """May be called twice, and without ``start``."""
         self._stopped = True
-        if self._reconnected in self._bus.on_reconnect:
-            self._bus.on_reconnect.remove(self._reconnected)
+        if self.reconnected in self._bus.on_reconnect:
+            self._bus.on_reconnect.remove(self.reconnected)
         if self._idle is not None:
             self._idle.cancel()
             await asyncio.wait([self._idle])
         await self._stop_repair()
-        sub, self._sub = self._sub, None
+        sub, self.subscription = self.subscription, None
         if sub is not None and not self._bus.nc.is_closed:
             await sub.unsubscribe()
 
@@ -151,14 +155,14 @@ class LogTail:
         assert self._repair is not None
         await asyncio.wait([self._repair])
 
-    async def _reconnected(self) -> None:
+    async def reconnected(self) -> None:
         """Starts a repair without waiting for it: a stream that cannot be read must not delay other hooks."""
         self._stale = True
         if not self._starting:
             await self._stop_repair()  # the answer that it awaits was lost with the connection
             self._begin_repair()
 
-    def _on_live(self, frame: Frame) -> None:
+    def on_live(self, frame: Frame) -> None:
         stored = read_republished(frame.headers)
         if stored is None:
             return  # published to the live subject by a client, not republished by the server
@@ -244,7 +248,7 @@ class LogTail:
     async def _compare_when_idle(self) -> None:
         pause, seen = IDLE_S, self.position
         with contextlib.suppress(NatsError, TimeoutError, OSError, ServingError):  # not needed to start
-            self._created = self._created or (await stream_end(self._bus, self._stream))[1]
+            self.created = self.created or (await stream_end(self._bus, self._stream))[1]
         while not self._stopped:  # before Python 3.12, a cancellation can get lost within a request
             await asyncio.sleep(pause)
             repairing = self._repair is not None and not self._repair.done()
@@ -265,8 +269,8 @@ class LogTail:
     async def _check_end(self) -> None:
         """Start over with a stream that was recreated or lost its end: otherwise all of it would look old."""
         end, created = await stream_end(self._bus, self._stream)
-        recreated = bool(self._created) and created != self._created
-        self._created = created
+        recreated = bool(self.created) and created != self.created
+        self.created = created
         if end < self.position or recreated:
             log.error("stream_truncated", stream=self._stream, position=self.position, end=end, recreated=recreated)
             self.position = 0

@@ -55,7 +55,7 @@ class WorkerRegistry:
         renewed: Callable[[RegisteredWorker], None] = lambda member: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tail = LogTail.of_bucket(bus, "workers", self._on_entry)
+        self._tail = LogTail.of_bucket(bus, "workers", self.on_entry)
         self._bus = bus
         self._joined = joined
         self._left = left
@@ -136,7 +136,7 @@ class WorkerRegistry:
         if member is not None:
             self._left(member, reason)
 
-    def _on_entry(self, entry: Entry) -> None:
+    def on_entry(self, entry: Entry) -> None:
         worker = entry.subject.rpartition(".")[2]
         self.stale_keys.discard(worker)
         if "KV-Operation" in entry.headers or "Nats-Marker-Reason" in entry.headers or not entry.data:

@@ -58,13 +58,18 @@ _BYTE_LEVEL = {byte: 256 + number for number, byte in enumerate([*range(33), 127
 
 
 class TextEncoder:
-    """Encodes with one tokenizer. May be used from several threads."""
+    """Encodes with one tokenizer. May be used from several threads.
+
+    Attributes:
+        known_words: token ids of words that were encoded before.
+        splitter: splits ASCII text into words; None: this tokenizer works in another way.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._adds_tokens = tokenizer.num_special_tokens_to_add(False) > 0
-        self._cache = _Words(tokenizer)
-        self._split = _Split.of(tokenizer)
+        self.known_words = _Words(tokenizer)
+        self.splitter = _Split.of(tokenizer)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Token ids of a text.
@@ -72,10 +77,10 @@ class TextEncoder:
         Args:
             special: add the tokens that the tokenizer puts around a text, such as BOS.
         """
-        if len(text) <= CACHED_TEXT and self._split is not None and text.isascii():
-            words = None if special and self._adds_tokens else self._split.words(text)
+        if len(text) <= CACHED_TEXT and self.splitter is not None and text.isascii():
+            words = None if special and self._adds_tokens else self.splitter.words(text)
             if words is not None:
-                return list(chain.from_iterable(map(self._cache.__getitem__, words)))
+                return list(chain.from_iterable(map(self.known_words.__getitem__, words)))
         return self._tokenize(text, special)
 
     def _tokenize(self, text: str, special: bool) -> list[int]:

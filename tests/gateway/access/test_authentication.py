@@ -148,9 +148,9 @@ async def test_keys_are_refused_while_it_is_not_known_which_are_valid(guarded: G
 
 async def test_a_revocation_is_found_also_if_the_watch_is_broken(guarded: Guarded) -> None:
     text = await guarded.add()
-    tail = guarded.guard.table._tail
-    await tail._sub.unsubscribe()
-    tail._sub = None
+    tail = guarded.guard.table.tail
+    await tail.subscription.unsubscribe()
+    tail.subscription = None
     await key_store.revoke(guarded.bus, text.split("-")[1])
     await eventually(lambda: guarded.refusal(text) is Code.invalid_api_key)
 
@@ -188,11 +188,11 @@ async def test_each_loss_of_all_keys_is_reported_once_whoever_notices_it(
             config = json.loads((await bus.nc.request(f"$JS.API.STREAM.INFO.{stream}", b"")).data)["config"]
             await bus.nc.request(f"$JS.API.STREAM.DELETE.{stream}", b"")
             await bus.nc.request(f"$JS.API.STREAM.CREATE.{stream}", json.dumps(config).encode())
-            await guarded.guard.table._tail._reconnected()
+            await guarded.guard.table.tail.reconnected()
             await eventually(lambda: not guarded.guard.table.keys)
             assert len(said) == 2 * losses - 2
             guarded.tasks = Tasks("test")
-            guarded.tasks.spawn(guarded.guard.table._confirm(), name="confirm-keys")
+            guarded.tasks.spawn(guarded.guard.table.confirm(), name="confirm-keys")
             await eventually(lambda: guarded.guard.lost)
     assert said == [True, False, True]
     assert [line["event"] for line in logged].count("keys_lost") == 2

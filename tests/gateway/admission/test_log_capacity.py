@@ -15,6 +15,7 @@ from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Priority
 from penstock.schemas.streams import StreamSpec, topology
 from penstock.schemas.subjects import Subjects
+from tests.infra.metrics.support import value_of
 
 SIZE = 1 << 20
 BODY = bytes(10_000)
@@ -85,7 +86,7 @@ async def test_waiting_requests_are_never_discarded_and_new_ones_are_refused_wit
     assert state.first_seq == 1
     assert state.bytes > 0.79 * SIZE
     gauge = gateway.metrics.unfinished.labels(gateway.subjects.stream("REQUESTS"))
-    assert 0.8 <= gauge._value.get() < 0.9
+    assert 0.8 <= value_of(gauge) < 0.9
     await gateway.place(state.messages // 2)
     await gateway.refresh()
     await gateway.submit()
@@ -108,7 +109,7 @@ async def test_one_class_s_history_does_not_count_for_another_s_first_request(ga
     await gateway.submit(Priority.batch)  # unplaced, and its consumer's floor is at the very beginning
     await gateway.refresh()
     await gateway.submit(Priority.interactive)
-    assert gateway.metrics.unfinished.labels(gateway.subjects.stream("REQUESTS"))._value.get() < 0.05
+    assert value_of(gateway.metrics.unfinished.labels(gateway.subjects.stream("REQUESTS"))) < 0.05
 
 
 async def test_when_room_is_scarce_a_tenant_beyond_its_share_is_refused_before_others(

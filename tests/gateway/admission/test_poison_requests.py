@@ -67,7 +67,7 @@ async def refused(verdicts: Verdicts, which: GenerateRequest) -> str:
 
 
 async def known(verdicts: Verdicts, count: int = 1) -> None:
-    await eventually(lambda: len(verdicts.table) == count and not verdicts._storing)
+    await eventually(lambda: len(verdicts.table) == count and not verdicts.storing)
 
 
 async def test_a_bucket_that_is_made_after_a_gateway_has_started_is_used(
@@ -164,8 +164,8 @@ async def test_requests_of_a_tenant_with_several_verdicts_are_watched_and_with_m
     other = variation(50, tenant="another")
     assert await second.check(other) is other
     hour_ago = time.time_ns() - HOLDS_S * 10**9
-    for key in list(second._of_tenant[tenant])[WATCHED_FROM - 1 :]:
-        second._of_tenant[tenant][key] = hour_ago
+    for key in list(second.of_tenant[tenant])[WATCHED_FROM - 1 :]:
+        second.of_tenant[tenant][key] = hour_ago
     assert await second.check(fresh) is fresh
     assert len(second.table) == WATCHED_FROM - 1
 
@@ -181,7 +181,7 @@ async def test_a_verdict_that_is_withdrawn_does_not_count(gateways: tuple[Verdic
     ends(first, repeat)
     await known(first, WATCHED_FROM - 1)
     assert not (await first.check(variation(50))).watched
-    assert {tenant: len(keys) for tenant, keys in first._of_tenant.items()} == {DEFAULT_TENANT: WATCHED_FROM - 1}
+    assert {tenant: len(keys) for tenant, keys in first.of_tenant.items()} == {DEFAULT_TENANT: WATCHED_FROM - 1}
 
 
 async def test_a_verdict_holds_for_an_hour(gateways: tuple[Verdicts, Verdicts]) -> None:
@@ -223,7 +223,7 @@ async def test_without_the_bucket_of_an_earlier_broker_nothing_is_refused(
         await verdicts.open(bus.tasks.group("gateway"))
         poison = asked()
         ends(verdicts, poison, "poisoned_request")
-        await eventually(lambda: not verdicts._storing)
+        await eventually(lambda: not verdicts.storing)
         assert await verdicts.check(poison) is poison
         await verdicts.close()
 

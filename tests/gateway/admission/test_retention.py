@@ -14,6 +14,7 @@ from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.nats_server.apply_streams import apply
 from penstock.schemas.streams import WEEK, StreamSpec, topology
 from penstock.schemas.subjects import Subjects
+from tests.infra.metrics.support import value_of
 
 SIZE = 1 << 20
 
@@ -51,11 +52,11 @@ async def test_a_stream_that_fills_too_fast_is_named_once_with_the_fix(nc: Clien
         return [entry for entry in logs if entry["event"] == "records_kept_shorter"]
 
     assert not await store(0, 0)
-    assert metrics.retention._value.get() == WEEK
+    assert value_of(metrics.retention) == WEEK
     assert not await store(0, 20)
     (warning,) = await store(20, 40)
     assert warning["promised_days"] == 7
     assert warning["days"] < 1
     assert f"nats stream edit {subjects.stream('DONE')} --max-bytes" in warning["action"]
-    assert metrics.retention._value.get() < DAY
+    assert value_of(metrics.retention) < DAY
     assert not await store(60, 10)

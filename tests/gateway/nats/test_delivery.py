@@ -55,7 +55,7 @@ async def test_an_answer_is_sent_again_when_the_link_breaks_as_its_end_is_flushe
     running: Running, bus: Bus, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nc, broken = running.gateway.bus.nc, 0
-    write = type(nc._transport).write
+    write = type(nc.link).write
 
     def closed(self: Any, data: bytes) -> None:
         nonlocal broken
@@ -68,7 +68,7 @@ async def test_an_answer_is_sent_again_when_the_link_breaks_as_its_end_is_flushe
     await client.listen(client.answer_subject("flushed"))
     await client.submit(BODY, Nats_Msg_Id="flushed")
     await eventually(lambda: engine.accepted)
-    monkeypatch.setattr(nc._transport, "write", functools.partial(closed, nc._transport))
+    monkeypatch.setattr(nc.link, "write", functools.partial(closed, nc._transport))
     await engine.stream(engine.accepted[0], 0, 3, end=True)
     messages = await client.got(finals)
     await eventually(lambda: broken)

@@ -156,7 +156,7 @@ async def test_a_refusal_waits_for_its_client_if_the_broker_was_away(
     inbox = bus.nc.new_inbox()
     replies = ReplyPublisher(bus, [inbox])
     links = bus.reconnects
-    bus.nc._transport.close()
+    bus.nc.link.close()
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         while bus.reconnects == links or not bus.connected:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

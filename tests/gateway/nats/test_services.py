@@ -50,9 +50,9 @@ async def test_a_gateway_that_stops_finishes_asks_and_reads(
     [request] = engine.accepted
     await engine.stream(request, 0, 1)
     await bus.nc.publish(f"{bus.subjects.namespace}.read", json.dumps({"id": request.id}).encode(), reply=READ)
-    await eventually(lambda: running.gateway.open_requests and len(running.api.services._tasks) == 2)
+    await eventually(lambda: running.gateway.open_requests and len(running.api.services.tasks) == 2)
     stopping = asyncio.create_task(running.stop(WITHIN_S))
-    await eventually(lambda: not running.api.services._subs)
+    await eventually(lambda: not running.api.services.subscriptions)
     await engine.stream(request, 1, 1, end=True)
     messages = await client.got(lambda messages: finals(messages) == 2)
     assert {error_of(each) for each in messages} == {""}
@@ -79,7 +79,7 @@ async def test_asks_and_reads_that_a_gateway_cannot_finish_are_told_where_to_go_
     await eventually(lambda: engine.accepted)
     [request] = engine.accepted
     await bus.nc.publish(f"{bus.subjects.namespace}.read", json.dumps({"id": request.id}).encode(), reply=READ)
-    await eventually(lambda: len(running.api.services._tasks) == 2)
+    await eventually(lambda: len(running.api.services.tasks) == 2)
     await running.stop(0.0)
     messages = await client.got(lambda messages: len(messages) == 2)
     assert {each.subject for each in messages} == {ASKED, READ}
@@ -111,7 +111,7 @@ async def test_reads_of_one_answer_are_limited_and_those_that_were_replaced_do_n
     await ask(bus, stream=True)
     await eventually(lambda: engine.accepted)
     [request] = engine.accepted
-    readers = running.api.services._readers
+    readers = running.api.services.readers
     for reader in ("a", "b", "b", "b", "c"):
         before = dict(readers)
         query = json.dumps({"id": request.id, "reader": reader}).encode()
@@ -122,7 +122,7 @@ async def test_reads_of_one_answer_are_limited_and_those_that_were_replaced_do_n
     assert [error_of(each) for each in refused if each.subject == READ] == ["queue_full"]
     assert "2 reads of this answer" in json.loads(refused[-1].data)["error"]["message"]
     await engine.stream(request, 0, 1, end=True)
-    await eventually(lambda: not readers and not running.api.services._same_answer)
+    await eventually(lambda: not readers and not running.api.services.same_answer)
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -136,7 +136,7 @@ async def test_a_reader_that_reads_again_is_served_once(
     query = {"id": request.id} | ({"reader": "me"} if named else {})
     subjects = ["_INBOX.first", "_INBOX.second"] if named else ["_INBOX.same", "_INBOX.same"]
     await client.listen(*set(subjects))
-    readers, before = running.api.services._readers, None
+    readers, before = running.api.services.readers, None
     for number, subject in enumerate(subjects, 1):
         await bus.nc.publish(f"{bus.subjects.namespace}.read", json.dumps(query).encode(), reply=subject)
         await eventually(lambda before=before: len(readers) == 1 and before not in readers.values())
@@ -166,14 +166,14 @@ async def test_a_reader_that_reads_at_another_gateway_is_no_longer_served_here(
     [request] = engine.accepted
     query = json.dumps({"id": request.id, "reader": "me"}).encode()
     await bus.nc.publish(f"{bus.subjects.namespace}.read", query, reply=READ)
-    await eventually(lambda: len(running.api.services._readers) == 1)
+    await eventually(lambda: len(running.api.services.readers) == 1)
     there = {"gateway": "another", "tenant": "default", "request": request.id, "reader": "me"}
     await bus.nc.publish(bus.subjects.reading, json.dumps(there).encode())
-    await eventually(lambda: not running.api.services._readers)
+    await eventually(lambda: not running.api.services.readers)
     await engine.stream(request, 0, 2)
     await engine.stream(request, 2, 1, end=True)
     await client.got(lambda messages: sum(finals([m]) for m in messages if m.subject == ASKED) == 1)
-    await eventually(lambda: not running.api.services._tasks)
+    await eventually(lambda: not running.api.services.tasks)
     assert not any(finals([message]) for message in client.received if message.subject == READ)
 
 

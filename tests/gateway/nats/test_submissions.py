@@ -70,7 +70,7 @@ async def test_a_repeat_that_the_stream_delivers_is_answered_once(
             await client.got(lambda messages, name=name: any(m.subject == f"_INBOX.{name}" for m in messages))
             await asyncio.sleep(submissions.STORED_S + 0.05)  # a repeat sooner than that may have been discarded
     await client.settled()
-    await eventually(lambda: not running.api.submissions._open)
+    await eventually(lambda: not running.api.submissions.open_deliveries)
     assert [message.subject for message in client.received] == [f"_INBOX.{name}" for name in names]
 
 
@@ -239,9 +239,9 @@ async def test_repeats_leave_no_headers_in_memory(bus: Bus, running: Running) ->
     for message_id in ("z", "x" * 60_000):
         headers = {"Nats-Msg-Id": message_id, "Penstock-Reply-To": "_INBOX." + "y" * 60_000, "Other": "y" * 200_000}
         await bus.nc.publish(bus.subjects.submit("tiny"), b"{}", headers=headers)
-    await eventually(lambda: seen._repeats)
+    await eventually(lambda: seen.repeats)
     await bus.nc.flush()
-    held = [*seen._repeats.values(), *seen._recent.values()]
+    held = [*seen.repeats.values(), *seen.recent.values()]
     assert len(str(held)) < 10_000
 
 
@@ -306,7 +306,7 @@ async def test_a_burst_behind_a_short_queue_takes_each_place_as_soon_as_it_is_fr
             return (info.num_pending or 0) + (info.num_ack_pending or 0)
 
         placing = await bus.js.pull_subscribe_bind("router-standard", requests)
-        line = running.api.submissions._line
+        line = running.api.submissions.line
         for placed in range(burst):
             free = min(burst, placed + limit)
             await eventually(lambda free=free: len(engine.accepted) >= free and len(line) == burst - free)  # type: ignore[misc]

@@ -72,7 +72,7 @@ class Client:
     def __init__(self, subscription: TokenSubscription, request: GenerateRequest, *, limit: int = 0) -> None:
         self.inflight = InflightRequest(request)
         if limit:
-            self.inflight._limit = limit
+            self.inflight.limit = limit
         self.tokens = b""
         self._subscription = subscription
         subscription.subscribe_from_start(self.inflight)
@@ -157,7 +157,7 @@ async def test_a_client_that_stops_reading_goes_on_from_the_log(bus: Bus, subscr
         await worker.step(500)
         await eventually(lambda: len(reads.tokens) == 4 * worker.tokens)
         assert stops.inflight.paused
-        assert len(stops.inflight._items) <= 21
+        assert len(stops.inflight.buffered) <= 21
         stops.reads.set()
         await worker.step(50)
         await worker.step(end=True)
@@ -244,10 +244,10 @@ async def test_tokens_that_are_stored_while_the_link_is_down_are_read_by_a_gatew
         client = Client(subscription, worker.requests[0])
         await eventually(lambda: not client.inflight.behind)
         tail = subscription.tail
-        await tail._sub.unsubscribe()
+        await tail.subscription.unsubscribe()
         await worker.step(2)
-        tail._sub = await bus.nc.subscribe_direct(tail._live, tail._on_live)
-        await tail._reconnected()
+        tail.subscription = await bus.nc.subscribe_direct(tail.live_subject, tail.on_live)
+        await tail.reconnected()
         await worker.step(end=True)
         await finished([client], worker)
 

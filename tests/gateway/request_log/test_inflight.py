@@ -43,7 +43,7 @@ def tokens_of(items: list[TokenItem]) -> bytes:
 async def taken(inflight: InflightRequest) -> list[TokenItem]:
     """All that is there, portion by portion."""
     out: list[TokenItem] = []
-    while inflight._items:
+    while inflight.buffered:
         portion = await inflight.take()
         assert portion
         out += portion
@@ -65,7 +65,7 @@ async def test_items_are_taken_in_portions_that_do_not_stall_the_loop() -> None:
     watching = asyncio.create_task(other())
     await asyncio.sleep(0)
     portions = []
-    while inflight._items:
+    while inflight.buffered:
         portions.append(await inflight.take())
     watching.cancel()
     assert all(len(tokens_of(portion)) <= PORTION_BYTES + 64 for portion in portions)
@@ -79,7 +79,7 @@ async def test_a_client_that_does_not_read_costs_a_bounded_number_of_items() -> 
     inflight.on_behind = asked.append
     for seq in range(1, 100_000):
         inflight.feed(item(seq - 1), seq)
-    assert len(inflight._items) <= MAX_ITEMS + 1
+    assert len(inflight.buffered) <= MAX_ITEMS + 1
     assert inflight.paused
     assert asked == [], "nothing is read again before the client reads on"
     kept = await taken(inflight)
@@ -149,7 +149,7 @@ async def test_pauses_and_reading_again_lose_nothing_and_repeat_nothing(seed: in
     rng = random.Random(seed)
     n = rng.choice([1, 3])
     inflight = InflightRequest(request_of(n=n))
-    inflight._limit = rng.choice([1, 5, 40])
+    inflight.limit = rng.choice([1, 5, 40])
     behind: list[InflightRequest] = []
     inflight.on_behind = behind.append
     log: list[list[TokenItem]] = []

@@ -39,14 +39,14 @@ async def cancelled(bus: Bus) -> list[bytes]:
 async def unconfirmed(running: Running, monkeypatch: pytest.MonkeyPatch) -> GenerateRequest:
     """A request that is stored; the gateway does not hear of it."""
     gateway = running.gateway
-    publish = gateway._publisher.publish
+    publish = gateway.publisher.publish
 
     async def confirm_nothing(*args: Any, **more: Any) -> Ack:
         await publish(*args, **more)
         raise LATE
 
     with monkeypatch.context() as patch:
-        patch.setattr(gateway._publisher, "publish", confirm_nothing)
+        patch.setattr(gateway.publisher, "publish", confirm_nothing)
         request = (await gateway.prepare("completion", BODY)).request
         with pytest.raises(ServingError) as error:
             await gateway.submit(request, owner=False)
@@ -62,7 +62,7 @@ async def test_it_is_not_cancelled_since_a_repeat_may_read_its_answer(
     bus: Bus, running: Running, unconfirmed: GenerateRequest, cancelled: list[bytes]
 ) -> None:
     repeat = await running.gateway.submit(unconfirmed, owner=False)
-    await running.gateway.unstored._sweep(asyncio.get_running_loop().time())
+    await running.gateway.unstored.sweep(asyncio.get_running_loop().time())
     await bus.nc.flush()
     assert isinstance(repeat, InflightRequest)
     assert not cancelled
@@ -129,12 +129,12 @@ async def test_what_has_ended_is_put_again_until_its_grace_is_over(bus: Bus, run
     inflight = await gateway.submit(prepared.request)
     inflight.feed(TokenItem(prepared.request.id, 1, 0, 0, pack_tokens([1, 2]), Finish("length")), 1)
     now = asyncio.get_running_loop().time()
-    await gateway.unstored._sweep(now)
+    await gateway.unstored.sweep(now)
     assert not list(gateway.unstored.open)
     for again in (True, False):
         for stream in ("MEMORY_CONTENTS", "MEMORY_TOKENS"):
             await bus.nc.request(f"$JS.API.STREAM.PURGE.{bus.subjects.stream(stream)}", b"")
         assert await content(bus, gateway, prepared.request) is None
-        await gateway.unstored._put_again()
+        await gateway.unstored.put_again()
         assert bool(await content(bus, gateway, prepared.request)) is again
-        await gateway.unstored._sweep(now + gateway.settings.no_store_grace_s + 1)
+        await gateway.unstored.sweep(now + gateway.settings.no_store_grace_s + 1)

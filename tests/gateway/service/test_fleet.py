@@ -40,11 +40,11 @@ def join(view: FleetView, name: str, role: str = "aggregated", **fields: Any) ->
     )  # fmt: skip
     member = RegisteredWorker(registration, 1, time.monotonic())
     view.watch.members[name] = member
-    view._joined(member)
+    view.joined(member)
 
 
 def leave(view: FleetView, name: str) -> None:
-    view._left(view.watch.members.pop(name), "killed")
+    view.left(view.watch.members.pop(name), "killed")
 
 
 def parsers(view: FleetView) -> ParserNames | None:
@@ -136,7 +136,7 @@ def register(view: FleetView, worker: str, model: str, **fields: Any) -> None:
     )
     member = RegisteredWorker(registration, 1, time.monotonic())
     view.watch.members[worker] = member
-    view._joined(member)
+    view.joined(member)
 
 
 async def refused(view: FleetView, name: str, caller: Caller = ANYONE) -> ServingError:
@@ -235,11 +235,11 @@ async def test_a_model_without_workers_is_served_until_it_is_forgotten(
     register(learner, "b", "small")
     assert learner.has_worker()
     leave(learner, "a")
-    learner._forget()
+    learner.forget()
     assert (await learner.context_for("demo", ANYONE)).names == ("demo",), "its requests wait in the queue"
     assert [name for name, _ in learner.listed()] == ["demo", "small"]
     monkeypatch.setattr("penstock.gateway.service.fleet.FORGET_S", -1.0)
-    learner._forget()
+    learner.forget()
     assert (await refused(learner, "demo")).code is Code.model_not_found
     assert [name for name, _ in learner.listed()] == ["small"]
 

@@ -101,7 +101,7 @@ async def test_a_direct_subscription_survives_a_reconnect(broker: EmbeddedNats, 
     found: list[bytes] = []
     await nc.subscribe_direct("bus-test.again", lambda message: found.append(message.data))
     await nc.flush()
-    nc._transport.close()
+    nc.link.close()
     await eventually(lambda: nc.stats["reconnects"] == 1 and nc.is_connected)
     await nc.publish("bus-test.again", b"here")
     await eventually(lambda: found == [b"here"])
@@ -154,7 +154,7 @@ class SlowSocket:
 
     def __init__(self) -> None:
         self.buffered, self.written, self.drained = 0, bytearray(), asyncio.Event()
-        self._io_writer = self.transport = self
+        self.writer = self.transport = self
 
     def get_write_buffer_size(self) -> int:
         return self.buffered
@@ -221,7 +221,7 @@ async def test_a_link_that_is_read_with_pauses_gets_each_message_once_and_in_ord
     await eventually(lambda: len(found) == 400)
     assert found == [b"%08d" % number for number in range(400)]
     await nc.flush()
-    nc._transport.close()
+    nc.link.close()
     await eventually(lambda: nc.stats["reconnects"] == 1 and nc.is_connected)
     nc.read_pause_s = 0.0
     await nc.flush()
@@ -237,7 +237,7 @@ async def test_what_nobody_waits_for_leaves_with_what_is_published_next_or_soon(
     await other.subscribe_direct("bus-test.later", lambda message: found.append(message.data))
     await other.flush()
     written: list[bytes] = []
-    writer = nc._transport._io_writer
+    writer = nc.link.writer
     write = writer.write
     writer.write = lambda data: (written.append(data), write(data))
     assert nc.post("bus-test.later", b"1", later=True)
@@ -272,7 +272,7 @@ async def test_a_callback_waits_for_the_write_of_what_was_published_before_it(
 ) -> None:
     nc = await connect(broker)
     done: list[bytes] = []
-    nc._transport._io_writer.write = done.append
+    nc.link.writer.write = done.append
     nc.when_written(lambda: done.append(b"nothing waits"))
     assert nc.post("bus-test.then", b"1")
     nc.when_written(lambda: done.append(b"written"))
@@ -289,7 +289,7 @@ async def test_turns_leave_in_one_write_while_more_is_expected_but_not_many(
 ) -> None:
     nc = await connect(broker)
     written: list[bytes] = []
-    nc._transport._io_writer.write = written.append
+    nc.link.writer.write = written.append
     expected = True
     nc.expects_more = lambda: expected
     for _ in range(3):
@@ -310,13 +310,13 @@ async def test_turns_leave_in_one_write_while_more_is_expected_but_not_many(
 async def test_a_flush_is_over_when_what_was_sent_before_it_was_read(broker: EmbeddedNats, connect: Connect) -> None:
     nc = await connect(broker)
     written: list[bytes] = []
-    write = nc._transport.write
+    write = nc.link.write
 
     def note(data: bytes) -> None:
         written.append(data)
         write(data)
 
-    nc._transport.write = note
+    nc.link.write = note
     await nc.subscribe_direct("bus-test.flushed", lambda message: None)
     await nc.publish("bus-test.flushed", b"1")
     await nc.flush()
@@ -339,7 +339,7 @@ async def uses_a_closed_link(url: str, use: str) -> None:
         heard: list[bytes] = []
         await nc.subscribe_direct("bus-test.closed", lambda frame: heard.append(frame.data))
         await nc.flush()
-        link = nc._transport._io_writer.transport
+        link = nc.link.writer.transport
         link.abort()
         while "closed=True" not in repr(link):  # noqa: ASYNC110 - uvloop closes it
             await asyncio.sleep(0)

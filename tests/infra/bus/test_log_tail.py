@@ -39,14 +39,14 @@ class Follower:
         self.deaf: Callable[[Entry], bool] = lambda entry: False
         self.subject = subject or bus.subjects.all("tokens")
         self.tail = LogTail(bus, bus.subjects.stream("TOKENS"), self.subject, self.entries.append)
-        self._hear = self.tail._on_live
-        self.tail._on_live = self._on_live  # type: ignore[method-assign]
+        self.hear = self.tail.on_live
+        self.tail.on_live = self._on_live  # type: ignore[method-assign]
 
     def _on_live(self, frame: Frame) -> None:
         headers = Headers(frame.headers)
         entry = Entry(frame.subject.decode(), int(headers.get("Nats-Sequence", 0)), frame.data, headers)
         if not self.deaf(entry):
-            self._hear(frame)
+            self.hear(frame)
 
     @property
     def seqs(self) -> list[int]:
@@ -223,13 +223,13 @@ async def test_an_entry_behind_a_gap_that_nobody_can_fill_is_not_waited_for_for_
         last = await put(bus, "a")
         await follower.is_complete(last)
         held: list[Any] = []
-        hear = follower._hear
+        hear = follower.hear
 
-        follower._hear = held.append
+        follower.hear = held.append
         await put(bus, "a", 2)
         await eventually(lambda: len(held) == 2)
         await bus.js.purge_stream(stream)
-        follower._hear = hear
+        follower.hear = hear
         hear(held[1])
         await eventually(lambda: follower.seqs == [last, last + 2])
         await put(bus, "a")
@@ -245,7 +245,7 @@ async def test_a_stream_made_anew_while_the_link_stands_is_followed_from_its_sta
     follower = Follower(bus, bus.subjects.tokens(subject) if subject else "")
     async with follower.tail.following():
         await put(bus, "a", 5)
-        await eventually(lambda: len(follower.entries) == 5 and follower.tail._created)
+        await eventually(lambda: len(follower.entries) == 5 and follower.tail.created)
         stream = bus.subjects.stream("TOKENS")
         config = (await bus.js.stream_info(stream)).config
         await bus.js.delete_stream(stream)
@@ -266,7 +266,7 @@ async def test_a_stream_made_anew_is_followed_from_its_start(bus: Bus) -> None:
         await bus.js.delete_stream(stream)
         await bus.js.add_stream(config)
         await put(bus, "b", 2)
-        await follower.tail._reconnected()
+        await follower.tail.reconnected()
         await eventually(lambda: [e.subject for e in follower.entries[5:]] == [bus.subjects.tokens("b")] * 2)
 
 

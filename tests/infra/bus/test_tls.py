@@ -61,7 +61,7 @@ async def test_a_server_that_hangs_is_left_within_two_seconds_although_it_ends_n
     assert pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        transport, began = nc._transport, time.monotonic()
+        transport, began = nc.link, time.monotonic()
         transport.close()
         await transport.wait_closed()
         assert time.monotonic() - began < 2

@@ -69,18 +69,18 @@ bundled = cache(modeldir.load)
 
 @pytest.mark.parametrize("pattern", [QWEN, GPT_OSS, ""], ids=str)
 def test_common_patterns_are_understood(pattern: str) -> None:
-    assert encoder(pattern)._split is not None
+    assert encoder(pattern).splitter is not None
 
 
 @pytest.mark.parametrize("pattern", [POSSESSIVE, NESTED, LINES, END, r"\p{Han}+|\p{L}+", r"(\p{L})+|."], ids=str)
 def test_others_are_left_to_the_tokenizer(pattern: str) -> None:
-    assert encoder(pattern)._split is None
+    assert encoder(pattern).splitter is None
 
 
 def test_added_tokens_that_take_their_neighbours_are_left_to_the_tokenizer() -> None:
     described = json.loads((modeldir.TINY / "tokenizer.json").read_text())
     described["added_tokens"][0]["lstrip"] = True
-    assert TextEncoder(Tokenizer.from_str(json.dumps(described)))._split is None
+    assert TextEncoder(Tokenizer.from_str(json.dumps(described))).splitter is None
 
 
 def test_an_added_token_that_is_ascii_once_it_is_normalized_is_found() -> None:
@@ -99,14 +99,14 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     bounded = TextEncoder(tokenizer(QWEN))
     text = " ".join(f"word{chr(97 + n % 26)}{chr(97 + n // 26)}<|im_end|>" for n in range(200)) + "x" * 1_000
     assert bounded.encode(text, special=False) == expected(tokenizer(QWEN), text)
-    assert bounded._cache.size_bytes <= 20_000 + text_encoder._WORD * text_encoder._TOKEN_BYTES + 200
-    assert len(bounded._cache) <= 100
-    assert max(map(len, bounded._cache)) < 100
+    assert bounded.known_words.size_bytes <= 20_000 + text_encoder._WORD * text_encoder._TOKEN_BYTES + 200
+    assert len(bounded.known_words) <= 100
+    assert max(map(len, bounded.known_words)) < 100
 
 
 def test_an_added_token_is_found_while_another_thread_empties_the_cache() -> None:
     encoder = TextEncoder(tokenizer(QWEN))
-    dict.clear(encoder._cache)
+    dict.clear(encoder.known_words)
     assert encoder.encode("a<|im_end|>", special=False) == expected(tokenizer(QWEN), "a<|im_end|>")
 
 

@@ -100,7 +100,7 @@ async def one(broker: EmbeddedNats, pipeline: Subjects) -> Iterator[Routing]:
         registry = one.router.cluster.registry
         registry._clock = lambda: 0.0  # no lease ends, however slow the machine is
         for entry in renewals(pipeline, 0):
-            registry._on_entry(entry)
+            registry.on_entry(entry)
         fill(one.router.cluster)
         freeze_loaded()  # as a router does; what the test run itself has loaded would be collected too
         yield one
@@ -190,7 +190,7 @@ async def test_renewals_that_change_nothing_cost_next_to_nothing(
         *(one.bus, Publisher(one.bus), [model], GatewaySettings(served_model_name=MODEL), GatewayMetrics(MetricScope()))
     )
     for entry in renewals(pipeline, 1):
-        gateway.fleet.watch._on_entry(entry)
+        gateway.fleet.watch.on_entry(entry)
     context = gateway.fleet.only_context()
     callbacks = Callbacks(monkeypatch)
     serving = cluster.tracker.serving(MODEL)
@@ -199,7 +199,7 @@ async def test_renewals_that_change_nothing_cost_next_to_nothing(
         entries = list(renewals(pipeline, 2))
         began = time.thread_time()
         for entry in entries:
-            members._on_entry(entry)
+            members.on_entry(entry)
         spent[name] = (time.thread_time() - began) / fleet.RENEW_S  # of a second
     await rest()
     callbacks.check()
