@@ -574,7 +574,23 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         str, about("--print-config: PEM file of the server's certificate, for clients and for other servers")
     ] = ""
     tls_key: Annotated[str, about("--print-config: PEM file of its key")] = ""
-    tls_ca: Annotated[str, about("--print-config: PEM file of the authority of the servers' certificates")] = ""
+    tls_ca: Annotated[
+        str, about("--print-config: PEM file of the authority of the servers' certificates, and of --client-certs")
+    ] = ""
+    nkeys: Annotated[
+        str,
+        about(
+            "--print-config: users log in by nkeys: folder with a seed (USER.nk) or public key (USER.pub) of each; "
+            "seeds that are missing are made there"
+        ),
+    ] = ""
+    client_certs: Annotated[
+        bool,
+        about(
+            "--print-config: users log in by certificates of --tls-ca, each with its user's name as DNS name, such as "
+            "DNS:worker"
+        ),
+    ] = False
     record: Annotated[
         bool, about("keep tokens, jobs and KV events for 7 days, as records are, for replay; cannot be undone")
     ] = False

@@ -47,3 +47,12 @@ class TlsNats(EmbeddedNats):
         except (OSError, TimeoutError) as error:
             return repr(error)
         return None if hello.startswith(b"INFO") else "no INFO"
+
+
+def issue_authority(folder: Path) -> None:
+    """``ca.crt`` and ``ca.key``, which sign the certificates of others."""
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-days", str(DAYS), "-subj", "/CN=penstock-ca", "-keyout", folder / "ca.key", "-out", folder / "ca.crt"],
+        check=True, capture_output=True,
+    )  # fmt: skip

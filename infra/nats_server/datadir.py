@@ -4,11 +4,15 @@ import fcntl
 import json
 import os
 import pwd
+import re
 import secrets
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+PUBLIC_KEY = re.compile("U[A-Z2-7]{55}")  # of a user
 
 
 class DataDirBusy(Exception):
@@ -147,3 +151,54 @@ def load_secrets(path: Path, users: Iterable[str]) -> dict[str, str]:
     if passwords != stored:
         write_private(path, json.dumps(passwords, indent=2))
     return passwords
+
+
+def load_nkeys(folder: Path, users: Iterable[str], second: str) -> dict[str, str]:
+    """The users' public keys, from ``USER.pub`` or the seed in ``USER.nk``; where neither is, a new seed is made.
+
+    Args:
+        second: what ends the names of a role's second users, for which no seed is made.
+    Raises:
+        ValueError: a file has no key of a user, or the package that makes them is missing.
+        DataDirUnusable: the folder cannot be written.
+    """
+    keys = {}
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for user in users:
+            seed, public = folder / f"{user}.nk", folder / f"{user}.pub"
+            if not public.exists():
+                if not seed.exists():
+                    if user.endswith(second):
+                        continue
+                    write_private(seed, _new_seed() + "\n")
+                write_private(public, _public_key(seed) + "\n")
+            keys[user] = public.read_text().strip()
+            if not PUBLIC_KEY.fullmatch(keys[user]):
+                raise ValueError(f"{public}: no public key of a user, which is U and 55 characters (`nk -pubout`)")
+    except OSError as error:
+        raise DataDirUnusable(
+            f"--nkeys {folder}: {error.filename} cannot be written or read: {error.strerror}"
+        ) from None
+    return keys
+
+
+def _new_seed() -> str:
+    nkeys = _nkeys()
+    return str(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER).decode())
+
+
+def _public_key(file: Path) -> str:
+    nkeys = _nkeys()
+    try:
+        return str(nkeys.from_seed(bytearray(file.read_bytes().strip())).public_key.decode())
+    except (ValueError, nkeys.NkeysError):
+        raise ValueError(f"{file}: no seed of an nkey, which begins with SU (`nk -gen user`)") from None
+
+
+def _nkeys() -> Any:
+    try:
+        import nkeys
+    except ImportError:
+        raise ValueError("--nkeys needs nkeys: pip install 'penstock[nkeys]'") from None
+    return nkeys

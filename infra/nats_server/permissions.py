@@ -13,8 +13,7 @@ A tenant's account holds its users and its inboxes. The subjects of the NATS API
 account, with the tenant's name inserted, and back; no other subjects do.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.schemas.streams import memory_streams, topology
@@ -22,14 +21,6 @@ from penstock.schemas.subjects import MEMORY, Subjects, inbox_prefix
 
 # An answer may take as long as a request's deadline; the reply subject expires when it has been silent for this long.
 REPLY_S = "2h"
-
-
-@dataclass(frozen=True, slots=True)
-class Login:
-    """``password`` is written unchanged: quoted, or the name of a variable."""
-
-    user: str
-    password: str
 
 
 def exports(s: Subjects) -> str:
@@ -56,8 +47,12 @@ def subscribes(s: Subjects) -> tuple[str, ...]:
     return s.all("answer"), s.all("reply"), "_INBOX.>"
 
 
-def account(tenant: str, logins: Sequence[Login], s: Subjects) -> str:
-    """One tenant's account, with its users: one, or two while its password is being changed."""
+def account(tenant: str, logins: Sequence[str], s: Subjects) -> str:
+    """One tenant's account, with its users: one, or two while its password is being changed.
+
+    Args:
+        logins: how each user logs in, as it is written: ``user: "…", password: "…"`` or ``nkey: …``.
+    """
     n = s.namespace
     services = (
         (f"{n}.submit.{tenant}.>", f"{n}.submit.>"),
@@ -85,10 +80,10 @@ def account(tenant: str, logins: Sequence[Login], s: Subjects) -> str:
 """
 
 
-def _user(login: Login, s: Subjects) -> str:
+def _user(login: str, s: Subjects) -> str:
     allow, listen = (", ".join(f'"{one}"' for one in list_) for list_ in (publishes(s), subscribes(s)))
     return f"""\
-      {{ user: "{login.user}", password: {login.password}, permissions: {{
+      {{ {login}, permissions: {{
         publish: {{ allow: [{allow}] }}
         subscribe: {{ allow: [{listen}] }}
       }}}}
@@ -149,14 +144,20 @@ def role_of(user: str) -> str:
     return user.removesuffix(SECOND)
 
 
-def permissions(user: str, s: Subjects) -> Permissions | None:
-    """The least a role needs, for one of its users; None: everything in its account."""
-    role = role_of(user)
+def permissions(user: str, s: Subjects, nkeys: Mapping[str, str] | None = None) -> Permissions | None:
+    """The least a role needs, for one of its users; None: everything in its account.
+
+    Args:
+        nkeys: public keys by user, as which the broker knows those that log in by nkeys.
+    """
+    role, nkeys = role_of(user), nkeys or {}
     if role == "operator":
-        others = tuple(s.audit(f"{each}{second}") for each in AUDITED for second in ("", SECOND))
-        others = tuple(subject for subject in others if subject != s.audit(user))
+        names = (f"{each}{second}" for each in AUDITED for second in ("", SECOND))
+        others = tuple(
+            s.audit(nkeys.get(name, name)) for name in names if name != user and (not nkeys or name in nkeys)
+        )
         return Permissions((">",), (">",), deny=(*others, f"$JS.API.STREAM.DELETE.{s.stream('AUDIT')}"))
-    granted = rights(role, s, user)
+    granted = rights(role, s, nkeys.get(user, user))
     if granted is None:
         return None
     publish = (subject for right in granted for subject in right.publish)
@@ -173,7 +174,7 @@ def rights(role: str, s: Subjects, user: str = "") -> tuple[Right, ...] | None:
     """In the order of the table in docs/roles.md; None: everything in its account.
 
     Args:
-        user: one of the role's two; default: the first.
+        user: one of the role's two, as the broker knows it; default: the first.
     Raises:
         ValueError: there is no such role.
     """
@@ -191,7 +192,8 @@ def rights(role: str, s: Subjects, user: str = "") -> tuple[Right, ...] | None:
         case "viewer":
             return (inbox, *_viewer(s))
         case "reader":
-            return (inbox, *_viewer(s), *_reader(s))
+            viewed = Right("the same as a viewer", subscribe=(f"{inbox_prefix('viewer')}.>",))
+            return (inbox, viewed, *_viewer(s), *_reader(s))
         case "planner":
             return (inbox, audits, *_planner(s))
         case "keys":

@@ -94,6 +94,8 @@ def made(**flags: object) -> str:
         ({"tls_ca": "c"}, "--tls-ca with both"),
         ({"cluster": ("a", "b"), "node": "a", "tls_cert": "c", "tls_key": "k"}, "--tls-ca: the servers of a cluster"),
         ({"cluster": ("a", "b")}, "--node: name the server that the configuration is for: a, b"),
+        ({"nkeys": "n", "client_certs": True}, "--nkeys and --client-certs exclude each other"),
+        ({"client_certs": True}, "--client-certs needs --tls-cert, --tls-key, and --tls-ca"),
         ({"node": "a"}, "--node is one of --cluster"),
         ({"cluster": ("a", "a"), "node": "a"}, "--cluster names a server twice"),
         ({"cluster": ("a:4222", "b:4222"), "node": "a:4222"}, r"a:4222 is the port of clients \(`penstock systemd env"),
