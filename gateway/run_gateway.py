@@ -21,8 +21,8 @@ from penstock.gateway.http.server import ConnectionLimits, HttpServer
 from penstock.gateway.http.shared_socket import ConnectionCounts
 from penstock.gateway.http.tls import BadCertificate, Certificate
 from penstock.gateway.nats.api import NatsApi
+from penstock.gateway.service.gateway import Gateway
 from penstock.gateway.service.model_store import report_ignored
-from penstock.gateway.service.service import Gateway
 from penstock.infra.bus import loop_lag
 from penstock.infra.bus.connection import connect
 from penstock.infra.bus.publisher import Publisher

@@ -20,7 +20,7 @@ from penstock.infra.bus.tasks import Stop, count_tasks
 from penstock.infra.metrics.page import PortTaken, check_port, serve_page
 from penstock.infra.metrics.scope import process_scope
 from penstock.infra.process.gc_policy import freeze_loaded
-from penstock.router.service.service import Router
+from penstock.router.service.router import Router
 from penstock.router.state.router_metrics import Metrics
 from penstock.schemas import control
 from penstock.schemas.errors import ServingError

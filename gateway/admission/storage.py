@@ -23,7 +23,7 @@ from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get, get_next
-from penstock.infra.bus.memory import Fill, MemoryStreams
+from penstock.infra.bus.memory_storage import Fill, MemoryStreams
 from penstock.infra.bus.stream_fill import FAIR, FULL, WARN, StreamWatch, beyond_share
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest

@@ -42,10 +42,10 @@ from penstock.gateway.http.asgi import (
     with_header,
     with_status_of_full,
 )
-from penstock.gateway.http.idempotency import submit_once
+from penstock.gateway.http.idempotency_key import submit_once
 from penstock.gateway.http.server import SCOPE, HttpConnection
 from penstock.gateway.request_log.inflight import GOES_ON, InflightRequest
-from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.gateway import Gateway
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.keys import ApiKey
 from penstock.schemas.requests import GenerateRequest, new_request_id, request_of_answer

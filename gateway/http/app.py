@@ -59,7 +59,7 @@ from penstock.gateway.http.prompt_batch import answer_prompts
 from penstock.gateway.http.request_list import final_state, status_of
 from penstock.gateway.http.server import SCOPE, HttpConnection
 from penstock.gateway.http.stored_responses import StoredResponses, answer_response
-from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.gateway import Gateway
 from penstock.gateway.service.text_model import TextModel
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Diffuser, Embedder

@@ -18,9 +18,9 @@ from penstock.gateway.base.event_stream import COMMENT
 from penstock.gateway.http.answers import HEAD_S, JSON, HttpExchange, IdleTimer, Responder
 from penstock.gateway.http.asgi import REQUEST_ID, Receive, Scope, Send
 from penstock.gateway.request_log.inflight import GOES_ON, InflightRequest
-from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus import object_store
-from penstock.infra.bus.memory import get_file
+from penstock.infra.bus.memory_storage import get_file
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 

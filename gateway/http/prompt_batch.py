@@ -14,7 +14,7 @@ from penstock.gateway.http.answers import DISCONNECTED, HEAD_S, JSON, SSE_HEADER
 from penstock.gateway.http.asgi import ClientIds, Scope, Send
 from penstock.gateway.http.server import SCOPE, HttpConnection
 from penstock.gateway.request_log.inflight import GOES_ON, InflightRequest
-from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.gateway import Gateway
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas.errors import ServingError
 from penstock.schemas.tokens import TokenItem

@@ -16,7 +16,7 @@ from penstock.gateway.base.chat_objects import Status, error_body
 from penstock.gateway.request_log.completion import LATE_S, last_item
 from penstock.gateway.request_log.listing import Page, progress_of
 from penstock.gateway.request_log.lookup import StoredRequest, erased, has_output, is_whole
-from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.gateway import Gateway
 from penstock.schemas import done
 from penstock.schemas.control import Progress
 from penstock.schemas.errors import Code, ServingError

@@ -20,7 +20,7 @@ from penstock.gateway.http.answers import JSON, HttpExchange, Responder, answer_
 from penstock.gateway.http.asgi import Receive, Scope, Send
 from penstock.gateway.http.request_list import running_progress
 from penstock.gateway.request_log.lookup import StoredRequest
-from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.gateway import Gateway
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import done
 from penstock.schemas.errors import Code, ServingError

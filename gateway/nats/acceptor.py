@@ -12,7 +12,7 @@ from penstock.gateway.apis.endpoints import ignored_options, listed
 from penstock.gateway.http.asgi import NEW_TRACE, PARENT, STATE
 from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery
 from penstock.gateway.nats.protocol import Origin, parse_headers, shape_of
-from penstock.gateway.service.service import Gateway, submit_claimed
+from penstock.gateway.service.gateway import Gateway, submit_claimed
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.trace import Trace, asked

@@ -6,7 +6,7 @@ from penstock.gateway.nats.acceptor import RequestAcceptor
 from penstock.gateway.nats.delivery import AnswerDelivery
 from penstock.gateway.nats.services import Services
 from penstock.gateway.nats.submissions import Submissions
-from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus.tasks import Tasks
 
 

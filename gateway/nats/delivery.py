@@ -25,7 +25,7 @@ from penstock.gateway.base.gateway_metrics import account
 from penstock.gateway.nats.messages import DeliveredMessage, StreamMessages, failure
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.lookup import has_output, is_whole
-from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus.connection import Bus
 from penstock.schemas.done import Done, items
 from penstock.schemas.errors import Code, ServingError

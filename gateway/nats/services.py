@@ -17,7 +17,7 @@ from penstock.gateway.nats.acceptor import RequestAcceptor
 from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery, KeyedSlots, ReplyPublisher
 from penstock.gateway.nats.messages import failure
 from penstock.gateway.nats.protocol import AnswerQuery, Origin, origin_of, parse_headers, parse_query
-from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus.tasks import Tasks, as_serving_error
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import DEFAULT_TENANT, token

@@ -35,7 +35,7 @@ from penstock.gateway.nats.protocol import (
     usable_reply_to,
 )
 from penstock.gateway.request_log.lookup import unknown
-from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus.forget import Eraser
 from penstock.infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller, config_of, make_again
 from penstock.infra.bus.tasks import Tasks, as_serving_error

@@ -15,7 +15,7 @@ import structlog
 
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.lookup import Records, has_output
-from penstock.infra.bus.memory import lost
+from penstock.infra.bus.memory_storage import lost
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.process.turns import TimeSlice
 from penstock.schemas import done

@@ -24,7 +24,7 @@ import structlog
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get_last, get_last_of, read
 from penstock.infra.bus.forget import DeletedRequests
-from penstock.infra.bus.memory import find_request, lost
+from penstock.infra.bus.memory_storage import find_request, lost
 from penstock.schemas import done, requests
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, time_of

@@ -26,10 +26,10 @@ from nats.errors import Error as NatsError
 from penstock.gateway.request_log.inflight import ITEM_BYTES, InflightRequest
 from penstock.gateway.request_log.lookup import Records
 from penstock.gateway.request_log.subscriptions import TokenSubscription, TokenSubscriptions
-from penstock.infra.bus import memory
+from penstock.infra.bus import memory_storage
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.jetstream import ApiError
-from penstock.infra.bus.memory import MemoryStreams
+from penstock.infra.bus.memory_storage import MemoryStreams
 from penstock.infra.bus.publisher import Ack, Publisher
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas import contents
@@ -296,11 +296,11 @@ class UnstoredRequests:
             )
         media = self._media.setdefault(owner, _Media(time.monotonic() + keep_s))
         self._ledger.began(owner, time.monotonic())
-        part = memory.media_part(owner, digest)
+        part = memory_storage.media_part(owner, digest)
         if part not in media.parts:
             media.parts[part] = data
             self._media_bytes += len(data)
-        await memory.put_file(self._bus, self._publisher, self._gateway, owner, part, data, keep_s=keep_s)
+        await memory_storage.put_file(self._bus, self._publisher, self._gateway, owner, part, data, keep_s=keep_s)
 
     def _drop_media(self, owner: str) -> None:
         media = self._media.pop(owner, None)
@@ -321,7 +321,7 @@ class UnstoredRequests:
         # A repeat of one whose acceptance was not confirmed: what is there of that one stays until it has ended.
         self._open.setdefault(request.id, _Open(inflight, content))
         self._ledger.began(request.id, time.monotonic())
-        future = await memory.put(
+        future = await memory_storage.put(
             self._bus,
             self._publisher,
             request,
@@ -445,7 +445,7 @@ class UnstoredRequests:
                 of.add(rest[0])
         requests.pop(self._gateway, None)
         for gateway, names in requests.items():
-            if not await memory.answers(self._bus, gateway):
+            if not await memory_storage.answers(self._bus, gateway):
                 await self._delete_left(gateway, sorted(names), now_ns)
 
     async def _delete_left(self, gateway: str, requests: Sequence[str], now_ns: int) -> None:
@@ -477,7 +477,7 @@ class UnstoredRequests:
         ended = [each.kept for each in self._ended.values() if each.kept is not None]
         open_ = [*self._open.values(), *ended]
         waits = [
-            await memory.put(
+            await memory_storage.put(
                 self._bus,
                 self._publisher,
                 each.inflight.request,
@@ -492,7 +492,7 @@ class UnstoredRequests:
             future.add_done_callback(partial(self._stored, each.inflight.request.id))
         for owner, media in list(self._media.items()):
             for part, data in media.parts.items():
-                await memory.put_file(
+                await memory_storage.put_file(
                     self._bus, self._publisher, self._gateway, owner, part, data, keep_s=LATE_S, again=True
                 )
         waits += await self._put_tokens([each.inflight for each in open_])

@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from penstock.gateway.request_log.lookup import erased
-from penstock.infra.bus.memory import lost
+from penstock.infra.bus.memory_storage import lost
 from penstock.schemas.requests import new_request_id
 from penstock.schemas.tokens import WHOLE_REQUEST, TokenItem
 from tests.chaos.clients import HttpClients, _Conversation

@@ -13,7 +13,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 
 from penstock.infra.process.gc_policy import freeze_loaded
-from penstock.router.placement.decider import Decisions, array_decisions
+from penstock.router.placement.decision_inputs import Decisions, array_decisions
 from penstock.router.placement.pending import PendingRequest, build_job, routing_request
 from penstock.router.placement.routing import Weights
 from penstock.router.state.attempts import Positions

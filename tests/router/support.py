@@ -14,7 +14,7 @@ from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.router.service.service import Router
+from penstock.router.service.router import Router
 from penstock.router.state.router_metrics import Metrics
 from penstock.schemas import block_hashes, control, done, fleet, jobs, kv, wire
 from penstock.schemas.jobs import Job

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from penstock.infra.bus import memory
+from penstock.infra.bus import memory_storage
 from penstock.infra.bus.puller import ACK
 from penstock.schemas import contents, jobs, wire
 from penstock.schemas.control import Ok, Push, Pushed, Release
@@ -220,7 +220,7 @@ class DisaggCoordinator:
         if not (request.no_store and contents.has_content(message)):
             return body, ""
         part = contents.part_of(running.attempt, running.route[0].role)
-        stored = await memory.put(
+        stored = await memory_storage.put(
             self._bus,
             self._context.publisher,
             request,

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.memory import MemoryStreams, fetch_medium
+from penstock.infra.bus.memory_storage import MemoryStreams, fetch_medium
 from penstock.schemas import wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, Media

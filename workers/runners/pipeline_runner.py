@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from penstock.configs.settings import WorkerSettings, served_names
-from penstock.infra.bus.memory import put_file
+from penstock.infra.bus.memory_storage import put_file
 from penstock.infra.bus.object_store import put
 from penstock.infra.bus.tasks import end
 from penstock.schemas import done, fleet, jobs, requests

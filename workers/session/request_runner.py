@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.memory import MemoryStreams
+from penstock.infra.bus.memory_storage import MemoryStreams
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.text.detokenizer import Detokenizer

@@ -19,7 +19,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.memory import ContentReader, MemoryStreams, fetch
+from penstock.infra.bus.memory_storage import ContentReader, MemoryStreams, fetch
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.puller import ACK, TERM, Puller, is_of, make_again, present, sequence
 from penstock.infra.process.turns import TimeSlice

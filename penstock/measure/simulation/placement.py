@@ -30,7 +30,7 @@ from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target
 from penstock.measure.simulation.trace import Request
 from penstock.router.held.held_requests import Held, HeldOrder, Overlaps
 from penstock.router.placement import decide
-from penstock.router.placement.decider import Decisions, SessionId, array_decisions
+from penstock.router.placement.decision_inputs import Decisions, SessionId, array_decisions
 from penstock.router.placement.pending import sends_keys
 from penstock.router.placement.routing import ALONE, ModelPart, RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.holders import Holders, Holding, TargetId

@@ -13,7 +13,7 @@ from penstock.gateway.admission.charges import Charges, prompt_tokens
 from penstock.gateway.admission.idempotency import Claim
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.lookup import unknown
-from penstock.gateway.service.service import submit_claimed
+from penstock.gateway.service.gateway import submit_claimed
 from penstock.infra.bus.clock import BrokerClock
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas.done import Done, Usage

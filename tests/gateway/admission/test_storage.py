@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.gateway.admission.storage import MemoryCheck
-from penstock.infra.bus.memory import Fill
+from penstock.infra.bus.memory_storage import Fill
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, Stop
 from penstock.schemas.subjects import Subjects

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.http import idempotency as module
-from penstock.gateway.http.idempotency import canonical_json
+from penstock.gateway.http import idempotency_key as module
+from penstock.gateway.http.idempotency_key import canonical_json
 from tests.properties import examples
 
 VALUES = st.recursive(

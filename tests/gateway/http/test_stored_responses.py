@@ -11,7 +11,7 @@ from penstock.gateway.access.authentication import ANYONE, CALLER
 from penstock.gateway.base.request_bodies import RESPONSE
 from penstock.gateway.http.stored_responses import StoredResponses
 from penstock.gateway.request_log.lookup import StoredRequest
-from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.gateway import Gateway
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, Stop
 

@@ -19,7 +19,7 @@ from penstock.gateway.base.request_bodies import CHAT
 from penstock.gateway.media import loader as media_loader
 from penstock.gateway.media.loader import MediaLoader
 from penstock.gateway.media.sources import MediaPart
-from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read

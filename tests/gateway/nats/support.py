@@ -12,7 +12,7 @@ from penstock.configs.settings import GatewaySettings
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.nats.api import NatsApi
 from penstock.gateway.nats.protocol import key_of
-from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope

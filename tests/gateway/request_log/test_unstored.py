@@ -8,8 +8,8 @@ import pytest
 from nats.aio.msg import Msg
 
 from penstock.gateway.request_log.inflight import InflightRequest
-from penstock.gateway.service.service import Gateway
-from penstock.infra.bus import memory
+from penstock.gateway.service.gateway import Gateway
+from penstock.infra.bus import memory_storage
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Ack, Refused
 from penstock.schemas.errors import Code, ServingError
@@ -55,7 +55,7 @@ async def unconfirmed(running: Running, monkeypatch: pytest.MonkeyPatch) -> Gene
 
 
 async def content(bus: Bus, gateway: Gateway, request: GenerateRequest) -> bytes | None:
-    return await memory.find(bus, msgspec.structs.replace(request, gateway=gateway.id), "request")
+    return await memory_storage.find(bus, msgspec.structs.replace(request, gateway=gateway.id), "request")
 
 
 async def test_it_is_not_cancelled_since_a_repeat_may_read_its_answer(

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from penstock.gateway.admission.idempotency import claim
-from penstock.gateway.http.idempotency import _canonical_body
+from penstock.gateway.http.idempotency_key import _canonical_body
 from penstock.gateway.request_log.lookup import Records, RequestFinder, RequestLookup
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import read

@@ -3,7 +3,7 @@
 from typing import Any
 
 from penstock.router.held.held_requests import HeldOrder, HeldRequests
-from penstock.router.placement.decider import array_decisions
+from penstock.router.placement.decision_inputs import array_decisions
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.requests import Priority

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.measure.simulation.placement import Arrival, SimulatedRouter
 from penstock.router.placement.cost import HeldRequest, is_ready
 from penstock.router.placement.decide import decide
-from penstock.router.placement.decider import FEW, Decisions, array_decisions
+from penstock.router.placement.decision_inputs import FEW, Decisions, array_decisions
 from penstock.router.placement.routing import ALONE, ModelPart, RoutingContext, RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.holders import Depths, TargetBits
 from penstock.router.state.load_tracker import LoadTracker

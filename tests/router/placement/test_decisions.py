@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from penstock.router.placement.decider import PREFERENCE_NS, Decisions
+from penstock.router.placement.decision_inputs import PREFERENCE_NS, Decisions
 from penstock.router.placement.routing import ALONE, ModelPart, RoutingRequest, Weights
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import Registration

@@ -2,7 +2,7 @@
 
 from penstock.measure.simulation.placement import Arrival
 from penstock.router.placement.cost import FAVOUR
-from penstock.router.placement.decider import SessionId, Sessions
+from penstock.router.placement.decision_inputs import SessionId, Sessions
 from tests.penstock.measure.simulation.test_simulated_router import BLOCK, S, arrival, placement, target
 
 ME = SessionId("acme", "m", "", "chat-1")

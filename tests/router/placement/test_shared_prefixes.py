@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.placement.decider import ADDED, LENGTHS, PROMPTS, USES, SharedPrefixes
+from penstock.router.placement.decision_inputs import ADDED, LENGTHS, PROMPTS, USES, SharedPrefixes
 
 SYSTEM = list(range(1000, 1100))
 

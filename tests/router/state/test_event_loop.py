@@ -13,7 +13,7 @@ import pytest
 
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
-from penstock.gateway.service.service import Gateway
+from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.log_tools.whatif.decided_again import UNRECORDED, candidates_of, decide_again, insufficient
-from penstock.router.placement.decider import Decisions, array_decisions, links, with_pairs
+from penstock.router.placement.decision_inputs import Decisions, array_decisions, links, with_pairs
 from penstock.router.placement.routing import RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.holders import TargetId
 from penstock.router.state.load_tracker import LoadTracker

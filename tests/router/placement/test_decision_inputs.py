@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from penstock.configs.settings import RouterSettings
 from penstock.infra.metrics.scope import MetricScope
-from penstock.router.placement.decider import USES, Decider
+from penstock.router.placement.decision_inputs import USES, Decider
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.placement.routing import ModelPart
 from penstock.router.state.load_tracker import LoadTracker

@@ -16,7 +16,7 @@ from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.base.request_bodies import decode_body, unsupported
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.lookup import StoredRequest
-from penstock.gateway.service.service import Gateway, submit_claimed
+from penstock.gateway.service.gateway import Gateway, submit_claimed
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import time_of
 

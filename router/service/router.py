@@ -18,9 +18,9 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.configs.settings import RouterSettings
-from penstock.infra.bus import memory
+from penstock.infra.bus import memory_storage
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.memory import MemoryStreams
+from penstock.infra.bus.memory_storage import MemoryStreams
 from penstock.infra.bus.publisher import Ack, Publisher
 from penstock.infra.bus.puller import ACK, NAK, TERM, sequence, stored_ns
 from penstock.infra.process.turns import TimeSlice
@@ -28,7 +28,7 @@ from penstock.router.held.held_requests import HeldOrder, HeldRequests
 from penstock.router.held.tenant_weights import TenantWeights
 from penstock.router.ownership.intake import BackgroundTasks, Intake
 from penstock.router.placement.cost import describe
-from penstock.router.placement.decider import Decider
+from penstock.router.placement.decision_inputs import Decider
 from penstock.router.placement.pending import PendingRequest, Standing, build_job, build_load, sends_keys, standing
 from penstock.router.placement.routing import LOCAL_PREFILL_TOKENS, RoutingDecision
 from penstock.router.recovery.recovery import Recovery
@@ -362,7 +362,7 @@ class Router:
         try:
             body, part = await self._encode(request, job, now_ns)
             if request.no_store and (worker := self.cluster.tracker.worker(first.worker)) is not None and worker.inbox:
-                memory.send_content(self._bus, request, worker.inbox)
+                memory_storage.send_content(self._bus, request, worker.inbox)
             room = self._bus.max_message - len(body)  # the server counts headers, too, and closes the link beyond it
             keys_needed = self.intake.part(request.model).routers > 1 and sends_keys(load, len(keys), room)
             stored = await self._publisher.send(
@@ -399,7 +399,7 @@ class Router:
         if not (request.no_store and contents.has_content(job)):
             return wire.encode(job), ""
         part = contents.part_of(job.attempt)
-        stored = await memory.put(self._bus, self._publisher, request, part, wire.encode(job), now_ns=now_ns)
+        stored = await memory_storage.put(self._bus, self._publisher, request, part, wire.encode(job), now_ns=now_ns)
         stored.add_done_callback(functools.partial(_on_part_stored, request.id))
         return wire.encode(contents.shell_of(job)), part
 

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 from nats.errors import NoRespondersError
 
-from penstock.infra.bus import memory
+from penstock.infra.bus import memory_storage
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.memory import ContentReader, MemoryStreams
+from penstock.infra.bus.memory_storage import ContentReader, MemoryStreams
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.contents import REQUEST
@@ -42,12 +42,12 @@ async def stored(bus: Bus, count: int, size: int = 0) -> dict[str, bytes]:
     return parts
 
 
-@pytest.mark.parametrize("count", [1, 2, memory.ASKED_PARTS + 3])
+@pytest.mark.parametrize("count", [1, 2, memory_storage.ASKED_PARTS + 3])
 async def test_parts_are_read_by_one_question_each_few_hundred(bus: Bus, reader: ContentReader, count: int) -> None:
     parts = await stored(bus, count)
     before = bus.nc.stats["out_msgs"]
     assert await reader.find(list(parts)) == parts
-    assert bus.nc.stats["out_msgs"] - before == -(-count // memory.ASKED_PARTS)
+    assert bus.nc.stats["out_msgs"] - before == -(-count // memory_storage.ASKED_PARTS)
 
 
 async def test_what_is_not_there_is_left_out_without_a_wait(bus: Bus, reader: ContentReader) -> None:
@@ -77,7 +77,7 @@ async def test_a_content_that_was_sent_ahead_is_there_once(bus: Bus, reader: Con
     for each in asked[:2]:
         await bus.js.publish(bus.subjects.contents(each.gateway, each.id, "request"), each.id.encode())
     for each in (asked[2], *asked[:2]):  # the first one is not there, and nobody waits for it
-        memory.send_content(bus, each, reader.inbox)
+        memory_storage.send_content(bus, each, reader.inbox)
     await eventually(lambda: len(reader.sent) == 2)
     assert [reader.take(each.id) for each in asked] == [b"r0", b"r1", None]
     assert [reader.take(each.id) for each in asked] == [None] * 3
@@ -86,8 +86,8 @@ async def test_a_content_that_was_sent_ahead_is_there_once(bus: Bus, reader: Con
 async def test_contents_whose_jobs_never_come_are_kept_for_some_time_and_up_to_some_bytes(
     bus: Bus, reader: ContentReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "SENT_BYTES", 250)
-    monkeypatch.setattr(memory, "SENT_S", 0.1)
+    monkeypatch.setattr(memory_storage, "SENT_BYTES", 250)
+    monkeypatch.setattr(memory_storage, "SENT_S", 0.1)
     for number in range(4):
         await bus.nc.publish(f"{reader.inbox}.r{number}", bytes(100))
     await eventually(lambda: "r3" in reader.sent)
@@ -119,10 +119,10 @@ async def put_later(bus: Bus, asked: GenerateRequest, part: str, again_s: float)
 async def test_what_a_router_is_about_to_put_is_waited_for_although_its_gateway_is_gone(bus: Bus) -> None:
     """The job was stored first: the leader of one stream was away, say."""
     asked, streams = request(id="r1"), MemoryStreams(bus)
-    assert not await memory.answers(bus, asked.gateway)
+    assert not await memory_storage.answers(bus, asked.gateway)
     await bus.js.publish(bus.subjects.contents(asked.gateway, asked.id, REQUEST), b"request")
-    putting = asyncio.create_task(put_later(bus, asked, "2", 3 * memory.LOOK_S))
-    assert await memory.fetch(bus, streams, asked, "2") == b"whole"
+    putting = asyncio.create_task(put_later(bus, asked, "2", 3 * memory_storage.LOOK_S))
+    assert await memory_storage.fetch(bus, streams, asked, "2") == b"whole"
     await putting
 
 
@@ -132,8 +132,8 @@ async def test_who_begins_just_after_the_streams_were_lost_waits_for_gateways_to
     await streams.open()
     assert streams.misses(0)
     assert not streams.misses(bus.clock.now_ns() + 3_600_000_000_000), "it came later"
-    putting = asyncio.create_task(put_later(bus, asked, REQUEST, 3 * memory.LOOK_S))
-    assert await memory.fetch(bus, streams, asked, REQUEST) == b"whole"
+    putting = asyncio.create_task(put_later(bus, asked, REQUEST, 3 * memory_storage.LOOK_S))
+    assert await memory_storage.fetch(bus, streams, asked, REQUEST) == b"whole"
     await putting
     streams.close()
 
@@ -152,10 +152,10 @@ async def test_a_part_that_never_comes_is_lost_only_if_it_cannot_be_made_again(
 ) -> None:
     asked, streams = request(id="r1"), MemoryStreams(bus)
     if kept:
-        monkeypatch.setattr(memory, "SETTLE_S", 0.5)
+        monkeypatch.setattr(memory_storage, "SETTLE_S", 0.5)
         await bus.js.publish(bus.subjects.contents(asked.gateway, asked.id, REQUEST), b"request")
     with pytest.raises(ServingError) as caught:
-        await memory.fetch(bus, streams, asked, "2")
+        await memory_storage.fetch(bus, streams, asked, "2")
     assert caught.value.code is code
 
 
@@ -164,5 +164,5 @@ async def test_two_gateways_that_store_one_request_each_have_its_content(bus: Bu
     async with Publisher(bus) as publisher:
         for gateway in ("gw-a", "gw-b"):
             asked = request(id="r1", gateway=gateway)
-            await (await memory.put(bus, publisher, asked, REQUEST, b"whole", now_ns=bus.clock.now_ns()))
-            assert await memory.find(bus, asked, REQUEST) == b"whole"
+            await (await memory_storage.put(bus, publisher, asked, REQUEST, b"whole", now_ns=bus.clock.now_ns()))
+            assert await memory_storage.find(bus, asked, REQUEST) == b"whole"

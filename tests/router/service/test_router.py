@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from penstock.infra.bus import memory
+from penstock.infra.bus import memory_storage
 from penstock.infra.bus.puller import ACK, NAK
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.router.placement.decider import Decisions
+from penstock.router.placement.decision_inputs import Decisions
 from penstock.router.placement.routing import RoutingDecision, RoutingRequest
 from penstock.router.service.maintenance import CLAIM_S
-from penstock.router.service.service import Router
+from penstock.router.service.router import Router
 from penstock.router.state.holders import keys_view
 from penstock.router.state.prefix_index import PrefixIndex
 from penstock.schemas import contents, control, fleet, jobs, kv, wire
@@ -95,13 +95,13 @@ async def test_after_a_lone_brokers_restart_only_requests_from_before_wait_for_t
     clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory streams are gone then, and each process declares them again."""
-    monkeypatch.setattr(memory, "SETTLE_S", 3600.0)
+    monkeypatch.setattr(memory_storage, "SETTLE_S", 3600.0)
     before, stored, after = request(no_store=True), request(), request(no_store=True)
     await clients.ask(before)
     await eventually(lambda: one.waiting == [before.id])
     for name in ("MEMORY_CONTENTS", "MEMORY_TOKENS"):
         assert await clients.bus.js.delete_stream(clients.bus.subjects.stream(name))
-    await one.router.memory.declare(memory.DECLARE_S, again=True)
+    await one.router.memory.declare(memory_storage.DECLARE_S, again=True)
     worker = await clients.stub("w1")
     await one.knows("w1")
     for asked in (stored, after):
@@ -112,7 +112,7 @@ async def test_after_a_lone_brokers_restart_only_requests_from_before_wait_for_t
     now, skew = time.time_ns(), 2 * CLOCK_SKEW_NS
     ids = ("r1", new_request_id(now - skew), new_request_id(now + skew))
     assert [one.router._misses_output(each) for each in ids] == [True, True, False]
-    monkeypatch.setattr(memory, "SETTLE_S", 0.0)
+    monkeypatch.setattr(memory_storage, "SETTLE_S", 0.0)
     await clients.placed(before)
 
 
