@@ -104,12 +104,12 @@ class ConstraintTrials:
         self._cpu_s = cpu_s
         self._wait_s = wait_s
         self._open: dict[tuple[str, bytes], _Entry] = {}
-        self._quick, self._slow = (_Lane(each, FairQueue(limits)) for each in (min(quick_s, cpu_s), cpu_s))
+        self.quick, self._slow = (_Lane(each, FairQueue(limits)) for each in (min(quick_s, cpu_s), cpu_s))
         self._closed = False
 
     @property
     def waiting(self) -> int:
-        return len(self._quick.queue) + len(self._slow.queue)
+        return len(self.quick.queue) + len(self._slow.queue)
 
     async def of(self, constraint: Constraint, tenant: str, then: Then | None = None) -> Trial:
         """Try a constraint; equal ones of a tenant are tried once.
@@ -138,7 +138,7 @@ class ConstraintTrials:
 
     async def close(self) -> None:
         self._closed = True
-        for lane in (self._quick, self._slow):
+        for lane in (self.quick, self._slow):
             if lane.task is not None:
                 lane.task.cancel()
                 await asyncio.wait([lane.task])
@@ -152,7 +152,7 @@ class ConstraintTrials:
         if self._closed:
             raise TrialsBusy("this process is stopping", 1.0)
         entry = _Entry(key[0], constraint, then, asyncio.get_running_loop().create_future())
-        if not self._enqueue(self._quick, key, entry):
+        if not self._enqueue(self.quick, key, entry):
             raise TrialsBusy("too many constraints wait to be compiled", 1.0)
         self._open[key] = entry
         asyncio.get_running_loop().call_later(self._wait_s, self._give_up, key, entry)
@@ -176,7 +176,7 @@ class ConstraintTrials:
     def _drop(self, key: tuple[str, bytes], entry: _Entry) -> bool:
         """Take an entry out of the queues; False: it is in none."""
         before = self.waiting
-        for lane in (self._quick, self._slow):
+        for lane in (self.quick, self._slow):
             lane.queue.drop(entry.tenant, key)
         dropped = self.waiting < before
         if dropped and self._open.get(key) is entry:
@@ -203,7 +203,7 @@ class ConstraintTrials:
     async def _try(self, lane: _Lane, key: tuple[str, bytes], entry: _Entry) -> None:
         job = TrialJob(entry.constraint.kind, entry.constraint.text, lane.cpu_s)
         answer = await lane.process.ask(job)
-        if answer.ended == "cpu" and lane is self._quick and lane.cpu_s < self._cpu_s:
+        if answer.ended == "cpu" and lane is self.quick and lane.cpu_s < self._cpu_s:
             if not self._enqueue(self._slow, key, entry):
                 self._fail(key, entry, "too many constraints that take long wait to be compiled", 5.0)
             return

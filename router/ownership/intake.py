@@ -195,7 +195,7 @@ class Intake:
         self._space = space
         self._placed = placed
         self._placed_by_all = placed_by_all
-        self._sharing = Sharing()
+        self.sharing = Sharing()
         self._measured = (time.monotonic(), time.process_time(), 0, 0)
         self._owners_changed = owners_changed
         self._taken_over = taken_over
@@ -342,7 +342,7 @@ class Intake:
         before, *counts_before = self._measured
         self._measured, seconds = measured, max(now - before, 1e-3)
         busy, rate, own_rate = ((count - last) / seconds for count, last in zip(counts, counts_before, strict=True))
-        self.membership.share(self._sharing.update(busy, rate, now, own_rate=own_rate))
+        self.membership.share(self.sharing.update(busy, rate, now, own_rate=own_rate))
 
     async def _pass_on(self) -> None:
         """Pass a request on. Later attempts stay: they have no message, and every router may place them."""

@@ -109,6 +109,7 @@ class Membership:
     Attributes:
         own: the models that this router owns; ``REST`` is one.
         owners: the router of each model with workers, as this one sees it.
+        others: the other routers, and when each was last seen.
         shared: the bucket exists; without it every router works for itself.
     """
 
@@ -133,9 +134,9 @@ class Membership:
         self._gained = gained
         self._lost = lost
         self._key = f"$KV.{bus.subjects.bucket('routers')}.{router}"
-        self._tail = LogTail.of_bucket(bus, "routers", self._on_entry)
+        self.tail = LogTail.of_bucket(bus, "routers", self._on_entry)
         self._since_ns = self._bus.clock.now_ns()
-        self._seen: dict[str, _Seen] = {}
+        self.others: dict[str, _Seen] = {}
         self._broken: dict[Link, None] = {}
         self._names: Mapping[str, str] = {}
         self.owners: dict[str, str] = {}
@@ -160,14 +161,14 @@ class Membership:
     @property
     def alone(self) -> bool:
         """Whether no other router runs, as far as the bucket shows."""
-        return self.shared and not self._seen
+        return self.shared and not self.others
 
     def owner(self, name: str) -> str:
         """
         Args:
             name: of a model, as a subject token.
         """
-        if not self.shared or not self._seen:
+        if not self.shared or not self.others:
             return self._id
         return self.owners.get(self._names.get(name, REST), self._id)
 
@@ -180,9 +181,9 @@ class Membership:
 
     def part(self, name: str) -> ModelPart:
         """Which of the routers that place requests for a model this one is."""
-        if not self._seen or self._names.get(name, REST) not in self._everyones:
+        if not self.others or self._names.get(name, REST) not in self._everyones:
             return ALONE
-        return ModelPart(sum(other < self._id for other in self._seen), len(self._seen) + 1)
+        return ModelPart(sum(other < self._id for other in self.others), len(self.others) + 1)
 
     def share(self, shares: bool) -> None:
         """Start or stop sharing: all routers place the requests of the models that this one owns."""
@@ -190,7 +191,7 @@ class Membership:
             self._shares, self._changed = shares, True
             if models := sorted(self.own - {REST}):
                 log.info("requests_shared", shared=shares, models=models)
-            self._update()
+            self.assign()
 
     # The lease
 
@@ -205,14 +206,14 @@ class Membership:
         """Register and read the other registrations. False: the bucket cannot be used."""
         try:
             await self._store()
-            await self._tail.start()
+            await self.tail.start()
         except (ServingError, NatsError, TimeoutError) as error:
             log.info("routers_unknown", error=str(error))
             return False
         self.shared = True
         oldest = self._stored_ns - STALE_NS
-        self._seen = {name: seen for name, seen in self._seen.items() if seen.stored_ns >= oldest}
-        self._update()
+        self.others = {name: seen for name, seen in self.others.items() if seen.stored_ns >= oldest}
+        self.assign()
         self._bus.on_reconnect.append(self._renew)
         return True
 
@@ -229,7 +230,7 @@ class Membership:
             return
         if self._renew in self._bus.on_reconnect:
             self._bus.on_reconnect.remove(self._renew)
-        await self._tail.stop()
+        await self.tail.stop()
         if self._bus.connected:
             headers = {"KV-Operation": "PURGE", "Nats-Rollup": "sub", "Nats-TTL": "5"}
             await self._bus.nc.publish(self._key, b"", headers=headers)
@@ -239,7 +240,7 @@ class Membership:
         if len(self._broken) >= BROKEN_REMEMBERED:
             del self._broken[next(iter(self._broken))]
         self._broken[link] = None  # a renewal that was stored before may be read after this
-        disconnected = [name for name, seen in self._seen.items() if _link(seen.member) == link]
+        disconnected = [name for name, seen in self.others.items() if _link(seen.member) == link]
         self._drop(disconnected, "its connection ended")
 
     async def _keep(self) -> None:
@@ -248,7 +249,7 @@ class Membership:
             now = time.monotonic()
             self._expire(now)
             if self._models() is not self._names:
-                self._update()
+                self.assign()
             if self._changed or now - self._renewed >= routers.RENEW_S:
                 await self._renew()
 
@@ -258,7 +259,7 @@ class Membership:
         now = time.monotonic()
         if now - self._renewed > routers.LEASE_S:  # others may have taken over, and keep the models that they claim
             self._since_ns = self._bus.clock.now_ns()
-            self._update()
+            self.assign()
         self._renewed, self._changed = now, False
         member = msgspec.structs.replace(
             self._member(), held=self._held(), lost=self._lost_leases(), queued=self._queued()
@@ -285,7 +286,7 @@ class Membership:
             return
         if "KV-Operation" in entry.headers or "Nats-Marker-Reason" in entry.headers or not entry.data:
             left = "KV-Operation" in entry.headers
-            self._drop([name] if name in self._seen else [], "" if left else "its lease expired")
+            self._drop([name] if name in self.others else [], "" if left else "its lease expired")
             return
         try:
             member = routers.decode(entry.data)
@@ -294,10 +295,10 @@ class Membership:
             return
         if _link(member) in self._broken:
             return
-        old = self._seen.get(name)
-        self._seen[name] = _Seen(member, time.monotonic(), entry.time_ns)
+        old = self.others.get(name)
+        self.others[name] = _Seen(member, time.monotonic(), entry.time_ns)
         if self.shared and (old is None or _claims(old.member) != _claims(member)):
-            self._update()
+            self.assign()
 
     def _expire(self, now: float) -> None:
         paused, self._checked = now - self._checked > PAUSE_S, now
@@ -305,10 +306,10 @@ class Membership:
             return
         if paused or self._links != self._bus.reconnects:  # renewals were not received, so their absence means nothing
             self._links = self._bus.reconnects
-            self._seen = {name: seen._replace(renewed_at=now) for name, seen in self._seen.items()}
+            self.others = {name: seen._replace(renewed_at=now) for name, seen in self.others.items()}
             return
         limit = now - routers.LEASE_S
-        self._drop([name for name, seen in self._seen.items() if seen.renewed_at < limit], "its lease expired")
+        self._drop([name for name, seen in self.others.items() if seen.renewed_at < limit], "its lease expired")
 
     def _drop(self, names: Iterable[str], why: str) -> None:
         """
@@ -316,18 +317,18 @@ class Membership:
             why: the routers are lost; "": they stopped in order.
         """
         for name in names:
-            member = self._seen.pop(name).member
+            member = self.others.pop(name).member
             log.info("router_left", router=name, models=member.models, why=why or "it stopped")
-            self._update(after_loss=bool(why))
+            self.assign(after_loss=bool(why))
 
-    def _update(self, *, after_loss: bool = False) -> None:
+    def assign(self, *, after_loss: bool = False) -> None:
         """Assign the models again, and report changes for this router."""
         if self._stopped:
             return
         self._names = self._models()
         before, before_everyones = self.own, self._everyones
         for _ in range(ROUNDS):  # the models that this router owns are an input, too
-            members = [seen.member for seen in self._seen.values()] + [self._member()]
+            members = [seen.member for seen in self.others.values()] + [self._member()]
             owners = assign(frozenset(self._names.values()), members)
             owners[REST] = default_owner(owners, members)
             self.owners, own = owners, frozenset(model for model, router in owners.items() if router == self._id)
@@ -335,11 +336,11 @@ class Membership:
                 break
             self.own = own
         own = self.own
-        members = [seen.member for seen in self._seen.values()] + [self._member()]
+        members = [seen.member for seen in self.others.values()] + [self._member()]
         self._everyones = everyones = frozenset(model for member in members for model in member.shares)
         if own != before:
             self._changed = True
-            log.info("models_owned", models=sorted(own - {REST}), rest=REST in own, routers=len(self._seen) + 1)
+            log.info("models_owned", models=sorted(own - {REST}), rest=REST in own, routers=len(self.others) + 1)
         now = time.monotonic()
         if own & (everyones | before_everyones):
             self._helped_at = now

@@ -70,6 +70,8 @@ class LoadTracker:
 
     Attributes:
         loads: the loads of registered targets, column by column.
+        requests: attempts that have not ended, by request; ``stage_loads`` has what each is at several targets.
+        keys: of prompts' blocks, by request.
         tokens_per_s: at which an estimated backlog drains.
     """
 
@@ -77,7 +79,7 @@ class LoadTracker:
         self.loads = TargetLoads()
         self.tokens_per_s = prefill_tokens_per_s
         self._kv_events = kv_events
-        self._keys: dict[str, Sequence[int]] = {}  # of prompts, by request
+        self.keys: dict[str, Sequence[int]] = {}  # of prompts, by request
         self._registrations: dict[str, Registration] = {}  # of reserved workers as if they were draining
         self._given: dict[str, Registration] = {}  # as they came
         self._alone: dict[str, set[str]] = {}  # by worker: requests that run alone there
@@ -85,9 +87,9 @@ class LoadTracker:
         self._serving: dict[str, list[Registration]] = {}  # cache: by model, sorted by worker id
         self._revisions: dict[tuple[str, str], Revisions] = {}  # cache: by model and tokenizer
         self._models: dict[str, str] = {}  # cache: by name
-        self._requests: dict[str, ActiveRequest] = {}
+        self.requests: dict[str, ActiveRequest] = {}
         self._waiting: dict[str, ActiveRequest] = {}  # attempts that ended here, until the log has what follows them
-        self._stage_loads: dict[str, list[StageLoad]] = {}  # by request, except those of ``_only_counts``
+        self.stage_loads: dict[str, list[StageLoad]] = {}  # by request, except those of ``_only_counts``
         self._targets = TargetSums(self.loads, prefill_tokens_per_s)
         self.version = 0  # of the registrations
         self._unchecked: list[str] = []  # requests that the present round of ``expire`` has yet to check
@@ -284,14 +286,14 @@ class LoadTracker:
         route = load.route
         role, rank = (route[0].role, route[0].rank) if route else (role, 0)
         later = route[1:]
-        old = self._requests.get(request)
+        old = self.requests.get(request)
         if old is not None:
             if not self._replaces(old, attempt, worker, rank, later, echoed=echoed, seq=seq):
                 return False
-            keys = keys or self._keys.get(request, ())
+            keys = keys or self.keys.get(request, ())
             self._remove(old)
         if keys:
-            self._keys[request] = keys
+            self.keys[request] = keys
         block_size, prompt, cached = self._block_size(role, worker, later), load.prompt_tokens, load.cached_tokens
         blocks, uncached = -(-prompt // block_size), -(-max(0, prompt - cached) // block_size)
         entry = ActiveRequest(
@@ -306,7 +308,7 @@ class LoadTracker:
 
     def set_seq(self, request: str, attempt: int, seq: int) -> bool:
         """The job of a request was published again at ``seq`` of WORK; False: the request is unknown."""
-        old = self._requests.get(request) or self._waiting.get(request)
+        old = self.requests.get(request) or self._waiting.get(request)
         if old is None:
             return self._closed.last(request) >= attempt
         if old.attempt == attempt and seq > old.seq:
@@ -317,7 +319,7 @@ class LoadTracker:
         """The terminal event of a request: every attempt is over. ``now_ns`` 0: nothing is learnt from it."""
         self._closed.close(request, EVERY)
         self._waiting.pop(request, None)
-        entry = self._requests.get(request)
+        entry = self.requests.get(request)
         if entry is not None:
             self._remove(entry, now_ns)
         return entry
@@ -326,7 +328,7 @@ class LoadTracker:
         """An attempt ended without a result. A later attempt stays active."""
         if self._closed.last(request) < attempt:
             self._closed.close(request, attempt)
-        entry = self._requests.get(request)
+        entry = self.requests.get(request)
         if entry is not None and entry.attempt <= attempt:
             self._remove(entry)
 
@@ -336,30 +338,30 @@ class LoadTracker:
         Until the log has that, the attempt is in the snapshots: the request may be held for long, and if all routers
         end meanwhile, nothing else says that it is unfinished.
         """
-        entry = self._requests.get(request)
+        entry = self.requests.get(request)
         self.end_attempt(request, attempt)
-        if entry is not None and request not in self._requests:
+        if entry is not None and request not in self.requests:
             self._waiting[request] = entry
 
     def release(self, request: str, attempt: int) -> None:
         """Undo this router's own decision, whose job could not be stored. What the log says stays."""
-        entry = self._requests.get(request)
+        entry = self.requests.get(request)
         if entry is not None and entry.attempt == attempt and not entry.echoed:
             self._remove(entry)
 
     def request(self, request: str) -> ActiveRequest | None:
-        return self._requests.get(request)
+        return self.requests.get(request)
 
     def ended(self, request: str) -> bool:
         """Whether the terminal event of a request was read; the last ``ENDED_REMEMBERED`` are remembered."""
         return self._closed.last(request) == EVERY
 
     def active(self) -> list[ActiveRequest]:
-        return list(self._requests.values())
+        return list(self.requests.values())
 
     def waiting(self) -> list[ActiveRequest]:
         """Attempts that ended here, of requests whose next job is not in the log; their own is needed until it is."""
-        active = self._requests.get
+        active = self.requests.get
         return [e for e in self._waiting.values() if (later := active(e.request)) is None or not later.echoed]
 
     def busy(self) -> set[str]:
@@ -380,13 +382,13 @@ class LoadTracker:
         Checks ``limit`` requests per call and continues there the next time.
         """
         if not self._unchecked:
-            self._unchecked = list(self._requests)
+            self._unchecked = list(self.requests)
             for name in [name for name, entry in self._waiting.items() if entry.deadline_ns <= before_ns]:
                 del self._waiting[name]
         names = self._unchecked[-limit:]
         del self._unchecked[-limit:]
         for name in names:
-            entry = self._requests.get(name)
+            entry = self.requests.get(name)
             if entry is not None and entry.deadline_ns <= before_ns:
                 self._closed.close(name, entry.attempt)
                 self._remove(entry)
@@ -398,9 +400,9 @@ class LoadTracker:
 
         The fold may continue between two parts: reading the same messages again from those positions changes nothing.
         """
-        requests = list(self._requests)
+        requests = list(self.requests)
         for start in range(0, len(requests), size):
-            entries = map(self._requests.get, requests[start : start + size])
+            entries = map(self.requests.get, requests[start : start + size])
             yield LoadState(unfinished=tuple(entry for entry in entries if entry is not None))
         waiting = self.waiting()
         for start in range(0, len(waiting), size):
@@ -418,7 +420,7 @@ class LoadTracker:
         """Continue from the merged ``parts`` of a snapshot; nothing was folded before."""
         self._closed.update(state.closed)
         for entry in state.unfinished:
-            old = self._requests.get(entry.request)  # it came to wait between two parts
+            old = self.requests.get(entry.request)  # it came to wait between two parts
             if old is not None and old.attempt > entry.attempt:
                 continue
             if old is not None:
@@ -451,7 +453,7 @@ class LoadTracker:
 
     def _at(self, target_ids: Iterable[TargetId]) -> list[ActiveRequest]:
         names = {name: None for target_id in target_ids for name in self._targets.by_target[target_id].names}
-        return [self._requests[name] for name in names]
+        return [self.requests[name] for name in names]
 
     def _block_size(self, role: str, worker: str, later: Sequence[Stage]) -> int:
         """The block size of the worker that computes the prompt."""
@@ -461,19 +463,19 @@ class LoadTracker:
         return registration.block_size if registration else DEFAULT_BLOCK_SIZE
 
     def _add(self, entry: ActiveRequest, now_ns: int) -> None:
-        self._requests[entry.request] = entry
+        self.requests[entry.request] = entry
         if entry.suspect:
             self._count_suspect(entry, 1)
         if self._only_counts(entry):
             self.loads.count(entry.target_id, entry.n, entry.blocks, entry.prompt_blocks)
             self._targets.add(entry.target_id, entry.request, entry.uncached_tokens, now_ns)
             return
-        loads = self._stage_loads[entry.request] = []
+        loads = self.stage_loads[entry.request] = []
         computed = entry.handed
         roles = (entry.role, *(stage.role for stage in entry.later)) if entry.later else (entry.role,)
         for role, load in zip(roles, entry.stage_loads(), strict=True):
             # Blocks that come from another worker cannot be reused before they are there.
-            keys = () if computed or role == ENCODE else self._keys.get(entry.request, ())
+            keys = () if computed or role == ENCODE else self.keys.get(entry.request, ())
             loads.append(self._tracked(entry, role, keys, load, now_ns))
             computed = computed or role != ENCODE
         for load in loads:
@@ -484,7 +486,7 @@ class LoadTracker:
 
         This is so for short prompts that other routers placed, the most frequent ones. ``entry`` has what they cost.
         """
-        if entry.later or entry.handed or entry.role == ENCODE or entry.request in self._keys:
+        if entry.later or entry.handed or entry.role == ENCODE or entry.request in self.keys:
             return False
         registration = self._registrations.get(entry.worker)
         events = self._kv_events and registration is not None and registration.kv_events
@@ -512,7 +514,7 @@ class LoadTracker:
             self.loads.estimate(target_id, held.backlog, held.at_ns, held.uncached_tokens)
             # Sent there before it was registered, or before its registration was lost.
             for entry in self._at([target_id]):
-                if (loads := self._stage_loads.get(entry.request)) is None:
+                if (loads := self.stage_loads.get(entry.request)) is None:
                     self.loads.count(target_id, entry.n, entry.blocks, entry.prompt_blocks)
                     continue
                 context = entry.prompt_blocks if registration.role != ENCODE else 0
@@ -521,15 +523,15 @@ class LoadTracker:
                         self.loads.add(Task(entry.request, target_id, (), load.blocks, 0, load.sequences, context))
 
     def _remove(self, entry: ActiveRequest, now_ns: int = 0) -> None:
-        del self._requests[entry.request]
+        del self.requests[entry.request]
         if entry.suspect:
             self._count_suspect(entry, -1)
-        loads = self._stage_loads.pop(entry.request, None)
+        loads = self.stage_loads.pop(entry.request, None)
         if loads is None:
             self.loads.count(entry.target_id, -entry.n, -entry.blocks, entry.prompt_blocks)
             self._targets.remove(entry.target_id, entry.request, entry.uncached_tokens)
             return
-        self._keys.pop(entry.request, None)
+        self.keys.pop(entry.request, None)
         for load in loads:
             self.loads.end(entry.request, load.target_id, now_ns)
             self._targets.remove(load.target_id, entry.request, load.uncached_tokens)

@@ -133,7 +133,7 @@ class TargetLoads:
         self._sent = 0  # prompts since ``served_tokens`` was halved
         self._more: dict[int, int] = {}  # in ``served_tokens`` of rows that other routers prefer
         self._prefixes = ActivePrefixes()
-        self._tasks: dict[tuple[str, TargetId], Task] = {}
+        self.tasks: dict[tuple[str, TargetId], Task] = {}
         self.learned = LearnedCosts()
         self.learned_decode = LearnedCosts(DECODE_NOISE)
         self._decoding: dict[tuple[str, TargetId], tuple[int, float]] = {}  # since when, and how much context there was
@@ -193,9 +193,9 @@ class TargetLoads:
         self._more.pop(row, None)
         self._means.clear()
         self.estimates.pop(row, None)
-        lost = [task for (_, at), task in self._tasks.items() if at == target]
+        lost = [task for (_, at), task in self.tasks.items() if at == target]
         for task in lost:
-            del self._tasks[task.request, target]
+            del self.tasks[task.request, target]
             self._decoding.pop((task.request, target), None)
         self._computing.pop(target, None)
         self._models.pop(target, None)
@@ -212,9 +212,9 @@ class TargetLoads:
             then.
         """
         row = self._rows.get(task.target)
-        if row is None or (task.request, task.target) in self._tasks:
+        if row is None or (task.request, task.target) in self.tasks:
             return False
-        self._tasks[task.request, task.target] = task
+        self.tasks[task.request, task.target] = task
         values = self._values[row]
         self.changed.add(row)
         values.sequences += task.sequences
@@ -292,7 +292,7 @@ class TargetLoads:
         Args:
             now_ns: 0: unknown, or it was not served to its end; nothing is learnt from it.
         """
-        task = self._tasks.pop((request, target), None)
+        task = self.tasks.pop((request, target), None)
         if task is None:
             return None
         self._computed(task)

@@ -437,13 +437,13 @@ def steps(name: str, counts: list[int]) -> None:
         describe(random_model(name)),
         NativeOptions(max_running=256, max_batched_tokens=8192, max_model_len=4096, warm=False, kv_blocks=6144),
     )
-    executor: Any = engine._ahead
+    executor: Any = engine.ahead
     for count in counts:
         drive(engine, ask(count, 512, 64, SHAPES[name][0], 40 + count))  # all decode together at the end
         print(f"{name} {count} rows: {step_ms(executor, count):.3f} ms a step", flush=True)
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), torch.cuda.graph(graph):
-            executor._run_fixed(count)
+            executor.run_fixed(count)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
             for _ in range(5):
                 graph.replay()

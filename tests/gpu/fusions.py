@@ -32,11 +32,11 @@ SIZES = (1, 2, 32, 128, 256)
 def step_ms(executor: Any, size: int) -> float:
     """Of one replay of a new graph for ``size`` rows; the places are those of the last decode step."""
     with torch.inference_mode():
-        executor._run_fixed(size)
+        executor.run_fixed(size)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            executor._run_fixed(size)
+            executor.run_fixed(size)
         for _ in range(3):
             graph.replay()
         found = []
@@ -62,7 +62,7 @@ def compare(engine: Any) -> None:
             if size > 1 and products:
                 continue
             use(products, dependent)
-            print(f"{size:>3} rows, {name}: {step_ms(engine._ahead, size):.3f} ms a step", flush=True)
+            print(f"{size:>3} rows, {name}: {step_ms(engine.ahead, size):.3f} ms a step", flush=True)
     use(True, True)
 
 
@@ -75,7 +75,7 @@ def tiles(engine: Any) -> None:
         for tile in (32, 64, 128):
             for paged.PROGRAMS in (64, 128, 256):
                 paged.DECODE = usual[0]._replace(tile=tile)
-                line.append(f"{tile}, {paged.PROGRAMS}: {step_ms(engine._ahead, size):.3f}")
+                line.append(f"{tile}, {paged.PROGRAMS}: {step_ms(engine.ahead, size):.3f}")
         print(f"{size} x {context} (positions, programs), ms:", "; ".join(line), flush=True)
         paged.DECODE, paged.PROGRAMS = usual
 
@@ -103,7 +103,7 @@ def sweep(engine: Any) -> None:
         found = {}
         for shape in SMALL if size[0] < 8192 else LARGE:
             best[size] = shape
-            found[shape] = step_ms(engine._ahead, 1)
+            found[shape] = step_ms(engine.ahead, 1)
         best[size] = min(found, key=lambda shape: found[shape])
         print(f"{kind}:", "; ".join(f"{shape} {ms:.3f}" for shape, ms in sorted(found.items(), key=lambda e: e[1])),
               flush=True)  # fmt: skip

@@ -183,8 +183,8 @@ class EmbeddingRunner(PipelineRunnerBase[EmbeddingEngine]):
     ) -> None:
         super().__init__(context, thread, engine, engine_failed)
         self.slots = context.settings.max_running
-        self._inputs: InputQueue[_Vectors] = InputQueue(context.settings.max_batched_tokens)
-        self._open: dict[str, _Vectors] = {}
+        self.inputs: InputQueue[_Vectors] = InputQueue(context.settings.max_batched_tokens)
+        self.open_requests: dict[str, _Vectors] = {}
         self._added = asyncio.Event()
         self._steps = 0
 
@@ -211,22 +211,22 @@ class EmbeddingRunner(PipelineRunnerBase[EmbeddingEngine]):
             await self._terminal.end(running, Code(error.code), error.message)
             return
         if self._requests.is_current(running):
-            entry = self._open[request.id] = _Vectors(running, request.embedding, inputs)
-            self._inputs.add(entry, inputs)
+            entry = self.open_requests[request.id] = _Vectors(running, request.embedding, inputs)
+            self.inputs.add(entry, inputs)
             self._added.set()
 
     async def _run_all(self) -> None:
         """While one batch is computed, the results of the one before are published."""
         last: _Batch | None = None
         while True:
-            inputs = self._inputs.take()
+            inputs = self.inputs.take()
             computing = self._begin(inputs) if inputs else None
             if last is not None:
-                self._deliver(last)
+                self.deliver(last)
             if computing is None:
                 last = None
                 self._added.clear()
-                if not len(self._inputs):
+                if not len(self.inputs):
                     await self._added.wait()
                 continue
             try:
@@ -249,16 +249,18 @@ class EmbeddingRunner(PipelineRunnerBase[EmbeddingEngine]):
         metrics.padding.inc(len(batch) * max(map(len, batch)) - sum(map(len, batch)))
         return asyncio.wrap_future(self._thread.call(lambda: self._engine.embed(batch)))
 
-    def _deliver(self, batch: _Batch) -> None:
+    def deliver(self, batch: _Batch) -> None:
         for (entry, index, _), vector in zip(batch.inputs, batch.vectors, strict=True):
             request = entry.running.request.id
-            if self._open.get(request) is not entry:  # cancelled, failed or revoked: another attempt may run here
+            if (
+                self.open_requests.get(request) is not entry
+            ):  # cancelled, failed or revoked: another attempt may run here
                 continue
             if not finite(vector):
-                self._drop(entry.running)
+                self.drop(entry.running)
                 self._terminal.spawn(self._terminal.end(entry.running, Code.engine_error, NOT_FINITE.format(index)))
             elif entry.put(index, vector):
-                del self._open[request]
+                del self.open_requests[request]
                 self._terminal.spawn(self._finish(entry))
 
     async def _finish(self, entry: _Vectors) -> None:
@@ -280,17 +282,17 @@ class EmbeddingRunner(PipelineRunnerBase[EmbeddingEngine]):
     # --- early ends ---
 
     def stop_early(self, running: RunningRequest) -> None:
-        self._drop(running)
+        self.drop(running)
         self._terminal.spawn(self._terminal.end_cancelled(running))
 
     def free(self, running: RunningRequest, cancel: bool) -> None:
-        self._drop(running)
+        self.drop(running)
 
-    def _drop(self, running: RunningRequest) -> None:
-        entry = self._open.get(running.request.id)
+    def drop(self, running: RunningRequest) -> None:
+        entry = self.open_requests.get(running.request.id)
         if entry is not None and entry.running is running:
-            del self._open[running.request.id]
-            self._inputs.drop(entry)
+            del self.open_requests[running.request.id]
+            self.inputs.drop(entry)
 
     # --- start and stop ---
 
@@ -301,15 +303,15 @@ class EmbeddingRunner(PipelineRunnerBase[EmbeddingEngine]):
         await end([self._running])
 
     def registration(self, state: fleet.WorkerState) -> fleet.Registration:
-        load = fleet.Load(running=len(self._open), waiting=len(self._inputs), steps=self._steps)
+        load = fleet.Load(running=len(self.open_requests), waiting=len(self.inputs), steps=self._steps)
         embedder, batched = self._engine.embedder, self._context.settings.max_batched_tokens
         return self._registration(
             state, self.slots, load, embedder.max_tokens, embedder=embedder, max_batched_tokens=batched
         )
 
     def housekeeping(self, now: float) -> None:
-        self._context.metrics.running.set(len(self._open))
-        self._context.metrics.waiting.set(len(self._inputs))
+        self._context.metrics.running.set(len(self.open_requests))
+        self._context.metrics.waiting.set(len(self.inputs))
 
 
 def inputs_of(engine: EmbeddingEngine, embedding: Embedding, prompt: bytes) -> list[list[int]]:

@@ -233,7 +233,7 @@ class CrashJournal:
         """The last life was reported: what is noted from now on is of this one."""
         if self._fd >= 0:
             self.last = None
-            self._compact()
+            self.compact()
 
     def began(self, running: RunningRequest, worker: str) -> None:
         request = running.request
@@ -245,7 +245,7 @@ class CrashJournal:
         if self._running.pop(request_id, None) is not None:
             self._write(_Ended(request_id))
             if self._size > COMPACT_BYTES:
-                self._compact()
+                self.compact()
 
     def stopping(self) -> None:
         """Asked to stop: an end from now on is no sign of a fault, but for a fatal signal."""
@@ -268,7 +268,7 @@ class CrashJournal:
                 os.ftruncate(self._fd, 0)
         self._close()
 
-    def _compact(self) -> None:
+    def compact(self) -> None:
         """Begin a new file. It replaces the old one whole: the engine may crash in its own thread meanwhile."""
         fresh, old = self._path.with_suffix(".new"), self._fd
         try:

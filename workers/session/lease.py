@@ -75,7 +75,7 @@ class Lease:
         self._renewed = 0.0
         self._in_doubt = False
         self._task: asyncio.Task[None] | None = None
-        self._renewal = asyncio.Lock()
+        self.renewal = asyncio.Lock()
         self.gone = False
 
     def trusted(self) -> bool:
@@ -116,7 +116,7 @@ class Lease:
 
     async def release(self) -> None:
         """Remove the key, unless it is no longer this worker's."""
-        async with self._renewal:  # a renewal under way ends first, since it moves the revision
+        async with self.renewal:  # a renewal under way ends first, since it moves the revision
             owned, self.gone = not self.gone, True
         await self._stop()
         with contextlib.suppress(NatsError, TimeoutError, _Lost):
@@ -153,7 +153,7 @@ class Lease:
                 log.warning("lease_renewal_failed", error=repr(error))
 
     async def _renew(self) -> bool:
-        async with self._renewal:
+        async with self.renewal:
             if self.gone:
                 return False
             try:

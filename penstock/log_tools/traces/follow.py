@@ -206,12 +206,12 @@ class Following:
         self._sample = sample
         self._export_timeout_s = export_timeout_s
         self._done = StreamReader(bus, "DONE", ">", after=start.done_seq, since_ns=since)
-        self._work = StreamReader(bus, "WORK", subjects.all("work"), since_ns=since)
+        self.work = StreamReader(bus, "WORK", subjects.all("work"), since_ns=since)
         self._ledger = StreamReader(bus, "HANDOFF", subjects.all("handoff"), since_ns=since)
-        self._open: dict[str, Open] = {}
+        self.open_requests: dict[str, Open] = {}
         self._fresh: list[TerminalEntry] = []  # read in this round
         self._returned: list[tuple[Returned, int]] = []  # attempts, and when: read before their jobs
-        self._due: list[TerminalEntry] = []  # read in the last round, and not yet sent
+        self.due: list[TerminalEntry] = []  # read in the last round, and not yet sent
         self._sent_seq = start.done_seq
         self._due_seq = start.done_seq
         self._warned_at = -WARN_S
@@ -244,7 +244,7 @@ class Following:
             ServingError: a stream cannot be read.
         """
         end = await last_seq(self._bus)
-        while (await self.look() or self._due) and self._sent_seq < end:
+        while (await self.look() or self.due) and self._sent_seq < end:
             pass
 
     async def look(self) -> bool:
@@ -260,27 +260,29 @@ class Following:
         full = len(self._fresh) >= ENDS
         # Far behind, read the other streams only as far as these ends need, to bound memory.
         until_ns = self._fresh[-1].at_ns + CLOCK_SKEW_NS if full else 0
-        async for entry in self._work.entries(until_ns):
+        async for entry in self.work.entries(until_ns):
             self._on_work(entry)
         returned, self._returned = self._returned, []
         for event, at_ns in returned:  # now that their jobs were read, which may be of this round, too
-            open_request = self._open.get(event.request)
+            open_request = self.open_requests.get(event.request)
             if open_request is not None and open_request.timeline is not None:
                 open_request.timeline.add_end(event, at_ns)
         async for entry in self._ledger.entries(until_ns):
             self._on_ledger(entry)
         await self._send()
         self._sent_seq, self._due_seq = self._due_seq, self._done.after
-        self._due, self._fresh = self._fresh, []
+        self.due, self._fresh = self._fresh, []
         self._forget()
         return full
 
     @property
     def position(self) -> TracePosition:
         """The position from which another export could continue."""
-        begun = [ended.event.timings.created_ns for ended in self._due]
-        if self._open:
-            begun.append(next(iter(self._open.values())).created_ns)  # in the order of their jobs: about the oldest
+        begun = [ended.event.timings.created_ns for ended in self.due]
+        if self.open_requests:
+            begun.append(
+                next(iter(self.open_requests.values())).created_ns
+            )  # in the order of their jobs: about the oldest
         return TracePosition(self._sent_seq, min([time.time_ns(), *begun]) - BEFORE_NS)
 
     # --- reading ---
@@ -296,7 +298,7 @@ class Following:
         request_id, *numbers = entry.headers.get(HEADER_MSG_ID, "").split(":")
         if KEPT in numbers:
             return
-        open_request = self._open.get(request_id)
+        open_request = self.open_requests.get(request_id)
         if open_request is not None and open_request.timeline is None:
             return
         try:
@@ -317,7 +319,7 @@ class Following:
         if self._wanted(request):
             timeline = RequestTimeline(request.id, compact=True)
             timeline.add_request(request)
-        opened = self._open[request.id] = Open(request.created_ns, timeline)
+        opened = self.open_requests[request.id] = Open(request.created_ns, timeline)
         return opened
 
     def _wanted(self, request: GenerateRequest) -> bool:
@@ -329,7 +331,7 @@ class Following:
     def _on_ledger(self, entry: Entry) -> None:
         with contextlib.suppress(msgspec.MsgspecError):
             for line in decode_ledger(entry.data).events:
-                open_request = self._open.get(line.ticket.partition(":")[0])
+                open_request = self.open_requests.get(line.ticket.partition(":")[0])
                 if open_request is not None and open_request.timeline is not None:
                     open_request.timeline.add_handoff(line)
 
@@ -337,16 +339,16 @@ class Following:
 
     async def _send(self) -> None:
         """Send due traces, batch by batch. Batches already sent stay sent if a later one is interrupted."""
-        unplaced = [ended.event for ended in self._due if ended.event.request not in self._open]
+        unplaced = [ended.event for ended in self.due if ended.event.request not in self.open_requests]
         if unplaced:
             await self._look_up(unplaced)
-        while self._due:
+        while self.due:
             batch: list[Span] = []
             ended: list[str] = []
             count = 0
-            for event, at_ns, _ in self._due:
+            for event, at_ns, _ in self.due:
                 count += 1
-                open_request = self._open.get(event.request)
+                open_request = self.open_requests.get(event.request)
                 if open_request is None:
                     continue
                 ended.append(event.request)
@@ -356,8 +358,8 @@ class Following:
                 if len(batch) >= BATCH_SPANS:
                     break
             await self._deliver(batch, ended)
-            self._sent_seq = self._due[count - 1].seq
-            del self._due[:count]
+            self._sent_seq = self.due[count - 1].seq
+            del self.due[:count]
 
     async def _look_up(self, ends: list[Done]) -> None:
         """Find requests that ended without a job, in one pass over REQUESTS."""
@@ -378,7 +380,7 @@ class Following:
     async def _deliver(self, batch: list[Span], ended: list[str]) -> None:
         """Send until the batch has arrived or ``export_timeout_s`` is over. A cancelled delivery counts as not sent."""
         arrived = not batch or await self._arrive(batch)
-        timelines = [self._open.pop(request_id).timeline for request_id in ended]
+        timelines = [self.open_requests.pop(request_id).timeline for request_id in ended]
         requests = sum(timeline is not None for timeline in timelines)
         self.counts.unsampled += len(timelines) - requests
         if arrived:
@@ -416,11 +418,11 @@ class Following:
     def _forget(self) -> None:
         """Drop requests that will not end any more."""
         old = time.time_ns() - LOST_NS
-        while self._open:
-            request_id, open_request = next(iter(self._open.items()))
-            if open_request.created_ns >= old and len(self._open) <= MAX_OPEN:
+        while self.open_requests:
+            request_id, open_request = next(iter(self.open_requests.items()))
+            if open_request.created_ns >= old and len(self.open_requests) <= MAX_OPEN:
                 return
-            del self._open[request_id]
+            del self.open_requests[request_id]
             self.counts.forgotten += open_request.timeline is not None
 
 

@@ -122,7 +122,7 @@ async def test_a_turn_that_does_not_come_ends_the_wait() -> None:
 
 async def test_a_process_that_dies_is_started_again(trials: ConstraintTrials) -> None:
     assert not (await trials.of(SMALL, "a")).reason
-    process = trials._quick.process._process
+    process = trials.quick.process._process
     assert process is not None
     process.kill()
     await process.wait()
@@ -161,7 +161,7 @@ async def test_the_processes_get_no_secrets_of_their_parents(monkeypatch: pytest
     trials = ConstraintTrials()
     try:
         await trials.of(SMALL, "a")
-        process = trials._quick.process._process
+        process = trials.quick.process._process
         assert process is not None
         assert "PENSTOCK_NATS_URL" not in psutil.Process(process.pid).environ()
     finally:

@@ -34,7 +34,7 @@ def link_of(one: Routing) -> Link:
 
 def share(one: Routing, shares: bool) -> None:
     """As if its rate had been too high for it, or were low again."""
-    one.router.intake._sharing.active = shares
+    one.router.intake.sharing.active = shares
     member_of(one).share(shares)
 
 
@@ -70,7 +70,7 @@ async def test_only_the_owner_reads_and_holds_requests(
         assert not member_of(standby).reads
         assert standby.waiting == []
         assert {job.decision.router for _, job in await clients.work()} == {owner.router.id}
-        lease = member_of(standby)._seen
+        lease = member_of(standby).others
         await eventually(
             lambda: [each.member.held for each in lease.values()] == [(HeldByTenant("standard", (("default", 9),)),)]
         )
@@ -236,14 +236,14 @@ async def test_two_that_both_believe_to_own_a_model_place_each_request_once(
         for each in (one, two):
             await each.knows("w1", "w2")
         for each in (one, two):  # each sees nobody else
-            member_of(each)._seen.clear()
+            member_of(each).others.clear()
             monkeypatch.setattr(member_of(each), "_on_entry", lambda entry: None)
-            member_of(each)._update()
-        monkeypatch.setattr(member_of(one)._tail, "_handle", lambda entry: None)
-        monkeypatch.setattr(member_of(two)._tail, "_handle", lambda entry: None)
+            member_of(each).assign()
+        monkeypatch.setattr(member_of(one).tail, "_handle", lambda entry: None)
+        monkeypatch.setattr(member_of(two).tail, "_handle", lambda entry: None)
         for each in (one, two):
-            member_of(each)._seen.clear()
-            member_of(each)._update()
+            member_of(each).others.clear()
+            member_of(each).assign()
             await each.router.intake.top_up()
         assert member_of(one).owns(MODEL)
         assert member_of(two).owns(MODEL)
@@ -294,7 +294,7 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
             await clients.placed(each)
         await clients.acknowledged(80)
         for router in (owner.router, helper.router):
-            known = router.cluster.tracker._keys
+            known = router.cluster.tracker.keys
             await eventually(lambda known=known: all(each.id in known for each in long))  # type: ignore[misc]
             assert all(list(known[each.id]) == list(block_hashes.keys_of(each.digests)) for each in long)
         assert parts == {member_of(owner).part(MODEL)}
@@ -307,7 +307,7 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
             assert again is not None
             assert again.chosen[0] == worker, "whichever router decided, its record suffices"
         await eventually(lambda: helper.folded == owner.unfinished)
-        assert sum(widest.id in router.router.cluster.tracker._keys for router in (owner, helper)) == 1
+        assert sum(widest.id in router.router.cluster.tracker.keys for router in (owner, helper)) == 1
         share(owner, False)
         await eventually(lambda: not member_of(helper).reads)
         last = [request() for _ in range(20)]
@@ -528,9 +528,9 @@ async def test_a_renewal_that_is_read_after_the_end_of_its_connection_revives_no
         await eventually(lambda: member_of(one).owner(MODEL) == "lost")
         member_of(one).link_broke(link)
         assert member_of(one).owns(MODEL)
-        position = member_of(one)._tail.position
+        position = member_of(one).tail.position
         await clients.bus.js.publish(key, lost, headers={"Nats-TTL": "60"})
-        await eventually(lambda: member_of(one)._tail.position > position)
+        await eventually(lambda: member_of(one).tail.position > position)
         assert member_of(one).owns(MODEL)
 
 

@@ -252,7 +252,7 @@ def test_who_joins_or_leaves_costs_no_look_at_the_requests_of_all_workers() -> N
     f = fleet()
     for number, worker in enumerate("abca"):
         admit(f, f"r{number}", worker=worker, echoed=True)
-    f._requests = Unscanned(f._requests)
+    f.requests = Unscanned(f.requests)
     assert [e.request for e in f.orphans()] == ["r2"]
     f.put_worker(registered("c"))
     assert f.load(("c", 0), 0).sequences == 1
@@ -317,7 +317,7 @@ def test_the_sums_are_those_of_the_active_requests_whatever_happened(steps: list
             load = load_of(f, target, SECOND)
             assert (load.requests, load.sequences) == (len(at), sum(e.n for e in at))
             column, uncomputed = f.loads.load(row), f.loads.uncomputed(target)
-            tasks = {e.request: f.loads._tasks.get((e.request, target)) for e in at}
+            tasks = {e.request: f.loads.tasks.get((e.request, target)) for e in at}
             shared = {key for task in tasks.values() if task is not None for key in task.keys}
             alone = [e.blocks for e in at if (task := tasks[e.request]) is None or not task.keys]
             assert column.sequences == load.sequences
@@ -326,7 +326,7 @@ def test_the_sums_are_those_of_the_active_requests_whatever_happened(steps: list
             assert column.prefill_tokens == sum(task.uncached_tokens for task in uncomputed)
             assert column.computing == sum(task.sequences for task in uncomputed)
             assert {task.request for task in uncomputed} <= {e.request for e in at}
-    for kept in (f.loads._tasks, f._keys, f._stage_loads, f.loads.estimates):
+    for kept in (f.loads.tasks, f.keys, f.stage_loads, f.loads.estimates):
         assert not kept, "nothing leaks"
 
 

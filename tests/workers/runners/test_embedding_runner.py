@@ -42,27 +42,27 @@ def test_a_vector_with_numbers_that_json_lacks_fails_its_request_once_and_no_oth
     terminal = Terminal()
     made = runner(terminal)
     wrong, right = vectors("bad", 4), vectors("good", 1)
-    made._open = {"bad": wrong, "good": right}
-    made._inputs.add(wrong, [[1]] * 4)
+    made.open_requests = {"bad": wrong, "good": right}
+    made.inputs.add(wrong, [[1]] * 4)
     good = array("f", [0.5, 1.0]).tobytes()
     inputs = [Input(wrong, 0, [1]), Input(wrong, 1, [1]), Input(wrong, 2, [1]), Input(right, 0, [1])]
-    made._deliver(_Batch(inputs, [good, array("f", [1.0, bad]).tobytes(), array("f", [bad, -bad]).tobytes(), good]))
+    made.deliver(_Batch(inputs, [good, array("f", [1.0, bad]).tobytes(), array("f", [bad, -bad]).tobytes(), good]))
     ((request_id, code, message),) = terminal.ended
     assert (request_id, code) == ("bad", Code.engine_error)
     assert "input[1] is not finite" in message
-    assert not made._open
-    assert not len(made._inputs), "what waits of it is not computed"
+    assert not made.open_requests
+    assert not len(made.inputs), "what waits of it is not computed"
 
 
 def test_vectors_of_a_revoked_attempt_are_none_of_the_next_one_at_the_same_worker() -> None:
     made, vector = runner(Terminal()), array("f", [0.5, 1.0]).tobytes()
     revoked, current = vectors("again", 2), vectors("again", 2)
-    made._open = {"again": revoked}
-    made._drop(revoked.running)  # while its first input is computed
-    made._open = {"again": current}
-    made._deliver(_Batch([Input(revoked, 0, [1])], [vector]))
-    made._deliver(_Batch([Input(current, 0, [1])], [vector]))
-    assert made._open == {"again": current}, "its second vector is missing"
-    made._deliver(_Batch([Input(current, 1, [1])], [vector]))
-    assert not made._open
+    made.open_requests = {"again": revoked}
+    made.drop(revoked.running)  # while its first input is computed
+    made.open_requests = {"again": current}
+    made.deliver(_Batch([Input(revoked, 0, [1])], [vector]))
+    made.deliver(_Batch([Input(current, 0, [1])], [vector]))
+    assert made.open_requests == {"again": current}, "its second vector is missing"
+    made.deliver(_Batch([Input(current, 1, [1])], [vector]))
+    assert not made.open_requests
     assert current.vectors == [vector, vector]

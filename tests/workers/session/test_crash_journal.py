@@ -91,7 +91,7 @@ def test_a_journal_has_what_began_and_did_not_end(
             journal.ended(name)
         runs = runs | {name} if begins else runs - {name}
         if number == compact:
-            journal._compact()
+            journal.compact()
     data = paths(folder, "w")[0].read_bytes()
     found, torn = read_journal(data), read_journal(data[:-1])
     assert found is not None

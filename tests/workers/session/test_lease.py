@@ -164,7 +164,7 @@ async def test_without_an_answer_for_a_while_nothing_may_be_published_until_a_re
 
 async def test_a_renewal_whose_answer_was_lost_is_adopted(bus: Bus, owner: Owner) -> None:
     await owner.renewals(1)
-    async with owner.lease._renewal:  # as if the server had stored a renewal and its answer had not come
+    async with owner.lease.renewal:  # as if the server had stored a renewal and its answer had not come
         await bus.js.publish(owner.subject, encode(owner.describe()), headers={"Nats-TTL": "3"})
     await owner.renewals(3)
     assert owner.lease.trusted()
@@ -176,7 +176,7 @@ async def test_a_key_that_another_wrote_is_a_lost_lease_and_stays_as_it_is(
     bus: Bus, owner: Owner, payload: bytes | str
 ) -> None:
     other = encode(Owner(bus, epoch=2).describe()) if isinstance(payload, str) else payload
-    async with owner.lease._renewal:
+    async with owner.lease.renewal:
         ack = await bus.js.publish(owner.subject, other, headers={"Nats-TTL": "60"})
     await eventually(lambda: owner.lost == 1)
     await owner.lease.update()
@@ -201,7 +201,7 @@ async def test_releasing_removes_the_key_even_amid_renewals(bus: Bus) -> None:
 
 
 async def test_releasing_after_a_renewal_whose_answer_was_lost_removes_the_key_too(bus: Bus, owner: Owner) -> None:
-    async with owner.lease._renewal:
+    async with owner.lease.renewal:
         await bus.js.publish(owner.subject, encode(owner.describe()), headers={"Nats-TTL": "3"})
         owner.lease.revision -= 1
     await owner.lease.release()

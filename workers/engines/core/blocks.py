@@ -57,9 +57,9 @@ class HostCache:
         self.slots = slots
         self.kv_events = kv_events
         self.loaded_blocks = 0  # since start
-        self._names: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
-        self._parents: dict[bytes, bytes | None] = {}
-        self._free = list(range(slots - 1, -1, -1))
+        self.names: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        self.parents: dict[bytes, bytes | None] = {}
+        self.free = list(range(slots - 1, -1, -1))
         self._pinned: set[bytes] = set()  # to be loaded before the next step
         self._loading: set[bytes] = set()  # pinned until the copies are taken
         self._saves: dict[int, int] = {}  # slot -> block
@@ -68,36 +68,36 @@ class HostCache:
 
     @property
     def used_slots(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     def save(self, name: bytes, parent: bytes | None, block: int) -> None:
         """A named block leaves the device; without a slot that can be reassigned it is lost."""
-        if name in self._names:
-            self._names.move_to_end(name)
+        if name in self.names:
+            self.names.move_to_end(name)
             return
-        slot = self._free.pop() if self._free else self._evict()
+        slot = self.free.pop() if self.free else self._evict()
         if slot is None:
             return
-        self._names[name] = slot
-        self._parents[name] = parent
+        self.names[name] = slot
+        self.parents[name] = parent
         self._saves[slot] = block
         if self.kv_events:
             self._events.append(Stored(name, parent, tier=HOST))
 
     def _evict(self) -> int | None:
-        for name in self._names:
+        for name in self.names:
             if name not in self._pinned:
                 if self.kv_events:
                     self._events.append(Removed(name, tier=HOST))
-                del self._parents[name]
-                return self._names.pop(name)
+                del self.parents[name]
+                return self.names.pop(name)
         return None
 
     def match(self, digests: Seq[bytes], start: int, limit: int) -> list[bytes]:
         """Names of ``digests[start:limit]`` that are here, up to the first that is not."""
         matched = []
         for name in digests[start:limit]:
-            if name not in self._names:
+            if name not in self.names:
                 break
             matched.append(name)
         return matched
@@ -112,8 +112,8 @@ class HostCache:
     def load(self, names: Seq[bytes], blocks: Seq[int]) -> None:
         """Plan to copy pinned names into blocks."""
         for name, block in zip(names, blocks, strict=True):
-            self._loads.append((self._names[name], block))
-            self._names.move_to_end(name)
+            self._loads.append((self.names[name], block))
+            self.names.move_to_end(name)
         self._loading.update(names)
         self.loaded_blocks += len(names)
 
@@ -136,7 +136,7 @@ class HostCache:
         return events
 
     def dump(self) -> list[KvEvent]:
-        return [Stored(name, self._parents[name], tier=HOST) for name in self._names]
+        return [Stored(name, self.parents[name], tier=HOST) for name in self.names]
 
 
 class BlockObserver(Protocol):
@@ -161,6 +161,9 @@ class BlockManager:
         generations: one u32 per block, increased whenever it is allocated. A reader that copies a block from another
             process compares it afterwards: equal means that the block was not overwritten meanwhile.
         observer: notified of blocks that change their content.
+        holders, names, parents: of each block: sequences that hold it, its name, and the name of the block before it.
+        cache: the block of each name.
+        idle, unused: cached blocks that nobody holds, the first to be evicted first, and blocks without a name.
     """
 
     def __init__(
@@ -172,12 +175,12 @@ class BlockManager:
         self.prefix_cache = prefix_cache
         self.kv_events = kv_events and prefix_cache
         self.generations = array("I", bytes(4 * total_blocks))  # other processes read it: it never moves
-        self._holders = [0] * total_blocks
-        self._names: list[bytes | None] = [None] * total_blocks
-        self._parents: list[bytes | None] = [None] * total_blocks  # of the name; None: a prompt starts here
-        self._cache: dict[bytes, int] = {}
-        self._unused = list(range(total_blocks - 1, -1, -1))  # taken from the end
-        self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks, first to be evicted first
+        self.holders = [0] * total_blocks
+        self.names: list[bytes | None] = [None] * total_blocks
+        self.parents: list[bytes | None] = [None] * total_blocks  # of the name; None: a prompt starts here
+        self.cache: dict[bytes, int] = {}
+        self.unused = list(range(total_blocks - 1, -1, -1))  # taken from the end
+        self.idle: OrderedDict[int, None] = OrderedDict()  # cached blocks, first to be evicted first
         self._events: list[KvEvent] = []
         self._removed: list[bytes] = []  # not yet in _events
         self.observer: BlockObserver | None = None
@@ -186,24 +189,24 @@ class BlockManager:
     @property
     def available(self) -> int:
         """Blocks that ``take`` can give."""
-        return len(self._unused) + len(self._idle)
+        return len(self.unused) + len(self.idle)
 
     @property
     def used_blocks(self) -> int:
-        return self.total_blocks - len(self._unused) - len(self._idle)
+        return self.total_blocks - len(self.unused) - len(self.idle)
 
     @property
     def cached_blocks(self) -> int:
-        return len(self._idle)
+        return len(self.idle)
 
     @property
     def free_blocks(self) -> int:
-        return len(self._unused)
+        return len(self.unused)
 
     def match(self, digests: Sequence[bytes], limit: int) -> list[int]:
         """Blocks that hold the longest cached prefix of ``digests[:limit]``; not yet held."""
         blocks: list[int] = []
-        cache = self._cache
+        cache = self.cache
         for position in range(min(limit, len(digests))):
             block = cache.get(digests[position])
             if block is None:
@@ -213,7 +216,7 @@ class BlockManager:
 
     def left(self, hits: list[int], fresh: int) -> int:
         """``available`` after such a ``take``; below 0: there are too few blocks for it."""
-        holders = self._holders
+        holders = self.holders
         revived = 0
         for block in hits:
             if not holders[block]:
@@ -222,7 +225,7 @@ class BlockManager:
 
     def take(self, hits: list[int], fresh: int) -> list[int] | None:
         """Allocate a new table: hold ``hits`` (from ``match``) and ``fresh`` empty blocks; None: there are too few."""
-        holders, idle = self._holders, self._idle
+        holders, idle = self.holders, self.idle
         if self.left(hits, fresh) < 0:
             return None
         for block in hits:
@@ -237,47 +240,47 @@ class BlockManager:
     def share(self, table: list[int]) -> list[int]:
         """A second table of the same held blocks, to be released by itself."""
         for block in table:
-            assert self._holders[block], f"block {block} is not held"
-            self._holders[block] += 1
+            assert self.holders[block], f"block {block} is not held"
+            self.holders[block] += 1
         return list(table)
 
     def grow(self, table: list[int]) -> bool:
         """Append one empty block; False: all blocks are held."""
-        if not self._unused and not self._idle:
+        if not self.unused and not self.idle:
             return False
         table.append(self._take_one())
         return True
 
     def _take_one(self) -> int:
-        block = self._unused.pop() if self._unused else self._evict_one()
-        self._holders[block] = 1
+        block = self.unused.pop() if self.unused else self._evict_one()
+        self.holders[block] = 1
         self.generations[block] = (self.generations[block] + 1) & 0xFFFFFFFF
         return block
 
     def _evict_one(self) -> int:
-        block, _ = self._idle.popitem(last=False)
-        name = self._names[block]
+        block, _ = self.idle.popitem(last=False)
+        name = self.names[block]
         assert name is not None
-        del self._cache[name]
-        self._names[block] = None
+        del self.cache[name]
+        self.names[block] = None
         if self.kv_events:
             self._removed.append(name)
         if self.host is not None:
-            self.host.save(name, self._parents[block], block)
+            self.host.save(name, self.parents[block], block)
         if self.observer is not None:
             self.observer.discard(block)
         return block
 
     def evict(self) -> bool:
         """Remove the next block from the cache; False: none is idle."""
-        if not self._idle:
+        if not self.idle:
             return False
-        self._unused.append(self._evict_one())
+        self.unused.append(self._evict_one())
         return True
 
     def shared(self, block: int) -> bool:
         """Whether more than one table holds a block."""
-        return self._holders[block] > 1
+        return self.holders[block] > 1
 
     def name(self, table: list[int], digests: list[bytes], start: int, stop: int, *, leaving: bool = False) -> int:
         """Make blocks ``start`` .. ``stop`` of a held table findable; returns the first position still unnamed.
@@ -286,13 +289,13 @@ class BlockManager:
         depend on a parent that it does not hold; it may try again later, and continues when ``leaving``: its release
         follows at once, so the holder of the first copy releases that later.
         """
-        cache, holders, names, parents = self._cache, self._holders, self._names, self._parents
+        cache, holders, names, parents = self.cache, self.holders, self.names, self.parents
         # Names that are already in the cache come before those that are not.
         while start < stop and (first := cache.get(digests[start])) is not None:
             if not holders[first]:  # idle: its name moves to our copy, and it is emptied
-                del self._idle[first]
+                del self.idle[first]
                 names[first] = None
-                self._unused.append(first)
+                self.unused.append(first)
                 if self.observer is not None:
                     self.observer.move(first, table[start])
                 block = cache[digests[start]] = table[start]
@@ -317,7 +320,7 @@ class BlockManager:
 
     def release(self, table: list[int]) -> None:
         """Release a table, last block first. Named blocks stay findable until they are taken again."""
-        holders, names, idle, unused = self._holders, self._names, self._idle, self._unused
+        holders, names, idle, unused = self.holders, self.names, self.idle, self.unused
         for block in reversed(table):
             count = holders[block] - 1
             assert count >= 0, f"block {block} was released twice"
@@ -355,8 +358,8 @@ class BlockManager:
         # A name enters the cache after its parent and leaves it before, so the dict is in parents-first order.
         runs: list[tuple[bytes | None, list[bytes]]] = []
         tails: dict[bytes | None, list[bytes]] = {}
-        for digest, block in self._cache.items():
-            parent = self._parents[block]
+        for digest, block in self.cache.items():
+            parent = self.parents[block]
             run = tails.pop(parent, None) if parent is not None else None
             if run is None:
                 run = []

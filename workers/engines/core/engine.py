@@ -154,8 +154,8 @@ class ScheduledEngine:
         self.vision = None if encoder is None else EmbeddingPool(encoder)
         self.scheduler = scheduler
         self._processors = processors or Registry()
-        self._ahead = ahead
-        self._inflight: InflightStep | None = None
+        self.ahead = ahead
+        self.inflight: InflightStep | None = None
         self.executor = executor
         owned = executor if executor is not None else ahead
         assert owned is not None
@@ -242,10 +242,10 @@ class ScheduledEngine:
         self, plan: list[ScheduledSequence], scoring: list[ScheduledSequence], failures: list[Failure]
     ) -> StepResult:
         """Launch this plan, then wait for the previous one and commit it."""
-        assert self._ahead is not None
-        done, self._inflight = self._inflight, None
+        assert self.ahead is not None
+        done, self.inflight = self.inflight, None
         if plan:
-            self._inflight = InflightStep(plan, scoring, failures, self._ahead.launch(plan, scoring))
+            self.inflight = InflightStep(plan, scoring, failures, self.ahead.launch(plan, scoring))
             failures = []
         if done is None:
             result = self.scheduler.commit([], [], [])
@@ -275,7 +275,7 @@ class ScheduledEngine:
         return self.scheduler.pinned.release(key)
 
     def close(self) -> None:
-        self._inflight = None
+        self.inflight = None
         self._owned.close()
         if self._speculation is not None:
             self._speculation.drafter.close()

@@ -38,20 +38,20 @@ class Reservations:
     def __init__(self, blocks: BlockManager, headroom: Callable[[], int]) -> None:
         self._blocks = blocks
         self._headroom = headroom
-        self._expected = 0  # sequences that reservations were made for, and that have not started
+        self.expected = 0  # sequences that reservations were made for, and that have not started
         self.reserved_blocks = 0
 
     def reserve(self, digests: Seq[bytes], tails: int, users: int) -> BlockReservation | None:
         """Hold the blocks of a prompt, cached or to be filled; None: too few are available now."""
         hits = self._blocks.match(digests, len(digests))
         fresh = len(digests) - len(hits) + tails
-        if self._blocks.left(hits, fresh) < self._expected + self._headroom():
+        if self._blocks.left(hits, fresh) < self.expected + self._headroom():
             return None
         table = self._blocks.take(hits, fresh)
         assert table is not None
         full = len(digests)
         self.reserved_blocks += len(table)
-        self._expected += users
+        self.expected += users
         return BlockReservation(list(digests), table[:full], len(hits), table[full:], users)
 
     def adopt(self, reservation: BlockReservation) -> None:
@@ -66,7 +66,7 @@ class Reservations:
         """Free the blocks that no sequence has taken; a second call does nothing."""
         table = reservation.blocks + reservation.tails
         self.reserved_blocks -= len(table)
-        self._expected -= reservation.users
+        self.expected -= reservation.users
         self._blocks.release(table)
         reservation.blocks, reservation.tails, reservation.users = [], [], 0
 
@@ -80,7 +80,7 @@ class Reservations:
         if not reservation.users:  # it was released before
             return
         reservation.users -= 1
-        self._expected -= 1
+        self.expected -= 1
         if not reservation.users:
             self.release(reservation)
 
@@ -171,30 +171,30 @@ class Queue:
         self._reservations = reservations
         self._block_size = block_size
         self._no_evict = no_evict
-        self._waiting: OrderedDict[object, Sequence] = OrderedDict()  # next first
-        self._reserved = 0  # of those that wait: how many have a reservation
+        self.waiting: OrderedDict[object, Sequence] = OrderedDict()  # next first
+        self.reserved = 0  # of those that wait: how many have a reservation
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._waiting
+        return key in self.waiting
 
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
-        self._waiting[sequence.key] = sequence
-        self._reserved += sequence.reservation is not None
+        self.waiting[sequence.key] = sequence
+        self.reserved += sequence.reservation is not None
         if first:
-            self._waiting.move_to_end(sequence.key, last=False)
+            self.waiting.move_to_end(sequence.key, last=False)
 
     def remove(self, sequence: Sequence) -> None:
-        del self._waiting[sequence.key]
+        del self.waiting[sequence.key]
         self._unreserve(sequence)
 
     # -- reservations ----------------------------------------------------------------------------------------
 
     def head_claim(self) -> int:
         """Blocks that must be left for the first in line without a reservation."""
-        for sequence in self._waiting.values():
+        for sequence in self.waiting.values():
             if sequence.reservation is None:
                 need = self._need(sequence)
                 return self._blocks.available - self._blocks.left(need.hits, need.fresh)
@@ -204,12 +204,12 @@ class Queue:
         """A sequence starts, or is cancelled, and no longer needs its reservation."""
         reservation, sequence.reservation = sequence.reservation, None
         if reservation is not None:
-            self._reserved -= 1
+            self.reserved -= 1
             self._reservations.release_user(reservation)
 
     def reclaim(self) -> bool:
         """Free the last waiting sequence's reservation for a running one; False: none can be given up."""
-        for sequence in reversed(self._waiting.values()) if self._reserved else ():
+        for sequence in reversed(self.waiting.values()) if self.reserved else ():
             if sequence.reservation is not None and all(span.slots for span in sequence.media):
                 self._unreserve(sequence)
                 return True
@@ -219,16 +219,16 @@ class Queue:
 
     def next(self, running: Seq[Sequence]) -> AdmittedSequence | None:
         """Take the next sequence out of the queue; None: none can start."""
-        head = next(iter(self._waiting.values()))
+        head = next(iter(self.waiting.values()))
         admission = self._try_admit(head, running)
-        if admission is None and self._reserved:
+        if admission is None and self.reserved:
             admission = self._admit_reserved(head, running)
             if admission is None and not running:
                 admission = self._reclaim_for(head)
         return admission
 
     def _admit_reserved(self, head: Sequence, running: Seq[Sequence]) -> AdmittedSequence | None:
-        for sequence in self._waiting.values():
+        for sequence in self.waiting.values():
             if sequence.reservation is not None and sequence is not head:
                 admission = self._try_admit(sequence, running)
                 if admission is not None:
@@ -237,7 +237,7 @@ class Queue:
 
     def _reclaim_for(self, head: Sequence) -> AdmittedSequence | None:
         """Nothing runs, so nothing else frees blocks: reclaim reservations, last first, until the head fits."""
-        for sequence in [*reversed(self._waiting.values())]:  # the head's own is the last
+        for sequence in [*reversed(self.waiting.values())]:  # the head's own is the last
             if sequence.reservation is not None:
                 self._unreserve(sequence)
                 admission = self._try_admit(head, ())
@@ -266,7 +266,7 @@ class Queue:
             table[len(need.hits) : len(need.hits)] = need.tail
             self._reservations.take_tail(sequence.reservation)
             computed = sequence.prompt_len
-        del self._waiting[sequence.key]
+        del self.waiting[sequence.key]
         sequence.blocks = table
         self._unreserve(sequence)
         return AdmittedSequence(sequence, computed, need.named)

@@ -153,7 +153,7 @@ class Scheduler:
         self.running = RunningSequences(block_size, self.kv_cache, self.queue, self.pinned, self._inflight, self.report)
         self._block_size = block_size
         self._max_running = config.max_running
-        self._by_key: dict[object, Sequence] = {}
+        self.by_key: dict[object, Sequence] = {}
 
     # -- between steps ---------------------------------------------------------------------------------------
 
@@ -165,16 +165,16 @@ class Scheduler:
         Raises:
             RequestError: it can never run here; the message names the limit.
         """
-        if request.key in self._by_key:
+        if request.key in self.by_key:
             raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
         naming, handoff = self.blocks.prefix_cache, self.kv_cache.in_one_pool
         sequence = new_sequence(request, self.limits, processors, constraint, prefix_cache=naming, handoff=handoff)
-        self._by_key[request.key] = sequence
+        self.by_key[request.key] = sequence
         self.queue.add(sequence)
 
     def cancel(self, key: object) -> bool:
         """Drop a sequence and free its blocks; False: unknown."""
-        sequence = self._by_key.pop(key, None)
+        sequence = self.by_key.pop(key, None)
         if sequence is None:
             return False
         if sequence.blocks:
@@ -190,7 +190,7 @@ class Scheduler:
         return bool(self.queue) and not self.running and not self.running.ending
 
     def has_work(self) -> bool:
-        return bool(self._by_key or self._inflight or self.report or self.pinned.has_new or self.blocks.has_events)
+        return bool(self.by_key or self._inflight or self.report or self.pinned.has_new or self.blocks.has_events)
 
     # -- schedule --------------------------------------------------------------------------------------------
 
@@ -353,7 +353,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence, token: int, logprob: Logprob | None) -> Output:
         """End a sequence with its last token."""
         output = self.report.ended(sequence, token, logprob, self.limits)
-        del self._by_key[sequence.key]
+        del self.by_key[sequence.key]
         if sequence.pin:
             self.pinned.pin(sequence)
         self.running.end(sequence)

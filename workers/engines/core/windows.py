@@ -31,6 +31,11 @@ class WindowRows:
     Args:
         window: tokens that a query attends to in these layers, itself included.
         only: the model has no other layers, so this pool is its whole KV cache.
+
+    Attributes:
+        rows: the row of each block that has one; ``free`` has the others.
+        holders: how many sequences hold a block's row.
+        passed: blocks whose rows a window has passed.
     """
 
     def __init__(self, blocks: BlockManager, total_blocks: int, *, block_size: int, window: int, only: bool) -> None:
@@ -43,10 +48,10 @@ class WindowRows:
                 f"a window of {window} tokens needs {self.most_rows} blocks of {block_size}, not {total_blocks}"
             )
         self._blocks = blocks
-        self._rows: dict[int, int] = {}  # block -> row
-        self._holders: dict[int, int] = {}  # block -> sequences that hold its row
-        self._passed: OrderedDict[int, None] = OrderedDict()  # blocks
-        self._free = list(range(total_blocks - 1, -1, -1))
+        self.rows: dict[int, int] = {}  # block -> row
+        self.holders: dict[int, int] = {}  # block -> sequences that hold its row
+        self.passed: OrderedDict[int, None] = OrderedDict()  # blocks
+        self.free = list(range(total_blocks - 1, -1, -1))
         blocks.observer = self
 
     @property
@@ -56,15 +61,15 @@ class WindowRows:
 
     @property
     def used_blocks(self) -> int:
-        return len(self._holders)
+        return len(self.holders)
 
     @property
     def cached_blocks(self) -> int:
-        return len(self._rows) - len(self._holders)
+        return len(self.rows) - len(self.holders)
 
     @property
     def free_blocks(self) -> int:
-        return len(self._free)
+        return len(self.free)
 
     def first_block(self, position: int) -> int:
         """The first block that a query at ``position`` attends to."""
@@ -76,7 +81,7 @@ class WindowRows:
         while border:
             first = self.first_block(border * self._size)
             missing = border - 1
-            while missing >= first and hits[missing] in self._rows:
+            while missing >= first and hits[missing] in self.rows:
                 missing -= 1
             if missing < first:
                 break
@@ -91,13 +96,13 @@ class WindowRows:
         first, hits = self.first_block(computed), -(-computed // self._size)
         sequence.rows, sequence.first_row = [-1] * first, first
         for block in sequence.blocks[:first]:
-            if block in self._rows and block not in self._holders:  # it is no longer idle, so not final
-                self._passed[block] = None
-                self._passed.move_to_end(block)
+            if block in self.rows and block not in self.holders:  # it is no longer idle, so not final
+                self.passed[block] = None
+                self.passed.move_to_end(block)
         for block in sequence.blocks[first:hits]:
-            self._passed.pop(block, None)
-            self._holders[block] = self._holders.get(block, 0) + 1
-            sequence.rows.append(self._rows[block])
+            self.passed.pop(block, None)
+            self.holders[block] = self.holders.get(block, 0) + 1
+            sequence.rows.append(self.rows[block])
 
     def fit(self, sequence: Sequence, start: int, count: int, *, fair: bool = False) -> int:
         """How many of ``count`` tokens from ``start`` on can get rows, once those that are passed are released.
@@ -109,7 +114,7 @@ class WindowRows:
         for number in range(sequence.first_row, min(first, len(sequence.rows))):
             self._drop(sequence.blocks[number], passed=True)
         sequence.first_row = max(sequence.first_row, first)
-        room = self.total_blocks - len(self._holders)
+        room = self.total_blocks - len(self.holders)
         if fair:
             room = min(room, self.most_rows - (len(sequence.rows) - sequence.first_row))
         return max(0, min(count, (len(sequence.rows) + room) * self._size - start))
@@ -118,8 +123,8 @@ class WindowRows:
         """Give rows to the blocks of a sequence up to position ``stop``; ``fit`` has allowed it."""
         for block in sequence.blocks[len(sequence.rows) : -(-stop // self._size)]:
             row = self._take()
-            self._rows[block] = row
-            self._holders[block] = 1
+            self.rows[block] = row
+            self.holders[block] = 1
             sequence.rows.append(row)
 
     def release(self, sequence: Sequence) -> None:
@@ -130,34 +135,34 @@ class WindowRows:
         sequence.rows, sequence.first_row = [], 0
 
     def _drop(self, block: int, *, passed: bool) -> None:
-        count = self._holders[block] - 1
+        count = self.holders[block] - 1
         if count:
-            self._holders[block] = count
+            self.holders[block] = count
             return
-        del self._holders[block]
+        del self.holders[block]
         if passed:  # also without a name: it may still get one
-            self._passed[block] = None
+            self.passed[block] = None
 
     def _take(self) -> int:
-        if not self._free and self._passed:
-            block, _ = self._passed.popitem(last=False)
-            return self._rows.pop(block)
-        while not self._free:
+        if not self.free and self.passed:
+            block, _ = self.passed.popitem(last=False)
+            return self.rows.pop(block)
+        while not self.free:
             evicted = self._blocks.evict()
             assert evicted, "fit() promised more rows than there are"
-        return self._free.pop()
+        return self.free.pop()
 
     def move(self, block: int, copy: int) -> None:
-        if block in self._rows and copy not in self._rows:
-            self._rows[copy] = self._rows.pop(block)
-            self._passed.pop(block, None)
-            self._passed[copy] = None
+        if block in self.rows and copy not in self.rows:
+            self.rows[copy] = self.rows.pop(block)
+            self.passed.pop(block, None)
+            self.passed[copy] = None
         else:
             self.discard(block)
 
     def discard(self, block: int) -> None:
-        row = self._rows.pop(block, None)
+        row = self.rows.pop(block, None)
         if row is not None:
-            assert block not in self._holders, f"the row of block {block} is held"
-            self._passed.pop(block, None)
-            self._free.append(row)
+            assert block not in self.holders, f"the row of block {block} is held"
+            self.passed.pop(block, None)
+            self.free.append(row)

@@ -129,7 +129,7 @@ class ExternalEngine(Generic[C]):
         self.adapter = adapter
         self.runtime = runtime
         self._constrained = ConstrainedOutputs(grammars)
-        self._active: dict[object, ActiveSequence[C]] = {}
+        self.active: dict[object, ActiveSequence[C]] = {}
         self._running = 0  # how many of them have started
         self._pinned: dict[object, int] = {}  # key -> blocks of its prompt
         self._handed: dict[object, ActiveSequence[C]] = {}  # pinned, and perhaps still computing
@@ -151,18 +151,18 @@ class ExternalEngine(Generic[C]):
             EngineError: the engine is broken.
         """
         self._raise_broken()
-        if request.key in self._active:
+        if request.key in self.active:
             raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
         sequence = self.adapter.accept(request)
         self._constrained.add(request)
-        if not self._active:
+        if not self.active:
             self._last_update = time.monotonic()
-        self._active[request.key] = sequence
+        self.active[request.key] = sequence
         self.runtime.loop.post(self.adapter.launch, sequence)
 
     def cancel(self, key: object) -> bool:
         """Stop tracking a sequence at once and abort it in the engine; its late outputs are discarded."""
-        sequence = self._active.get(key)
+        sequence = self.active.get(key)
         if sequence is None:
             return False
         self._forget(sequence)
@@ -171,14 +171,14 @@ class ExternalEngine(Generic[C]):
         return True
 
     def _forget(self, sequence: ActiveSequence[C]) -> None:
-        del self._active[sequence.key]
+        del self.active[sequence.key]
         self._constrained.remove(sequence.key)
         self._running -= sequence.started
-        if not self._active:
+        if not self.active:
             self._ended_at = time.monotonic()
 
     def has_work(self) -> bool:
-        if self._active or self.runtime.inbox:
+        if self.active or self.runtime.inbox:
             return True
         return self.info.kv_events and time.monotonic() - self._ended_at < self.adapter.linger_s
 
@@ -226,7 +226,7 @@ class ExternalEngine(Generic[C]):
     ) -> int:
         """Add an update to the results, unless its sequence was cancelled; returns the number of computed tokens."""
         sequence, cached, tokens, failure, opaque, scored, values, passed_on = update
-        if self._active.get(sequence.key) is not sequence:
+        if self.active.get(sequence.key) is not sequence:
             return 0
         tokens, found = self._constrained.follow(sequence.key, tokens, failure)
         if found is not failure:
@@ -262,9 +262,9 @@ class ExternalEngine(Generic[C]):
 
     def _check_silence(self) -> None:
         now = time.monotonic()
-        if self._active and now - self._last_update > SILENT_S:
+        if self.active and now - self._last_update > SILENT_S:
             self._last_update = now
-            log.warning("engine_silent", seconds=SILENT_S, sequences=len(self._active), running=self._running)
+            log.warning("engine_silent", seconds=SILENT_S, sequences=len(self.active), running=self._running)
 
     def _raise_broken(self) -> None:
         error = self.runtime.inbox.failure
@@ -275,10 +275,10 @@ class ExternalEngine(Generic[C]):
 
     def stats(self) -> EngineStats:
         pinned = sum(self._pinned.values())
-        blocks = self.adapter.block_counts(active=bool(self._active), pinned=pinned)
+        blocks = self.adapter.block_counts(active=bool(self.active), pinned=pinned)
         return EngineStats(
             running=self._running,
-            waiting=len(self._active) - self._running,
+            waiting=len(self.active) - self._running,
             used_blocks=blocks.used,
             cached_blocks=blocks.cached,
             free_blocks=blocks.free,
@@ -313,7 +313,7 @@ class ExternalEngine(Generic[C]):
         if self._closed:
             return
         self._closed = True
-        for key in list(self._active):
+        for key in list(self.active):
             self.cancel(key)
         if not self.runtime.loop.cancel_all(CLOSE_S):
             log.warning("engine_tasks_still_running")

@@ -55,7 +55,7 @@ class TrtllmVisionEncoder:
 
     def __init__(self, encoder: Any, open_handle: Open, vision: modeldir.Vision, slots: int = 0) -> None:
         self.resources = contextlib.ExitStack()  # closed with it
-        self._encoder = encoder
+        self.encoder = encoder
         self._open_handle = open_handle
         self._text = vision.image_token
         features = self._embed([Image.new("RGB", (64, 64))])[0]
@@ -70,7 +70,7 @@ class TrtllmVisionEncoder:
         try:
             embeddings = []
             prompts = [{"prompt": self._text, "multi_modal_data": {"image": [image]}} for image in images]
-            for answer in bounded(self._encoder.generate, prompts, use_tqdm=False, seconds=EMBED_S):
+            for answer in bounded(self.encoder.generate, prompts, use_tqdm=False, seconds=EMBED_S):
                 embeddings.append(torch.cat([self._open_handle(handle) for handle in handles_of(answer)]))
         except Exception as error:
             raise EngineError(f"TensorRT-LLM's encoder failed: {error!r}") from error

@@ -152,7 +152,7 @@ async def test_an_attempt_that_began_and_was_returned_between_two_looks_has_both
     await bus.js.publish(bus.subjects.returned(asked.model), encode(report))
     if fails:  # the broker goes away between the streams
         with monkeypatch.context() as patch:
-            patch.setattr(following._work, "entries", unreadable)
+            patch.setattr(following.work, "entries", unreadable)
             with pytest.raises(ServingError):
                 await following.look()
     await following.look()
@@ -211,7 +211,7 @@ async def test_only_as_many_as_asked_for_are_sent_but_the_callers_always(bus: Bu
         *called,
     }
     assert following.counts.unsampled == 83 - len(chosen)
-    assert not following._open
+    assert not following.open_requests
 
 
 async def test_what_no_worker_got_is_found_among_the_requests(bus: Bus, sent: Sent) -> None:
@@ -304,8 +304,8 @@ async def test_far_behind_it_reads_no_more_than_it_sends(bus: Bus, sent: Sent, m
     following = Following(bus, sent, await begin(bus, None))
     all_ = await run(bus, 30)
     most = 0
-    while await following.look() or following._due:
-        most = max(most, len(following._open))
+    while await following.look() or following.due:
+        most = max(most, len(following.open_requests))
     assert sent.requests == all_
     assert most <= 8
 
@@ -317,7 +317,7 @@ async def test_what_never_ends_is_forgotten(bus: Bus, sent: Sent, monkeypatch: p
         await place(bus, made())
     old = made(created_ns=time.time_ns() - follow.LOST_NS - 1)
     await following.once()
-    assert len(following._open) == 5
+    assert len(following.open_requests) == 5
     assert following.counts.forgotten == 3
     await place(bus, old)
     await following.once()

@@ -109,21 +109,21 @@ def check_pool(manager: BlockManager, tables: list[list[int]]) -> None:
         assert len(set(table)) == len(table)
         for block in table:
             held[block] = held.get(block, 0) + 1
-    unused, idle = manager._unused, list(manager._idle)
+    unused, idle = manager.unused, list(manager.idle)
     assert sorted([*held, *unused, *idle]) == list(range(manager.total_blocks))
-    assert manager._holders == [held.get(block, 0) for block in range(manager.total_blocks)]
-    assert {block: name for name, block in manager._cache.items()} == {
-        block: name for block, name in enumerate(manager._names) if name is not None
+    assert manager.holders == [held.get(block, 0) for block in range(manager.total_blocks)]
+    assert {block: name for name, block in manager.cache.items()} == {
+        block: name for block, name in enumerate(manager.names) if name is not None
     }
-    assert all(manager._names[block] is None for block in unused)
-    assert all(manager._names[block] is not None for block in idle)
+    assert all(manager.names[block] is None for block in unused)
+    assert all(manager.names[block] is not None for block in idle)
     assert (manager.used_blocks, manager.cached_blocks, manager.free_blocks) == (len(held), len(idle), len(unused))
     # Closed towards the front, now and after any number of evictions.
     rank = {block: position for position, block in enumerate(idle)}
-    for block in manager._cache.values():
-        parent = manager._parents[block]
+    for block in manager.cache.values():
+        parent = manager.parents[block]
         if parent is not None:
-            above = manager._cache[parent]
+            above = manager.cache[parent]
             if above in rank:
                 assert rank.get(block, len(idle)) < rank[above], "a parent would be evicted before its child"
 
@@ -155,7 +155,7 @@ class PoolMemory:
 
     def check_names(self, manager: BlockManager) -> None:
         """Each name is that of the tokens whose KV lies in the block."""
-        for name, block in manager._cache.items():
+        for name, block in manager.cache.items():
             prefix, digest = self.content[block, self.size - 1], self.root
             assert len(prefix) % self.size == 0
             for start in range(0, len(prefix), self.size):

@@ -268,7 +268,7 @@ class World:
     def check(self) -> None:
         scheduler = self.scheduler
         tables = [each.blocks for each in scheduler.running] + scheduler.pinned.tables
-        promised = {id(s.reservation): s.reservation for s in scheduler.queue._waiting.values() if s.reservation}
+        promised = {id(s.reservation): s.reservation for s in scheduler.queue.waiting.values() if s.reservation}
         promised |= {id(each[2]): each[2] for each in self.coming}
         answered = [wait.answer.result() for wait, _, _ in self.waits.values() if wait.answer.done()]
         promised |= {id(found): found for found in answered if found is not None}
@@ -295,7 +295,7 @@ def run(seed: int, requests: int = 24) -> World:
         world.scheduler.pinned.release(key)
     stats = scheduler_stats(world.scheduler)
     assert (stats.used_blocks, stats.pinned_blocks, stats.waiting) == (0, 0, 0)
-    assert (world.scheduler.reservations._expected, world.scheduler.queue._reserved) == (0, 0)
+    assert (world.scheduler.reservations.expected, world.scheduler.queue.reserved) == (0, 0)
     assert not world.room
     return world
 

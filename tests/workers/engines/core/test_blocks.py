@@ -172,7 +172,7 @@ def test_events_and_dump_mean_the_cache_after_any_history(seed: int) -> None:
         check_pool(manager, [table for table, _, _ in live])
         if rng.random() < 0.3:
             mirror.apply(manager.take_events())
-            assert mirror.parents.keys() == manager._cache.keys()
+            assert mirror.parents.keys() == manager.cache.keys()
             fresh = Mirror()
             fresh.apply(manager.dump())
             assert fresh.parents == mirror.parents

@@ -61,8 +61,8 @@ class Rig:
                 self.reported.add(event.digests)
             elif isinstance(event, Removed) and event.tier == HOST:
                 self.reported.remove(event.digests)
-        assert self.reported == set(self.host._names)
-        assert len(self.host._names) + len(self.host._free) == self.host.slots
+        assert self.reported == set(self.host.names)
+        assert len(self.host.names) + len(self.host.free) == self.host.slots
         check_pool(self.manager, [sequence.blocks for sequence in self.scheduler.running])
         self.memory.check_names(self.manager)
         return result

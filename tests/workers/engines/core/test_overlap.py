@@ -98,7 +98,7 @@ def ahead(
 
 
 def check(engine: ScheduledEngine, executor: Late, scheduler: Scheduler) -> None:
-    flight = engine._inflight
+    flight = engine.inflight
     ended = [scheduled.sequence for scheduled in flight.plan if scheduled.sequence.ended] if flight else []
     check_pool(scheduler.blocks, [sequence.blocks for sequence in (*scheduler.running, *ended)])
     if scheduler.blocks.prefix_cache:

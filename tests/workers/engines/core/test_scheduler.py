@@ -453,7 +453,7 @@ def test_any_history_ends_with_the_tokens_of_an_uninterrupted_run(
         result = scheduler.commit(plan, memory.execute(plan) if plan else [])
         check()
         mirror.apply(result.events)
-        assert mirror.parents.keys() == manager._cache.keys()
+        assert mirror.parents.keys() == manager.cache.keys()
         fresh = Mirror()
         fresh.apply(manager.dump())
         assert fresh.parents == mirror.parents
@@ -654,18 +654,18 @@ def test_handoffs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
             case "release" if reserved:
                 scheduler.reservations.release(reserved.pop()[0])  # type: ignore[index]
             case "cancel":
-                scheduler.cancel(data.draw(st.sampled_from([*scheduler._by_key, None])))
+                scheduler.cancel(data.draw(st.sampled_from([*scheduler.by_key, None])))
             case _:
                 result = bench.step()
                 mirror.apply(list(result.events))
                 pinned += [one.key for one in result.pinned]
         tables = [s.blocks for s in scheduler.running] + scheduler.pinned.tables
         waiting = {
-            id(s.reservation): s.reservation for s in scheduler.queue._waiting.values() if s.reservation is not None
+            id(s.reservation): s.reservation for s in scheduler.queue.waiting.values() if s.reservation is not None
         }
         tables += [r.blocks + r.tails for r in waiting.values()] + [r.blocks + r.tails for r, _ in reserved]  # type: ignore[misc, has-type]
         check_pool(bench.blocks, tables)
-    for key in list(scheduler._by_key):
+    for key in list(scheduler.by_key):
         scheduler.cancel(key)
     for key in scheduler.pinned.keys:
         scheduler.pinned.release(key)

@@ -97,11 +97,11 @@ class Rig:
         for sequence in self.scheduler.running:
             for block in sequence.blocks[sequence.first_row : len(sequence.rows)]:
                 held[block] = held.get(block, 0) + 1
-        assert windows._holders == held
-        assert sorted([*windows._free, *windows._rows.values()]) == list(range(windows.total_blocks))
-        final = windows._rows.keys() - held.keys() - windows._passed.keys()
-        assert final <= manager._idle.keys(), "a row that nothing can reclaim"
-        assert not windows._passed.keys() & held.keys()
+        assert windows.holders == held
+        assert sorted([*windows.free, *windows.rows.values()]) == list(range(windows.total_blocks))
+        final = windows.rows.keys() - held.keys() - windows.passed.keys()
+        assert final <= manager.idle.keys(), "a row that nothing can reclaim"
+        assert not windows.passed.keys() & held.keys()
         check_pool(manager, [sequence.blocks for sequence in self.scheduler.running])
 
     def run(self, *requests: object) -> dict[object, list[int]]:

@@ -37,7 +37,7 @@ def png(color: str) -> bytes:
 
 
 def test_only_what_an_encoder_needs_is_given_to_it(engine: EncodeEngine) -> None:
-    args = engine.vision.encoder._encoder.args  # type: ignore[attr-defined]
+    args = engine.vision.encoder.encoder.args  # type: ignore[attr-defined]
     assert args.mm_encoder_only
     assert args.kv_cache_config.event_buffer_max_size == 0
     assert args.enable_chunked_prefill is False
@@ -53,7 +53,7 @@ def test_a_picture_becomes_what_the_model_itself_makes_of_it(engine: EncodeEngin
         reservation, {n: engine.vision.prepare(png(color), "image/png") for n, color in enumerate(["red", "blue"])}
     )
     encoder: Any = engine.vision.encoder
-    wanted = encoder._encoder._model.embed([Image.new("RGB", (48, 32), color) for color in ("red", "blue")])
+    wanted = encoder.encoder._model.embed([Image.new("RGB", (48, 32), color) for color in ("red", "blue")])
     for slots, rows in zip(reservation.slots, wanted, strict=True):
         torch.testing.assert_close(encoder.pool.data[slots[0]], rows)
     memory = engine.memory()["embeds"]
@@ -76,7 +76,7 @@ def test_an_encoder_that_fails_is_the_engines_end(engine: EncodeEngine, monkeypa
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(encoder._encoder, "generate", fail)
+    monkeypatch.setattr(encoder.encoder, "generate", fail)
     reservation = engine.vision.reserve([(b"r" * 32, engine.vision.slot_tokens)])
     assert reservation is not None
     with pytest.raises(EngineError, match="CUDA error"):

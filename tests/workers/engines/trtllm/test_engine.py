@@ -205,7 +205,7 @@ def test_a_request_error_on_the_way_fails_its_request_and_no_other(make: Make, p
     hooks.hold(engine.runtime.llm)
     engine.submit(ask("a", prompt, 8, ignore_eos=True))
     engine.submit(ask("b", prompt, 8, ignore_eos=True))
-    sequence = engine._active["a"]
+    sequence = engine.active["a"]
     while sequence.call.result is None:
         engine.step()
     sequence.call.result._inbox.put(ErrorResponse("this one cannot go on"))
@@ -222,7 +222,7 @@ def test_any_other_error_is_the_engines_end(make: Make, prompt: list[int]) -> No
     engine = make()
     hooks.hold(engine.runtime.llm)
     engine.submit(ask("a", prompt, 100, ignore_eos=True))
-    while engine._active["a"].call.result is None:
+    while engine.active["a"].call.result is None:
         engine.step()
     hooks.die(engine.runtime.llm)
     hooks.free(engine.runtime.llm)
@@ -301,7 +301,7 @@ def test_an_abort_that_is_not_answered_leaves_nothing_behind(
     engine = make()
     engine.submit(ask("a", prompt, 400, ignore_eos=True))
     until(engine, lambda results: bool(results.tokens("a")))
-    task = engine._active["a"].task
+    task = engine.active["a"].task
     engine.cancel("a")
     deadline = time.monotonic() + 10
     while not task.done():

@@ -108,7 +108,7 @@ def test_a_cancel_while_kv_is_fetched_waits_for_that(make: Make, monkeypatch: An
     hooks.hold(llm)
     request: SequenceRequest = ask("d", PROMPT, 400, generated=first, opaque=opaque, ignore_eos=True)
     decode.submit(request)
-    sequence = decode._active["d"]
+    sequence = decode.active["d"]
     while sequence.call.result is None:
         decode.step()
     monkeypatch.setattr(sequence.call.result, "abort", lambda: aborted.append(1))

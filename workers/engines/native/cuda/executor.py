@@ -166,11 +166,11 @@ class CudaExecutor:
         try:
             with torch.inference_mode():
                 for size in reversed(batch_sizes(self._rows)):
-                    self._run_fixed(size)  # compiles kernels and lets libraries choose theirs
+                    self.run_fixed(size)  # compiles kernels and lets libraries choose theirs
                     torch.cuda.synchronize()
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph, pool=pool):
-                        logits = self._run_fixed(size)
+                        logits = self.run_fixed(size)
                     pool = graph.pool()
                     self._graphs[size] = (graph, logits)
         except RuntimeError as error:
@@ -199,7 +199,7 @@ class CudaExecutor:
             torch.cuda.synchronize()
             log.warning("prompts_without_graphs", reason=str(error).strip().splitlines()[0])
 
-    def _run_fixed(self, size: int) -> Tensor:
+    def run_fixed(self, size: int) -> Tensor:
         """A decode step of ``size`` rows whose inputs lie at fixed offsets of the upload buffer."""
         tokens, table_rows, positions = (self._upload.device[start : start + size] for start in self._fixed_offsets[:3])
         return self.forward(tokens, table_rows, positions)

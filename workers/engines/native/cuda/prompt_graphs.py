@@ -49,11 +49,11 @@ class PromptGraphs:
 
     def __init__(self, upload: Upload, offset: int, tile_rows: int, max_tokens: int, max_decodes: int) -> None:
         self._upload, self._tile_rows = upload, tile_rows
-        self._sizes = [rows for rows in ROWS if rows <= max_tokens]
-        self._graphs: dict[int, tuple[Any, Tensor]] = {}
+        self.sizes = [rows for rows in ROWS if rows <= max_tokens]
+        self.graphs: dict[int, tuple[Any, Tensor]] = {}
         self._decodes = min(DECODES, max_decodes)
         self._wanted = self._decodes + PROMPTS
-        most = self._sizes[-1] if self._sizes else 0
+        most = self.sizes[-1] if self.sizes else 0
         lengths = (most, most, most, self._decodes, self._wanted, 4 * self._tiles(most))
         starts = [offset]
         for length in lengths:
@@ -73,19 +73,19 @@ class PromptGraphs:
         Raises:
             RuntimeError: the model cannot be captured.
         """
-        for size in reversed(self._sizes):
-            inputs = self._inputs(size)
+        for size in reversed(self.sizes):
+            inputs = self.inputs(size)
             forward(inputs)  # compiles kernels and lets libraries choose theirs
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 logits = forward(inputs)
-            self._graphs[size] = (graph, logits)
+            self.graphs[size] = (graph, logits)
 
     def clear(self) -> None:
-        self._graphs.clear()
+        self.graphs.clear()
 
-    def _inputs(self, size: int) -> GraphInputs:
+    def inputs(self, size: int) -> GraphInputs:
         lengths = (size, size, size, min(self._decodes, size), self._wanted, 4 * self._tiles(size))
         tokens, table_rows, positions, decode_positions, wanted, tiles = (
             self._upload.device[start : start + length] for start, length in zip(self._starts, lengths, strict=True)
@@ -94,11 +94,11 @@ class PromptGraphs:
 
     def fit(self, packed: Packed) -> int:
         """The rows of the smallest graph that computes a step; 0: none does."""
-        if not self._graphs or packed.media or packed.scored or packed.long:
+        if not self.graphs or packed.media or packed.scored or packed.long:
             return 0
         if packed.decodes > self._decodes or len(packed.drawn) > self._wanted:
             return 0
-        for size in self._sizes:
+        for size in self.sizes:
             if size >= len(packed.tokens):
                 return size if len(packed.tiles) <= self._tiles(size) else 0
         return 0
@@ -118,6 +118,6 @@ class PromptGraphs:
 
     def replay(self, size: int) -> Tensor:
         """Compute a step whose inputs were sent; returns the wanted rows' logits, those of ``Packed.drawn`` first."""
-        graph, logits = self._graphs[size]
+        graph, logits = self.graphs[size]
         graph.replay()
         return logits

@@ -22,7 +22,7 @@ def upload() -> Upload:
 def graphs(upload: Upload) -> PromptGraphs:
     made = PromptGraphs(upload, OFFSET, TILE, 512, 256)
     captured: Any = None
-    made._graphs = dict.fromkeys(made._sizes, captured)
+    made.graphs = dict.fromkeys(made.sizes, captured)
     return made
 
 
@@ -64,7 +64,7 @@ def test_what_a_step_does_not_use_is_padding(graphs: PromptGraphs, upload: Uploa
     upload.begin()
     graphs.put(packed, 192)
     upload.send()
-    inputs = graphs._inputs(192)
+    inputs = graphs.inputs(192)
     assert inputs.tokens.tolist() == packed.tokens + [0] * 40
     assert inputs.positions.tolist() == packed.positions + [-1] * 40
     assert inputs.decode_positions.tolist() == [50, 50] + [-1] * (DECODES - 2)
@@ -74,7 +74,7 @@ def test_what_a_step_does_not_use_is_padding(graphs: PromptGraphs, upload: Uploa
 
 
 def test_inputs_lie_behind_those_of_other_graphs_and_do_not_overlap(graphs: PromptGraphs) -> None:
-    parts = graphs._inputs(512)
+    parts = graphs.inputs(512)
     ends = [part.storage_offset() + part.numel() for part in parts]
     assert parts.tokens.storage_offset() == OFFSET
     assert all(part.storage_offset() >= end for part, end in zip(parts[1:], ends, strict=False))
@@ -82,4 +82,4 @@ def test_inputs_lie_behind_those_of_other_graphs_and_do_not_overlap(graphs: Prom
 
 
 def test_an_executor_whose_steps_are_shorter_than_every_graph_has_none() -> None:
-    assert not PromptGraphs(Upload(1 << 10, CPU), OFFSET, TILE, 16, 4)._sizes
+    assert not PromptGraphs(Upload(1 << 10, CPU), OFFSET, TILE, 16, 4).sizes
