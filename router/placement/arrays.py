@@ -264,7 +264,8 @@ def _set_bits(masks: bytes) -> Rows:
     filled = (octets != 0).nonzero()[0]
     bits = _ones(octets[filled])
     octet = filled[bits >> 3]
-    return (words[octet >> 3] << 6) + ((octet & 7) << 3) + (bits & 7)
+    found: Rows = (words[octet >> 3] << 6) + ((octet & 7) << 3) + (bits & 7)
+    return found
 
 
 def _ones(octets: NDArray[np.uint8]) -> Rows:
