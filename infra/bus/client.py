@@ -273,10 +273,10 @@ class LinkTransport(TcpTransport):  # type: ignore[misc]  # untyped
 
 _BUFFERED_BYTES = 64 << 10  # in the write buffer; above this, nats-py's flusher waits for the server
 # For what nobody waits for, such as acknowledgements. At one connection a request takes 9 % less CPU than if they were
-# sent at once, at 64 the same (``tests.perf.http``, 40 and 45 alternating pairs on two busy cores).
+# sent at once, at 64 the same (``penstock bench http``, 40 and 45 alternating pairs on two busy cores).
 _LATER_S = 0.01
 # Of a few milliseconds each. Smaller batches cost every process behind this one wake-ups: 12 % more CPU at 64 and at
-# 600 connections, if each turn is written by itself (``tests.perf.http``, 45 and 10 alternating pairs on two cores).
+# 600 connections, if each turn is written by itself (``penstock bench http``, 45 and 10 pairs on two cores).
 MOST_TURNS = 5
 READ_S = 0.002  # handling messages in one turn; 0.001 costs 4 % of all CPU time at 256 connections
 _BURST_BYTES = 64 << 10  # after reading more than this, there is no pause

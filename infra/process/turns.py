@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 # Of work in small parts, such as a router's decisions. Without it, if others run behind each part, a request takes 14 %
-# more CPU at 64 connections (``tests.perf.http --concurrency 64``, 40 alternating pairs on two cores).
+# more CPU at 64 connections (``penstock bench http --concurrency 64``, 40 alternating pairs on two cores).
 SLICE_S = 0.002
 # Reading the broker's messages and collecting garbage come on top. While 300 requests of 0.3 ms come in, what else is
 # due waits for 3.4 instead of 91 ms (``python -m tests.perf.tuning burst``).
@@ -18,8 +18,8 @@ TURN_S = 0.003
 # instead of 6.3 ms (likewise).
 AT_ONCE = 64
 # Requests read from their connections in one turn: about as many as can be prepared in ``TURN_S``. With 600
-# connections, the p99 between two tokens is 1.05 instead of 1.57 s (``tests.perf.http --concurrency 600``, ten pairs
-# on two cores).
+# connections, the p99 between two tokens is 1.05 instead of 1.57 s (``penstock bench http --concurrency 600``, ten
+# pairs on two cores).
 READS = 16
 
 

@@ -6,7 +6,7 @@ python -m tests.perf.tuning turns garbage
 Each figure is the least of several rounds, which other programs on the machine disturb least. An ordinary request (200
 words, 64 tokens, mock engine) takes about 1,000 µs of CPU in all processes together. A constant that saves less than 20
 of them, or less than a fiftieth of the waits that it is there for, is not worth its code. What only shows in a whole
-deployment is measured with ``python -m tests.perf.http``, with two deployments in turns.
+deployment is measured with ``penstock bench http``, with two deployments in turns.
 """
 
 import argparse

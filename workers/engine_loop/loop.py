@@ -97,12 +97,12 @@ class BlockWaitQueue:
 MAX_AHEAD = 64
 BLOCKED_S = 0.005  # pause between steps of an engine that waits for blocks pinned for other workers
 # Between two flushes: each costs the gateway a wake-up per request, and its client one. From 20 sequences on it is the
-# latter, which saves 8 % of the CPU at 64 connections (``tests.perf.http --concurrency 64``, four alternating pairs
+# latter, which saves 8 % of the CPU at 64 connections (``penstock bench http --concurrency 64``, four alternating pairs
 # with a mock engine on two cores). Engines with longer steps flush every step.
 MIN_FLUSH_S, MAX_FLUSH_S = 0.002, 0.004
 ITEMS_PER_S = 5_000  # token items that a worker publishes, within these bounds
 # Behind a step this short, KV events wait for the next flush, which saves 3 % of the CPU at 64 connections
-# (``tests.perf.http --concurrency 64``, 40 alternating pairs with a mock engine on two cores).
+# (``penstock bench http --concurrency 64``, 40 alternating pairs with a mock engine on two cores).
 FAST_STEP_S = 0.0005
 PACE_WINDOW_S = 30.0
 

@@ -20,7 +20,7 @@ from penstock.workers.session.requests import RunningRequest
 log = structlog.get_logger("worker")
 
 # Running requests, up to which the first tokens count more than CPU time. At one connection, the median time to the
-# first token is 3.6 instead of 4.1 ms (``tests.perf.http --concurrency 1``, 40 alternating pairs on two busy cores).
+# first token is 3.6 instead of 4.1 ms (``penstock bench http --concurrency 1``, 40 pairs on two busy cores).
 FEW = 8
 
 
