@@ -253,6 +253,7 @@ class Criteria(msgspec.Struct, frozen=True):
         since_ns, until_ns: Unix time between which it was accepted.
         worker: id of its last worker, or the beginning of it.
         code: of a failure; "any" for all failures.
+        models: it ran on one of these.
         min_ms, min_ttft_ms: at least so long, from acceptance to the end and to the first token.
     """
 
@@ -266,6 +267,7 @@ class Criteria(msgspec.Struct, frozen=True):
     code: str = ""
     min_ms: float = 0.0
     min_ttft_ms: float = 0.0
+    models: frozenset[str] = frozenset()
 
     def accepts(self, summary: RequestSummary) -> bool:
         """Whether a list with these criteria shows this request."""
@@ -273,6 +275,7 @@ class Criteria(msgspec.Struct, frozen=True):
             summary.created_ns >= self.since_ns
             and (not self.until_ns or summary.created_ns < self.until_ns)
             and self.model in ("", summary.model)
+            and (not self.models or summary.model in self.models)
             and self.tenant in ("", summary.tenant)
             and summary.worker.startswith(self.worker)
             and self.user in ("", summary.user)

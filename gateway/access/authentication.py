@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -28,6 +28,24 @@ from penstock.schemas.subjects import DEFAULT_TENANT
 from penstock.schemas.tenants import Limits
 
 CALLER = "penstock.caller"  # in the ASGI scope of a request
+
+
+class Sight(NamedTuple):
+    """Which stored requests may be read.
+
+    Attributes:
+        tenant: whose; None: everyone's.
+        models: canonical names of the models that they ran on. Empty: all.
+    """
+
+    tenant: str | None = None
+    models: frozenset[str] = frozenset()
+
+    def includes(self, request: GenerateRequest) -> bool:
+        return self.tenant in (None, request.tenant) and (not self.models or request.model in self.models)
+
+
+ALL = Sight()
 
 
 class Caller:

@@ -235,7 +235,7 @@ class Reattach:
         gateway = self._gateway
         try:
             request, record = await gateway.look_up(
-                request_of_answer(scope["path_params"]["id"]), caller_of(scope).sees
+                request_of_answer(scope["path_params"]["id"]), gateway.fleet.sight(caller_of(scope))
             )
             last = dict(scope["headers"]).get(b"last-event-id", b"").decode("latin-1")
             if request.diffusion is not None:

@@ -353,17 +353,18 @@ class _Api:
         if caller is ANYONE and not self._gateway.settings.list_requests:
             message = "this gateway does not list requests; its operator can start it with --list-requests"
             raise ServingError(Code.unsupported, message)
-        query = request_list.parse(request.query_params, caller.sees)
+        query = request_list.parse(request.query_params, self._gateway.fleet.sight(caller))
         return _reply(request_list.body(await self._gateway.listing.page(query.criteria, query.limit, query.after)))
 
     async def request(self, request: Request) -> Response:
         gateway = self._gateway
-        stored = await gateway.look_up(request_of_answer(request.path_params["id"]), caller_of(request.scope).sees)
+        sight = gateway.fleet.sight(caller_of(request.scope))
+        stored = await gateway.look_up(request_of_answer(request.path_params["id"]), sight)
         return _reply(await status_of(gateway, stored, base_url(request.scope, gateway)))
 
     async def cancel(self, request: Request) -> Response:
-        sees = caller_of(request.scope).sees
-        state, record = await self._gateway.look_up(request_of_answer(request.path_params["id"]), sees)
+        sight = self._gateway.fleet.sight(caller_of(request.scope))
+        state, record = await self._gateway.look_up(request_of_answer(request.path_params["id"]), sight)
         if record is not None:
             return _reply(CancelResponse(state.id, False, final_state(record)))
         await self._gateway.cancel_surely(state.id, "cancelled by request")

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Collection
 
 import msgspec
 
+from penstock.gateway.access.authentication import Sight
 from penstock.gateway.admission.idempotency import Claim, claim, digest_of, find_claim
 from penstock.gateway.apis.chat.bodies import StreamOptions
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
@@ -116,7 +117,7 @@ async def _find(gateway: Gateway, stored_claim: Claim, tenant: str) -> StoredReq
     """The claimed request; None: it is not in the log, and is unlikely to arrive."""
     while True:
         try:
-            return await gateway.look_up(stored_claim.request, tenant)
+            return await gateway.look_up(stored_claim.request, Sight(tenant))
         except ServingError as error:
             if error.code is not Code.request_not_found:
                 raise

@@ -64,9 +64,9 @@ class GeneratedFiles:
         match = _NAME.fullmatch(name)
         if match is None:
             raise _not_found(name)
-        sees = caller_of(request.scope).sees
+        sight = self._gateway.fleet.sight(caller_of(request.scope))
         try:
-            made_for, _ = await self._gateway.look_up(name[:ID_CHARACTERS], sees)
+            made_for, _ = await self._gateway.look_up(name[:ID_CHARACTERS], sight)
             data = await read_file(self._gateway, name, made_for)
         except ServingError as error:
             raise _not_found(name) if error.code is Code.request_not_found else error from None

@@ -264,7 +264,7 @@ OPERATIONS = (
     Operation(
         "get",
         "/v1/requests",
-        "List requests, the newest first (with --list-requests)",
+        "List requests of the key's tenant, the newest first (without keys: with --list-requests)",
         response=RequestList,
         errors=(Code.invalid_request, Code.unsupported),
         parameters=(

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from penstock.gateway.access.authentication import ALL, Sight
 from penstock.gateway.apis.endpoints import Aggregator, aggregator_for, encode_answer
 from penstock.gateway.apis.images import ImageAggregator
 from penstock.gateway.base.chat_objects import Status, error_body
@@ -68,10 +69,10 @@ class ListQuery(Struct, frozen=True):
     after: str
 
 
-def parse(query: Mapping[str, str], sees: str | None = None) -> ListQuery:
+def parse(query: Mapping[str, str], sight: Sight = ALL) -> ListQuery:
     """
     Args:
-        sees: the only tenant whose requests may be listed; None: all.
+        sight: which requests may be listed.
     Raises:
         ServingError: invalid_request, with the parameter at fault; permission_denied: of another tenant.
     """
@@ -87,13 +88,13 @@ def parse(query: Mapping[str, str], sees: str | None = None) -> ListQuery:
             names = ", ".join(STATES)
             raise _invalid("state", f"state {state[:80]!r} is none of {names}; several: state=failed,cancelled")
     tenant = query.get("tenant", "")
-    if sees is not None:
-        if tenant not in ("", sees):
+    if sight.tenant is not None:
+        if tenant not in ("", sight.tenant):
             message = (
                 f"requests of tenant {tenant[:80]!r} can only be listed with a key of that tenant or an operator's"
             )
             raise ServingError(Code.permission_denied, message, param="tenant")
-        tenant = sees
+        tenant = sight.tenant
     criteria = Criteria(
         _moment_ns("since", query),
         _moment_ns("until", query),
@@ -103,6 +104,7 @@ def parse(query: Mapping[str, str], sees: str | None = None) -> ListQuery:
         query.get("user", ""),
         frozenset(states),
         query.get("code", ""),
+        models=sight.models,
     )
     return ListQuery(criteria, int(text), query.get("after", ""))
 

@@ -8,7 +8,7 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.gateway.access.authentication import caller_of
+from penstock.gateway.access.authentication import Sight, caller_of
 from penstock.gateway.apis.chat.segments import SegmentRenderer, WholeAnswer
 from penstock.gateway.apis.responses.bodies import InputItem
 from penstock.gateway.apis.responses.objects import DeletedResponse, InputItemList
@@ -51,7 +51,7 @@ async def answer_response(gateway: Gateway, accepted: HttpExchange) -> str:
     else:
         gateway.tasks.spawn(_count(gateway, accepted), name="count", on_failure=_not_counted)
     if accepted.prepared.repeated:
-        body = _json(await current_response(gateway, await gateway.look_up(request.id, request.tenant)))
+        body = _json(await current_response(gateway, await gateway.look_up(request.id, Sight(request.tenant))))
     else:
         body = _json(ResponseBuilder(request, await _detokenizer(gateway, request)).response("queued"))
     headers = [JSON, (b"content-length", b"%d" % len(body)), *id_headers(request)]
@@ -147,7 +147,9 @@ class StoredResponses:
         """
         found = await self._find(request)
         stored = read_stored(found.request.client_body)
-        turns = await self._gateway.conversations.remaining(stored.ancestors, caller_of(request.scope).sees)
+        turns = await self._gateway.conversations.remaining(
+            stored.ancestors, self._gateway.fleet.sight(caller_of(request.scope))
+        )
         items: list[InputItem] = []
         for turn in turns:
             items += [*input_items(turn.id, turn.input), *turn.output]
@@ -162,8 +164,8 @@ class StoredResponses:
         name = request.path_params["id"]
         found: StoredRequest | None = None
         try:
-            sees = caller_of(request.scope).sees
-            found = await self._gateway.look_up(name.removeprefix(PREFIX), sees, deleted=deleted)
+            sight = self._gateway.fleet.sight(caller_of(request.scope))
+            found = await self._gateway.look_up(name.removeprefix(PREFIX), sight, deleted=deleted)
         except ServingError as error:
             if error.code not in (Code.request_not_found, Code.request_erased):
                 raise

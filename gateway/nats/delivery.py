@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 from nats.errors import Error as NatsError
 
+from penstock.gateway.access.authentication import Sight
 from penstock.gateway.apis.endpoints import aggregator_for, encode_answer
 from penstock.gateway.base.gateway_metrics import account
 from penstock.gateway.nats.messages import DeliveredMessage, StreamMessages, failure
@@ -263,7 +264,7 @@ class AnswerDelivery:
         Raises:
             ServingError: request_not_found, also if it is another tenant's; broker_unavailable.
         """
-        request, record = await self._gateway.look_up(request_id, tenant)
+        request, record = await self._gateway.look_up(request_id, Sight(tenant))
         return AcceptedRequest(request, record)
 
     async def deliver(self, accepted: AcceptedRequest, replies: ReplyPublisher) -> str:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
+from penstock.gateway.access.authentication import ALL, Sight
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get_last, get_last_of, read
 from penstock.infra.bus.forget import DeletedRequests
@@ -187,13 +188,13 @@ class RequestLookup:
         self._grace_ns = int(grace_s * 1e9)
         self.deleted = DeletedRequests(bus)
 
-    async def find(self, request_id: str, tenant: str | None = None, *, deleted: bool = False) -> StoredRequest:
+    async def find(self, request_id: str, sight: Sight = ALL, *, deleted: bool = False) -> StoredRequest:
         """
         Args:
-            tenant: of the caller; None: this API has no tenants, and anyone with the id may use it.
+            sight: what the caller may read.
             deleted: find it though it was deleted, if something of it is there.
         Raises:
-            ServingError: request_not_found, also if it is another tenant's; request_erased; content_lost;
+            ServingError: request_not_found, also if the caller may not read it; request_erased; content_lost;
                 broker_unavailable.
         """
         try:
@@ -202,15 +203,15 @@ class RequestLookup:
             raise unknown(request_id) from None
         if request_id in self.deleted and not deleted:
             raise unknown(request_id)
-        stored = await self._find(request_id, tenant)
-        if tenant is not None and stored.request.tenant != tenant:
+        stored = await self._find(request_id, sight)
+        if not sight.includes(stored.request):
             raise unknown(request_id)
         return stored
 
-    async def _find(self, request_id: str, tenant: str | None) -> StoredRequest:
+    async def _find(self, request_id: str, sight: Sight) -> StoredRequest:
         record = await self._records.find(request_id)
         request = request_of_record(record) if record is not None else None
-        if request is not None and tenant not in (None, request.tenant):
+        if request is not None and not sight.includes(request):
             raise unknown(request_id)
         if record is not None and request is not None and is_whole(record) and "prompt" not in record.left_out:
             return StoredRequest(request, record)

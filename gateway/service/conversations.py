@@ -5,6 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
+from penstock.gateway.access.authentication import ALL, Sight
 from penstock.gateway.apis.responses.chat import Turn
 from penstock.gateway.apis.responses.record import PREFIX, check_turns, read_stored, turn_of
 from penstock.gateway.base.request_bodies import RESPONSE, invalid
@@ -48,18 +49,18 @@ class Conversations:
         self._detokenizer = detokenizer
         self._max_bytes = max_bytes
 
-    async def history(self, response_id: str | None, sees: str | None = None) -> History:
+    async def history(self, response_id: str | None, sight: Sight = ALL) -> History:
         """Everything up to and including this response.
 
         Args:
-            sees: the tenant whose responses may be continued; None: everyone's.
+            sight: which responses may be continued.
         Raises:
             ServingError: one of them is unknown, was deleted, has not ended or failed; there are too many; the log
                 cannot be read.
         """
         if response_id is None:
             return History()
-        last = await self._find(response_id.removeprefix(PREFIX), response_id, sees)
+        last = await self._find(response_id.removeprefix(PREFIX), response_id, sight)
         stored = read_stored(last.request.client_body)
         check_turns(len(stored.ancestors) + 1)
         size = stored.history_bytes + _size(last)
@@ -72,11 +73,11 @@ class Conversations:
         chain: list[StoredRequest] = []
         for at in range(0, len(stored.ancestors), LOOK_UPS):
             batch = stored.ancestors[at : at + LOOK_UPS]
-            chain += await asyncio.gather(*(self._find(each, response_id, sees) for each in batch))
+            chain += await asyncio.gather(*(self._find(each, response_id, sight) for each in batch))
         turns = await self._turns([*chain, last])
         return History(turns, (*stored.ancestors, last.request.id), size)
 
-    async def remaining(self, ancestors: Sequence[str], sees: str | None = None) -> list[Turn]:
+    async def remaining(self, ancestors: Sequence[str], sight: Sight = ALL) -> list[Turn]:
         """Those of these earlier responses that can still be read, the oldest first.
 
         Raises:
@@ -85,7 +86,7 @@ class Conversations:
 
         async def find(request_id: str) -> StoredRequest | None:
             try:
-                return await self._find(request_id, request_id, sees)
+                return await self._find(request_id, request_id, sight)
             except ServingError as error:
                 if error.code is not Code.invalid_request:
                     raise
@@ -109,12 +110,12 @@ class Conversations:
                 found.append((request, record, detokenizer))
         return await asyncio.to_thread(lambda: [turn_of(*each) for each in found])
 
-    async def _find(self, request_id: str, continued: str, sees: str | None) -> StoredRequest:
+    async def _find(self, request_id: str, continued: str, sight: Sight) -> StoredRequest:
         """A response that can be continued."""
         of = "" if continued.endswith(request_id) else f", which {continued} continues,"
         name = f"response {PREFIX}{request_id[:80]}{of}"
         try:
-            found = await self._lookup.find(request_id, sees)
+            found = await self._lookup.find(request_id, sight)
         except ServingError as error:
             if error.code not in (Code.request_not_found, Code.request_erased):
                 raise
@@ -122,7 +123,7 @@ class Conversations:
         if found.request.endpoint != RESPONSE or found.request.no_store:
             raise invalid(FIELD, f"{name} is not a stored response")
         if found.record is None:
-            found = await self._recorded(found.request, name, sees)
+            found = await self._recorded(found.request, name, sight)
         assert found.record is not None
         if found.record.code:
             raise invalid(FIELD, f"{name} has failed or was cancelled; continue the one before it")
@@ -130,13 +131,13 @@ class Conversations:
             raise invalid(FIELD, f"{name} cannot be continued: its output was too large for its record")
         return found
 
-    async def _recorded(self, request: GenerateRequest, name: str, sees: str | None) -> StoredRequest:
+    async def _recorded(self, request: GenerateRequest, name: str, sight: Sight) -> StoredRequest:
         """A response with its record, which is stored behind its last token: a client may have read that already."""
         if not await self._answered(request):
             raise invalid(FIELD, f"{name} has not ended yet; wait for it, or cancel it")
         until = time.monotonic() + RECORD_S
         while time.monotonic() < until:
-            found = await self._lookup.find(request.id, sees)
+            found = await self._lookup.find(request.id, sight)
             if found.record is not None:
                 return found
             await asyncio.sleep(LOOK_S)

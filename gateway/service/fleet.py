@@ -21,7 +21,7 @@ import msgspec
 import structlog
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.access.authentication import ANYONE, Caller
+from penstock.gateway.access.authentication import ANYONE, Caller, Sight
 from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH
 from penstock.gateway.apis.images import IMAGE_PATHS
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
@@ -333,6 +333,13 @@ class FleetView:
         if any(model.ready for model in self._models.values()):
             return ""
         return next((model.lacks for model in self._models.values() if model.lacks), "")
+
+    def sight(self, caller: Caller) -> Sight:
+        """Which stored requests a caller may read: those of models that it may name, by whichever of their names."""
+        if not caller.models:
+            return Sight(caller.sees)
+        named = (self._by_name.get(name) for name in caller.models)
+        return Sight(caller.sees, caller.models.union(model.name for model in named if model is not None))
 
     def name_in(self, body: bytes) -> str:
         """Canonical name of the model that a body names; "": it names none that is served."""

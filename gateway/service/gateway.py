@@ -14,7 +14,7 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.configs.settings import GatewaySettings, served_names
-from penstock.gateway.access.authentication import ANYONE, Caller, Guard, noted_in
+from penstock.gateway.access.authentication import ALL, ANYONE, Caller, Guard, Sight, noted_in
 from penstock.gateway.access.tenants import TenantTable
 from penstock.gateway.admission.charges import Charges
 from penstock.gateway.admission.idempotency import Claim, reclaim
@@ -428,9 +428,9 @@ class Gateway:
 
     # --- finding requests again ---
 
-    async def look_up(self, request_id: str, tenant: str | None = None, *, deleted: bool = False) -> StoredRequest:
+    async def look_up(self, request_id: str, sight: Sight = ALL, *, deleted: bool = False) -> StoredRequest:
         """An accepted request, by any gateway, and its record if it is over; see ``RequestLookup.find``."""
-        return await self._lookup.find(request_id, tenant, deleted=deleted)
+        return await self._lookup.find(request_id, sight, deleted=deleted)
 
     async def attach(
         self,

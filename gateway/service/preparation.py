@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.configs.settings import GatewaySettings
-from penstock.gateway.access.authentication import ANYONE, Caller
+from penstock.gateway.access.authentication import ANYONE, Caller, Sight
 from penstock.gateway.apis.chat.prepare_chat import (
     PendingMediaRequest,
     PreparedRequest,
@@ -205,7 +205,7 @@ class RequestPreparer:
         while True:
             if endpoint in (RESPONSE, COMPACTION):
                 prepared = await self._response(
-                    endpoint, body, context, caller.sees, now_ns=now_ns, request_id=request_id
+                    endpoint, body, context, self.fleet.sight(caller), now_ns=now_ns, request_id=request_id
                 )
             elif endpoint == MESSAGE:
                 prepared = await self._message(body, context, now_ns=now_ns, request_id=request_id)
@@ -252,7 +252,7 @@ class RequestPreparer:
         endpoint: str,
         body: bytes,
         context: PrepareContext,
-        sees: str | None,
+        sight: Sight,
         *,
         now_ns: int,
         request_id: str,
@@ -266,7 +266,7 @@ class RequestPreparer:
                 "a response in the background has to be stored, so that it can be fetched later, and this one must not "
                 "be (X-Penstock-No-Store, or --always-no-store of the gateway)",
             )
-        history = await self._conversations.history(asked.previous_response_id, sees)
+        history = await self._conversations.history(asked.previous_response_id, sight)
         work = partial(
             prepare_response,
             asked,
@@ -304,7 +304,7 @@ class RequestPreparer:
             ServingError: the body cannot be served.
         """
         asked = await self.run_for(body, parse_response, body, tenant=caller.tenant)
-        history = await self._conversations.history(asked.previous_response_id, caller.sees)
+        history = await self._conversations.history(asked.previous_response_id, self.fleet.sight(caller))
         work = partial(count_prompt_of, asked, history.turns, await self._context(body, caller))
         return await self._in_thread(caller.tenant, len(body) + history.size, work)
 

@@ -263,6 +263,8 @@ async def test_a_key_names_only_its_models(https: list[httpx.AsyncClient], http:
         refused = await http.post(path, json=body, headers=key)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
         assert (await http.post(path, json={**body, "model": "other"}, headers=key)).status_code == 200
+    own = (await http.post("/v1/chat/completions", json={**CHAT, "model": "other"}, headers=key)).json()["id"]
+    assert (await http.get(f"/v1/requests/{own}", headers=key)).status_code == 200, "by an alias of the model"
 
 
 async def test_a_key_whose_tenant_was_removed_is_refused(

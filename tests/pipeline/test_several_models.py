@@ -234,6 +234,8 @@ async def test_a_key_for_one_model_neither_sees_nor_uses_the_other(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The last test here: from now on everyone needs a key."""
+    others = (await said(http, "/v1/chat/completions", chat("demo")))["id"]
+    response = (await said(http, "/v1/responses", asked("demo")))["id"]
     command = ["keys", "create", "--models", "small", "--data-dir", str(deployment.data_dir)]
     assert await asyncio.to_thread(main, command) == 0
     key = next(word for word in capsys.readouterr().out.split() if word.startswith("pst-"))
@@ -253,6 +255,15 @@ async def test_a_key_for_one_model_neither_sees_nor_uses_the_other(
         nameless = {name: value for name, value in chat("").items() if name != "model"}
         own = await said(client, "/v1/chat/completions", nameless)
         assert own["model"] == "small", "the only one that it may name"
+        assert (await client.get(f"/v1/requests/{own['id']}")).status_code == 200
+        for path in (f"/v1/requests/{others}", f"/v1/requests/{others}/stream", f"/v1/responses/{response}"):
+            assert (await client.get(path)).status_code == 404, "the tenant's, of a model that it may not name"
+        for path in (f"/v1/requests/{others}", f"/v1/responses/{response}"):
+            assert (await client.delete(path)).status_code == 404
+        refused = await client.post("/v1/responses", json=asked("small") | {"previous_response_id": response})
+        assert "is not known" in refused.json()["error"]["message"]
+        listed = (await client.get("/v1/requests", params={"limit": 100})).json()["data"]
+        assert {each["model"] for each in listed} == {"small"}
         assert own["choices"][0]["message"]["content"] == oracles["small"].answer(chat("small"), COUNT).strip()
         for path in ("/tokenize", "/detokenize"):
             body = {"model": "demo", "prompt": "x"} if path == "/tokenize" else {"model": "demo", "tokens": [1]}

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from starlette.requests import Request
 
-from penstock.gateway.access.authentication import ANYONE, CALLER
+from penstock.gateway.access.authentication import ALL, ANYONE, CALLER, Sight
 from penstock.gateway.base.request_bodies import RESPONSE
 from penstock.gateway.http.stored_responses import StoredResponses
 from penstock.gateway.request_log.lookup import StoredRequest
@@ -24,8 +24,9 @@ class Log:
     def __init__(self) -> None:
         self.looks = 0
         self.records = SimpleNamespace(find=self._find)
+        self.fleet = SimpleNamespace(sight=lambda caller: ALL)
 
-    async def look_up(self, request_id: str, tenant: str | None = None, *, deleted: bool = False) -> StoredRequest:
+    async def look_up(self, request_id: str, sight: Sight = ALL, *, deleted: bool = False) -> StoredRequest:
         self.looks += 1
         if self.looks > 2:
             raise ServingError(Code.request_not_found, "gone")

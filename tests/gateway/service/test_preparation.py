@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.access.authentication import Caller
+from penstock.gateway.access.authentication import Caller, Sight
 from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.gateway.service import preparation
 from penstock.gateway.service.preparation import COUNT_BYTES, LARGE_BODY, RequestPreparer, check_values
@@ -26,6 +26,9 @@ class Fleet:
 
     def only_context(self) -> PrepareContext:
         return self.context
+
+    def sight(self, caller: Caller) -> Sight:
+        return Sight(caller.sees)
 
     class diffusion_models:
         known: dict[str, Any] = {}

@@ -10,6 +10,7 @@ import httpx
 import msgspec
 import pytest
 
+from penstock.gateway.access.authentication import Sight
 from penstock.gateway.admission.idempotency import claim
 from penstock.gateway.http.idempotency_key import _canonical_body
 from penstock.gateway.request_log.lookup import Records, RequestFinder, RequestLookup
@@ -239,10 +240,10 @@ async def test_another_tenants_request_is_not_found(fast: Deployment, bus: Bus) 
         request_id = (await client.post(PATH, json=asked)).headers["x-request-id"]
     records = Records(bus)
     lookup = RequestLookup(bus, records, RequestFinder(bus), 30.0)
-    found = await lookup.find(request_id, "default")
+    found = await lookup.find(request_id, Sight("default"))
     assert found.request.user == "owned"
     with pytest.raises(ServingError) as caught:
-        await lookup.find(request_id, "another")
+        await lookup.find(request_id, Sight("another"))
     assert caught.value.code is Code.request_not_found
     assert (await lookup.find(request_id)).request == found.request
 
