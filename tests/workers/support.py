@@ -320,12 +320,11 @@ async def log_client(server: EmbeddedNats, subjects: Subjects) -> AsyncIterator[
 class ControlledEngine:
     """An engine whose steps the test can count, hold and break.
 
-    A step that is held blocks its thread, as a long one does. With ``short_steps`` there is nothing to do meanwhile.
+    A step that is held blocks its thread, as a long one does.
     """
 
-    def __init__(self, engine: Engine, *, short_steps: bool = False) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.short_steps = short_steps
         self.wake: Callable[[], None] = lambda: None
         self._go = threading.Semaphore(0)
         self._free = threading.Event()
@@ -351,13 +350,12 @@ class ControlledEngine:
         self.wake()
 
     def has_work(self) -> bool:
-        held = self.short_steps and not self._free.is_set() and not self._allowed
-        return not held and self._engine.has_work()
+        return self._engine.has_work()
 
     def step(self) -> StepResult:
         if not self._free.is_set():
             self._allowed -= 1
-            assert self.short_steps or self._go.acquire(timeout=30)
+            assert self._go.acquire(timeout=30)
         if self.steps == self.breaks_at:
             raise RuntimeError("the device is gone")
         self.steps += 1
@@ -371,8 +369,8 @@ class ControlledEngine:
         return getattr(self._engine, name)
 
 
-def engine(*, short_steps: bool = False, **options: Any) -> ControlledEngine:
-    """A mock engine of the tests' sizes, without step times. It runs in the event loop if it has ``short_steps``."""
+def engine(**options: Any) -> ControlledEngine:
+    """A mock engine of the tests' sizes, without step times."""
     defaults: dict[str, Any] = {
         "vocab_size": 1000,
         "block_size": BLOCK,
@@ -380,7 +378,7 @@ def engine(*, short_steps: bool = False, **options: Any) -> ControlledEngine:
         "max_model_len": 1000,
         "speedup": 0,
     }
-    return ControlledEngine(mock.build(mock.MockOptions(**defaults | options)), short_steps=short_steps)
+    return ControlledEngine(mock.build(mock.MockOptions(**defaults | options)))
 
 
 class WorkerHarness:
@@ -407,7 +405,7 @@ class WorkerHarness:
         self.failures: list[BaseException] = []
         self.fatal: list[BaseException] = []  # of tasks: they end a real process
         self.loop = EngineLoop()
-        self.thread = EngineThread(lambda: held, self.loop, self.failures.append, asyncio.get_running_loop())
+        self.thread = EngineThread(lambda: held, self.loop, self.failures.append)
         held.wake = self.loop.wake
         self.model = ServedModel(model, (), REVISION, detokenizer, bus.nc.options["name"])
         self._controls: list[Any] = []

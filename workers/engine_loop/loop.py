@@ -170,8 +170,6 @@ class EngineLoop:
     """Its output goes to one session after the other (``begin_session``).
 
     Attributes:
-        on_command: called after each command, in the thread that gave it.
-        in_event_loop: the engine thread is the event loop's.
         stopped: nothing more is to be done.
     """
 
@@ -180,8 +178,6 @@ class EngineLoop:
         wall_ns: Callable[[], int] = time.time_ns,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.on_command: Callable[[], None] = lambda: None
-        self.in_event_loop = False
         self.stopped = False
         self._deliver: Callable[[Flush], None] | None = None  # to the session; None: there was none yet
         self._wall_ns = wall_ns
@@ -215,11 +211,7 @@ class EngineLoop:
                 self._deliver = deliver
                 self._in_flight = 0
 
-        self._put(run)
-
-    def _put(self, command: Callable[[Engine], None]) -> None:
-        self._commands.put(command)
-        self.on_command()
+        self._commands.put(run)
 
     def submit(self, requests: list[SequenceRequest], refused: Callable[[RequestError], None]) -> None:
         """Submit all sequences of a request. If the engine refuses one, none runs, and ``refused`` is called."""
@@ -237,7 +229,7 @@ class EngineLoop:
                     engine.kv_transfer.release(requests[0].reservation)
                 refused(error)
 
-        self._put(run)
+        self._commands.put(run)
 
     def cancel(self, sequences: list[SequenceState], done: Callable[[], None] | None = None) -> None:
         """Cancel sequences before the next step. ``done`` is called when their output was flushed."""
@@ -249,7 +241,7 @@ class EngineLoop:
                 self._flush()
                 done()
 
-        self._put(run)
+        self._commands.put(run)
 
     def cancel_unstarted(self, groups: Sequence[list[SequenceState]]) -> "concurrent.futures.Future[list[bool]]":
         """Cancel each group of sequences of which the engine has started none; True: the group was cancelled."""
@@ -265,7 +257,7 @@ class EngineLoop:
 
     def ask(self, question: Callable[[Engine], Any], answer: Callable[[Any], None]) -> None:
         """Run ``question`` between two steps and call ``answer`` with its result, in the engine thread."""
-        self._put(lambda engine: answer(question(engine)))
+        self._commands.put(lambda engine: answer(question(engine)))
 
     def call(self, question: Callable[[Engine], T]) -> "concurrent.futures.Future[T]":
         """Run ``question`` between two steps.
@@ -287,7 +279,7 @@ class EngineLoop:
                     raise
 
         self._calls.add(future)
-        self._put(run)
+        self._commands.put(run)
         if self._ended_error is not None:
             self._fail_calls(self._ended_error)
         return future
@@ -300,7 +292,7 @@ class EngineLoop:
 
     def cancel_wait(self, wait: BlockWait[Any]) -> None:
         """Answer with None, unless it was answered."""
-        self._put(lambda engine: self._block_waits.cancel_wait(wait, engine))
+        self._commands.put(lambda engine: self._block_waits.cancel_wait(wait, engine))
 
     def dump(self, answer: Callable[[list[CacheSnapshot]], None]) -> None:
         """Call ``answer`` with the cached block names of each rank, all as of one moment."""
@@ -310,11 +302,11 @@ class EngineLoop:
             ranks = range(engine.info.dp_size)
             answer([CacheSnapshot(engine.dump(rank), self._output.kv_seq(rank) - 1) for rank in ranks])
 
-        self._put(run)
+        self._commands.put(run)
 
     def wake(self) -> None:
         """Check whether the engine has work."""
-        self._put(lambda engine: None)
+        self._commands.put(lambda engine: None)
 
     def flush_consumed(self) -> None:
         """A flush was consumed. Its consumer calls ``flush_late`` soon after ``flush_due``."""
@@ -334,7 +326,7 @@ class EngineLoop:
         def run(engine: Engine) -> None:
             self.stopped = True
 
-        self._put(run)
+        self._commands.put(run)
 
     # --- in the engine thread ---
 
@@ -368,7 +360,6 @@ class EngineLoop:
 
     def end(self) -> None:
         """Fail all that waits: nothing more is done with the engine."""
-        self.on_command = lambda: None
         self._ended_error = EngineError("the engine has ended")
         self._fail_calls(self._ended_error)
         self._block_waits.fail(self._ended_error)

@@ -1,7 +1,6 @@
 """The engine protocol: the interface between a worker and anything that generates tokens.
 
-Everything here is synchronous and used from one thread, the engine thread. If the engine has ``short_steps``, that may
-be the event loop's. No NATS, no torch.
+Everything here is synchronous and used from one thread, the engine thread. No NATS, no torch.
 
 Checks of a request that hold for every engine. Pure.
 """
@@ -223,7 +222,6 @@ class Engine(Protocol):
 
     info: EngineInfo
     kv_transfer: "KvTransfer | None"  # None: it cannot take KV blocks from other workers
-    short_steps: bool  # all is computed in Python, a step in some µs for each sequence, and nothing waits
 
     @property
     def vision(self) -> "VisionEngine | None":

@@ -4,7 +4,6 @@ Dumps the names in the prefix cache for routers that missed events: one snapshot
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,10 +17,6 @@ from penstock.workers.session.request_runner import SessionContext
 from penstock.workers.session.requests import RunningRequest
 
 log = structlog.get_logger("worker")
-
-# Running requests, up to which the first tokens count more than CPU time. At one connection, the median time to the
-# first token is 3.6 instead of 4.1 ms (``penstock bench http --concurrency 1``, 40 pairs on two busy cores).
-FEW = 8
 
 
 class FlushPublisher:
@@ -56,10 +51,7 @@ class FlushPublisher:
 
     def deliver(self, flush: Flush) -> None:
         """Publish a flush after the earlier ones."""
-        if self._engine.in_event_loop:
-            self._flushes.put_nowait(flush)
-        else:
-            self._loop.call_soon_threadsafe(self._flushes.put_nowait, flush)
+        self._loop.call_soon_threadsafe(self._flushes.put_nowait, flush)
 
     def end_cancelled(self, running: RunningRequest) -> None:
         """End a cancelled request after the flushes with its last tokens."""
@@ -87,8 +79,6 @@ class FlushPublisher:
                 self._nc.when_written(self._consumed)
 
     def _consumed(self) -> None:
-        if self._engine.in_event_loop and len(self._requests.running) <= FEW:
-            os.sched_yield()  # the broker may have been woken on this core, and would wait for the steps that follow
         self._engine.flush_consumed()
         if self._late is not None:
             self._late.cancel()

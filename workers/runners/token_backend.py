@@ -77,7 +77,7 @@ class TokenBackend:
         if settings.engine == "sglang" and threading.current_thread() is threading.main_thread():
             # SGLang's processes send it when they fail; unhandled, it ends this process with all its requests.
             self._loop.add_signal_handler(signal.SIGQUIT, self._on_quit)
-        self._thread = EngineThread(build, self._engine_loop, failed, self._loop)
+        self._thread = EngineThread(build, self._engine_loop, failed)
         self._thread.start()
 
     def _on_quit(self) -> None:

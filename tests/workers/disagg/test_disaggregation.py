@@ -76,13 +76,12 @@ async def paired(
     *,
     host: str = "here",
     pools: tuple[int, int] = (512, 512),
-    short_steps: bool = False,
     **settings: Any,
 ) -> AsyncIterator[Pair]:
     """``pools``: blocks of prefill and of decode."""
     network = LoopbackNetwork(host)
     options: dict[str, Any] = FAST | settings
-    first, second = (engine(short_steps=short_steps, memory_block_bytes=64, total_blocks=pool) for pool in pools)
+    first, second = (engine(memory_block_bytes=64, total_blocks=pool) for pool in pools)
     async with (
         run_worker(broker, pipeline, first, network=network, role="prefill", **options) as prefill,
         run_worker(broker, pipeline, second, network=network, role="decode", **options) as decode,
@@ -386,11 +385,10 @@ async def test_blocks_with_a_new_owner_are_recognised_after_the_read(log: LogCli
     await pair.free()
 
 
-@pytest.mark.parametrize("short_steps", [False, True])
 async def test_without_room_at_decode_the_handoff_waits_until_there_is_some(
-    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, short_steps: bool
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient
 ) -> None:
-    async with paired(broker, pipeline, pools=(512, 16), short_steps=short_steps) as pair:
+    async with paired(broker, pipeline, pools=(512, 16)) as pair:
         long = request(list(range(500, 540)), max_tokens=20)
         pair.decode.engine.hold()
         await log.send_job(pair.decode.id, long, role="decode")

@@ -2,7 +2,6 @@
 in order, however slow its consumer.
 """
 
-import asyncio
 import queue
 import threading
 from array import array
@@ -42,7 +41,6 @@ class Counted:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.short_steps = True
         self.steps = 0
         self.gate: threading.Semaphore | None = None
         self.begun = threading.Semaphore(0)  # steps, while there is a gate
@@ -74,7 +72,6 @@ class Harness:
         clock: Callable[[], float] | None = None,
         wall_ns: Callable[[], int] = lambda: 77,
         late: bool = False,
-        event_loop: asyncio.AbstractEventLoop | None = None,
         **options: Any,
     ) -> None:
         self.late = late  # flush in the middle of steps, too
@@ -86,7 +83,7 @@ class Harness:
         self.failures: list[BaseException] = []
         self.loop = EngineLoop(wall_ns=wall_ns, clock=clock or count().__next__)
         self.loop.begin_session(self.flushes.put)
-        self.thread = EngineThread(lambda: self.engine, self.loop, self.failures.append, event_loop)
+        self.thread = EngineThread(lambda: self.engine, self.loop, self.failures.append)
         self.all: list[Flush] = []
         self.thread.start()
         self.thread.wait_ready(10)
@@ -130,31 +127,12 @@ class Harness:
         return [item for flush in self.all for items in flush.items.values() for item in items]
 
 
-@pytest.fixture(scope="module")
-def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield loop
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
-
-
-@pytest.fixture(params=["own thread", "event loop"])
-def event_loop(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoop | None:
-    """Where the engine runs; None: in a thread of its own."""
-    loop = request.getfixturevalue("running_loop") if request.param == "event loop" else None
-    assert loop is None or isinstance(loop, asyncio.AbstractEventLoop)
-    return loop
-
-
 @pytest.fixture
-def harness(event_loop: asyncio.AbstractEventLoop | None) -> Iterator[Callable[..., Harness]]:
+def harness() -> Iterator[Callable[..., Harness]]:
     made: list[Harness] = []
 
     def make(**options: Any) -> Harness:
-        made.append(Harness(event_loop=event_loop, **options))
+        made.append(Harness(**options))
         return made[-1]
 
     yield make
@@ -443,8 +421,8 @@ def test_a_request_of_which_one_choice_is_refused_runs_none(harness: Callable[..
     assert h.items() == []
 
 
-def test_a_broken_engine_is_reported_once_and_closed(event_loop: asyncio.AbstractEventLoop | None) -> None:
-    h = Harness(event_loop=event_loop)
+def test_a_broken_engine_is_reported_once_and_closed() -> None:
+    h = Harness()
     h.engine.error = EngineError("device lost")
     h.loop.submit([sequence(new_choice(), [1], 5)], refuse)
     assert h.thread.join(10)

@@ -34,14 +34,9 @@ from tests.workers.support import DRAWN, GATEWAY, LogClient, WorkerHarness, answ
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 
 
-WHEREVER_IT_RUNS = pytest.mark.parametrize("worker", [False, True], ids=["own thread", "event loop"], indirect=True)
-
-
 @pytest.fixture
-async def worker(
-    broker: EmbeddedNats, pipeline: Subjects, request: pytest.FixtureRequest
-) -> AsyncIterator[WorkerHarness]:
-    async with run_worker(broker, pipeline, engine(short_steps=getattr(request, "param", False))) as worker:
+async def worker(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[WorkerHarness]:
+    async with run_worker(broker, pipeline, engine()) as worker:
         yield worker
 
 
@@ -55,7 +50,6 @@ async def narrow(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Work
 # -- the way of a job ---------------------------------------------------------------------------------------------
 
 
-@WHEREVER_IT_RUNS
 async def test_a_job_becomes_tokens_then_a_terminal_event_then_an_acknowledgement(
     log: LogClient, worker: WorkerHarness
 ) -> None:
@@ -328,7 +322,6 @@ async def test_a_stop_string_ends_the_answer_where_it_appears(
 # -- what goes wrong ----------------------------------------------------------------------------------------------
 
 
-@WHEREVER_IT_RUNS
 async def test_a_request_that_the_engine_refuses_fails_alone(log: LogClient, worker: WorkerHarness) -> None:
     worker.engine.hold()
     neighbours = [request([i, 2, 3]) for i in range(3)]
@@ -423,7 +416,6 @@ async def test_cancelled_while_it_waits_for_a_slot(log: LogClient, narrow: Worke
     await is_cancelled(log, narrow, waiting)
 
 
-@WHEREVER_IT_RUNS
 async def test_cancelled_while_it_runs(log: LogClient, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked, neighbour = request(max_tokens=500), request(max_tokens=20)
@@ -648,7 +640,6 @@ async def test_with_events_switched_off_not_one_is_published(
         assert info.state.last_seq == 0
 
 
-@WHEREVER_IT_RUNS
 async def test_a_dump_names_what_the_events_named_in_pages_that_fit(
     log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -752,7 +743,6 @@ async def test_what_does_not_end_in_the_drain_time_is_requeued_too(log: LogClien
     assert not log.ends(asked)
 
 
-@WHEREVER_IT_RUNS
 async def test_a_drain_is_not_held_up_by_a_revoked_request(log: LogClient, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked = request(max_tokens=500)
@@ -767,7 +757,6 @@ async def test_a_drain_is_not_held_up_by_a_revoked_request(log: LogClient, worke
     assert not log.returned
 
 
-@WHEREVER_IT_RUNS
 async def test_a_worker_that_lost_its_lease_publishes_nothing_more_and_starts_anew(
     log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,6 @@ class DataParallelEngine:
         self.kv_transfer: KvTransfer | None = None
         self.vision: VisionEngine | None = None
         self.grammars: Grammars | None = engines[0].grammars  # shared by all
-        self.short_steps = False
         self._engines = engines
         self._pause = pause
         self._rank_of: dict[object, int] = {}

@@ -319,7 +319,6 @@ class EncodeEngine:
         self.kv_transfer: KvTransfer | None = None
         self.vision = EmbeddingPool(encoder)
         self.grammars: Grammars | None = None
-        self.short_steps = False  # it encodes
 
     def submit(self, request: SequenceRequest) -> None:
         """

@@ -124,7 +124,6 @@ class ScheduledEngine:
         copier: of blocks to and from host memory, if the scheduler's ``blocks.host`` plans copies.
     Attributes:
         hold: which sequences of a plan are to wait for a later step; None: none. Not with ``ahead``.
-        short_steps: see ``penstock.workers.engines.engine_protocol.Engine``.
         executor, scheduler: as given.
     """
 
@@ -144,7 +143,6 @@ class ScheduledEngine:
         assert speculation is None or executor is not None
         assert (copier is None) == (scheduler.blocks.host is None)
         self.hold: Callable[[list[ScheduledSequence]], list[ScheduledSequence]] | None = None
-        self.short_steps = False
         self._speculation = speculation
         self._copier = copier
         self.info = info

@@ -245,7 +245,6 @@ class Relay:
     def __init__(self, engine: Engine, root: bytes, wake: Callable[[], None]) -> None:
         self._engine = engine
         self.info = engine.info
-        self.short_steps = False  # it waits for events
         self._root = root
         self._wake = wake
         self.publishers: list[EventPublisher] = []

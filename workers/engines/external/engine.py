@@ -125,7 +125,6 @@ class ExternalEngine(Generic[C]):
         self.info = info
         self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
         self.grammars: Grammars | None = grammars
-        self.short_steps = False
         self.adapter = adapter
         self.runtime = runtime
         self._constrained = ConstrainedOutputs(grammars)

@@ -25,7 +25,6 @@ from penstock.workers.engines.mock.play import Played, Player, read_recording
 
 DEFAULT_BLOCKS = 16_384
 DEFAULT_SLOTS = 256
-SCORED_TOKENS = 64  # of a step without a time: 1 to 2 ms with 20 alternatives each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +92,7 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
             max_model_len=options.max_model_len,
             eos_token_ids=options.eos_token_ids,
             no_evict=options.no_evict,
-            max_scored_tokens=MAX_SCORED_TOKENS if options.speedup else SCORED_TOKENS,
+            max_scored_tokens=MAX_SCORED_TOKENS,
         ),
     )
     slots, image_tokens = options.embed_slots or DEFAULT_SLOTS, options.image_tokens
@@ -126,7 +125,6 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
         constraints=ALL_CONSTRAINTS if grammars is not None else (),
     )
     engine = ScheduledEngine(info, scheduler, executor, encoder, grammars=grammars)
-    engine.short_steps = not options.speedup and encoder is None
     if options.played:
         executor.plays = True
         engine.hold = Player(options.played, speedup=options.speedup, sleep=sleep).hold

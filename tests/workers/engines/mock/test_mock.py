@@ -13,7 +13,7 @@ from penstock.schemas.kv import Stored
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.core.running import MAX_SCORED_TOKENS
 from penstock.workers.engines.engine_protocol import Engine, EngineInfo, Output, RequestError, SequenceRequest
-from penstock.workers.engines.mock import DEFAULT_BLOCKS, SCORED_TOKENS, MockOptions, build, from_settings
+from penstock.workers.engines.mock import DEFAULT_BLOCKS, MockOptions, build, from_settings
 from penstock.workers.engines.mock.executor import GREEDY, MockVocabulary, expected_tokens
 
 PROMPT = list(range(40, 90))
@@ -174,26 +174,14 @@ def test_a_step_without_work_is_empty() -> None:
     assert engine.step().empty
 
 
-@pytest.mark.parametrize(
-    ("options", "short"), [({"speedup": 0}, True), ({}, False), ({"speedup": 0, "image_tokens": 4}, False)]
-)
-def test_steps_are_short_unless_they_take_simulated_time_or_images_are_encoded_between_them(
-    options: dict[str, int], short: bool
-) -> None:
-    assert build(MockOptions(vocab_size=50, **options)).short_steps is short
-
-
-@pytest.mark.parametrize(("speedup", "most"), [(0.0, SCORED_TOKENS), (1e6, MAX_SCORED_TOKENS)])
-def test_a_step_without_a_time_scores_few_tokens_of_a_prompt(speedup: float, most: int) -> None:
-    """It may run in an event loop, and 512 tokens with 20 alternatives each take 10 ms and more."""
-    engine = build(MockOptions(vocab_size=300, speedup=speedup))
-    prompt = [7] * (MAX_SCORED_TOKENS + 1)
+def test_a_step_scores_so_many_tokens_of_a_prompt_at_most() -> None:
+    engine = build(MockOptions(vocab_size=300, speedup=0))
+    prompt = [7] * (MAX_SCORED_TOKENS + 31)
     engine.submit(SequenceRequest("k", prompt, Sampling(prompt_logprobs=20), Stop(1), score=1))
     steps = []
     while engine.has_work():
         steps.append(sum(len(each.logprobs) for each in engine.step().scored))
-    assert max(steps) == most
-    assert sum(steps) == MAX_SCORED_TOKENS
+    assert steps == [MAX_SCORED_TOKENS, 30]
 
 
 def test_a_mock_of_a_model_has_its_limits_and_answers_in_text() -> None:
