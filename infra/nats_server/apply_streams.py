@@ -71,6 +71,16 @@ async def apply(nc: Client, topology: Topology, replicas: int = 1, *, size_bytes
     return done
 
 
+async def lost_streams(nc: Client, topology: Topology) -> list[str]:
+    """Streams and buckets on the disk that the server does not have. Those in memory are made by gateways, too.
+
+    Raises:
+        BrokerProblem: the server does not answer.
+    """
+    names = [config["name"] for config in stream_configs(topology) if config["storage"] == "file"]
+    return [name for name in names if await existing_config(nc, f"STREAM.INFO.{name}", STREAM_NOT_FOUND) is None]
+
+
 async def apply_submissions(nc: Client, subjects: Subjects, tenant: str, max_pending: int) -> list[str]:
     """Create or change one tenant's stream of submissions.
 

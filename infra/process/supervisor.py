@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -68,6 +68,7 @@ class Keeper:
             restarted; None: no limit.
         give_up: asked after each exit; True: the child is not started again.
         ended: awaited after each exit that was not asked for, before the next start.
+        restarted: runs beside the child after each start but the first, and is cancelled when the child ends.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Keeper:
         standstill_s: float | None = None,
         give_up: Callable[["Keeper"], bool] | None = None,
         ended: Callable[["Keeper"], Awaitable[None]] | None = None,
+        restarted: Callable[[], Coroutine[object, object, None]] | None = None,
     ) -> None:
         self.child = child
         self._standstill_s = standstill_s
@@ -87,6 +89,7 @@ class Keeper:
         self._changed = changed or (lambda _: None)
         self._give_up = give_up or (lambda _: False)
         self._on_ended = ended
+        self._on_restarted = restarted
         self._backoff = RestartBackoff()
         self._stopping = False
         self._wake = asyncio.Event()  # ends the pause before the next start
@@ -133,7 +136,7 @@ class Keeper:
         running = True
         while True:
             if running:
-                self.last_status = await self._ended()
+                self.last_status = await (self._ended_again() if self.exits else self._ended())
             if self._stopping:
                 return
             self.exits += 1
@@ -157,6 +160,17 @@ class Keeper:
             if self._stopping:
                 return
             running = await self._restart()
+
+    async def _ended_again(self) -> int:
+        """As ``_ended``, of a child that was started again."""
+        if self._on_restarted is None:
+            return await self._ended()
+        beside = asyncio.create_task(self._on_restarted(), name=f"restarted-{self.child.name}")
+        try:
+            return await self._ended()
+        finally:
+            beside.cancel()
+            await asyncio.gather(beside, return_exceptions=True)
 
     async def _ended(self) -> int:
         """The child's exit status, once it has one; a child at a standstill is killed."""

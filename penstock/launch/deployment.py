@@ -16,6 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -38,7 +39,7 @@ from penstock.infra.process.sockets import CannotListen
 from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.launch.groups import PlanError, assign, fleet_of, with_name
 from penstock.launch.machine import Listeners, cores, free_port, gpus, held_run
-from penstock.launch.nats import apply_at, connect_operator
+from penstock.launch.nats import apply_at, apply_if_lost, connect_operator
 from penstock.launch.plan import PlannedProcess, further, plan, worker_state
 from penstock.launch.readiness import Readiness, registered_models, served_models
 from penstock.launch.recipes import catalogue
@@ -289,7 +290,9 @@ class Deployment:
             else:
                 self._board.starting("nats")
                 self._broker = EmbeddedNats(self.data_dir, up.namespace, up.nats_port, durability=up.durability)
-                await self._keep(Keeper(self._broker, self._on_change, give_up=self._give_up))
+                kept = self._broker.url, self.subjects
+                again = partial(apply_if_lost, *kept, record=up.record, store_size=up.store_size)
+                await self._keep(Keeper(self._broker, self._on_change, give_up=self._give_up, restarted=again))
                 await self._watches.enter_async_context(DiskWatch(self._broker))
                 self._board.ready("nats", f"ready on port {self._broker.port}")
                 url, sys_url = self._broker.url, self._broker.sys_url

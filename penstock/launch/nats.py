@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import structlog
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
@@ -18,7 +20,7 @@ from penstock.configs.settings import NatsSettings
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import Refused, authenticate, note_refusal, refusals, why_unreachable
-from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.apply_streams import apply, lost_streams
 from penstock.infra.nats_server.config import LAME_DUCK_S, USERS, Cluster, ServerConfig, Tls, render
 from penstock.infra.nats_server.datadir import DataDirBusy, DataDirUnusable, load_nkeys, load_secrets, prepare
 from penstock.infra.nats_server.disk import DiskWatch
@@ -32,7 +34,10 @@ from penstock.schemas.errors import ServingError
 from penstock.schemas.streams import GIB, topology
 from penstock.schemas.subjects import Subjects, inbox_prefix
 
+log = structlog.get_logger("nats")
+
 CONNECT_S = 10.0
+APPLY_AGAIN_S = 1.0
 # What only a printed configuration has
 PRINTED = ("cluster", "node", "tenants_file", "tls_cert", "tls_key", "tls_ca", "nkeys", "client_certs")
 CLIENTS_PORT, ROUTES_PORT = 4222, 6222
@@ -162,12 +167,13 @@ async def _serve(settings: NatsSettings) -> int:
         durability=settings.durability,
         host=settings.nats_host,
     )
-    keeper = Keeper(broker)
+    record, size = settings.record, settings.store_size
+    again = partial(apply_if_lost, broker.url, broker.subjects, record=record, store_size=size)
+    keeper = Keeper(broker, restarted=again)
     with StopSignals() as stop:
         try:
             await keeper.start()
-            url, size = broker.url("operator"), settings.store_size
-            await apply_at(url, broker.subjects, record=settings.record, store_size=size)
+            await apply_at(broker.url("operator"), broker.subjects, record=record, store_size=size)
             print(f"nats-server on {settings.nats_host}:{broker.port}; log: {broker.log_path}")
             print(f"passwords of {', '.join(BROKER_ROLES)} and sys: {broker.data_dir / 'secrets.json'}")
             async with DiskWatch(broker):
@@ -211,6 +217,35 @@ async def apply_at(
             async with recorded(nc, subjects, "streams apply", f"namespace {subjects.namespace}", _told(done)):
                 pass
         return done
+
+
+async def apply_if_lost(
+    url: Callable[[], str], subjects: Subjects, *, record: bool = False, store_size: float = 0.0
+) -> None:
+    """After a restart of a broker, apply the streams if its store has been lost. Repeated until the broker takes them.
+
+    Args:
+        url: the operator's; its password may have been changed meanwhile.
+        record, store_size: as ``apply_at``.
+    """
+    while True:
+        try:
+            async with as_operator(url(), "streams apply") as nc:
+                lost = await lost_streams(nc, topology(subjects, record=record))
+            if lost:
+                await apply_at(url(), subjects, record=record, store_size=store_size)
+        except (BrokerProblem, NatsError, TimeoutError, OSError) as error:
+            log.warning("streams_not_applied", error=str(error) or repr(error), retry_in_s=APPLY_AGAIN_S)
+            await asyncio.sleep(APPLY_AGAIN_S)
+            continue
+        if lost:
+            log.warning(
+                "streams_made_again",
+                streams=lost,
+                action="the broker has lost its store: `penstock tenants restore` and `penstock keys import` bring "
+                "back tenants and keys",
+            )
+        return
 
 
 @contextlib.asynccontextmanager
