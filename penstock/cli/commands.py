@@ -11,11 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from io import TextIOWrapper
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
-
-from penstock.schemas.subjects import Namespace
 
 ARGV = "argv"  # instead of settings: the function is called with the arguments as they are
 SOURCE_TREE_ONLY = "tests"  # tools of who develops Penstock, which are not installed
@@ -50,7 +48,7 @@ COMMANDS = {
     "nats": Command("run the embedded broker alone", "penstock.launch.nats:run", "NatsSettings"),
     "streams apply": Command(
         "create the streams on a broker; safe to repeat, never deletes",
-        "penstock.launch.nats:run_apply",
+        "penstock.operate.streams:run_apply",
         "penstock.cli.commands:StreamsSettings",
     ),
     "streams list": Command("show what each stream holds, and for how long", "penstock.operate.streams:run_list"),
@@ -257,10 +255,17 @@ SECTIONS = {
 class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock streams apply``."""
 
-    nats_url: Annotated[str, msgspec.Meta(description="broker, with the operator's credentials")] = (
-        "nats://127.0.0.1:4222"
-    )
-    namespace: Annotated[Namespace, msgspec.Meta(description="prefix of all subjects and streams")] = "ps"
+    FOLDER_NAMES_BROKER: ClassVar[bool] = True  # a --data-dir on the command line goes before PENSTOCK_NATS_URL
+    nats_url: Annotated[
+        str,
+        msgspec.Meta(
+            description="broker, with the operator's credentials; default: the data folder's, else nats://127.0.0.1:4222"
+        ),
+    ] = ""
+    data_dir: Annotated[str, msgspec.Meta(description="data folder of `penstock up` or `penstock nats`")] = ".penstock"
+    namespace: Annotated[
+        str, msgspec.Meta(description="prefix of all subjects and streams; default: the data folder's, else ps")
+    ] = ""
     record: Annotated[
         bool, msgspec.Meta(description="keep tokens, jobs and KV events for 7 days, as records are, for replay")
     ] = False

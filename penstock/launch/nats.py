@@ -1,4 +1,4 @@
-"""``penstock nats`` and ``penstock streams apply``."""
+"""``penstock nats``, and the streams on a broker."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,6 @@ import structlog
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
-from penstock.cli.commands import StreamsSettings
 from penstock.configs.logs import setup
 from penstock.configs.settings import NatsSettings
 from penstock.infra.bus.audit import recorded
@@ -181,22 +180,6 @@ async def _serve(settings: NatsSettings) -> int:
         finally:
             await keeper.stop(timeout_s=30)
             await broker.stop()
-    return 0
-
-
-def run_apply(settings: StreamsSettings) -> int:
-    """Create the streams on a broker and print the changes."""
-    try:
-        subjects = Subjects(settings.namespace)
-        work = apply_at(
-            settings.nats_url, subjects, settings.replicas, record=settings.record, store_size=settings.store_size
-        )
-        done = asyncio.run(work)
-    except (BrokerProblem, ValueError) as error:
-        print(f"penstock streams apply: {error}", file=sys.stderr)
-        return 1
-    for line in done or [f"nothing to do: all streams of namespace {settings.namespace!r} are there"]:
-        print(line)
     return 0
 
 

@@ -1,14 +1,17 @@
-"""``penstock streams list`` and ``penstock streams set``: what the streams hold, and for how long."""
+"""``penstock streams``: makes the streams of a broker, shows what they hold, and sets for how long."""
 
 import argparse
+import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from penstock.cli.commands import StreamsSettings
 from penstock.cli.figures import counted, duration_ns, parse_size, show_duration, show_size
 from penstock.cli.terminal import Column, confirmed, fitting_table, stdout
 from penstock.configs.flags import Parser
@@ -16,12 +19,44 @@ from penstock.infra.bus.audit import recorded
 from penstock.infra.nats_server import retention
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.retention import Loss, StreamUse
+from penstock.launch.nats import CLIENTS_PORT, apply_at
 from penstock.log_tools.sources.log_copy import recorded_max_age_s
-from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, open_log, run_command, running
 from penstock.schemas.streams import topology
+from penstock.schemas.subjects import Subjects
 
 NONE = "none"
 FULL = 0.8  # shown in yellow from here on
+
+
+def run_apply(settings: StreamsSettings) -> int:
+    """Create the streams on a broker and print the changes."""
+    try:
+        url, namespace = _applied_at(settings)
+        subjects = Subjects(namespace)
+        work = apply_at(url, subjects, settings.replicas, record=settings.record, store_size=settings.store_size)
+        done = asyncio.run(work)
+    except (BrokerProblem, ValueError) as error:
+        print(f"penstock streams apply: {error}", file=sys.stderr)
+        return 1
+    for line in done or [f"nothing to do: all streams of namespace {namespace!r} are there"]:
+        print(line)
+    return 0
+
+
+def _applied_at(settings: StreamsSettings) -> tuple[str, str]:
+    """URL and namespace.
+
+    Raises:
+        ValueError: there is no deployment in the folder that a flag names.
+    """
+    data_dir = Path(settings.data_dir)
+    try:
+        return running(LogSource(data_dir, settings.nats_url, settings.namespace), data_dir)
+    except ValueError:
+        if settings.data_dir != StreamsSettings().data_dir:
+            raise
+        return f"nats://127.0.0.1:{CLIENTS_PORT}", settings.namespace or "ps"
 
 
 def run_list(argv: Sequence[str]) -> int:

@@ -201,7 +201,7 @@ MEANINGS = {
     "attempt_not_revoked": "a lost worker could not be told to stop; its output is ignored all the same",
     "block_damaged": "a stopped broker's file has a damaged block; the rest was read",
     "streams_made_again": "the broker had lost its store; `up` or `nats` made the streams again",
-    "streams_not_applied": "after a restart of the broker its streams could not be looked at, or not be made; tried again",
+    "streams_not_applied": "after a restart of the broker its streams could not be read or made; tried again",
     "broker_restarts": "`up` starts the broker again after its disk was full",
     "audit": "somebody changed something, or read what is another's; stored in the audit log, too",
     "audit_entry_unreadable": "an entry of the audit log is of a later release, and is left out",

@@ -3,13 +3,13 @@
 import asyncio
 import io
 import os
-import shutil
 import signal
 
 import httpx
 import pytest
 
 from penstock.cli.commands import main
+from tests.infra.nats_server.support import lose_store
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import MODEL_NAME, Deployment, until
 
@@ -19,15 +19,6 @@ CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}],
 @pytest.fixture(scope="module")
 def deployment(new_deployment: NewDeployment) -> Deployment:
     return new_deployment("--mock-speedup", "0")
-
-
-def lose_store(deployment: Deployment) -> int:
-    """The broker's process, which ends; it stands still meanwhile, so that it writes nothing any more."""
-    pid = int((deployment.data_dir / "nats.pid").read_text())
-    os.kill(pid, signal.SIGSTOP)
-    shutil.rmtree(deployment.data_dir / "nats")
-    os.kill(pid, signal.SIGKILL)
-    return pid
 
 
 async def test_a_deployment_serves_again_when_its_keys_are_imported(
@@ -57,7 +48,7 @@ async def test_a_deployment_serves_again_when_its_keys_are_imported(
             return asked.status_code == status
 
         await until(lambda: answers(200), "a chat with the key")
-        lost = lose_store(deployment)
+        lost = lose_store(deployment.data_dir)
         await until(lambda: answers(401), "a gateway that has known keys, and finds none in new streams")
         assert int((deployment.data_dir / "nats.pid").read_text()) != lost
         # A fresh gateway does not answer without keys either.

@@ -1,12 +1,14 @@
-"""``penstock streams list`` and ``set`` on a real nats-server."""
+"""``penstock streams`` on a real nats-server."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.cli.commands import main
 from penstock.infra.bus.connection import Bus
 from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.jetstream_api import request
@@ -15,7 +17,9 @@ from penstock.operate.streams import run_list, run_set
 from penstock.schemas.streams import DAY, GIB, HOUR, MIB, topology
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
+from tests.infra.nats_server.support import lose_store
 from tests.penstock.log_tools.requests.support import accept
+from tests.pipeline.support import Process
 
 
 @pytest.fixture
@@ -104,3 +108,21 @@ async def test_limits_that_delete_messages_need_a_yes(
     assert (await request(bus.nc, f"STREAM.INFO.{stream}", {}))["state"]["messages"] == 3
     assert await asyncio.to_thread(run_set, [*flags, "--yes"]) == 0
     assert (await request(bus.nc, f"STREAM.INFO.{stream}", {}))["state"]["messages"] == 2
+
+
+def test_a_broker_that_lost_its_store_has_its_streams_again_and_a_folder_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_NATS_URL", "nats://127.0.0.1:1")  # of another deployment
+    data_dir = tmp_path / "data"
+    broker = Process(tmp_path / "nats.log", "nats", "--data-dir", str(data_dir), "--namespace", "other")
+    try:
+        broker.wait_for("passwords of")
+        lose_store(data_dir)
+        broker.wait_for("streams_made_again")
+        assert main(["streams", "apply", "--data-dir", str(data_dir), "--namespace", "other"]) == 0
+        assert capsys.readouterr().out == "nothing to do: all streams of namespace 'other' are there\n"
+    finally:
+        broker.stop()
+    assert main(["streams", "apply", "--data-dir", str(tmp_path / "none")]) == 1
+    assert "no deployment in" in capsys.readouterr().err

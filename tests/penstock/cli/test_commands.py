@@ -285,7 +285,7 @@ def test_streams_apply_explains_why_it_cannot(broker: EmbeddedNats) -> None:
     assert "check the address and the credentials" in refused.stderr
     assert "wrong" not in refused.stderr
     named = penstock("streams", "apply", "--namespace", "Not.OK")
-    assert "is not a lower-case word" in named.stderr
+    assert "use a lower-case word of at most 32 letters" in named.stderr
 
 
 def test_the_broker_runs_in_the_foreground_until_sigterm(tmp_path: Path) -> None:
