@@ -221,30 +221,45 @@ class Accounts:
         self.client_password = ""
 
     @classmethod
-    async def open(cls, nc: Client, subjects: Subjects, earlier: Tenants, client_password: str) -> "Accounts":
-        """Read them.
+    async def find(cls, nc: Client, subjects: Subjects) -> "Accounts | None":
+        """Read them, and write nothing; None: the broker has none yet, or has lost them.
 
-        Args:
-            earlier: of this operator's data folder, where releases before the bucket kept them; taken if it is new.
-            client_password: taken if the bucket has none.
+        Raises:
+            ValueError: it has no streams of this namespace, or an entry is damaged.
         """
         js, name = nc.jetstream(), subjects.bucket("accounts")
-        new = False
         try:
-            bucket = await js.key_value(name)
+            accounts = cls(js, name, await js.key_value(name))
         except BucketNotFoundError:
             if not await _has_streams(js, subjects):
                 raise ValueError(
                     f"the broker has no streams of namespace {subjects.namespace!r}: `penstock streams apply` first"
                 ) from None
+            return None
+        await accounts.read()
+        return accounts
+
+    @classmethod
+    async def open(cls, nc: Client, subjects: Subjects, earlier: Tenants, client_password: str) -> "Accounts":
+        """Read them, and make them if the broker has none.
+
+        Args:
+            earlier: of this operator's data folder, where releases before the bucket kept them; taken if it is new.
+            client_password: taken if the bucket has none.
+        Raises:
+            ValueError: as ``find``.
+        """
+        accounts = await cls.find(nc, subjects)
+        new = accounts is None
+        if accounts is None:
+            js, name = nc.jetstream(), subjects.bucket("accounts")
             info = await js.stream_info(f"KV_{subjects.bucket('tenants')}")
             replicas = info.config.num_replicas or 1
             bucket = await js.create_key_value(
                 KeyValueConfig(bucket=name, history=1, max_bytes=ACCOUNTS_BYTES, replicas=replicas)
             )
-            new = True
-        accounts = cls(js, name, bucket)
-        await accounts.read()
+            accounts = cls(js, name, bucket)
+            await accounts.read()
         if not accounts.client_password:
             await accounts._write(DEFAULT_TENANT, Tenant(password=client_password))
         for tenant, entry in earlier.items() if new else ():

@@ -20,23 +20,28 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
+from nats.js.errors import NotFoundError
 
 from penstock.configs.flags import PREFIX, Parser, add_broker_flags
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import authenticate
+from penstock.infra.bus.jetstream import STREAM_NOT_FOUND
 from penstock.infra.nats_server import tenants
 from penstock.infra.nats_server.apply_streams import apply_submissions
 from penstock.infra.nats_server.config import USERS, second_tenant_user, tenant_user
 from penstock.infra.nats_server.datadir import load_secrets
-from penstock.infra.nats_server.jetstream_api import BrokerProblem, reload, running_pid
+from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_config, reload, running_pid
 from penstock.infra.nats_server.tenants import Accounts, Copies, Tenant, Tenants, client_passwords, user_in_use
 from penstock.launch.nats import as_operator
 from penstock.launch.state import read_state
 from penstock.schemas import wire
+from penstock.schemas.audit import KEYS_LOST, decode
+from penstock.schemas.streams import submissions
 from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
 from penstock.schemas.tenants import LEAST_WEIGHT, MAX_PENDING, MOST_WEIGHT, Limits, check_name
 
+AUDITED = 500  # entries of the audit log that are looked at: the first after its stream was made
 _JWTS = (
     "this broker has its users from JWTs (operator mode), so it takes neither tenants.conf nor a tenant's password; "
     "for the NATS API, make each tenant's account and its users with `nsc` (docs/nats.md)"
@@ -67,9 +72,6 @@ def run(argv: Sequence[str]) -> int:
         place = _place(args)
         # A list writes nothing, not even a lock: it is also for a folder that only its owner may write.
         with contextlib.nullcontext() if args.verb == "list" else tenants.held(place.data_dir):
-            if args.verb == "list" and not place.own:
-                _list(tenants.load(place.data_dir))
-                return 0
             name = check_name(args.name) if "name" in args else ""
             if name == DEFAULT_TENANT:
                 where = "credentials are" if place.own else "clients use client_nats_url of state.json;"
@@ -206,19 +208,26 @@ async def _asked(nc: Client, place: TenantsPlace, name: str, args: argparse.Name
     existing = tenants.load(place.data_dir)
     if place.with_jwts and args.verb in ("rotate", "conf"):
         raise ValueError(f"{args.verb}: {_JWTS}")
+    if args.verb == "conf" and not place.own:
+        raise ValueError("the broker of a data folder reads its accounts itself; --nats-url names one of your own")
+    copied = known.tenants if place.own else existing
+    lost = bool(copied) and await Accounts.missing(nc, place.subjects, copied)
+    if lost and args.verb != "restore":
+        raise ValueError(
+            f"the broker knows no tenants, and {place.data_dir} has {', '.join(sorted(copied))}: if it "
+            "lost its disk, `penstock tenants restore` brings them back; another broker needs another --data-dir"
+        )
     if place.own:
         _warn_of_secrets(place)
-        lost = bool(known.tenants) and await Accounts.missing(nc, place.subjects, known.tenants)
-        if lost and args.verb != "restore":
-            raise ValueError(
-                f"the broker knows no tenants, and {place.data_dir} has {', '.join(sorted(known.tenants))}: if it "
-                "lost its disk, `penstock tenants restore` brings them back; another broker needs another --data-dir"
-            )
-        password = known.client_password or _secrets_of(place).get("client") or tenants.new_password()
-        accounts = await Accounts.open(nc, place.subjects, {} if lost else existing, password)
-        existing = accounts.tenants
-    elif args.verb == "conf":
-        raise ValueError("the broker of a data folder reads its accounts itself; --nats-url names one of your own")
+        accounts = await Accounts.find(nc, place.subjects)
+        unknown = accounts is None and not copied and not known.client_password
+        if unknown and not getattr(args, "new_password", False):
+            await _refuse_if_lost(nc, place)
+        if args.verb != "list":
+            password = known.client_password or _secrets_of(place).get("client") or tenants.new_password()
+            accounts = await Accounts.open(nc, place.subjects, {} if lost else existing, password)
+        if accounts is not None:
+            existing = accounts.tenants
     match args.verb:
         case "list":
             _list(existing)
@@ -241,6 +250,27 @@ async def _asked(nc: Client, place: TenantsPlace, name: str, args: argparse.Name
                 )
             async with recorded(nc, place.subjects, f"tenants {args.verb}", name, _detail(existing.get(name), args)):
                 await _change(nc, place, accounts, existing, name, args)
+
+
+async def _refuse_if_lost(nc: Client, place: TenantsPlace) -> None:
+    """Of a broker without accounts, and a folder that knows none: gateways note when keys that they knew are gone.
+
+    Raises:
+        ValueError: they have.
+    """
+    js, stream = nc.jetstream(), place.subjects.stream("AUDIT")
+    try:
+        state = (await js.stream_info(stream)).state
+    except NotFoundError:
+        return
+    for seq in range(max(1, state.first_seq), min(state.last_seq, state.first_seq + AUDITED) + 1):
+        with contextlib.suppress(NotFoundError, msgspec.MsgspecError):
+            if decode((await js.get_msg(stream, seq=seq)).data or b"").action == KEYS_LOST:
+                raise ValueError(
+                    f"the broker has lost its keys, so it may have lost tenants, and {place.data_dir} knows none: "
+                    "`penstock tenants restore --data-dir` with the folder that they were made with brings them back; "
+                    "if there were none, `penstock tenants add NAME --new-password` begins anew"
+                )
 
 
 def _secrets_of(place: TenantsPlace) -> dict[str, str]:
@@ -278,6 +308,9 @@ async def _restore(
     existing = known.tenants if accounts is None else accounts.tenants
     for name in wanted:
         tenant, there = known.tenants[name], existing.get(name)
+        if there is not None and there.passwords == tenant.passwords and await _is_whole(nc, place, name, there):
+            print(f"{name} was there already")
+            continue
         if accounts is not None and there is not None and there.login != tenant.login and not args.replace:
             print(f"{name}: left, the broker has another password; --replace takes that of {place.data_dir}")
             continue
@@ -304,6 +337,13 @@ async def _restore(
     if accounts is not None:
         for name in wanted if not place.with_jwts else ():
             _write_login(place, name, accounts.tenants[name])
+
+
+async def _is_whole(nc: Client, place: TenantsPlace, name: str, tenant: Tenant) -> bool:
+    """Whether gateways and routers know this tenant as it is here, and its submissions are stored."""
+    stream, _ = submissions(place.subjects, name, tenant.max_pending)
+    there = await existing_config(nc, f"STREAM.INFO.{stream.name}", STREAM_NOT_FOUND) is not None
+    return there and await tenants.limits_at(nc, place.subjects, name) == tenant.limits
 
 
 def _detail(old: Tenant | None, args: argparse.Namespace) -> str:

@@ -13,12 +13,14 @@ from nats.aio.client import Client
 from nats.errors import TimeoutError as NatsTimeout
 
 from penstock.cli.commands import main
+from penstock.infra.bus.audit import write
 from penstock.infra.bus.client import BusClient
 from penstock.infra.nats_server import tenants
 from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.jetstream_api import reload
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.nats_server.tenants import Accounts, Tenant
+from penstock.schemas.audit import KEYS_LOST, AuditEntry
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tenants import Limits
@@ -154,8 +156,45 @@ async def test_tenants_come_back_with_their_passwords_and_limits_after_the_broke
     nc = await connect(ready)
     assert await tenants.limits_at(nc, ready.subjects, "acme") == Limits(models=("m",), weight=3.0)
     await nc.jetstream().stream_info("ps_SUBMIT_acme")
-    assert await ran("restore", *place) == 0, "it may be repeated"
+    # Another operator, whose folder has copies as well, or this one again.
+    entries = (await nc.jetstream().stream_info("ps_AUDIT")).state.messages
+    capsys.readouterr()
+    assert await ran("restore", *place) == 0
+    assert "acme was there already\nblue was there already\n" in capsys.readouterr().out
+    assert (await nc.jetstream().stream_info("ps_AUDIT")).state.messages == entries, "nothing was done"
     assert (tmp_path / tenants.INCLUDE).read_text() == before
+
+
+async def test_a_folder_that_knows_no_tenant_makes_no_accounts_on_a_broker_that_lost_them(
+    ready: EmbeddedNats, connect: Connect, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`list` stored a new password of the user client, and `restore` kept it: clients of before were locked out."""
+    known, other = tmp_path / "known", tmp_path / "other"
+    place = ("--nats-url", ready.url("operator"), "--data-dir")
+    assert await ran("add", "acme", *place, str(known)) == 0
+    before = (known / tenants.INCLUDE).read_text()
+    await lose_everything(ready, connect)
+    nc = await connect(ready)
+    stored = len(await nc.jetstream().streams_info())
+    capsys.readouterr()
+    assert await ran("list", *place, str(other)) == 0
+    assert "there is no tenant but 'default'" in capsys.readouterr().out
+    assert len(await nc.jetstream().streams_info()) == stored, "a list writes nothing"
+    assert not other.exists()
+    # Once a gateway has noted that keys are gone, the broker is no new one.
+    await write(nc, ready.subjects, "operator", AuditEntry(KEYS_LOST, "gateway-0"))
+    for verb in (("list",), ("add", "red"), ("conf",)):
+        assert await ran(*verb, *place, str(other)) == 1
+        said = capsys.readouterr().err
+        assert "the broker has lost its keys, so it may have lost tenants" in said
+        assert "`penstock tenants restore --data-dir`" in said
+    assert await ran("restore", *place, str(known)) == 0
+    said = capsys.readouterr().out
+    assert "restored acme" in said
+    assert "left" not in said
+    assert (known / tenants.INCLUDE).read_text() == before
+    assert await ran("add", "red", *place, str(other)) == 0
+    assert url_in(other, "default") == url_in(known, "default")
 
 
 async def test_credentials_alone_bring_a_tenant_back_and_another_operators_work_stays(
@@ -217,7 +256,17 @@ async def test_tenants_of_a_folders_own_broker_are_applied_again(
     assert await ran("add", "acme", "--max-pending", "7", *place) == 0
     url = url_in(server.data_dir, "acme")
     await lose_everything(server, connect)
+    capsys.readouterr()
+    for verb in (("list",), ("add", "newt"), ("rotate", "acme")):
+        assert await ran(*verb, *place) == 1
+        said = capsys.readouterr().err
+        assert "the broker knows no tenants" in said
+        assert f"{server.data_dir} has acme: if it lost its disk, `penstock tenants restore`" in said
     assert await ran("restore", *place) == 0
+    assert "restored acme" in capsys.readouterr().out
+    assert await ran("restore", *place) == 0
+    assert "acme was there already" in capsys.readouterr().out
+    assert await ran("list", *place) == 0
     limits = await tenants.limits_at(await connect(server), server.subjects, "acme")
     assert limits == Limits(max_pending=7)
     assert await logs_in(url)
