@@ -4,9 +4,11 @@ A field ``http_port`` is the flag ``--http-port`` and the variable ``PENSTOCK_HT
 names: ``_s`` seconds, ``_bytes`` bytes, ``_tokens`` and ``_len`` tokens, ``_blocks`` KV blocks.
 """
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+import re
+import socket
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from penstock.schemas.subjects import Namespace
 
@@ -37,7 +39,28 @@ class Common(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     namespace: Annotated[Namespace, about("prefix of all NATS subjects and streams")] = "ps"
     log_format: Annotated[Literal["auto", "text", "json"], about("auto: text on a terminal, else JSON lines")] = "auto"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], about("least severe level logged")] = "info"
-    name: Annotated[str, about("name of this process in logs and tables; keep it the same across restarts")] = ""
+    name: Annotated[
+        str,
+        about(
+            "name of this process in logs and tables; keep it the same across restarts; default of a gateway, router "
+            "or worker: its role, host and port"
+        ),
+    ] = ""
+
+
+CommonT = TypeVar("CommonT", bound=Common)
+
+
+def named(settings: CommonT, role: str, port: int) -> CommonT:
+    """With a name, if it has none, so that processes of several hosts differ.
+
+    Args:
+        port: distinguishes those of one host; 0: it listens on none.
+    """
+    if settings.name:
+        return settings
+    host = re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname().partition(".")[0])
+    return structs.replace(settings, name="-".join(filter(None, (role, host, str(port or "")))))
 
 
 def served_names(text: str) -> tuple[str, ...]:

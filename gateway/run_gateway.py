@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from penstock.configs import logs
-from penstock.configs.settings import GatewaySettings, served_names
+from penstock.configs.settings import GatewaySettings, named, served_names
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.http.app import application
 from penstock.gateway.http.middleware import TrustedProxies, check_origins, with_access_log, with_cors, with_proxies
@@ -74,6 +74,7 @@ def front_of(settings: GatewaySettings) -> Front:
 def run(settings: GatewaySettings) -> int:
     """Serve until SIGTERM; returns the exit code."""
     sys.setswitchinterval(0.001)  # the event loop must get its turn beside threads that compute in Python
+    settings = named(settings, "gateway", settings.http_port)
     logs.setup(settings.log_format, settings.log_level, name=settings.name)
     import uvloop
 

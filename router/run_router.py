@@ -9,7 +9,7 @@ from faststream import FastStream
 from faststream.nats import NatsMessage
 
 from penstock.configs import logs
-from penstock.configs.settings import RouterSettings
+from penstock.configs.settings import RouterSettings, named
 from penstock.infra.bus import loop_lag
 from penstock.infra.bus.audit import Auditor, Watch
 from penstock.infra.bus.connection import Bus, connect
@@ -34,6 +34,7 @@ END_S = 6.0  # after SIGTERM the process ends, whatever it waits for; terminal e
 def run(settings: RouterSettings) -> int:
     """Route until SIGTERM; returns the exit code."""
     sys.setswitchinterval(0.001)  # the event loop must get its turn beside the thread that serves metrics
+    settings = named(settings, "router", settings.metrics_port)
     logs.setup(settings.log_format, settings.log_level, name=settings.name)
     import uvloop
 

@@ -121,6 +121,11 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     source: str = ""  # of the model: folder on ``host``, a bundled model, or Hugging Face id; "": it does not say
 
     @property
+    def lasting_name(self) -> str:
+        """The same across restarts, also of a worker without a name."""
+        return self.name or self.worker.rpartition("-")[0]
+
+    @property
     def output(self) -> str:
         """As ``GenerateRequest.output``: what a worker of a role of its own makes; "": tokens."""
         if self.role == EMBED:

@@ -6,7 +6,7 @@ import sys
 import structlog
 
 from penstock.configs import logs
-from penstock.configs.settings import WorkerSettings
+from penstock.configs.settings import WorkerSettings, named
 from penstock.infra.metrics.page import PortTaken, check_port
 from penstock.infra.model import modeldir
 from penstock.infra.text.parsers import families
@@ -24,6 +24,7 @@ def run(settings: WorkerSettings) -> int:
     """Serve until SIGTERM; returns the exit status."""
     # The event loop must get its turn between two steps of an engine that computes in Python.
     sys.setswitchinterval(0.001)
+    settings = named(settings, "worker", settings.metrics_port)
     logs.setup(settings.log_format, settings.log_level, name=settings.name)
     import uvloop
 

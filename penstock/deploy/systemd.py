@@ -123,7 +123,7 @@ def unit(name: str, argv: Sequence[str], where: Where) -> str:
     """The unit of a gateway, router or worker.
 
     Args:
-        argv: the role's flags.
+        argv: the role's flags. Without ``--name``, it is the host's, and of a template the instance's, too.
 
     Raises:
         ValueError: as ``_made``.
@@ -136,6 +136,8 @@ def unit(name: str, argv: Sequence[str], where: Where) -> str:
     drain_s = float(getattr(settings, "drain_s", 0.0))
     stay_down = [_NO_RESTART, *([DRAINED] if name == "worker" else [])]
     files = [f"EnvironmentFile={CONFIG}/{name}.env"]
+    if not settings.name:  # files of variables, and flags, go before it; %l is the host's name without its domain
+        files.insert(0, f"Environment=PENSTOCK_NAME={name}-%l{'-%i' if where.instances else ''}")
     if where.instances:
         files.append(f"EnvironmentFile=-{CONFIG}/{name}-%i.env")
     lines = [

@@ -301,7 +301,7 @@ def workers(
             each.total_blocks * each.dp_size,
             hit_rate(by_worker[each.worker]),
             tokens_per_s * sum(summary.completion_tokens for summary in by_worker[each.worker]) / sampled,
-            losses.get(each.name, 0),
+            losses.get(each.lasting_name, 0),
             each.load.slowest_step_ms,
             each.load.quiet_ms,
             each.load.latency_us / 1e3 or None,
@@ -309,7 +309,7 @@ def workers(
         )
         for each in registered
     ]
-    there = {each.name for each in views}
+    there = {each.lasting_name for each in registered}
     gone = [
         WorkerView(each.worker, "", each.role, each.model, "", "lost", 0, 0, 0, 0, 0, 0, None, 0.0, each.count)
         for each in lost

@@ -422,13 +422,13 @@ class ClusterState:
     def _on_left(self, worker: RegisteredWorker, why: str) -> None:
         registration, name = worker.registration, worker.registration.worker
         if why in (EXPIRED, BROKE, ENDED):
-            losing = registration.name or name.rpartition("-")[0]
             self.losses.add(
-                losing,
+                registration.lasting_name,
                 registration.role,
                 registration.model,
                 self._bus.clock.now_ns(),
-                workers=self.tracker.size,
+                worker=name,
+                workers=(each.worker for each in self.tracker.workers()),
                 link_broke=time.monotonic() - self._relinked < RELINKED_S,
             )
         self._placed_here.pop(name, None)

@@ -135,13 +135,26 @@ class LeaseLosses:
     def __init__(self) -> None:
         self._own: list[Loss] = []  # oldest first
         self._together: list[Loss] = []
-        self._burst_ns = -TOGETHER_NS  # when the last burst of losses began, and how many workers there were then
-        self._burst_of = 0
+        self._burst_ns = -TOGETHER_NS  # when the last burst of losses began
+        self._burst_of: frozenset[str] = frozenset()  # the workers of then, by their ids, and which have lost theirs
+        self._burst_lost: set[str] = set()
 
-    def add(self, name: str, role: str, model: str, at_ns: int, *, workers: int, link_broke: bool = False) -> None:
+    def add(
+        self,
+        name: str,
+        role: str,
+        model: str,
+        at_ns: int,
+        *,
+        worker: str,
+        workers: Iterable[str],
+        link_broke: bool = False,
+    ) -> None:
         """
         Args:
-            workers: how many were registered before this loss.
+            name: several workers may have the same, by mistake.
+            worker: its id.
+            workers: ids of those that were registered before this loss.
             link_broke: this router had lost the broker, too.
         """
         loss = (name, role, model, at_ns)
@@ -149,18 +162,17 @@ class LeaseLosses:
             self._together.append(loss)
         else:
             self._own.append(loss)
-            self._find_burst(at_ns, workers)
+            self._find_burst(worker, at_ns, workers)
         del self._own[:-REMEMBERED]
         del self._together[:-REMEMBERED]
 
-    def _find_burst(self, at_ns: int, workers: int) -> None:
+    def _find_burst(self, worker: str, at_ns: int, workers: Iterable[str]) -> None:
         if at_ns - self._burst_ns > TOGETHER_NS:
-            self._burst_ns, self._burst_of = at_ns, workers
-        since, own, found = self._burst_ns, self._own, self._together
-        names = {name for losses in (own, found) for name, _, _, at in losses[-2 * self._burst_of :] if at >= since}
-        if len(names) >= max(2, self._burst_of):
-            found += [loss for loss in own if loss[3] >= since]
-            self._own = [loss for loss in own if loss[3] < since]
+            self._burst_ns, self._burst_of, self._burst_lost = at_ns, frozenset(workers), set()
+        self._burst_lost.add(worker)
+        if len(self._burst_of) > 1 and self._burst_lost >= self._burst_of:
+            self._together += [loss for loss in self._own if loss[3] >= self._burst_ns]
+            self._own = [loss for loss in self._own if loss[3] < self._burst_ns]
 
     def recent(self, now_ns: int) -> tuple[LostLeases, ...]:
         """Workers by their losses, most first."""

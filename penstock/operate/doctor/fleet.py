@@ -301,7 +301,7 @@ def _model(model: str, workers: Sequence[Registration]) -> list[CheckResult]:
 def check_leases(lost: Sequence[LostLeases], workers: Sequence[Registration], now_ns: int) -> list[CheckResult]:
     """Workers that lose their lease over and over, which are stopped for seconds, and those that hold it and hang."""
     findings = []
-    by_name = {each.name or each.worker: each for each in workers}
+    by_name = {each.lasting_name: each for each in workers}
     together = max(lost, key=lambda each: (each.together, each.last_ns), default=None)
     if together is not None and together.together:
         times = "once" if together.together == 1 else f"{together.together} times"

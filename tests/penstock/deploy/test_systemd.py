@@ -63,6 +63,16 @@ def test_a_unit_waits_for_the_drain_and_keeps_down_what_would_fail_again(capsys:
     assert "EnvironmentFile=-/etc/penstock/nats.env\n" in nats
 
 
+def test_processes_of_several_hosts_and_instances_have_names_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """All workers were named `worker`: `penstock drain worker` named several, and a router took them for one."""
+    for role in ("router", "gateway"):
+        assert f"Environment=PENSTOCK_NAME={role}-%l\n" in made(capsys, role, "--program", "/p")
+    worker = made(capsys, "worker", "--program", "/p", "--instances")
+    # A name in the files of variables goes before it, as systemd reads them.
+    assert worker.index("Environment=PENSTOCK_NAME=worker-%l-%i\n") < worker.index("EnvironmentFile=")
+    assert "PENSTOCK_NAME" not in made(capsys, "worker", "--program", "/p", "--name", "mine")
+
+
 def test_flags_come_back_as_they_were_given(capsys: pytest.CaptureFixture[str]) -> None:
     awkward = ["--model", "/srv/my models/x", "--override-engine-args", '{"a": "$HOME \\\\ b"}', "--engine", "vllm"]
     text = made(capsys, "worker", "--program", "/opt/penstock/bin/penstock", *awkward)

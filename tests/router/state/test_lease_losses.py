@@ -24,19 +24,19 @@ MINUTE = 60_000_000_000
 def test_losses_are_counted_by_name_for_ten_minutes() -> None:
     losses = LeaseLosses()
     for minute, name in enumerate(["a", "b", "b"], 1):
-        losses.add(name, "aggregated", "m", minute * MINUTE, workers=2)
+        losses.add(name, "aggregated", "m", minute * MINUTE, worker=f"{name}-{minute}", workers=("a", "b"))
     assert losses.recent(3 * MINUTE) == (
         LostLeases("b", "aggregated", "m", 2, 3 * MINUTE),
         LostLeases("a", "aggregated", "m", 1, MINUTE),
     )
     again = LeaseLosses()
-    again.add("b", "aggregated", "m", 3 * MINUTE, workers=2)
+    again.add("b", "aggregated", "m", 3 * MINUTE, worker="b-3", workers=("a", "b"))
     again.update(*losses.part())
     assert again.recent(3 * MINUTE) == losses.recent(3 * MINUTE)
     assert [each.worker for each in losses.recent(2 * MINUTE + WINDOW_NS)] == ["b"]
     assert losses.recent(4 * MINUTE + WINDOW_NS) == ()
     for number in range(100):
-        losses.add(f"w-{number}", "aggregated", "m", 1, workers=1_000)
+        losses.add(f"w-{number}", "aggregated", "m", 1, worker=f"w-{number}", workers=("others", f"w-{number}"))
     assert len(losses.recent(1)) == NAMES
 
 
@@ -46,9 +46,10 @@ def counts(losses: LeaseLosses, now_ns: int = 0) -> dict[str, tuple[int, int]]:
 
 def test_what_all_workers_lose_at_once_is_not_their_own_loss() -> None:
     losses = LeaseLosses()
-    losses.add("a", "aggregated", "m", MINUTE, workers=3)
-    for name, left, ms in (("a", 3, 0), ("b", 2, 100), ("a", 3, 200), ("c", 2, 2_900)):  # one is back already
-        losses.add(name, "aggregated", "m", 5 * MINUTE + ms * 1_000_000, workers=left)
+    losses.add("a", "aggregated", "m", MINUTE, worker="a-0", workers=("a-0", "b-1", "c-1"))
+    for worker, ms in (("a-1", 0), ("b-1", 100), ("a-2", 200), ("c-1", 2_900)):  # one is back already
+        there = ("a-1", "b-1", "c-1")  # when the first one lost its lease
+        losses.add(worker[0], "aggregated", "m", 5 * MINUTE + ms * 1_000_000, worker=worker, workers=there)
     assert counts(losses) == {"a": (1, 2), "b": (0, 1), "c": (0, 1)}
     assert losses.recent(0)[0].last_ns == MINUTE, "of its own"
     again = LeaseLosses()
@@ -60,16 +61,29 @@ def test_what_all_workers_lose_at_once_is_not_their_own_loss() -> None:
 def test_workers_that_are_stopped_in_turn_or_some_of_which_are_well_lose_their_own() -> None:
     losses = LeaseLosses()
     for turn in range(4):
-        losses.add("ab"[turn % 2], "aggregated", "m", turn * 4_000_000_000, workers=2)
+        losses.add("ab"[turn % 2], "aggregated", "m", turn * 4_000_000_000, worker="ab"[turn % 2], workers="ab")
     for name in "cd":
-        losses.add(name, "aggregated", "m", MINUTE, workers=3)
-    losses.add("only", "aggregated", "m", 2 * MINUTE, workers=1)
+        losses.add(name, "aggregated", "m", MINUTE, worker=name, workers="cde")
+    losses.add("only", "aggregated", "m", 2 * MINUTE, worker="only", workers=("only",))
     assert counts(losses) == {"a": (2, 0), "b": (2, 0), "c": (1, 0), "d": (1, 0), "only": (1, 0)}
+
+
+def test_workers_of_one_name_are_told_apart_by_their_ids() -> None:
+    """Three workers of three hosts, all named `worker`: each outage of the broker was a crash of that worker."""
+    losses = LeaseLosses()
+    there = [f"worker-{number}" for number in range(3)]
+    for worker in there:
+        losses.add("worker", "aggregated", "m", MINUTE, worker=worker, workers=there)
+    assert counts(losses) == {"worker": (0, 3)}
+    # One that ends again and again is its own.
+    for life in range(3):
+        losses.add("worker", "aggregated", "m", 2 * MINUTE + life, worker=f"again-{life}", workers=["again-0", "other"])
+    assert counts(losses) == {"worker": (3, 3)}
 
 
 def test_a_loss_while_the_router_had_lost_the_broker_is_the_brokers() -> None:
     losses = LeaseLosses()
-    losses.add("only", "aggregated", "m", MINUTE, workers=1, link_broke=True)
+    losses.add("only", "aggregated", "m", MINUTE, worker="only", workers=("only",), link_broke=True)
     assert counts(losses) == {"only": (0, 1)}
 
 

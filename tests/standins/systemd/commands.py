@@ -15,7 +15,8 @@ UNITS = Path("/etc/systemd/system")
 KNOWN = {
     "Unit": {"Description", "Wants", "After", "StartLimitIntervalSec"},
     "Service": {
-        *("Type", "User", "EnvironmentFile", "ExecStart", "ExecReload", "StateDirectory", "StateDirectoryMode"),
+        *("Type", "User", "Environment", "EnvironmentFile", "ExecStart", "ExecReload"),
+        *("StateDirectory", "StateDirectoryMode"),
         *("KillMode", "KillSignal", "TimeoutStopSec", "Restart", "RestartSec", "RestartPreventExitStatus"),
         *("LimitNOFILE", "LimitMEMLOCK", "NoNewPrivileges", "PrivateTmp", "ProtectSystem", "UMask"),
     },
@@ -87,13 +88,15 @@ def load(unit: str) -> Service:
             key, equals, value = line.partition("=")
             if not equals or key not in KNOWN[section]:
                 sys.exit(f"{path}: Unknown key name '{key}' in section '{section}'")
-            value = value.replace("%i", instance).replace("%H", socket.gethostname())
+            host = socket.gethostname()
+            value = value.replace("%i", instance).replace("%H", host).replace("%l", host.partition(".")[0])
             found.setdefault(key, []).append(value)
     return found
 
 
 def environment(service: Service) -> dict[str, str]:
     environ = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
+    environ |= dict(line.split("=", 1) for line in service.get("Environment", []))
     for file in service.get("EnvironmentFile", []):
         path = Path(file.removeprefix("-"))
         if file.startswith("-") and not path.exists():

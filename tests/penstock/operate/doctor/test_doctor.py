@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.configs.settings import GatewaySettings
@@ -40,6 +41,7 @@ from penstock.operate.doctor.fleet import (
     find_keys,
     is_loopback,
 )
+from penstock.operate.observe import workers
 from penstock.schemas import wire
 from penstock.schemas.audit import KEYS_LOST, AuditEntry
 from penstock.schemas.fleet import Load, Registration, WorkerState
@@ -511,6 +513,15 @@ def test_a_worker_that_loses_its_lease_over_and_over_is_named_while_it_is_there_
     assert "w-2 lost its lease 4 times" in gone.what
     assert "not registered now" in gone.what
     assert "once" in once.what
+
+
+def test_a_worker_without_a_name_is_there_again_with_another_id() -> None:
+    """Its loss had a name that no registration has: doctor and top showed one worker more, which was gone."""
+    lost = [LostLeases("worker", "aggregated", "m", 1, 0)]
+    there = msgspec.structs.replace(worker("worker-0badcafe"), name="")
+    [finding] = check_leases(lost, [there], 0)
+    assert "not registered" not in finding.what
+    assert [(view.state, view.lost) for view in workers([there], [], 0.0, lost)] == [("ready", 1)]
 
 
 def test_leases_that_were_lost_through_the_broker_are_blamed_on_no_worker() -> None:
