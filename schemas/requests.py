@@ -207,6 +207,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     shown: Shown = TEXT_ONLY
     prompt_length: int = 0  # tokens of the prompt, where it is left out (``penstock.schemas.contents.without_content``)
     watched: bool = False  # others of its tenant crashed every worker within an hour: after one crash it runs alone
+    api_key: str = ""  # the part that names it, such as "pst-0a1b2c3d4e5f"; "": none, or it came over NATS
 
     @property
     def prompt_tokens(self) -> int:

@@ -34,6 +34,7 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
         reason: why its first choice ended ("stop", "length", ...).
         attempts: number of the last one; 0: none yet.
         worker: of the last attempt.
+        api_key: the part of its key that names it; "": it had none.
     """
 
     id: str
@@ -56,6 +57,7 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""
     code: str = ""
     message: str = ""
+    api_key: str = ""
 
     @property
     def ttft_ms(self) -> float | None:
@@ -91,6 +93,7 @@ def of_request(
         worker,
         request.prompt_tokens,
         routed_ns=routed_ns,
+        api_key=request.api_key,
     )
 
 
@@ -153,6 +156,7 @@ class _Origin(msgspec.Struct):
     priority: Priority = Priority.standard
     endpoint: str = ""
     client_request_id: str = ""
+    api_key: str = ""
 
 
 _decode_record = decoder(_Record | _Returned)  # type: ignore[arg-type]
@@ -188,6 +192,7 @@ def _of_record(event: Done | _Record, request: GenerateRequest | _Origin | None,
         reason,
         event.code,
         event.message,
+        request.api_key if request is not None else "",
     )
 
 
@@ -254,6 +259,7 @@ class Criteria(msgspec.Struct, frozen=True):
         worker: id of its last worker, or the beginning of it.
         code: of a failure; "any" for all failures.
         models: it ran on one of these.
+        api_key: the part of its key that names it.
         min_ms, min_ttft_ms: at least so long, from acceptance to the end and to the first token.
     """
 
@@ -268,6 +274,7 @@ class Criteria(msgspec.Struct, frozen=True):
     min_ms: float = 0.0
     min_ttft_ms: float = 0.0
     models: frozenset[str] = frozenset()
+    api_key: str = ""
 
     def accepts(self, summary: RequestSummary) -> bool:
         """Whether a list with these criteria shows this request."""
@@ -279,6 +286,7 @@ class Criteria(msgspec.Struct, frozen=True):
             and self.tenant in ("", summary.tenant)
             and summary.worker.startswith(self.worker)
             and self.user in ("", summary.user)
+            and self.api_key in ("", summary.api_key)
             and (not self.states or summary.state in self.states)
             and (not self.code or summary.code == self.code or (self.code == "any" and bool(summary.code)))
             and (summary.duration_ms or 0.0) >= self.min_ms

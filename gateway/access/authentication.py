@@ -89,6 +89,7 @@ class Caller:
                 allowed=self.models or None,
                 priority=self.key.priority if self.key is not None else None,
                 own_cache=self.own_cache,
+                api_key=self.key.prefix if self.key is not None else "",
             )
         return self._context
 
@@ -96,9 +97,10 @@ class Caller:
         """Give a request to this caller that was prepared without its context."""
         highest = self.key.priority if self.key is not None else None
         priority = highest if highest is not None and request.priority.rank < highest.rank else request.priority
-        if self.tenant == request.tenant and priority is request.priority:
+        api_key = self.key.prefix if self.key is not None else ""
+        if (self.tenant, api_key) == (request.tenant, request.api_key) and priority is request.priority:
             return request
-        return msgspec.structs.replace(request, tenant=self.tenant, priority=priority)
+        return msgspec.structs.replace(request, tenant=self.tenant, priority=priority, api_key=api_key)
 
 
 OPERATOR = Caller(DEFAULT_TENANT, None)  # has a key that the gateway was started with

@@ -211,6 +211,7 @@ class PrepareContext(NamedTuple):
         special_tokens_as_text: the text of a special token in a message does not become that token.
         no_store: the request is erased after its end, whatever its body says.
         tenant: whose request it is.
+        api_key: the part of its key that names it; "": it has none.
         allowed: names of models that it may use; None: all.
         priority: its class if the body names none, and the highest that it may have; None: the body decides.
         own_cache: tenants share no KV; False: this one shares it with the default tenant.
@@ -240,6 +241,7 @@ class PrepareContext(NamedTuple):
     elsewhere: Mapping[str, str] = {}
     reasoning_fields: str = ""
     loosened: Mapping[str, Any] = {}
+    api_key: str = ""
 
     def check_model(self, name: str | None) -> None:
         """

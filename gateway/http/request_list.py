@@ -21,16 +21,18 @@ from penstock.gateway.service.gateway import Gateway
 from penstock.schemas import done
 from penstock.schemas.control import Progress
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.keys import PREFIX, check_id, id_of
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.summary import STATES, Criteria, RequestSummary, State
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
-PARAMETERS = ("limit", "after", "model", "state", "since", "until", "tenant", "user", "worker", "code")
+PARAMETERS = ("limit", "after", "model", "state", "since", "until", "tenant", "user", "worker", "code", "key")
 
 
 class ListedRequest(Struct, frozen=True):
     """A request without its content. ``state`` as in ``GET /v1/requests/{id}``; ``created`` in seconds since 1970.
 
+    ``api_key``: the part of its API key that names it.
     ``ttft_ms``: until the first token; null: none yet. ``duration_ms``: null while it has not ended.
     """
 
@@ -52,6 +54,7 @@ class ListedRequest(Struct, frozen=True):
     duration_ms: float | None
     code: str
     message: str
+    api_key: str
 
 
 class RequestList(Struct, frozen=True):
@@ -105,6 +108,7 @@ def parse(query: Mapping[str, str], sight: Sight = ALL) -> ListQuery:
         frozenset(states),
         query.get("code", ""),
         models=sight.models,
+        api_key=_prefix_of(query.get("key", "")),
     )
     return ListQuery(criteria, int(text), query.get("after", ""))
 
@@ -134,7 +138,20 @@ def _listed(each: RequestSummary) -> ListedRequest:
         each.duration_ms,
         each.code,
         each.message,
+        each.api_key,
     )
+
+
+def _prefix_of(text: str) -> str:
+    """The part that names an API key, from itself; never from the whole key, which does not belong into a URL."""
+    if not text:
+        return ""
+    if id_of(text.encode()) is not None:
+        raise _invalid("key", "key: give the part that names the key, not all of it, and revoke the one that you gave")
+    try:
+        return PREFIX + check_id(text)
+    except ValueError as error:
+        raise _invalid("key", f"key: {error}") from None
 
 
 def _moment_ns(name: str, query: Mapping[str, str]) -> int:

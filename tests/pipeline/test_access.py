@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import io
+import json
 import tarfile
 import time
 from collections.abc import AsyncIterator
@@ -18,7 +20,7 @@ from penstock.operate import key_store
 from penstock.schemas.keys import ApiKey, digest_of, new_key
 from tests.gateway.access.test_routes import POLICIES
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import MODEL_NAME, Deployment
+from tests.pipeline.support import MODEL_NAME, Deployment, until
 
 CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 MESSAGE = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -251,7 +253,33 @@ async def test_nobody_continues_or_lists_what_is_anothers(
     assert ids[0] == ids[1] != ids[2]
 
 
-async def test_a_key_names_only_its_models(https: list[httpx.AsyncClient], http: httpx.AsyncClient, bus: Bus) -> None:
+async def usage_of_a_key(http: httpx.AsyncClient, deployment: Deployment, own: str, key: dict[str, str]) -> None:
+    """Its requests alone are found by the part that names it, over HTTP and by the command, and say so."""
+    whole = key["authorization"].removeprefix("Bearer ")
+    prefix = whole.rpartition("-")[0]
+
+    async def recorded() -> bool:
+        listed = (await http.get("/v1/requests", params={"key": prefix, "state": "done"}, headers=key)).json()["data"]
+        return any(each["id"] == own for each in listed)
+
+    await until(recorded, "it is listed")
+    listed = (await http.get("/v1/requests", params={"key": prefix}, headers=key)).json()["data"]
+    assert {each["api_key"] for each in listed} == {prefix}
+    refused = await http.get("/v1/requests", params={"key": whole}, headers=key)
+    assert refused.status_code == 400
+    assert whole not in refused.text
+    command = ["requests", "--key", prefix, "--json", "--data-dir", str(deployment.data_dir)]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert await asyncio.to_thread(main, command) == 0
+    found = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert own in [each["id"] for each in found]
+    assert {each["api_key"] for each in found} == {prefix}
+    assert sum(each["completion_tokens"] for each in found) >= CHAT["max_tokens"]  # type: ignore[operator]
+
+
+async def test_a_key_names_only_its_models(
+    https: list[httpx.AsyncClient], http: httpx.AsyncClient, bus: Bus, deployment: Deployment
+) -> None:
     key = bearer(await make(bus, https, models=("other",)))
     assert [card["id"] for card in (await http.get("/v1/models", headers=key)).json()["data"]] == ["other"]
     assert (await http.get(f"/v1/models/{MODEL_NAME}", headers=key)).status_code == 404
@@ -264,6 +292,7 @@ async def test_a_key_names_only_its_models(https: list[httpx.AsyncClient], http:
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
         assert (await http.post(path, json={**body, "model": "other"}, headers=key)).status_code == 200
     own = (await http.post("/v1/chat/completions", json={**CHAT, "model": "other"}, headers=key)).json()["id"]
+    await usage_of_a_key(http, deployment, own.removeprefix("chatcmpl-"), key)
     assert (await http.get(f"/v1/requests/{own}", headers=key)).status_code == 200, "by an alias of the model"
 
 

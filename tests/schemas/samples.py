@@ -304,6 +304,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         verdicts.Announced("acme.0a", verdicts.Verdict(REQUEST.id, 7)),
         verdicts.decode_announced,
     ),
+    "request_with_an_api_key": (
+        msgspec.structs.replace(REQUEST, api_key="pst-0a1b2c3d4e5f"),
+        requests.decode,
+    ),
     "request_that_is_watched": (msgspec.structs.replace(REQUEST, watched=True), requests.decode),
     "request_that_repeats_poison": (msgspec.structs.replace(REQUEST, repeats_poison=True), requests.decode),
     "done_behind_streamed_tokens": (

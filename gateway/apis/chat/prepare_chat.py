@@ -268,6 +268,7 @@ def _prepared(
         tenant=context.tenant,
         constraint=options.wanted.constraint if options.wanted is not None else None,
         shown=_shown(body),
+        api_key=context.api_key,
     )
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return PreparedRequest(request, len(tokens), bool(body.stream), usage, wanted=options.wanted)

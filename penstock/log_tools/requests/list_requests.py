@@ -22,6 +22,7 @@ from penstock.infra.bus.direct_get import Readable, get_last, read
 from penstock.log_tools.requests.describe import Texts
 from penstock.log_tools.requests.find_requests import LoggedRequest, ended, of_entry, summaries, unfinished
 from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_log, run_command
+from penstock.schemas.keys import PREFIX, check_id
 from penstock.schemas.summary import QUEUED, RUNNING, STATES, Criteria, RequestSummary, as_dict
 
 _COLOURS = {"done": "32", "failed": "31", "cancelled": "33", "running": "36", "queued": "35"}  # ANSI
@@ -176,6 +177,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--until", default="", help="accepted before; written like --since")
     parser.add_argument("--model", default="", help="as the client named it")
     parser.add_argument("--tenant", default="", help="whose requests")
+    parser.add_argument("--key", default="", help="API key, as `penstock keys list` shows it: pst-0a1b2c3d4e5f")
     parser.add_argument("--worker", default="", help="id of its last worker, or the beginning of it")
     parser.add_argument("--user", default="", help="the client's `user` field")
     parser.add_argument("--state", action="append", choices=STATES, default=[], help="may be given several times")
@@ -207,6 +209,7 @@ def _options(args: argparse.Namespace) -> ListOptions:
         args.code,
         duration_ns(args.min_duration) / 1e6,
         duration_ns(args.min_ttft) / 1e6,
+        api_key=f"{PREFIX}{check_id(args.key)}" if args.key else "",
     )
     if args.limit < 0:
         raise ValueError(f"--limit {args.limit}: give a number of requests, or 0 for all")
