@@ -48,31 +48,19 @@ class SweepFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """
+    """The settings of a sweep, and what they come to.
+
     Attributes:
-        search_up_to: highest concurrency of the search for the knee; 0: the levels are run as they are.
-        requests: of a level that the search adds; 0: by its concurrency.
-        repeat: runs per level.
-        warm_up: requests before the first level.
-        overwrite: run levels again that are finished.
+        levels: that are run; with ``--search`` the sweep chooses its own.
+        extra: further fields of each body.
     """
 
+    settings: "SweepSettings"
     endpoints: tuple[SweptEndpoint, ...]
     workload: Workload
     levels: tuple[LoadLevel, ...]
-    out: Path
-    model: str = ""
-    api: Api = "chat"
-    stream: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
     trace: RequestTrace | None = None
-    search_up_to: int = 0
-    requests: int = 0
-    repeat: int = 1
-    warm_up: int = 0
-    seed: int = 1
-    overwrite: bool = False
-    limits: RunLimits = RunLimits()  # noqa: RUF009  # frozen
 
 
 @dataclass(slots=True)
@@ -95,6 +83,8 @@ class Sweep:
 
     def __init__(self, plan: Plan, texts: Callable[[str], TokenText]) -> None:
         self._plan = plan
+        self._settings = settings = plan.settings
+        self._limits = RunLimits(settings.max_failed, settings.timeout_s, settings.scrape_s)
         self._texts = texts
         self._loaded: list[SmokedEndpoint] = []
         self._failed = False
@@ -118,8 +108,8 @@ class Sweep:
         for endpoint in self._plan.endpoints:
             self._loaded.append(await self._smoke(endpoint))
         with self._bar:
-            for number in range(1, self._plan.repeat + 1):
-                if self._plan.search_up_to:
+            for number in range(1, self._settings.repeat + 1):
+                if self._settings.search:
                     for each in self._loaded:
                         await self._search(each, number)
                 else:
@@ -131,11 +121,15 @@ class Sweep:
         return not self._failed
 
     async def _smoke(self, endpoint: SweptEndpoint) -> SmokedEndpoint:
-        plan = self._plan
+        plan, settings = self._plan, self._settings
         try:
-            first = await smoke(endpoint.target, plan.api, plan.model, None, stream=plan.stream, extra=plan.extra)
+            first = await smoke(
+                endpoint.target, settings.api, settings.model, None, stream=settings.stream, extra=plan.extra
+            )
             texts = self._texts(first.model)
-            loaded = await smoke(endpoint.target, plan.api, first.model, texts, stream=plan.stream, extra=plan.extra)
+            loaded = await smoke(
+                endpoint.target, settings.api, first.model, texts, stream=settings.stream, extra=plan.extra
+            )
         except Unhealthy as error:
             raise Unhealthy(f"{endpoint.name}: {error}") from None
         loaded = msgspec.structs.replace(loaded, warnings=(*loaded.warnings, *_raised(plan, loaded)))
@@ -150,8 +144,8 @@ class Sweep:
                 await self._level(loaded, level, number)
             return
         points: list[results.MeasuredPoint] = []
-        while (value := results.next_level(points, self._plan.search_up_to)) is not None and loaded.healthy:
-            level = concurrency_level(value, self._plan.requests)
+        while (value := results.next_level(points, self._settings.max_concurrency)) is not None and loaded.healthy:
+            level = concurrency_level(value, self._settings.requests)
             result = await self._level(loaded, level, number)
             if result is not None and result.complete:
                 points.append(results.point(result))
@@ -160,10 +154,10 @@ class Sweep:
         """One run of a level, unless it is finished or the endpoint was left; its result so far."""
         if not loaded.healthy:
             return None
-        plan = self._plan
-        folder = results.level_folder(plan.out, loaded.endpoint.name, level)
+        settings = self._settings
+        folder = results.level_folder(Path(settings.out), loaded.endpoint.name, level)
         result = self._begun(loaded, level)
-        stored = None if plan.overwrite and number == 1 else results.load(folder)
+        stored = None if settings.overwrite and number == 1 else results.load(folder)
         if stored is not None and not stored.same_load(result):
             raise results.BadResults(
                 f"{folder}/result.json is of another load (model, lengths, requests or seed); "
@@ -195,61 +189,61 @@ class Sweep:
     async def _run(
         self, loaded: SmokedEndpoint, level: LoadLevel, planned: Sequence[PlannedRequest], number: int, folder: Path
     ) -> LevelRun:
-        title = f"{loaded.endpoint.name}, {level.title}" + (f", run {number}" if self._plan.repeat > 1 else "")
+        title = f"{loaded.endpoint.name}, {level.title}" + (f", run {number}" if self._settings.repeat > 1 else "")
         line = self._bar.add_task(title, total=len(planned), state="")
 
         def show(done: int, failed: int) -> None:
             state = f"{done}/{len(planned)}" + (f", {failed} failed" if failed else "")
             self._bar.update(line, completed=done, state=state, refresh=True)
 
-        run, records = await run_level(loaded.endpoint, level, planned, self._plan.limits, number=number, show=show)
+        run, records = await run_level(loaded.endpoint, level, planned, self._limits, number=number, show=show)
         results.save_records(folder, number, records)
         for warning in (*run.client.warnings, *_lengths(run, self._plan.workload.images)):
             self._say(f"{title}: {warning}")
         return run
 
     async def _warm_up(self, loaded: SmokedEndpoint, bodies: Bodies) -> None:
-        plan = self._plan
-        if plan.warm_up:
-            level = LoadLevel("concurrency", 0, plan.warm_up)
-            planned = bodies.synthetic(plan.workload, level, plan.seed, 0)
-            error = await warm_up(loaded.endpoint, planned, min(plan.warm_up, 4), plan.limits.timeout_s)
+        plan, settings = self._plan, self._settings
+        if settings.warm_up:
+            level = LoadLevel("concurrency", 0, settings.warm_up)
+            planned = bodies.synthetic(plan.workload, level, settings.seed, 0)
+            error = await warm_up(loaded.endpoint, planned, min(settings.warm_up, 4), settings.timeout_s)
             if error:
                 raise Unhealthy(f"{loaded.endpoint.name}: warm-up failed: {error}")
         loaded.warm = True
 
     def _begun(self, loaded: SmokedEndpoint, level: LoadLevel) -> LevelResult:
-        plan = self._plan
+        plan, settings = self._plan, self._settings
         return LevelResult(
             endpoint=loaded.endpoint.name,
             url=loaded.endpoint.target.url,
             model=loaded.smoke.model,
-            api=plan.api,
+            api=settings.api,
             level=level,
             workload=plan.workload,
-            seed=plan.seed,
+            seed=settings.seed,
             gpus=loaded.endpoint.gpus,
             trace=plan.trace.name if plan.trace else "",
-            stream=plan.stream,
+            stream=settings.stream,
             warnings=loaded.smoke.warnings,
         )
 
     def _bodies(self, loaded: SmokedEndpoint) -> Bodies:
-        plan = self._plan
+        plan, settings = self._plan, self._settings
         return Bodies(
             loaded.endpoint.target,
             loaded.smoke.model,
-            plan.api,
+            settings.api,
             loaded.smoke.abilities,
             loaded.texts,
-            stream=plan.stream,
+            stream=settings.stream,
             extra=plan.extra,
         )
 
     def _planned(self, bodies: Bodies, level: LoadLevel, number: int) -> list[PlannedRequest]:
         if self._plan.trace is not None:
-            return bodies.of_trace(self._plan.trace, level, self._plan.seed, number)
-        return bodies.synthetic(self._plan.workload, level, self._plan.seed, number)
+            return bodies.of_trace(self._plan.trace, level, self._settings.seed, number)
+        return bodies.synthetic(self._plan.workload, level, self._settings.seed, number)
 
     def _say(self, text: str) -> None:
         self._bar.console.print(text, style="yellow", markup=False, highlight=False)
@@ -329,7 +323,7 @@ def run(settings: SweepSettings) -> int:
         sweep = Sweep(plan, lambda model: text_of(settings.tokenizer or model))
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             healthy = runner.run(sweep.run())
-        print_report(read_series([plan.out / each.name for each in sweep.measured]))
+        print_report(read_series([Path(settings.out) / each.name for each in sweep.measured]))
     except (*_REFUSED, Unhealthy, SweepFailed) as error:
         print(f"penstock bench sweep: {error}", file=sys.stderr)
         return 2 if isinstance(error, (BadSettings, BadEndpoint, BadTarget)) else 1
@@ -367,22 +361,12 @@ def plan_of(settings: SweepSettings) -> Plan:
     if settings.preset != "none" and PRESETS[settings.preset].up:
         print(f"preset {settings.preset}; a deployment for it: penstock up {PRESETS[settings.preset].up}")
     return Plan(
+        settings=settings,
         endpoints=tuple(endpoints),
-        model=settings.model,
-        api=settings.api,
-        stream=settings.stream,
-        extra=_extra(settings.extra_body),
         workload=workload,
         levels=tuple(levels_of(settings, len(trace.rows) if trace else 0)),
+        extra=_extra(settings.extra_body),
         trace=trace,
-        search_up_to=settings.max_concurrency if settings.search else 0,
-        requests=settings.requests,
-        repeat=settings.repeat,
-        warm_up=settings.warm_up,
-        seed=settings.seed,
-        out=Path(settings.out),
-        overwrite=settings.overwrite,
-        limits=RunLimits(settings.max_failed, settings.timeout_s, settings.scrape_s),
     )
 
 

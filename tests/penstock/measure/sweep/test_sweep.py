@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +13,6 @@ from penstock.configs.flags import BadSettings
 from penstock.measure.simulation.trace import RequestTrace, TraceRow
 from penstock.measure.sweep import results
 from penstock.measure.sweep.endpoints import parse_endpoints
-from penstock.measure.sweep.level_run import RunLimits
 from penstock.measure.sweep.report import knee_of
 from penstock.measure.sweep.results import BadResults, read_series
 from penstock.measure.sweep.smoke import Unhealthy
@@ -27,11 +25,13 @@ from tests.penstock.measure.sweep.samples import load_records
 
 def plan(out: Path, *servers: FakeServer, **more: Any) -> Plan:
     named = [f"{'ab'[number]}={server.url}" for number, server in enumerate(servers)]
-    options: dict[str, Any] = {
+    planned: dict[str, Any] = {
         "workload": Workload(isl=60, isl_stddev=5.0, osl=4),
         "levels": (concurrency_level(2), concurrency_level(4)),
     }
-    return Plan(endpoints=tuple(parse_endpoints(named)), out=out, **(options | more))
+    planned |= {name: more.pop(name) for name in ("workload", "levels", "trace", "extra") if name in more}
+    settings = SweepSettings(out=str(out), **{"warm_up": 0} | more)
+    return Plan(settings=settings, endpoints=tuple(parse_endpoints(named)), **planned)
 
 
 async def run(made: Plan) -> Sweep:
@@ -138,8 +138,7 @@ async def test_what_is_finished_is_not_run_again(tmp_path: Path) -> None:
 async def test_a_server_that_breaks_is_left_and_the_other_is_measured(tmp_path: Path) -> None:
     async with fake_server() as broken, fake_server() as good:
         broken.fails_after = 6
-        made = plan(tmp_path, broken, good)
-        sweep = await run(replace(made, limits=RunLimits(failed=2)))
+        sweep = await run(plan(tmp_path, broken, good, max_failed=2))
     assert [each.name for each in sweep.measured] == ["b"]
     assert not sweep.healthy  # type: ignore[attr-defined]
     result = results.load(tmp_path / "a/c2")
@@ -198,7 +197,7 @@ async def test_the_search_doubles_the_level_until_the_knee_of_a_server_is_found(
     """Where the knee is depends on the machine's load too; ``test_knee`` finds it in exact measurements."""
     async with fake_server() as server:
         server.slots, server.seconds = asyncio.Semaphore(4), 0.03
-        await run(plan(tmp_path, server, search_up_to=16, requests=24))
+        await run(plan(tmp_path, server, search=True, max_concurrency=16, requests=24))
     knee = knee_of(read_series([tmp_path])[0])
     assert knee is not None
     assert 2 <= knee.level <= 16
