@@ -84,6 +84,13 @@ def progress_bar() -> "Progress":
     )
 
 
+def fail(command: str, *errors: object, status: int = 1) -> int:
+    """Say on standard error why a command has failed, a line for each reason. Returns the exit status."""
+    for error in errors:
+        print(f"penstock {command}: {error}", file=sys.stderr)
+    return status
+
+
 def confirmed(question: str) -> bool:
     """Ask at the terminal; False where there is none, and unless the answer is yes."""
     if not sys.stdin.isatty():

@@ -6,7 +6,6 @@ Values of the chart for a recipe, or for an engine and a model: a pure function,
 import argparse
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -15,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 import yaml
 
-from penstock.cli.terminal import reason
+from penstock.cli.terminal import fail, reason
 from penstock.configs.flags import Parser
 from penstock.deploy.values import Engine, Role
 from penstock.infra.engine_args.tree import BadArguments, parse_yaml
@@ -263,9 +262,8 @@ def run_render(argv: Sequence[str]) -> int:
     try:
         print(rendered(args.recipe, wanted), end="")
     except (BadArguments, OSError, UnicodeDecodeError) as error:
-        for problem in error.problems if isinstance(error, BadArguments) else (reason(error),):
-            print(f"penstock kubernetes render: {problem}", file=sys.stderr)
-        return REFUSED
+        problems = error.problems if isinstance(error, BadArguments) else (reason(error),)
+        return fail("kubernetes render", *problems, status=REFUSED)
     return OK
 
 
@@ -279,8 +277,7 @@ def run_chart(argv: Sequence[str]) -> int:
     try:
         copy_chart(args.folder, nats=args.nats)
     except OSError as error:
-        print(f"penstock kubernetes chart: {args.folder}: {reason(error)}", file=sys.stderr)
-        return REFUSED
+        return fail("kubernetes chart", f"{args.folder}: {reason(error)}", status=REFUSED)
     print(f"wrote {args.folder}")
     return OK
 

@@ -3,7 +3,6 @@
 import argparse
 import re
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -12,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 import yaml
 
-from penstock.cli.terminal import reason
+from penstock.cli.terminal import fail, reason
 from penstock.configs.flags import Parser
 from penstock.deploy.values import Thresholds
 from penstock.gateway.base.gateway_metrics import TTFT_BUCKETS
@@ -35,22 +34,22 @@ def run(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     folder = Path(args.out)
     if problem := wrong_url(args.prometheus):
-        return _refused(f"--prometheus {args.prometheus}: {problem}")
+        return fail("monitoring", f"--prometheus {args.prometheus}: {problem}", status=REFUSED)
     try:
         thresholds = thresholds_of(args)
     except ValueError as error:
-        return _refused(str(error))
+        return fail("monitoring", str(error), status=REFUSED)
     try:
         targets = targets_of(read_state(Path(args.state))) if args.state else None
     except FileNotFoundError:
         fix = "start a deployment with penstock up, name the --state of one, or give --state '' and list the processes"
-        return _refused(f"{args.state}: no such file; {fix}")
+        return fail("monitoring", f"{args.state}: no such file; {fix}", status=REFUSED)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
-        return _refused(f"--state {args.state}: {reason(error)}")
+        return fail("monitoring", f"--state {args.state}: {reason(error)}", status=REFUSED)
     try:
         write(folder, targets, args.prometheus, thresholds)
     except OSError as error:
-        return _refused(f"--out {folder}: {reason(error)}")
+        return fail("monitoring", f"--out {folder}: {reason(error)}", status=REFUSED)
     if targets is None:
         print(f"list the processes in {folder / 'targets.json'}, which is left as it is")
     else:
@@ -58,11 +57,6 @@ def run(argv: Sequence[str]) -> int:
     print(f"prometheus --config.file {folder / 'prometheus.yml'} --storage.tsdb.path {folder / 'data'}")
     print(f"grafana: mount {folder / 'grafana'} at /etc/grafana/provisioning")
     return OK
-
-
-def _refused(why: str) -> int:
-    print(f"penstock monitoring: {why}", file=sys.stderr)
-    return REFUSED
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

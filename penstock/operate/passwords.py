@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import re
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
+from penstock.cli.terminal import fail
 from penstock.configs.flags import Parser
 from penstock.infra.bus.audit import recorded
 from penstock.infra.nats_server.config import ROUTE, ROUTE_BEFORE, USERS, route_passwords
@@ -78,8 +78,7 @@ def run(argv: Sequence[str]) -> int:
                 roles = _roles(args.roles)
                 asyncio.run(_rotate(place, roles) if args.verb == "rotate" else _retire(place, roles, force=args.force))
     except (BrokerProblem, ValueError, OSError, NatsError, TimeoutError, ServingError) as error:
-        print(f"penstock passwords: {error}", file=sys.stderr)
-        return 1
+        return fail("passwords", error)
     return 0
 
 

@@ -22,6 +22,7 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 
+from penstock.cli.terminal import fail
 from penstock.configs.flags import PREFIX, Parser, add_broker_flags
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.client import BusClient
@@ -78,8 +79,7 @@ def run(argv: Sequence[str]) -> int:
                 raise ValueError(f"{DEFAULT_TENANT!r} is always there: its {where} in the data folder")
             asyncio.run(_do(place, name, args))
     except (BrokerProblem, ValueError, OSError) as error:
-        print(f"penstock tenants: {error}", file=sys.stderr)
-        return 1
+        return fail("tenants", error)
     return 0
 
 

@@ -17,7 +17,7 @@ import structlog
 from rich.console import Console
 
 from penstock.cli.figures import clock, duration_ns
-from penstock.cli.terminal import escape, print_hanging, stdout
+from penstock.cli.terminal import escape, fail, print_hanging, stdout
 from penstock.configs.flags import BadSettings
 from penstock.configs.logs import setup
 from penstock.configs.planner_settings import BadRules, PlannerSettings, rules_of
@@ -106,17 +106,12 @@ def run(settings: PlannerSettings) -> int:
         else:
             asyncio.run(_run(settings, source))
     except (BadSettings, BadRules, BadCluster, BadProfile) as error:
-        return _explain(error, 2)
+        return fail("plan", error, status=2)
     except (NoDecision, *FAILURES, OSError) as error:
-        return _explain(error, 1)
+        return fail("plan", error)
     except KeyboardInterrupt:
         pass
     return 0
-
-
-def _explain(error: object, status: int) -> int:
-    print(f"penstock plan: {error}", file=sys.stderr)
-    return status
 
 
 async def _run(settings: PlannerSettings, source: LogSource) -> None:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import yaml
 
+from penstock.cli.terminal import fail
 from penstock.configs.flags import Parser
 from penstock.infra.engine_args.memory_estimate import GIB, Shape, UnknownShape
 from penstock.infra.engine_args.rules.rule import EngineRole
@@ -40,9 +41,8 @@ def run_generate(argv: Sequence[str]) -> int:
             else:
                 print(f"# ---- {name}.yaml\n{text}")
     except (BadArguments, UnknownShape, OSError) as error:
-        for problem in error.problems if isinstance(error, BadArguments) else (str(error),):
-            print(f"penstock recipe generate: {problem}", file=sys.stderr)
-        return REFUSED
+        problems = error.problems if isinstance(error, BadArguments) else (str(error),)
+        return fail("recipe generate", *problems, status=REFUSED)
     return OK
 
 

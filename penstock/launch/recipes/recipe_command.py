@@ -12,7 +12,7 @@ from typing import get_args
 
 import msgspec
 
-from penstock.cli.terminal import reason
+from penstock.cli.terminal import fail, reason
 from penstock.configs.flags import Parser
 from penstock.infra.engine_args.memory_estimate import GIB, UnknownShape
 from penstock.infra.engine_args.rules.rule import Context, EngineRole
@@ -106,10 +106,11 @@ def run_show(argv: Sequence[str]) -> int:
         try:
             member = entry_at(own)
         except (BadArguments, OSError, UnicodeDecodeError) as error:
-            return _refuse(error.problems[0] if isinstance(error, BadArguments) else f"{own}: {reason(error)}")
+            why = error.problems[0] if isinstance(error, BadArguments) else f"{own}: {reason(error)}"
+            return fail("recipe", why, status=USAGE)
         entries = {member.name: member}
     if member is None:
-        return _refuse(f"no recipe {args.name!r}; recipes are {', '.join(entries)}")
+        return fail("recipe", f"no recipe {args.name!r}; recipes are {', '.join(entries)}", status=USAGE)
     print(Path(member.path).read_text(encoding="utf-8").rstrip())
     same_set = [each for each in entries.values() if each.header.set == member.header.set]
     for one in same_set:
@@ -248,8 +249,3 @@ def _context(recipe: Recipe, args: argparse.Namespace, role: str | None) -> Cont
 def _local(name: str) -> bool:
     """Whether a model is given as a path rather than as an id "owner/name"."""
     return name.startswith((".", "/", "~")) or name.count("/") != 1
-
-
-def _refuse(message: str) -> int:
-    print(f"penstock recipe: {message}", file=sys.stderr)
-    return USAGE

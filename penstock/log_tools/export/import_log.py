@@ -11,6 +11,7 @@ from pathlib import Path
 from nats.errors import Error as NatsError
 
 from penstock.cli.figures import counted
+from penstock.cli.terminal import fail
 from penstock.configs.flags import Parser, add_broker_flags
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.nats_server.apply_streams import create_streams, stream_configs
@@ -63,8 +64,7 @@ def run(argv: Sequence[str]) -> int:
             if exported.bad:
                 print(exported.left_out(), file=sys.stderr)
     except (*FAILURES, BrokerProblem, OSError) as error:
-        print(f"penstock import: {error}", file=sys.stderr)
-        return 1
+        return fail("import", error)
     parts = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
     whole = counted(sum(counts.values()), "message")
     print(f"{whole} in {time.perf_counter() - began:.1f} s into namespace {namespace}: {parts}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.cli.figures import counted, show_duration
-from penstock.cli.terminal import stdout
+from penstock.cli.terminal import fail, stdout
 from penstock.configs.flags import Parser
 from penstock.log_tools.export.export import add_selection_flags, selection
 from penstock.log_tools.export.recording import RecordedRun, Recording
@@ -55,8 +55,7 @@ def run(argv: Sequence[str]) -> int:
         if args.json:
             write_json(args.json, report)
     except ValueError as error:
-        print(f"penstock replay: {error}", file=sys.stderr)
-        return 1
+        return fail("replay", error)
     wrong = {"tokens": report.differences, "errors": report.errors, "never": 0}[args.fail_on]
     return 1 if wrong else 0
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import sys
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,6 +11,7 @@ import msgspec
 import structlog
 
 from penstock.cli.figures import moment_ns
+from penstock.cli.terminal import fail
 from penstock.configs import logs
 from penstock.configs.settings import TraceSettings
 from penstock.log_tools.sources.open_log import FAILURES, Log, LogSource, open_log
@@ -38,14 +38,11 @@ def run(settings: TraceSettings) -> int:
         logs.setup(settings.log_format, settings.log_level, name=settings.name or "trace")
         return asyncio.run(_export(settings))
     except (BadUse, NoExporter) as error:
-        print(f"penstock trace: {error}", file=sys.stderr)
-        return USAGE
+        return fail("trace", error, status=USAGE)
     except ServingError as error:
-        print(f"penstock trace: {error.message}", file=sys.stderr)
-        return EXIT_START
+        return fail("trace", error.message, status=EXIT_START)
     except FAILURES as error:
-        print(f"penstock trace: {error}", file=sys.stderr)
-        return 1
+        return fail("trace", error)
 
 
 def check(settings: TraceSettings) -> None:

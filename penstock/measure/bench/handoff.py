@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from penstock.cli.terminal import fail
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.schemas.wire import decoder, encode
 from penstock.workers.kv_transfer.agent import CopyOp, copy_ops
@@ -124,8 +125,7 @@ def run(settings: HandoffBenchSettings) -> int:
         ]
         after = rdma_bytes()
     except (TransportUnavailable, OSError, ValueError) as error:
-        print(f"penstock bench handoff: {error}", file=sys.stderr)
-        return 1
+        return fail("bench handoff", error)
     report(figures)
     if settings.peer:
         print(rdma_line(before, after, sum(moved_bytes(each, settings.rounds) for each in figures)))

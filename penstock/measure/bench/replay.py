@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 from rich.table import Table
 
 from penstock.cli.figures import quantile
-from penstock.cli.terminal import stdout
+from penstock.cli.terminal import fail, stdout
 from penstock.client import Client, PenstockError
 from penstock.launch.state import DeploymentState, read_state
 from penstock.measure.plots import PlotsMissing, plot_prefix_ratios
@@ -130,8 +130,7 @@ def run(settings: ReplayBenchSettings) -> int:
                 settings.prefix_ratios, lines["ttft_values"], lines["throughput_values"], Path(settings.plot)
             )
     except (ReplayFailed, TraceError, PlotsMissing) as error:
-        print(f"penstock bench replay: {error}", file=sys.stderr)
-        return 1
+        return fail("bench replay", error)
     except KeyboardInterrupt:
         return 130
     return 1 if any(each.failed for each in figures) else 0

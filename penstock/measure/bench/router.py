@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 from rich.table import Table
 
-from penstock.cli.terminal import stdout
+from penstock.cli.terminal import fail, stdout
 from penstock.measure.intervals import Interval
 from penstock.measure.plots import PlotsMissing, drawn, plot_prefix_ratios
 from penstock.measure.simulation.comparison import (
@@ -138,8 +138,7 @@ def run(settings: RouterBenchSettings) -> int:
         elif settings.plot:
             plot_loads(result, Path(settings.plot))
     except (BadBench, TraceError, PlotsMissing) as error:
-        print(f"penstock bench router: {error}", file=sys.stderr)
-        return 1
+        return fail("bench router", error)
     return 1 if any(each.figures.unfinished for each in all_runs) else 0
 
 

@@ -3,7 +3,6 @@
 Fronts, gains and costs as tables and sentences.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli.terminal import stdout
+from penstock.cli.terminal import fail, stdout
 from penstock.configs.flags import Parser
 from penstock.measure.pareto import plots
 from penstock.measure.pareto.cost import BadPrices, Prices, read_prices
@@ -114,8 +113,7 @@ def run(argv: Sequence[str]) -> int:
         if prices is not None:
             plots.draw_cost(points, plots.AGAINST[args.cost_against], prices.currency, out / "cost.png")
     except (BadResults, BadDeployment, BadPrices, PlotsMissing) as error:
-        print(f"penstock bench pareto: {error}", file=sys.stderr)
-        return 1
+        return fail("bench pareto", error)
     currency = prices.currency if prices else ""
     (out / "pareto.json").write_bytes(as_json(points, higher, baseline, prices))
     with (out / "pareto.txt").open("w", encoding="utf-8") as file:

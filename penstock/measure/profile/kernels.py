@@ -9,13 +9,13 @@ it has any, else operators of the CPU, each without the time of those that it ca
 import gzip
 import json
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
+from penstock.cli.terminal import fail
 from penstock.configs.flags import Parser
 
 # In this order: an attention kernel may be named after the matrix products that it fuses.
@@ -115,8 +115,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         table = shares(read_trace(path))
     except BadTrace as error:
-        print(f"penstock profile kernels: {error}", file=sys.stderr)
-        return 1
+        return fail("profile kernels", error)
     for each in table:
         print(f"{each.share:6.1%}  {each.kind:<22} {each.seconds * 1e3:10.2f} ms  {each.calls:>8,} calls")
     return 0

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from penstock.cli.terminal import fail
 from penstock.configs.flags import BadSettings
 from penstock.infra.model.modeldir import ModelError
 from penstock.measure.generator.lag import loop_factory
@@ -137,8 +138,7 @@ def run(settings: EndpointProfileSettings) -> int:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             profile, left = runner.run(_measure(settings, folder))
     except (*_USAGE, *_FAILED) as error:
-        print(f"penstock profile endpoint: {error}", file=sys.stderr)
-        return 2 if isinstance(error, _USAGE) else 1
+        return fail("profile endpoint", error, status=2 if isinstance(error, _USAGE) else 1)
     except KeyboardInterrupt:
         print(f"stopped; finished points are in {folder}, and the same command goes on", file=sys.stderr)
         return 130

@@ -13,7 +13,7 @@ import yaml
 from msgspec import Meta
 
 from penstock.cli.figures import counted
-from penstock.cli.terminal import stdout
+from penstock.cli.terminal import fail, stdout
 from penstock.configs.flags import BadSettings
 from penstock.deploy.values import Engine
 from penstock.infra.engine_args.memory_estimate import UnknownShape
@@ -115,11 +115,11 @@ def run(settings: SlaProfileSettings) -> int:
         _print_best(settings, sla, found[0], commands)
         files = _files(settings, sla, choices, found, commands, {"values.yaml": values} | texts)
     except BadSettings as error:
-        return _explain(error, 2)
+        return fail("profile sla", error, status=2)
     except (BadProfile, BadPrices, UnknownShape) as error:
-        return _explain(error, 1)
+        return fail("profile sla", error)
     except BadArguments as error:
-        return _explain("; ".join(error.problems), 1)
+        return fail("profile sla", "; ".join(error.problems))
     for name, text in files.items() if settings.out else ():
         path = Path(settings.out) / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,11 +131,6 @@ def run(settings: SlaProfileSettings) -> int:
 
 def _tell(what: str) -> None:
     print(f"simulating {what} …", file=sys.stderr, flush=True)
-
-
-def _explain(error: object, status: int) -> int:
-    print(f"penstock profile sla: {error}", file=sys.stderr)
-    return status
 
 
 def _choices(settings: SlaProfileSettings, sla: Sla) -> Choices:
@@ -244,7 +239,7 @@ def _print_found(
     if not found:
         wanted = f"{settings.rate:g} requests/s with " if settings.rate else ""
         reason = f"no deployment serves {wanted}at most {settings.total_gpus} GPUs (--total-gpus) within the SLA"
-        _explain(reason, 1)
+        fail("profile sla", reason)
 
 
 def _print_best(settings: SlaProfileSettings, sla: Sla, best: SizedDeployment, commands: Sequence[str]) -> None:

@@ -5,7 +5,6 @@
 
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from os import environ
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from penstock.cli.terminal import fail
 from penstock.configs.flags import Parser
 from penstock.measure.slurm.placement import BadAllocation, Instance, SlurmGroup, nodes_of, place
 from penstock.measure.slurm.sweep_file import Container, SlurmKey, SweepFile, SweepPoint, argv_of
@@ -162,10 +162,8 @@ def run(argv: Sequence[str]) -> int:
         names = args.nodes or environ.get("SLURM_JOB_NODELIST", "")
         placed = place(point.groups, nodes_of(names, args.tasks or environ.get("SLURM_TASKS_PER_NODE", "")))
     except BadAllocation as error:
-        print(f"penstock slurm layout: {error}", file=sys.stderr)
-        return 1
+        return fail("slurm layout", error)
     except msgspec.DecodeError as error:
-        print(f"penstock slurm layout: {args.point}: {error}", file=sys.stderr)
-        return 1
+        return fail("slurm layout", f"{args.point}: {error}")
     print(instances(placed, point, args.first_port, devices=args.devices), end="")
     return 0

@@ -13,7 +13,7 @@ from msgspec import Struct
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from penstock.cli.terminal import stdout
+from penstock.cli.terminal import fail, stdout
 from penstock.configs.flags import Parser
 from penstock.measure.intervals import Interval, paired, unpaired
 from penstock.measure.sweep.results import BadResults, EndpointSeries, LevelResult, read_series, values_of
@@ -135,8 +135,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         a, b = (_one(Path(folder)) for folder in (args.a, args.b))
     except BadResults as error:
-        print(f"penstock bench compare: {error}", file=sys.stderr)
-        return 1
+        return fail("bench compare", error)
     differences = compare(a.results, b.results, args.least)
     if not differences:
         print("penstock bench compare: A and B have no level in common", file=sys.stderr)

@@ -3,13 +3,13 @@
 Only the measurements of each request are converted. Figures are computed from them, by our definitions.
 """
 
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from penstock.cli.terminal import fail
 from penstock.configs.flags import Parser
 from penstock.measure.sweep import results
 from penstock.measure.sweep.endpoints import BadEndpoint, name_of
@@ -136,8 +136,7 @@ def run(argv: Sequence[str]) -> int:
         name = name_of(f"{args.name or args.tool}=file", "--name")
         converted = [each for path in args.paths for each in aiperf(Path(path), name, args.gpus)]
     except (NotConvertible, BadEndpoint) as error:
-        print(f"penstock bench convert: {error}", file=sys.stderr)
-        return 1
+        return fail("bench convert", error)
     out = Path(args.out)
     for result, records in as_runs(converted):
         folder = results.level_folder(out, name, result.level)

@@ -3,7 +3,6 @@
 Plots of results: one line per endpoint, one point per level. matplotlib comes with ``penstock[bench]``.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from rich.console import Console
 
+from penstock.cli.terminal import fail
 from penstock.configs.flags import Parser
 from penstock.measure.plots import PlotsMissing, drawn
 from penstock.measure.sweep.report import knee_of, print_report
@@ -258,8 +258,7 @@ def run(argv: Sequence[str]) -> int:
         for kind in dict.fromkeys(each.results[0].level.kind for each in series):
             count += draw([each for each in series if each.results[0].level.kind == kind], out)
     except (BadResults, PlotsMissing) as error:
-        print(f"penstock bench plot: {error}", file=sys.stderr)
-        return 1
+        return fail("bench plot", error)
     with (out / "summary.txt").open("w", encoding="utf-8") as file:
         print_report(series, Console(file=file, width=_WIDTH))
     (out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary(series)), indent=2) + b"\n")

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from penstock.cli.terminal import progress_bar
+from penstock.cli.terminal import fail, progress_bar
 from penstock.configs.flags import BadSettings
 from penstock.infra.model.modeldir import ModelError, load_tokenizer, resolve
 from penstock.measure.generator.lag import loop_factory
@@ -325,8 +325,7 @@ def run(settings: SweepSettings) -> int:
             healthy = runner.run(sweep.run())
         print_report(read_series([Path(settings.out) / each.name for each in sweep.measured]))
     except (*_REFUSED, Unhealthy, SweepFailed) as error:
-        print(f"penstock bench sweep: {error}", file=sys.stderr)
-        return 2 if isinstance(error, (BadSettings, BadEndpoint, BadTarget)) else 1
+        return fail("bench sweep", error, status=2 if isinstance(error, (BadSettings, BadEndpoint, BadTarget)) else 1)
     except KeyboardInterrupt:
         kept = f"finished levels are in {settings.out}, and the same command goes on"
         print(f"stopped; {kept if sweep and sweep.measured else 'no level was finished'}", file=sys.stderr)

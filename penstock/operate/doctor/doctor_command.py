@@ -24,7 +24,7 @@ import msgspec
 from rich.console import Console
 
 from penstock.cli.figures import counted
-from penstock.cli.terminal import escape, stdout
+from penstock.cli.terminal import escape, fail, stdout
 from penstock.configs import logs
 from penstock.configs.flags import Parser
 from penstock.configs.settings import GatewaySettings
@@ -246,8 +246,7 @@ def run(argv: Sequence[str]) -> int:
         examined = asyncio.run(examine(LogSource.of(args), args.url, machine_only=args.machine))
         return _report(args, examined, stdout())
     except OSError as error:
-        print(f"penstock doctor: {error}", file=sys.stderr)
-        return 1
+        return fail("doctor", error)
 
 
 def _examine_engine(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 from rich.table import Table
 
-from penstock.cli.terminal import stdout
+from penstock.cli.terminal import fail, stdout
 from penstock.configs.flags import BadSettings
 from penstock.configs.planner_settings import BadRules, RuleSettings, rules_of
 from penstock.measure.plots import PlotsMissing, drawn
@@ -155,11 +155,9 @@ def run(settings: PlanSimulationSettings) -> int:
         engines = _engines(settings, counts)
         trace = _trace(settings)
     except (BadSettings, BadRules) as error:
-        print(f"penstock plan simulate: {error}", file=sys.stderr)
-        return 2
+        return fail("plan simulate", error, status=2)
     except (TraceError, BadProfile) as error:
-        print(f"penstock plan simulate: {error}", file=sys.stderr)
-        return 1
+        return fail("plan simulate", error)
     found: list[Simulated] = []
     for each in _runs(settings, engines, trace, counts, rules, sizes):
         found.append(each)
@@ -172,8 +170,7 @@ def run(settings: PlanSimulationSettings) -> int:
         try:
             draw(found[0], found[1:], rules[settings.predictors[0]], Path(settings.plot))
         except PlotsMissing as error:
-            print(f"penstock plan simulate: {error}", file=sys.stderr)
-            return 1
+            return fail("plan simulate", error)
     return 0
 
 
