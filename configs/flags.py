@@ -399,8 +399,15 @@ class Parser(argparse.ArgumentParser):
         return [one for action in actions for one in action.choices.values()]
 
 
-def add_broker_flags(parser: argparse.ArgumentParser, *, folder: str, broker: str, default: str = ".penstock") -> None:
-    """``--data-dir`` and ``--nats-url``, either of which says where a deployment's broker is.
+def add_broker_flags(
+    parser: argparse.ArgumentParser,
+    *,
+    folder: str,
+    broker: str,
+    default: str = ".penstock",
+    namespace: str = "the data folder's, else ps",
+) -> None:
+    """``--data-dir`` and ``--nats-url``, either of which says where a deployment's broker is, and ``--namespace``.
 
     A URL goes before a folder. If neither flag is given, ``nats_url`` is ``PENSTOCK_NATS_URL``, and ``namespace``
     ``PENSTOCK_NAMESPACE``: a URL holds a password, and other users can read command lines.
@@ -409,11 +416,14 @@ def add_broker_flags(parser: argparse.ArgumentParser, *, folder: str, broker: st
         parser: a ``Parser``, of a command or of its verb.
         folder, broker: the flags' help, without the default.
         default: the folder where neither is given.
+        namespace: the namespace where none is given, in words.
     """
     about_folder = folder + (" (default: %(default)s)" if default else "")
     parser.add_argument("--data-dir", default=_Folder(default), metavar="FOLDER", help=about_folder)
     about_broker = f"{broker}; default: {PREFIX}NATS_URL, unless --data-dir is given"
     parser.add_argument("--nats-url", default="", metavar="URL", help=about_broker)
+    about_namespace = f"prefix of all subjects; default: {namespace}"
+    parser.add_argument("--namespace", default="", metavar="TEXT", help=about_namespace)
 
 
 class _SettingsParser(Parser):

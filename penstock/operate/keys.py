@@ -79,9 +79,6 @@ def _parser() -> Parser:
         add_broker_flags(
             one, folder="data folder of `penstock up`", broker="broker instead, with credentials of the role keys"
         )
-        one.add_argument(
-            "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the data folder's, or ps"
-        )
     return parser
 
 

@@ -135,9 +135,6 @@ def _parser() -> Parser:
             folder="data folder of `penstock up` or `penstock nats`, or where credentials go",
             broker="your own broker, with operator's credentials",
         )
-        one.add_argument(
-            "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the deployment's, or ps"
-        )
     return parser
 
 

@@ -45,9 +45,7 @@ def run(argv: Sequence[str]) -> int:
         folder="a folder without this namespace's streams",
         broker="a running broker, with the operator's credentials",
         default="",
-    )
-    parser.add_argument(
-        "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the file's own"
+        namespace="the file's own",
     )
     parser.add_argument("--skip-bad", action="store_true", help="leave damaged lines out")
     args = parser.parse_args(argv)

@@ -1,8 +1,6 @@
-"""Replays requests on an OpenAI-compatible server. Tokens are compared if it sends them, otherwise texts.
+"""Replays requests on an OpenAI-compatible server, which gets them as token ids for ``/v1/completions``.
 
-A request as a body for ``/v1/completions``, and the streamed answer as a ``RecordedRun``. Pure.
-
-Sends recorded requests to an OpenAI-compatible server, as token ids.
+Tokens are compared if the server sends them, otherwise texts.
 """
 
 import argparse
@@ -16,8 +14,8 @@ import httpcore2
 import msgspec
 
 from penstock.log_tools.export.recording import RecordedRun
-from penstock.log_tools.replay.comparison import Changes, NamingInputs, as_new, compare, compare_texts
-from penstock.log_tools.replay.nats import MAX_OPEN, PlannedReplay
+from penstock.log_tools.replay.comparison import Changes, NamingInputs, compare, compare_texts
+from penstock.log_tools.replay.nats import MAX_OPEN, PlannedReplay, plan_replay
 from penstock.log_tools.replay.report import Replayed
 from penstock.log_tools.requests.describe import Texts
 from penstock.schemas.block_hashes import DEFAULT_BLOCK_SIZE
@@ -281,21 +279,11 @@ async def replay_over_http(
     """
     concurrency = MAX_OPEN if speed else max(1, args.concurrency)
     sender = HttpSender(args.target, args.api_key, concurrency=concurrency, timeout_s=args.timeout_s)
-    first = runs[0].request
-    assert first is not None
-    began_ns = first.created_ns
 
-    def planned(run: RecordedRun) -> PlannedReplay:
-        request = run.request
-        assert request is not None
-        target = NamingInputs(changes.model or request.model, "", DEFAULT_BLOCK_SIZE, "")
+    def inputs_of(request: GenerateRequest) -> NamingInputs:
+        return NamingInputs(changes.model or request.model, "", DEFAULT_BLOCK_SIZE, "")
 
-        def make(name: str, now_ns: int) -> GenerateRequest:
-            return as_new(request, name, "", now_ns, target, changes)
-
-        return PlannedReplay(run.id, (request.created_ns - began_ns) / 1e9 / speed if speed else 0.0, make)
-
-    sent = await sender.send([planned(run) for run in runs])
+    sent = await sender.send(plan_replay(runs, changes, speed, inputs_of=inputs_of))
     texts = Texts(args.model_path)
     pairs, comparisons = [], []
     for run in runs:

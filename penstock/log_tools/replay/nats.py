@@ -1,7 +1,4 @@
-"""Replays requests on a Penstock deployment: publishes them as a gateway does, and reads its log.
-
-Publishes requests as a gateway does, and waits for their ends in the log.
-"""
+"""Replays requests on a Penstock deployment: publishes them as a gateway does, and waits for their ends in the log."""
 
 import argparse
 import asyncio
@@ -43,6 +40,33 @@ class PlannedReplay(NamedTuple):
     recorded: str
     at_s: float
     make: Callable[[str, int], GenerateRequest]  # of its id and the time, Unix ns
+
+
+def plan_replay(
+    runs: Sequence[RecordedRun],
+    changes: Changes,
+    speed: float,
+    *,
+    gateway: str = "",
+    inputs_of: Callable[[GenerateRequest], NamingInputs],
+) -> list[PlannedReplay]:
+    """The requests of the runs, as new ones.
+
+    Args:
+        speed: times the recorded pace; 0: as fast as possible.
+        gateway: that they are said to come from.
+        inputs_of: what the new id of a recorded request depends on at the target.
+    """
+    requests = [(run.id, run.request) for run in runs if run.request is not None]
+
+    def planned(recorded: str, request: GenerateRequest) -> PlannedReplay:
+        def make(name: str, now_ns: int) -> GenerateRequest:
+            return as_new(request, name, gateway, now_ns, inputs_of(request), changes)
+
+        at_s = (request.created_ns - requests[0][1].created_ns) / 1e9 / speed if speed else 0.0
+        return PlannedReplay(recorded, at_s, make)
+
+    return [planned(recorded, request) for recorded, request in requests]
 
 
 class SentReplays(NamedTuple):
@@ -245,25 +269,13 @@ async def _send(
     speed: float,
     args: argparse.Namespace,
 ) -> SentReplays:
-    gateway = f"replay-{secrets.token_hex(4)}"
     targets = {name: _model(name, fleet, changes) for name in {run.request.model for run in runs if run.request}}
-    first = runs[0].request
-    assert first is not None
-
-    def planned(run: RecordedRun) -> PlannedReplay:
-        request = run.request
-        assert request is not None
-
-        def make(name: str, now_ns: int) -> GenerateRequest:
-            return as_new(request, name, gateway, now_ns, targets[request.model], changes)
-
-        at_s = (request.created_ns - first.created_ns) / 1e9 / speed if speed else 0.0
-        return PlannedReplay(run.id, at_s, make)
-
+    gateway = f"replay-{secrets.token_hex(4)}"
+    planned = plan_replay(runs, changes, speed, gateway=gateway, inputs_of=lambda request: targets[request.model])
     concurrency = MAX_OPEN if speed else max(1, args.concurrency)
     async with Publisher(bus) as publisher:
         sender = NatsSender(bus, publisher, concurrency=concurrency, timeout_s=args.timeout_s)
-        return await sender.send([planned(run) for run in runs])
+        return await sender.send(planned)
 
 
 def _model(recorded: str, fleet: Sequence[Registration], changes: Changes) -> NamingInputs:

@@ -108,9 +108,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         folder="data folder of the deployment, running or stopped",
         broker="a running broker instead of the data folder",
     )
-    parser.add_argument(
-        "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the data folder's, else ps"
-    )
     parser.add_argument("--file", default="", metavar="FILE", help="an export (`penstock export`) instead of them")
     parser.add_argument("--skip-bad", action="store_true", help="of --file: leave damaged lines out")
 
