@@ -7,11 +7,8 @@ import asyncio
 import contextlib
 import os
 import signal
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -22,7 +19,7 @@ from penstock.infra.metrics.page import check_port, serve_page
 from penstock.infra.model import modeldir
 from penstock.workers.engines.engine_protocol import EngineError, NodeLost
 from penstock.workers.engines.external.nodes import JoinRequest, NodeFollower, place_of
-from penstock.workers.engines.external.runtime import ProcessGuard, children
+from penstock.workers.engines.external.runtime import ProcessGuard, children, in_thread
 from penstock.workers.metrics.multiprocess import VARIABLE, Merged
 from penstock.workers.runners.token_backend import model_path
 from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START, GRACE_S
@@ -30,8 +27,6 @@ from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, 
 log = structlog.get_logger("worker")
 
 CLOSE_S = 15.0
-
-T = TypeVar("T")
 
 
 class EngineNode(Protocol):
@@ -112,7 +107,7 @@ class _Process:
         self._asked.set()
 
     async def _serve(self) -> int:
-        joined = in_thread(self._follower.join)
+        joined = asyncio.wrap_future(in_thread(self._follower.join, "node-join"))
         asked = asyncio.create_task(self._asked.wait(), name="asked")
         start: list[asyncio.Future[Any]] = [joined, asked]
         await asyncio.wait(start, return_when=asyncio.FIRST_COMPLETED)
@@ -121,7 +116,7 @@ class _Process:
             return EXIT_OK
         tree = joined.result().arguments
         log.info("node_starts", node=self._settings.node_rank, of=self._settings.nodes)
-        ended = in_thread(lambda: self._node.run(tree))
+        ended = asyncio.wrap_future(in_thread(lambda: self._node.run(tree), "node-run"))
         over = asyncio.wrap_future(self._follower.over)
         ends: list[asyncio.Future[Any]] = [ended, over, asked]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -129,7 +124,7 @@ class _Process:
             bound_s = self._settings.drain_s + 2 * GRACE_S
             await asyncio.wait([ended, over], timeout=bound_s, return_when=asyncio.FIRST_COMPLETED)
         status = self._status(ended, over)
-        closed = in_thread(self._node.close)
+        closed = asyncio.wrap_future(in_thread(self._node.close, "node-close"))
         with contextlib.suppress(Exception):  # the shutdown of an engine that is broken
             await asyncio.wait_for(asyncio.shield(closed), CLOSE_S)
         return status
@@ -149,21 +144,3 @@ class _Process:
         log.error("engine_failed", error=reason)
         self._follower.failed(reason)
         return EXIT_CONFIG if isinstance(error, EngineError) else EXIT_ENGINE
-
-
-def in_thread(work: Callable[[], T]) -> "asyncio.Future[T]":
-    """Call a function that may never return in a thread that the process's end does not wait for."""
-    answer: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            result = work()
-        except BaseException as error:
-            if not answer.cancelled():
-                answer.set_exception(error)
-        else:
-            if not answer.cancelled():
-                answer.set_result(result)
-
-    threading.Thread(target=call, name="node", daemon=True).start()
-    return asyncio.wrap_future(answer)

@@ -26,7 +26,7 @@ from penstock.workers.engines.logits.registry import Registry
 from penstock.workers.engines.native.executors import make_executor, make_speculation, prepared
 from penstock.workers.engines.native.model import vision
 from penstock.workers.engines.native.model.draft import load_draft
-from penstock.workers.engines.native.model.executor import TorchExecutor, device_errors
+from penstock.workers.engines.native.model.executor import TorchExecutor
 from penstock.workers.engines.native.model.loading import (
     configuration,
     end_tokens,
@@ -38,7 +38,7 @@ from penstock.workers.engines.native.model.loading import (
 )
 from penstock.workers.engines.native.model.model import Model, UnsupportedModel
 from penstock.workers.engines.native.model.options import DEFAULTS, NativeOptions
-from penstock.workers.engines.native.model.pool import KvPool, out_of_memory, zeros
+from penstock.workers.engines.native.model.pool import KvPool, device_errors, out_of_memory, zeros
 from penstock.workers.engines.native.model.pools import KvPools, make_pools
 from penstock.workers.engines.native.model.quantize import quantize
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
@@ -67,7 +67,7 @@ class HostPool:
         """Queue the copies on the device, without waiting; later steps see the result."""
         assert self._pool is not None, "closed"
         blocks, slots = self._pool.data, self._data
-        with device_errors(self._device), torch.inference_mode():
+        with device_errors(), torch.inference_mode():
             for block, slot in copies.saves:
                 slots[slot].copy_(blocks[block], non_blocking=True)
             for slot, block in copies.loads:

@@ -1,10 +1,11 @@
 """How the machines of one engine meet, agree, and notice that one of them is gone."""
 
+import asyncio
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -23,8 +24,10 @@ from penstock.workers.engines.external.nodes import (
     reached_at,
     towards,
 )
-from penstock.workers.run_engine_node import in_thread
+from penstock.workers.engines.external.runtime import in_thread as future_of
 from tests.pipeline.support import free_port
+
+T = TypeVar("T")
 
 OWN = JoinRequest(0, 3, "vllm", "0.33.0", "abc")
 
@@ -52,6 +55,10 @@ def group() -> Iterator[Group]:
     made.leader.close()
     for follower in made.followers:
         follower.close()
+
+
+def in_thread(work: Callable[[], T]) -> "asyncio.Future[T]":
+    return asyncio.wrap_future(future_of(work, "node"))
 
 
 def connected(place: Rendezvous) -> socket.socket:

@@ -3,16 +3,14 @@
 Copies many short lists of integers to the device at once, without waiting.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.workers.engines.core.sequence import Sampled
-from penstock.workers.engines.engine_protocol import EngineError
-from penstock.workers.engines.native.model.pool import out_of_memory
+from penstock.workers.engines.native.model.pool import device_errors
 from penstock.workers.engines.native.model.sampler import Chosen
 
 ALIGN = 16  # of each list, in integers: kernels are compiled for aligned pointers
@@ -116,17 +114,6 @@ class LateStep:
         with device_errors(), torch.inference_mode():
             drawn = self.draw()
         return drawn.result()
-
-
-@contextmanager
-def device_errors() -> Iterator[None]:
-    """Raise failures of the device as ``EngineError``."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise EngineError(out_of_memory(error)) from error
-    except RuntimeError as error:  # torch has no narrower type for a lost device
-        raise EngineError(f"the step failed: {error}") from error
 
 
 class HostCopies:

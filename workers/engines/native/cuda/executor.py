@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence
 from penstock.workers.engines.native.cuda import rows
-from penstock.workers.engines.native.cuda.copies import HostCopies, LateStep, Pending, Upload, device_errors
+from penstock.workers.engines.native.cuda.copies import HostCopies, LateStep, Pending, Upload
 from penstock.workers.engines.native.cuda.dense import DenseAttention
 from penstock.workers.engines.native.cuda.device_sampler import DeviceSampler
 from penstock.workers.engines.native.cuda.modules import Linear, Rotation
@@ -40,7 +40,7 @@ from penstock.workers.engines.native.model.attention import Paged
 from penstock.workers.engines.native.model.executor import set_scores
 from penstock.workers.engines.native.model.masks import TokenMasks
 from penstock.workers.engines.native.model.model import Embeddings, Model
-from penstock.workers.engines.native.model.pool import KvPool
+from penstock.workers.engines.native.model.pool import KvPool, device_errors
 from penstock.workers.engines.native.model.pools import HybridAttention, SlidingPool
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.workers.engines.native.cuda import expert_kernels, rows
 from penstock.workers.engines.native.cuda.fusions import dependent
-from penstock.workers.engines.native.cuda.modules import launch_options
+from penstock.workers.engines.native.cuda.modules import launch_options, next_power_of_2
 from penstock.workers.engines.native.model import quantize
 from penstock.workers.engines.native.model.quantize import FP8, Fp8Experts
 
@@ -100,11 +100,6 @@ def tile_rows(rows: int, top: int, experts: int) -> int:
     if rows == 1:
         return 1
     return 16 if each <= 12 else 32 if each <= 22 else 64 if each <= 48 else 128
-
-
-def next_power_of_2(value: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, value - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)

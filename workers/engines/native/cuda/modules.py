@@ -64,6 +64,11 @@ class RmsNorm(nn.Module):
         return out
 
 
+def next_power_of_2(value: int) -> int:
+    """The value or the next power of two above it."""
+    return 1 << max(0, value - 1).bit_length()
+
+
 def launch_options(pdl: bool) -> dict[str, Any]:
     """Launch options of a kernel. Empty unless dependent: Triton's interpreter knows no such option."""
     return {"launch_pdl": True} if pdl else {}

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.workers.engines.native.cuda import attend
 from penstock.workers.engines.native.cuda.dense import DenseAttention
 from penstock.workers.engines.native.cuda.fusions import dependent
-from penstock.workers.engines.native.cuda.modules import Rotation, launch_options
+from penstock.workers.engines.native.cuda.modules import Rotation, launch_options, next_power_of_2
 from penstock.workers.engines.native.cuda.packing import Group, adjoin
 from penstock.workers.engines.native.model.attention import AttentionParams
 from penstock.workers.engines.native.model.pool import KvPool
@@ -29,11 +29,6 @@ class DecodeShape(NamedTuple):
 
 
 DECODE, DECODE_FP8, DECODE_FLOAT32 = DecodeShape(64, 4, 3), DecodeShape(128, 4, 3), DecodeShape(32, 4, 2)
-
-
-def next_power_of_2(value: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, value - 1).bit_length()
 
 
 def tile_rows(dtype: torch.dtype) -> int:

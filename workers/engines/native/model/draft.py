@@ -12,11 +12,10 @@ import torch
 
 from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
 from penstock.workers.engines.native.model.attention import ReferenceAttention, TokenSpan
-from penstock.workers.engines.native.model.executor import device_errors
 from penstock.workers.engines.native.model.loading import load
 from penstock.workers.engines.native.model.model import Model, UnsupportedModel
 from penstock.workers.engines.native.model.options import NGRAM, NativeOptions
-from penstock.workers.engines.native.model.pool import KvPool
+from penstock.workers.engines.native.model.pool import KvPool, device_errors
 from penstock.workers.engines.native.model.sampler import choose
 
 
@@ -55,7 +54,7 @@ class DraftModel:
 
     def propose(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:
         assert self._model is not None, "closed"
-        with device_errors(self._model.device), torch.inference_mode():
+        with device_errors(), torch.inference_mode():
             return self._propose(plan, limits)
 
     def _propose(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:

@@ -2,34 +2,19 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence, scored_to
-from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.native.model.attention import Paged, ReferenceAttention, TokenSpan
 from penstock.workers.engines.native.model.masks import TokenMasks
 from penstock.workers.engines.native.model.model import Embeddings, Model
-from penstock.workers.engines.native.model.pool import KvPool, out_of_memory
+from penstock.workers.engines.native.model.pool import KvPool, device_errors
 from penstock.workers.engines.native.model.pools import HybridAttention, SlidingPool
 from penstock.workers.engines.native.model.sampler import choose, score
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
-
-
-@contextmanager
-def device_errors(device: torch.device) -> Iterator[None]:
-    """Raise errors of a device as ``EngineError``."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise EngineError(out_of_memory(error)) from error
-    except RuntimeError as error:  # torch has no narrower type for a lost device or a full host
-        if "allocate memory" in str(error):
-            raise EngineError(out_of_memory(error)) from error
-        raise EngineError(f"the step failed on {device}: {error}") from error
 
 
 class TorchExecutor:
@@ -57,7 +42,7 @@ class TorchExecutor:
 
     def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
         assert self.model is not None, "closed"
-        with device_errors(self.model.device), torch.inference_mode():
+        with device_errors(), torch.inference_mode():
             return self._execute(plan, scoring)
 
     def _execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence]) -> list[Sampled]:

@@ -6,6 +6,8 @@ Sequences are unknown here: the block manager assigns blocks.
 
 import math
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines import budgets
+from penstock.workers.engines.engine_protocol import EngineError
 
 CUDA_SHARE = 0.85  # of the memory that the weights leave free; activations need the rest
 DTYPES = {
@@ -145,6 +148,19 @@ def out_of_memory(error: Exception) -> str:
         "out of memory: lower max_batched_tokens (activations), max_running (logits) or kv_blocks (the pool) "
         f"({str(error).strip().splitlines()[0]})"
     )
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Raise errors of a device as ``EngineError``."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EngineError(out_of_memory(error)) from error
+    except RuntimeError as error:  # torch has no narrower type for a lost device or a full host
+        if "allocate memory" in str(error):
+            raise EngineError(out_of_memory(error)) from error
+        raise EngineError(f"the step failed: {error}") from error
 
 
 def blocks_that_fit(block_bytes: int, wanted: int, device: torch.device, share: float = 0.0) -> int:
