@@ -9,7 +9,8 @@ value ends the process with status 2 and a message that names the flag, the valu
 import argparse
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -424,6 +425,18 @@ def add_broker_flags(
     parser.add_argument("--nats-url", default="", metavar="URL", help=about_broker)
     about_namespace = f"prefix of all subjects; default: {namespace}"
     parser.add_argument("--namespace", default="", metavar="TEXT", help=about_namespace)
+
+
+def whole_number(most: int = sys.maxsize) -> Callable[[str], int]:
+    """The type of an argument that is a whole number from 1 to ``most``."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= most:
+            limits = "above 0" if most == sys.maxsize else f"from 1 to {most}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {limits}")
+        return int(text)
+
+    return read
 
 
 class _SettingsParser(Parser):

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from penstock.cli.figures import duration_ns
 from penstock.cli.terminal import escape, stdout
-from penstock.configs.flags import Parser, add_broker_flags
+from penstock.configs.flags import Parser, add_broker_flags, whole_number
 from penstock.infra.bus.audit import person
 from penstock.infra.bus.connection import Bus
 from penstock.log_tools.sources.open_log import LogSource, open_log, run_command
@@ -30,6 +30,9 @@ VERBS = ("create", "list", "show", "set", "revoke", "export", "import")
 USAGE = f"usage: penstock keys {{{','.join(VERBS)}}} [FLAGS]"
 MAX_ABOUT = 200  # characters
 NEVER = "never"
+
+_per_minute = whole_number(MOST_PER_MINUTE)
+_concurrent = whole_number(MOST_CONCURRENT)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -145,20 +148,6 @@ def _or_none(number: Callable[[str], int]) -> Callable[[str], int]:
         return 0 if text == key_store.NONE else number(text)
 
     return read
-
-
-def _per_minute(text: str) -> int:
-    return _number(text, MOST_PER_MINUTE)
-
-
-def _concurrent(text: str) -> int:
-    return _number(text, MOST_CONCURRENT)
-
-
-def _number(text: str, most: int) -> int:
-    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {most}")
-    return int(text)
 
 
 def expires_ns(text: str, now_ns: int) -> int:

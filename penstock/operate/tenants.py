@@ -23,7 +23,7 @@ from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 
 from penstock.cli.terminal import fail
-from penstock.configs.flags import PREFIX, Parser, add_broker_flags
+from penstock.configs.flags import PREFIX, Parser, add_broker_flags, whole_number
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import authenticate
@@ -108,7 +108,7 @@ def _parser() -> Parser:
             one.add_argument("--models", metavar="A,B", help=about_models)
             one.add_argument(
                 "--max-pending",
-                type=_positive,
+                type=whole_number(MAX_PENDING),
                 metavar="N",
                 help=f"submissions that may wait, beyond which it gets errors; default: as it was, or {MAX_PENDING}",
             )
@@ -136,12 +136,6 @@ def _parser() -> Parser:
             broker="your own broker, with operator's credentials",
         )
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= MAX_PENDING:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_PENDING}")
-    return int(text)
 
 
 def _weight(text: str) -> float:

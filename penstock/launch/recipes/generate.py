@@ -1,6 +1,5 @@
 """``penstock recipe generate``: recipes for a model, GPUs and a load."""
 
-import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any, get_args
 import yaml
 
 from penstock.cli.terminal import fail
-from penstock.configs.flags import Parser
+from penstock.configs.flags import Parser, whole_number
 from penstock.infra.engine_args.memory_estimate import GIB, Shape, UnknownShape
 from penstock.infra.engine_args.rules.rule import EngineRole
 from penstock.infra.engine_args.schema import TransceiverBackend
@@ -157,11 +156,11 @@ def _parser() -> Parser:
         ("--decode-gpus", "GPUs of a decode engine"),
         ("--gpus-per-node", "default: 8, GB200: 4"),
     ):
-        parser.add_argument(flag, type=_positive, default=0, metavar="N", help=help_text)
-    parser.add_argument("--isl", type=_positive, required=True, metavar="N", help="tokens of the longest prompt")
-    parser.add_argument("--osl", type=_positive, required=True, metavar="N", help="tokens of the longest answer")
+        parser.add_argument(flag, type=whole_number(), default=0, metavar="N", help=help_text)
+    parser.add_argument("--isl", type=whole_number(), required=True, metavar="N", help="tokens of the longest prompt")
+    parser.add_argument("--osl", type=whole_number(), required=True, metavar="N", help="tokens of the longest answer")
     parser.add_argument(
-        "--concurrency", type=_positive, required=True, metavar="N", help="concurrent requests, per engine"
+        "--concurrency", type=whole_number(), required=True, metavar="N", help="concurrent requests, per engine"
     )
     parser.add_argument("--mtp", type=int, default=0, metavar="N", help="tokens drafted by the model's own MTP layer")
     parser.add_argument("--windows", action="store_true", help="keep only the tokens in the model's sliding windows")
@@ -169,13 +168,3 @@ def _parser() -> Parser:
     parser.add_argument("--set", default="", help="prefix of the file names; default: the model's name")
     parser.add_argument("--out", default="", metavar="DIR", help="write the files here instead of printing them")
     return parser
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return value

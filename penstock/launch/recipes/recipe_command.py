@@ -13,7 +13,7 @@ from typing import get_args
 import msgspec
 
 from penstock.cli.terminal import fail, reason
-from penstock.configs.flags import Parser
+from penstock.configs.flags import Parser, whole_number
 from penstock.infra.engine_args.memory_estimate import GIB, UnknownShape
 from penstock.infra.engine_args.rules.rule import Context, EngineRole
 from penstock.infra.engine_args.tree import BadArguments, parse_yaml
@@ -170,13 +170,13 @@ def _check_parser() -> Parser:
     parser.add_argument("--engine", choices=get_args(other_engines.Engine), help=about_engine)
     parser.add_argument("--role", choices=get_args(EngineRole), help="default: the recipe's, else aggregated")
     parser.add_argument("--model", help="model directory (default: the recipe's model)")
-    parser.add_argument("--model-len", type=_positive, metavar="N", help="longest prompt + output, in tokens")
-    parser.add_argument("--longest-prompt", type=_positive, metavar="N", help="in tokens (default: --model-len)")
-    parser.add_argument("--gpus", type=_positive, metavar="N", help="GPUs of the engine, on all nodes")
-    parser.add_argument("--nodes", type=_positive, metavar="N")
+    parser.add_argument("--model-len", type=whole_number(), metavar="N", help="longest prompt + output, in tokens")
+    parser.add_argument("--longest-prompt", type=whole_number(), metavar="N", help="in tokens (default: --model-len)")
+    parser.add_argument("--gpus", type=whole_number(), metavar="N", help="GPUs of the engine, on all nodes")
+    parser.add_argument("--nodes", type=whole_number(), metavar="N")
     parser.add_argument("--gpu", choices=tuple(GPUS), help="kind of GPU")
     parser.add_argument("--gpu-memory-gib", type=float, metavar="X", help="memory of one GPU")
-    parser.add_argument("--block-size", type=_positive, metavar="N", help="tokens per block of the pipeline")
+    parser.add_argument("--block-size", type=whole_number(), metavar="N", help="tokens per block of the pipeline")
     parser.add_argument(
         "--draft-tokens", type=int, metavar="N", help="proposed so far: trtllm_spec_draft_tokens_total of a worker"
     )
@@ -187,13 +187,6 @@ def _check_parser() -> Parser:
     parser.add_argument("--trtllm-version", metavar="V")
     parser.add_argument("--container-version", metavar="V", help="of NVIDIA's runtime container")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
 
 
 def _role_of(given: str) -> tuple[str | None, str]:
