@@ -1,8 +1,6 @@
 """One sequence on its way through an external engine, and the updates that its follower reports.
 
-Tokens and failures of one sequence, as the followers report them. Pure.
-
-Log-probabilities of a prompt from the lists of TensorRT-LLM and vLLM. Pure.
+Log-probabilities of a prompt come from the lists of TensorRT-LLM and vLLM.
 """
 
 import asyncio
@@ -12,10 +10,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
+from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.engine_protocol import Scored, SequenceRequest
+from penstock.workers.engines.external.runtime import EngineFailed, EngineRuntime
 
 MISSING = -9999.0  # log-probability of a token for which the engine returned none; the API's value for "very unlikely"
+NO_REASON = "the engine ended the output without a reason"
 
 
 class Token(NamedTuple):
@@ -66,6 +67,7 @@ def _score(entry: Mapping[int, Any], token: int, top: int) -> Logprob:
 log = structlog.get_logger("engine")
 
 
+A = TypeVar("A")
 C = TypeVar("C")
 
 
@@ -133,3 +135,26 @@ class SequenceUpdate(NamedTuple):
     scored: Scored | None = None
     measured: Mapping[str, float] | None = None
     handed: bool = False
+
+
+class Follower(Generic[A, C]):
+    """What the followers of all engines share: each submits sequences and queues what becomes of them.
+
+    Belongs to the loop thread.
+    """
+
+    def __init__(self, runtime: EngineRuntime[A]) -> None:
+        self._llm = runtime.llm
+        self._api = runtime.api
+        self._loop = runtime.loop
+        self._emit = runtime.inbox.put
+        self._broken = False
+
+    def _fail(self, sequence: ActiveSequence[C], code: Code, message: str) -> None:
+        """End a sequence with an error of its own."""
+        self._emit(SequenceUpdate(sequence, failure=SequenceFailure(code, message)))
+
+    def broken(self, error: BaseException) -> None:
+        """The engine has failed, and with it all of its sequences."""
+        self._broken = True
+        self._emit(EngineFailed(error))

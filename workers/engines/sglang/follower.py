@@ -17,8 +17,16 @@ import structlog
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.engine_protocol import Scored
-from penstock.workers.engines.external.runtime import EngineFailed, EngineRuntime
-from penstock.workers.engines.external.sequences import MISSING, ActiveSequence, SequenceFailure, SequenceUpdate, Token
+from penstock.workers.engines.external.runtime import EngineRuntime
+from penstock.workers.engines.external.sequences import (
+    MISSING,
+    NO_REASON,
+    ActiveSequence,
+    Follower,
+    SequenceFailure,
+    SequenceUpdate,
+    Token,
+)
 from penstock.workers.engines.sglang.api import SglangApi
 from penstock.workers.engines.sglang.engine_inputs import SglangInputs, SglangOptions
 from penstock.workers.engines.sglang.processes import Processes
@@ -149,7 +157,6 @@ log = structlog.get_logger("engine")
 HEALTH_S = 0.5
 RELEASED_S = 1.0  # from the release of a prompt to its abort, if it has not ended
 LOAD_S = 0.1  # between two readings while there are outputs
-NO_REASON = "the engine ended the output without a reason"
 
 
 class SglangCall(NamedTuple):
@@ -170,8 +177,8 @@ class SglangCall(NamedTuple):
     missing: str = ""
 
 
-class SglangFollower:
-    """Follows one ``sglang.Engine`` and queues its events, in the loop thread.
+class SglangFollower(Follower[SglangApi, SglangCall]):
+    """Follows one ``sglang.Engine``.
 
     Args:
         loads: where the ranks' load is noted.
@@ -186,12 +193,9 @@ class SglangFollower:
         slots: int,
         options: SglangOptions,
     ) -> None:
-        self._llm = runtime.llm
-        self._loop = runtime.loop
-        self._emit = runtime.inbox.put
+        super().__init__(runtime)
         self._loads = loads
         self._processes = processes
-        self._broken = False
         self._numbers = itertools.count()
         self._loads_read = float("-inf")
         self._options = options
@@ -204,7 +208,7 @@ class SglangFollower:
             return
         call = sequence.call
         if call.missing:  # routers place it again
-            self._emit(SequenceUpdate(sequence, failure=SequenceFailure(Code.transfer_failed, call.missing)))
+            self._fail(sequence, Code.transfer_failed, call.missing)
             return
         work = self._prefill(sequence) if self._options.role == "prefill" else self._follow(sequence)
         sequence.task = self._loop.task(work, f"sequence {sequence.key!r:.60}")
@@ -288,7 +292,7 @@ class SglangFollower:
             await stream.aclose()  # aborts now, not at garbage collection
         if prepared.goes_on and len(said) > before:
             return False
-        self._emit(SequenceUpdate(sequence, failure=SequenceFailure(Code.engine_error, NO_REASON)))
+        self._fail(sequence, Code.engine_error, NO_REASON)
         return True
 
     def _on_chunk(self, sequence: ActiveSequence[SglangCall], cursor: SglangOutputCursor, chunk: Any) -> list[int]:
@@ -336,7 +340,7 @@ class SglangFollower:
             code, message = Code.transfer_failed, f"no KV came from the prefill engine in {self._options.wait_s:g} s"
         elif isinstance(error, ValueError | TypeError) and not sequence.responded:  # it refuses the request
             code = Code.invalid_request
-        self._emit(SequenceUpdate(sequence, failure=SequenceFailure(code, message)))
+        self._fail(sequence, code, message)
 
     async def watch(self) -> None:
         """Look after the engine's processes: one can end while there are no requests."""
@@ -347,7 +351,3 @@ class SglangFollower:
                 await self._take_loads()
             except Exception as error:
                 self.broken(error)
-
-    def broken(self, error: BaseException) -> None:
-        self._broken = True
-        self._emit(EngineFailed(error))

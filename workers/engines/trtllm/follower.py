@@ -16,8 +16,14 @@ from typing import Any
 import structlog
 
 from penstock.schemas.errors import Code
-from penstock.workers.engines.external.runtime import EngineFailed, EngineRuntime
-from penstock.workers.engines.external.sequences import ActiveSequence, SequenceFailure, SequenceUpdate
+from penstock.workers.engines.external.runtime import EngineRuntime
+from penstock.workers.engines.external.sequences import (
+    NO_REASON,
+    ActiveSequence,
+    Follower,
+    SequenceFailure,
+    SequenceUpdate,
+)
 from penstock.workers.engines.trtllm import disagg
 from penstock.workers.engines.trtllm.api import TrtllmApi
 from penstock.workers.engines.trtllm.engine_inputs import TrtllmInputs, TrtllmOptions
@@ -63,7 +69,6 @@ def code_of(error: BaseException, *, at_call: bool, adopted: bool) -> Code:
 
 log = structlog.get_logger("engine")
 
-NO_REASON = "the engine ended the output without a reason"
 
 ABORT_S = 10.0  # how long an aborted request may take to end
 FETCH_MORE_S = 30.0  # how long a fetch of KV may take beyond the engine's own limit
@@ -85,18 +90,14 @@ class TrtllmCall:
     aborted: bool = False
 
 
-class TrtllmFollower:
-    """Follows one ``LLM`` and queues its events, in the loop thread."""
+class TrtllmFollower(Follower[TrtllmApi, TrtllmCall]):
+    """Follows one ``LLM``."""
 
     def __init__(self, runtime: EngineRuntime[TrtllmApi], options: TrtllmOptions, metrics: NativeMetrics) -> None:
-        self._llm = runtime.llm
-        self._api = runtime.api
-        self._loop = runtime.loop
+        super().__init__(runtime)
         self._options = options
         self._metrics = metrics
-        self._emit = runtime.inbox.put
         self.liveness = Liveness(time.monotonic(), quiet_s=options.quiet_s, answer_s=options.answer_s)
-        self._broken = False
         self._repeats: bool | None = None  # whether an adopted output begins with the prefill engine's tokens
 
     # --- requests ---
@@ -122,8 +123,7 @@ class TrtllmFollower:
             return
         sequence.cancelled = True  # aborting it is unsafe while its KV may still be on its way
         log.warning("kv_never_came", seconds=self._options.abort_hold_s + FETCH_MORE_S)
-        text = "the prompt's KV did not come from the prefill worker's engine"
-        self._emit(SequenceUpdate(sequence, failure=SequenceFailure(Code.transfer_failed, text)))
+        self._fail(sequence, Code.transfer_failed, "the prompt's KV did not come from the prefill worker's engine")
 
     async def _follow(self, sequence: ActiveSequence[TrtllmCall], prepared: TrtllmInputs) -> None:
         try:
@@ -133,12 +133,7 @@ class TrtllmFollower:
             self._failed(sequence, error, at_call=False)
             return
         if not sequence.cancelled and not prepared.cursor.finished:
-            self._emit(
-                SequenceUpdate(
-                    sequence,
-                    failure=SequenceFailure(Code.engine_error, NO_REASON),
-                )
-            )
+            self._fail(sequence, Code.engine_error, NO_REASON)
         self._metrics.finished(getattr(sequence.call.result, "metrics_dict", None))
 
     def _on_output(self, sequence: ActiveSequence[TrtllmCall], prepared: TrtllmInputs, response: Any) -> None:
@@ -179,7 +174,7 @@ class TrtllmFollower:
             self.broken(error)
         elif not sequence.cancelled:
             code = code_of(error, at_call=at_call, adopted=sequence.call.adopted)
-            self._emit(SequenceUpdate(sequence, failure=SequenceFailure(code, str(error) or type(error).__name__)))
+            self._fail(sequence, code, str(error) or type(error).__name__)
 
     def abort(self, sequence: ActiveSequence[TrtllmCall]) -> None:
         """Abort a sequence, after a bounded wait if its prompt's KV is being fetched: aborting then is unsafe."""
@@ -228,7 +223,3 @@ class TrtllmFollower:
             log.warning("one_token_refused", error=str(error))
         self.liveness.answered(time.monotonic())
         came.set()
-
-    def broken(self, error: BaseException) -> None:
-        self._broken = True
-        self._emit(EngineFailed(error))

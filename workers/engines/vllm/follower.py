@@ -16,10 +16,12 @@ import structlog
 
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.external.runtime import EngineFailed, EngineRuntime
+from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import (
     MISSING,
+    NO_REASON,
     ActiveSequence,
+    Follower,
     SequenceFailure,
     SequenceUpdate,
     Token,
@@ -105,7 +107,6 @@ class VllmOutputCursor:
 log = structlog.get_logger("engine")
 
 HEALTH_S = 1.0
-NO_REASON = "the engine ended the output without a reason"
 
 
 class VllmCall(NamedTuple):
@@ -121,16 +122,12 @@ class VllmCall(NamedTuple):
     logprobs: int | None
 
 
-class VllmFollower:
-    """Follows one ``AsyncLLM`` and queues its events, in the loop thread."""
+class VllmFollower(Follower[VllmApi, VllmCall]):
+    """Follows one ``AsyncLLM``."""
 
     def __init__(self, runtime: EngineRuntime[VllmApi], layout: str) -> None:
-        self._llm = runtime.llm
-        self._api = runtime.api
-        self._loop = runtime.loop
+        super().__init__(runtime)
         self._layout = layout
-        self._emit = runtime.inbox.put
-        self._broken = False
         self._numbers = itertools.count()
 
     def launch(self, sequence: ActiveSequence[VllmCall]) -> None:
@@ -166,12 +163,7 @@ class VllmFollower:
         finally:
             await stream.aclose()  # aborts now, not at garbage collection
         if not cursor.finished:
-            self._emit(
-                SequenceUpdate(
-                    sequence,
-                    failure=SequenceFailure(Code.engine_error, NO_REASON),
-                )
-            )
+            self._fail(sequence, Code.engine_error, NO_REASON)
 
     def _on_output(
         self, sequence: ActiveSequence[VllmCall], prepared: VllmInputs, cursor: VllmOutputCursor, output: Any
@@ -195,11 +187,7 @@ class VllmFollower:
         if isinstance(error, self._api.dead) or self._llm.errored:
             self.broken(error)
         elif not sequence.cancelled:
-            self._emit(
-                SequenceUpdate(
-                    sequence, failure=SequenceFailure(self._code(sequence, error), str(error) or type(error).__name__)
-                )
-            )
+            self._fail(sequence, self._code(sequence, error), str(error) or type(error).__name__)
 
     def _code(self, sequence: ActiveSequence[VllmCall], error: Exception) -> Code:
         if isinstance(error, self._api.transient):
@@ -216,7 +204,3 @@ class VllmFollower:
                 await self._llm.check_health()
             except Exception as error:
                 self.broken(error)
-
-    def broken(self, error: BaseException) -> None:
-        self._broken = True
-        self._emit(EngineFailed(error))

@@ -165,7 +165,7 @@ def test_what_the_engine_refuses_is_the_clients_error_and_what_fails_later_is_no
 
     sent: list[SequenceUpdate] = []
     llm, inbox = SimpleNamespace(async_generate=refuse), SimpleNamespace(put=sent.append)
-    runtime: Any = SimpleNamespace(llm=llm, loop=None, inbox=inbox)
+    runtime: Any = SimpleNamespace(llm=llm, api=None, loop=None, inbox=inbox)
     sequence = ActiveSequence(ask(0, PROMPT), SglangCall(lambda _: SglangInputs({}), None))
     sequence.responded = responded  # behind the tokens of the first of several calls
     asyncio.run(follow())
