@@ -90,7 +90,7 @@ async def submit_once(
         ServingError: idempotency_conflict, or why it cannot be served.
     """
     name = f"key:{key}"
-    canonical = await gateway.run_for(body, _canonical_body, endpoint, body)
+    canonical = await gateway.run_for(body, canonical_body, endpoint, body)
     stored_claim = await find_claim(gateway.bus, tenant, name, digest_of(canonical))
     if stored_claim is None:
         prepared = await prepare()
@@ -126,7 +126,7 @@ async def _find(gateway: Gateway, stored_claim: Claim, tenant: str) -> StoredReq
         await asyncio.sleep(AGAIN_S)
 
 
-def _canonical_body(endpoint: str, body: bytes) -> bytes:
+def canonical_body(endpoint: str, body: bytes) -> bytes:
     """The part of a body that repeats share: everything but whether it is streamed, independent of JSON formatting."""
     try:
         return endpoint.encode() + b"\0" + canonical_json(body, without=("stream", "stream_options"))

@@ -422,7 +422,7 @@ def _waits(target_costs: Costs, allowed: NDArray[np.bool_], best: int, waited_s:
 
 def _best_first(scores: Column, seed: int) -> Rows:
     """Positions of the lowest scores for a score table; among those that tie, ``seed`` says which comes first."""
-    lowest = _lowest(scores, STORED_CANDIDATES)
+    lowest = lowest_of(scores, STORED_CANDIDATES)
     if len(lowest) == 1 or scores[lowest[1]] - scores[lowest[0]] > TIE:
         return lowest
     ties = (scores - scores[lowest[0]] <= TIE).nonzero()[0]
@@ -430,7 +430,7 @@ def _best_first(scores: Column, seed: int) -> Rows:
     return np.concatenate(([chosen], lowest[lowest != chosen]))[:STORED_CANDIDATES]
 
 
-def _lowest(scores: Column, count: int) -> Rows:
+def lowest_of(scores: Column, count: int) -> Rows:
     """Positions of the lowest scores, the first of equal ones first."""
     if len(scores) <= 4 * count:
         return scores.argsort(kind="stable")[:count]

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from penstock.infra.model.modeldir import DEMO, TINY
-from penstock.workers.engines.external.runtime import _children
+from penstock.workers.engines.external.runtime import children_of
 from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_START
 from tests import standins
 from tests.pipeline.conftest import NewDeployment
@@ -69,7 +69,7 @@ def ask(deployment: Deployment, tokens: int = 8) -> httpx.Response:
 
 def ranks(process: Process) -> list[int]:
     """Pids of a follower's processes that take part in each step."""
-    return [pid for pid in _children(process.pid) if b"nodes.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in children_of(process.pid) if b"nodes.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def gone(pids: list[int]) -> bool:

@@ -104,8 +104,8 @@ async def test_a_stage_that_fails_ends_its_request_within_seconds_and_leaks_no_b
     if stage == "send_prefilled":
         monkeypatch.setattr("penstock.workers.disagg.disaggregation.next_job", fail)
     else:
-        monkeypatch.setattr(pair.decode.session.runner.disaggregation._reader, "fetch", fail)
-        monkeypatch.setattr(pair.decode.session.runner.disaggregation._reserver, "_quarantine_s", 0.1)
+        monkeypatch.setattr(pair.decode.session.runner.disaggregation.reader, "fetch", fail)
+        monkeypatch.setattr(pair.decode.session.runner.disaggregation.reserver, "_quarantine_s", 0.1)
     asked = request(PROMPT)
     began = time.monotonic()
     await send_jobs(log, pair, asked, attempt)

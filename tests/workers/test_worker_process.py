@@ -202,7 +202,7 @@ async def test_after_losing_its_lease_the_process_goes_on_under_a_new_name(
     held.allow(1)
     await log.has_streamed(asked)
     said = len(log.batches)
-    session = served.worker._session
+    session = served.worker.session
     assert session is not None
     await log.remove_key(old)
     await asyncio.wait_for(session.lost.wait(), 10)
@@ -253,7 +253,7 @@ async def test_a_worker_that_served_waits_for_streams_that_the_broker_has_lost(
     js, stream = log.bus.js, log.bus.subjects.stream("WORK")
     config = (await js.stream_info(stream)).config
     await js.delete_stream(stream)
-    session = served.worker._session
+    session = served.worker.session
     assert session is not None
     with capture_logs() as lines:
         session.lost.set()  # as after 5 s without its consumer

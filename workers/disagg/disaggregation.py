@@ -47,7 +47,12 @@ class Submit(Protocol):
 
 
 class DisaggCoordinator:
-    """The stages of one session. Each wait is bounded by the deadline, the lease, or the transfer timeout."""
+    """The stages of one session. Each wait is bounded by the deadline, the lease, or the transfer timeout.
+
+    Attributes:
+        reader: reads blocks from other workers.
+        reserver: sets blocks aside for them.
+    """
 
     def __init__(
         self,
@@ -66,21 +71,21 @@ class DisaggCoordinator:
         self._info = info
         self._submit = submit
         quarantine_s = settings.transfer_timeout_s + settings.quarantine_s
-        self._reserver = BlockReserver(engine, context.requests, quarantine_s)
+        self.reserver = BlockReserver(engine, context.requests, quarantine_s)
         self._ledger = TransferLedger(bus, context.outbox, context.id, metrics)
         self._owner: Owner | None = None
-        self._reader: BlockReader | None = None
+        self.reader: BlockReader | None = None
         self._peers: PeerWatcher | None = None
         if transport is not None or info.handoff_layout:
             self._owner = Owner(
                 engine, transport, self._ledger, context.id, settings.handoff_lease_s, metrics, context.tasks, bus.clock
             )
-            self._reader = BlockReader(
+            self.reader = BlockReader(
                 bus, transport, self._ledger, context.id, settings.transfer_timeout_s, settings.quarantine_s
             )
         if transport is not None:
             self._peers = PeerWatcher(bus, transport, context.id, context.model.name, settings.role, self._on_peer_lost)
-        self._embeddings = EmbeddingStage(context, engine, vision, self._reserver, self._owner, self._reader)
+        self._embeddings = EmbeddingStage(context, engine, vision, self.reserver, self._owner, self.reader)
 
     # --- start and stop ---
 
@@ -89,8 +94,8 @@ class DisaggCoordinator:
         Raises:
             ServingError: the workers bucket cannot be read.
         """
-        if self._reader is not None:
-            await self._reader.open()
+        if self.reader is not None:
+            await self.reader.open()
         if self._peers is not None:
             await self._peers.start()
 
@@ -110,15 +115,15 @@ class DisaggCoordinator:
             await self._peers.stop()
         if self._owner is not None:
             await self._owner.close()
-        if self._reader is not None:
-            await self._reader.close()
+        if self.reader is not None:
+            await self.reader.close()
         self._embeddings.close()
         await self._ledger.close()
 
     def _on_peer_lost(self, worker: str) -> None:
-        if self._owner is not None and self._reader is not None:
+        if self._owner is not None and self.reader is not None:
             self._owner.lost(worker)
-            self._reader.lost(worker)
+            self.reader.lost(worker)
 
     # --- control requests ---
 
@@ -255,7 +260,7 @@ class DisaggCoordinator:
         running.prefilled = True
         running.started_ns = prefilled.started_ns
         running.first_token_ns = prefilled.first_token_ns
-        if prefilled.opaque and self._reader is not None and self._bus.clock.now_ns() < prefilled.ticket.lease_ns:
+        if prefilled.opaque and self.reader is not None and self._bus.clock.now_ns() < prefilled.ticket.lease_ns:
             running.fetching = prefilled.ticket
             for sequence in running.sequences if prefilled.started_ns else ():  # else handed over ahead of the prompt
                 sequence.adopted_cached = prefilled.cached
@@ -269,7 +274,7 @@ class DisaggCoordinator:
         if not self._requests.is_current(running):
             if reservation is not None:
                 unused = reservation
-                self._reserver.free(lambda engine: kv_transfer_of(engine).release(unused))
+                self.reserver.free(lambda engine: kv_transfer_of(engine).release(unused))
         elif reservation is not None or not running.request.media:
             for sequence in running.sequences if reservation is not None else ():
                 sequence.adopted_cached = prefilled.cached
@@ -279,15 +284,15 @@ class DisaggCoordinator:
 
     def release_input(self, stage_input: StageInput) -> None:
         """Release the previous stage's blocks: they are no longer needed."""
-        if self._reader is not None:
-            self._reader.release(stage_input.ticket)
+        if self.reader is not None:
+            self.reader.release(stage_input.ticket)
 
     def on_fetched(self, running: RunningRequest) -> None:
         """The engine has fetched what the previous stage's engine kept for it."""
         ticket, running.fetching = running.fetching, None
-        if ticket is not None and self._reader is not None:
-            self._reader.record_fetched(ticket, 0.0)
-            self._reader.release(ticket)
+        if ticket is not None and self.reader is not None:
+            self.reader.record_fetched(ticket, 0.0)
+            self.reader.release(ticket)
 
     async def _fetch_kv(self, running: RunningRequest, ticket: Ticket) -> BlockReservation | None:
         """Blocks with the prompt's KV; None: there are no free blocks, or the transfer failed."""
@@ -295,7 +300,7 @@ class DisaggCoordinator:
         tokens = request.prompt_tokens
         full, rest = divmod(tokens, size)
         count = len(ticket.blocks) // 4
-        if self._reader is None or count != full + bool(rest):
+        if self.reader is None or count != full + bool(rest):
             log.warning("ticket_mismatch", ticket=ticket.id, blocks=count, tokens=tokens, block_size=size)
             return None
         digests = prompt_digests(request, self._context.model.revision, size)
@@ -304,7 +309,7 @@ class DisaggCoordinator:
         if full + tails > self._info.total_blocks:
             return None  # the engine refuses the sequences and names the limit, or runs them without these blocks
         now_ns = self._bus.clock.now_ns()
-        reservation = await self._reserver.reserve(
+        reservation = await self.reserver.reserve(
             running,
             min((min(ticket.lease_ns - LEASE_MARGIN_NS, request.deadline_ns) - now_ns) / 1e9, BLOCK_WAIT_S),
             "kv",
@@ -318,12 +323,12 @@ class DisaggCoordinator:
         local = reservation.blocks[reservation.have :] + reservation.tails
         try:
             if positions:
-                await self._reader.fetch(ticket, positions, local)
+                await self.reader.fetch(ticket, positions, local)
         except TransferError as error:
-            self._reserver.free_when_settled(error.settled, lambda engine: kv_transfer_of(engine).release(reservation))
+            self.reserver.free_when_settled(error.settled, lambda engine: kv_transfer_of(engine).release(reservation))
             return None
         except BaseException:
-            self._reserver.free_after_quarantine(lambda engine: kv_transfer_of(engine).release(reservation))
+            self.reserver.free_after_quarantine(lambda engine: kv_transfer_of(engine).release(reservation))
             raise
         return reservation
 

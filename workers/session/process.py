@@ -215,7 +215,11 @@ MakeBackend = Callable[[WorkerSettings, WorkerMetrics, ProcessEvents], Backend]
 
 
 class WorkerProcess:
-    """Construct it in the event loop that serves it."""
+    """Construct it in the event loop that serves it.
+
+    Attributes:
+        session: the present registration; None: there is none.
+    """
 
     def __init__(self, settings: WorkerSettings, make_backend: MakeBackend, end_process: EndProcess = os._exit) -> None:
         self._settings = settings
@@ -228,7 +232,7 @@ class WorkerProcess:
         else:
             self._metrics.process.register(NativeSeries(user.PREFIX))
         self._backend = make_backend(settings, self._metrics, self)
-        self._session: WorkerSession | None = None
+        self.session: WorkerSession | None = None
         self._failed = asyncio.Event()
         self._error: BaseException | None = None
         self._task_error = False  # a task failed, not the engine
@@ -332,7 +336,7 @@ class WorkerProcess:
         """
         served, pause_s = False, AGAIN_S
         while True:
-            session = self._session = make_session()
+            session = self.session = make_session()
             control_subscribers = await self._subscribe_control(session, bus)
             try:
                 await self._stopping.unless_asked(session.open())
@@ -347,7 +351,7 @@ class WorkerProcess:
                 await session.fence()
                 for subscriber in control_subscribers:
                     await subscriber.stop()
-                self._session = None
+                self.session = None
                 await self._stopping.unless_asked(self._failed_within(pause_s))
                 if self._failed.is_set():
                     return EXIT_ENGINE
@@ -412,8 +416,8 @@ class WorkerProcess:
         self._stopping.within(FAIL_S)
 
     async def registration_changed(self) -> None:
-        if self._session is not None:
-            await self._session.update_registration()
+        if self.session is not None:
+            await self.session.update_registration()
 
     # --- control requests ---
 
@@ -425,8 +429,8 @@ class WorkerProcess:
         @broker.subscriber(subjects.cancel, decoder=raw)
         async def cancel(message: NatsMessage) -> None:
             order = control.decode_cancel(message.body)
-            if self._session is not None:
-                await self._session.on_cancel(order.request, order.reason)
+            if self.session is not None:
+                await self.session.on_cancel(order.request, order.reason)
 
         self._broker = broker
         return FastStream(broker, logger=None)

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.gateway.access.authentication import Sight
 from penstock.gateway.admission.idempotency import claim
-from penstock.gateway.http.idempotency_key import _canonical_body
+from penstock.gateway.http.idempotency_key import canonical_body
 from penstock.gateway.request_log.lookup import Records, RequestFinder, RequestLookup
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import read
@@ -215,7 +215,7 @@ async def test_a_key_whose_gateway_died_before_the_request_was_stored_is_served_
     fast: Deployment, bus: Bus
 ) -> None:
     asked = body("orphaned")
-    meaning = _canonical_body("chat", msgspec.json.encode(asked))
+    meaning = canonical_body("chat", msgspec.json.encode(asked))
     made = new_request_id(time.time_ns() - 3_000_000_000)
     old = new_request_id(time.time_ns() - 3_600_000_000_000)
     for key, request_id in (("orphan", made), ("old-orphan", old)):

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.placement.arrays import Pools, _lowest
+from penstock.router.placement.arrays import Pools, lowest_of
 from penstock.router.placement.routing import RoutingRequest
 from penstock.router.state.holders import Depths, TargetBits
 from penstock.router.state.load_tracker import LoadTracker
@@ -45,5 +45,5 @@ def test_masks_and_dicts_of_depths_make_the_same_column(
 @examples(100)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=200), st.integers(1, 17))
 def test_the_lowest_scores_come_in_order_the_first_of_equal_ones_first(scores: list[int], count: int) -> None:
-    found = _lowest(np.array(scores, np.float64), count)
+    found = lowest_of(np.array(scores, np.float64), count)
     assert found.tolist() == sorted(range(len(scores)), key=scores.__getitem__)[:count]

@@ -17,10 +17,10 @@ def stats(**more: int) -> EngineStats:
 
 def test_kv_blocks_have_a_registry_of_their_own_with_counters_and_gauges() -> None:
     worker = metrics()
-    kinds = {metric._name: type(metric) for metric in worker.kv.scope.metrics()}
+    kinds = {metric.describe()[0].name: type(metric) for metric in worker.kv.scope.metrics()}
     assert set(kinds.values()) == {Counter, Gauge}
     assert all(name.startswith("penstock_worker_kv_") for name in kinds)
-    assert not set(kinds) & {metric._name for metric in worker.handoff.scope.metrics()}
+    assert not set(kinds) & {metric.describe()[0].name for metric in worker.handoff.scope.metrics()}
 
 
 def test_the_share_of_kv_blocks_in_use_is_shown() -> None:

@@ -292,10 +292,11 @@ class ProcessGuard:
 
 def children() -> frozenset[int]:
     """Ids of running child processes of this process; empty without ``/proc``."""
-    return frozenset(_children(os.getpid()))
+    return frozenset(children_of(os.getpid()))
 
 
-def _children(parent: int) -> Iterator[int]:
+def children_of(parent: int) -> Iterator[int]:
+    """Ids of the processes that this one has started, and that have not ended (Linux)."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, above = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
