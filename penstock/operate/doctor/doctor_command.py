@@ -43,7 +43,7 @@ from penstock.operate.doctor.fleet import (
     check_processes,
     find_keys,
 )
-from penstock.operate.doctor.machine import check_machine
+from penstock.operate.doctor.machine import PLANNED, Growth, check_machine
 from penstock.operate.workers import registrations
 from penstock.schemas.errors import ServingError
 from penstock.schemas.streams import topology
@@ -276,13 +276,18 @@ async def examine(source: LogSource, urls: Sequence[str] = (), *, machine_only: 
     port = GatewaySettings().http_port
     gateway = state is None and await answers_as_gateway("127.0.0.1", port)
     running = bool(source.nats_url) and not machine_only
-    findings = await asyncio.to_thread(check_machine, data_dir, state, port, gateway=gateway, running=running)
     files: dict[str, bytes] = {}
+    seen = _Seen([]) if machine_only else await _through_broker(source, state, files)
+    growth = None  # of streams that are, or will be, on the data folder's disk
+    if not source.nats_url:
+        growth = seen.growth if (data_dir / "nats").exists() else PLANNED if state is None else None
+    findings = await asyncio.to_thread(
+        check_machine, data_dir, state, port, gateway=gateway, running=running, growth=growth
+    )
     if machine_only:
         return Examined(findings, files)
     if state is not None:
         findings += check_processes(state)
-    seen = await _through_broker(source, state, files)
     findings += seen.findings
     findings += await check_gateways([*(state.http_urls if state is not None else ()), *urls], seen.keys)
     if not source.nats_url:
@@ -298,10 +303,11 @@ def _state(data_dir: Path) -> DeploymentState | None:
 
 
 class _Seen(NamedTuple):
-    """Through the broker. ``keys``: None: not known."""
+    """Through the broker. ``keys``, ``growth``: None: not known."""
 
     findings: list[CheckResult]
     keys: Keys | None = None
+    growth: Growth | None = None
 
 
 async def _through_broker(source: LogSource, state: DeploymentState | None, files: dict[str, bytes]) -> _Seen:
@@ -318,8 +324,8 @@ async def _through_broker(source: LogSource, state: DeploymentState | None, file
             findings = await check_broker(log.bus)
             if not any(finding.status is CheckStatus.problem for finding in findings):
                 findings += await check_fleet(log.bus, state)
-                await _collect(log.bus, files)
-                return _Seen(findings, await find_keys(log.bus))
+                growth = await _collect(log.bus, files)
+                return _Seen(findings, await find_keys(log.bus), growth)
             return _Seen(findings)
     except (ServingError, BrokerProblem) as error:
         return _Seen([problem("broker", str(error), "check that it runs, its address and the credentials")])
@@ -327,11 +333,16 @@ async def _through_broker(source: LogSource, state: DeploymentState | None, file
         return _Seen([problem("deployment", str(error), _START)])
 
 
-async def _collect(bus: Bus, files: dict[str, bytes]) -> None:
-    usages = await uses(bus, topology(bus.subjects))
+async def _collect(bus: Bus, files: dict[str, bytes]) -> Growth:
+    """Add to ``files``; what the streams take on the disk."""
+    expected = topology(bus.subjects)
+    usages = await uses(bus, expected)
     files["streams.json"] = msgspec.json.format(msgspec.json.encode(usages), indent=2)
     workers = [msgspec.to_builtins(each, builtin_types=()) for each in await registrations(bus)]
     files["workers.json"] = msgspec.json.format(msgspec.json.encode(workers), indent=2)
+    in_memory = {spec.name for spec in expected.streams if spec.memory}
+    stored = [use for use in usages if use.name not in in_memory]
+    return Growth(sum(use.bytes for use in stored), sum(use.max_bytes for use in stored))
 
 
 def _report(args: argparse.Namespace, examined: Examined, console: Console) -> int:

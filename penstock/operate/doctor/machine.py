@@ -9,23 +9,40 @@ import subprocess
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.cli.figures import show_size
 from penstock.infra.nats_server import datadir
+from penstock.infra.nats_server.disk import LEVELS
 from penstock.infra.nats_server.server import NoServerBinary, find_server
 from penstock.launch.state import DeploymentState
 from penstock.operate.doctor.finding import CheckResult, ok, problem, skipped, warning
 from penstock.schemas.streams import limits_bytes, topology
 from penstock.schemas.subjects import Subjects
 
-GIB = 1 << 30
-LITTLE_DISK = 5 * GIB
 ROOM = 64 << 20
+(FILLING, _), (ALMOST_FULL, _) = LEVELS  # as `disk_nearly_full` is logged
 GPU_S = 10.0  # nvidia-smi hangs with some broken drivers
 
 
+class Growth(NamedTuple):
+    """Bytes that streams have on a disk, and up to which they may grow there."""
+
+    stored: int
+    limit: int
+
+
+PLANNED = Growth(0, limits_bytes(topology(Subjects())))  # of a deployment that is started without --store-size
+
+
 def check_machine(
-    data_dir: Path, state: DeploymentState | None, port: int, *, gateway: bool = False, running: bool = False
+    data_dir: Path,
+    state: DeploymentState | None,
+    port: int,
+    *,
+    gateway: bool = False,
+    running: bool = False,
+    growth: Growth | None = None,
 ) -> list[CheckResult]:
     """All checks of this machine.
 
@@ -33,11 +50,12 @@ def check_machine(
         port: of a gateway that is to be started; not checked if one runs.
         gateway: a gateway answers on it.
         running: the deployment runs, here or elsewhere, so that this may be its gateway.
+        growth: as of ``check_disk``.
     """
     return [
         check_server_binary(),
         check_data_folder(data_dir),
-        check_disk(data_dir),
+        check_disk(data_dir, growth),
         *([check_port("127.0.0.1", port, gateway=gateway, running=running)] if state is None else []),
         *check_gpus(os.environ),
         *check_transport(),
@@ -65,19 +83,31 @@ def check_data_folder(data_dir: Path) -> CheckResult:
     return ok("data folder", f"{data_dir} can be written")
 
 
-def check_disk(data_dir: Path) -> CheckResult:
-    """Whether the disk of the data folder has room."""
+def check_disk(data_dir: Path, growth: Growth | None) -> CheckResult:
+    """Whether the disk of the data folder has room.
+
+    Args:
+        growth: of the streams on it; None: it is not known, or they are elsewhere.
+    """
     nearest = data_dir
     while not nearest.exists():
         nearest = nearest.parent
     usage = shutil.disk_usage(nearest)
     text = f"{show_size(usage.free)} of {show_size(usage.total)} free under {nearest}"
+    if growth is not None:
+        text += f"; streams have {show_size(growth.stored)} and may grow to {show_size(growth.limit)}"
     if usage.free < ROOM:
         return problem("disk", text, "make room: the broker stores nothing on a full disk, and requests are refused")
-    if usage.free < LITTLE_DISK:
-        grown = show_size(limits_bytes(topology(Subjects())))
-        fix = f"make room, or lower limits with `penstock streams set`: streams of the default sizes grow to {grown}"
-        return warning("disk", text, fix)
+    smaller = "make streams smaller with `penstock streams set`"
+    if usage.free < ALMOST_FULL * usage.total:
+        fix = f"make room now, or {smaller}: under load this lasts minutes, and on a full disk requests are refused"
+        return warning("disk", f"almost full, less than {ALMOST_FULL:.0%} is free: {text}", fix)
+    if usage.free < FILLING * usage.total:
+        fix = f"make room, or {smaller}: see what grows with `penstock streams list` and du"
+        return warning("disk", f"filling, less than {FILLING:.0%} is free: {text}", fix)
+    if growth is not None and usage.free < growth.limit - growth.stored:
+        new = "start with a smaller --store-size" if not growth.stored else smaller
+        return warning("disk", f"too small for the streams: {text}", f"make room, or {new}")
     return ok("disk", text)
 
 

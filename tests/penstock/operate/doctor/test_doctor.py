@@ -8,10 +8,11 @@ import socket
 import ssl
 import stat
 import tarfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -46,6 +47,7 @@ from penstock.schemas import wire
 from penstock.schemas.audit import KEYS_LOST, AuditEntry
 from penstock.schemas.fleet import Load, Registration, WorkerState
 from penstock.schemas.routers import LostLeases
+from penstock.schemas.streams import GIB
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.transfer import Endpoint
 from tests.cluster_support import three_nodes
@@ -128,15 +130,42 @@ def test_a_data_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     assert (finding.status, "is a file" in finding.what) == (CheckStatus.problem, True)
 
 
-def test_a_small_disk_is_a_warning_and_a_full_one_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for free, status in ((1 << 20, CheckStatus.problem), (1 << 30, CheckStatus.warning), (1 << 40, CheckStatus.ok)):
-        monkeypatch.setattr(
-            machine.shutil, "disk_usage", lambda _, free=free: type("U", (), {"free": free, "total": 1})()
-        )
-        found = machine.check_disk(tmp_path / "later")
-        assert found.status is status
-        # It said 14 GiB, and a disk of 20 was thought to be large enough.
-        assert ("streams of the default sizes grow to 31.8 GiB" in found.fix) == (status is CheckStatus.warning)
+def test_a_disk_is_measured_by_what_the_streams_may_grow_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --store-size 0.8 on a disk of 1.2 GiB, at 2 and at 86 %, it spoke of 31.8 GiB and of a small disk."""
+
+    def found(free: float, total: float, growth: machine.Growth | None) -> CheckResult:
+        usage = SimpleNamespace(free=round(free * GIB), total=round(total * GIB))
+        monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+        return machine.check_disk(tmp_path / "later", growth)
+
+    own = machine.Growth(GIB // 100, GIB * 8 // 10)
+    fits = found(1.17, 1.2, own)
+    assert fits.status is CheckStatus.ok
+    assert "streams have 10.2 MiB and may grow to 819 MiB" in fits.what
+    small = found(0.7, 1.2, own)
+    assert (small.status, "too small for the streams" in small.what) == (CheckStatus.warning, True)
+    filling = found(0.168, 1.2, own)
+    assert (filling.status, "filling, less than 15% is free" in filling.what) == (CheckStatus.warning, True)
+    almost = found(2, 100, None)
+    assert (almost.status, "almost full, less than 5% is free" in almost.what) == (CheckStatus.warning, True)
+    assert len({fits.fix, small.fix, filling.fix, almost.fix}) == 4
+    assert found(0.01, 1.2, own).status is CheckStatus.problem
+    # It said 14 GiB, and a disk of 20 was thought to be large enough.
+    before = found(20, 100, machine.PLANNED)
+    assert (before.status, "may grow to 31.8 GiB" in before.what) == (CheckStatus.warning, True)
+    assert "--store-size" in before.fix
+    assert found(40, 100, machine.PLANNED).status is CheckStatus.ok
+    assert found(20, 100, None).status is CheckStatus.ok
+
+
+async def test_a_deployment_s_disk_is_measured_by_its_own_streams(
+    make_broker: Callable[[], EmbeddedNats],
+) -> None:
+    server = make_broker()
+    await server.start()
+    await apply_at(server.url(), server.subjects, store_size=0.8)
+    [disk] = [each for each in (await examine(LogSource(server.data_dir))).findings if each.check == "disk"]
+    assert "may grow to 814 MiB" in disk.what
 
 
 def fake_smi(folder: Path, script: str) -> None:
