@@ -30,6 +30,7 @@ from penstock.infra.bus.tasks import Stop, count_tasks
 from penstock.infra.metrics.scope import process_scope
 from penstock.infra.model import modeldir
 from penstock.infra.process.gc_policy import freeze_loaded
+from penstock.infra.process.sockets import CannotListen, check_unclaimed
 from penstock.infra.text.parsers import families
 from penstock.schemas.errors import ServingError
 
@@ -262,7 +263,13 @@ def listening_sockets(settings: GatewaySettings) -> list[socket.socket]:
         OSError: the port is taken, or no socket was inherited; the text says what to do.
     """
     if settings.listen_fd < 0:
-        return [listen(settings.http_host, settings.http_port)]
+        listener = listen(settings.http_host, settings.http_port)
+        try:
+            check_unclaimed(*listener.getsockname()[:2])
+        except CannotListen as error:
+            listener.close()
+            raise OSError(str(error)) from None
+        return [listener]
     try:
         shared = socket.socket(fileno=settings.listen_fd)
         port = shared.getsockname()[1]
@@ -286,9 +293,9 @@ def listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by accepted connections
     try:
         listener.bind((host, port))
+        listener.listen(2048)  # fails where another socket listens that was bound beside this one
     except OSError as error:
         listener.close()
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --http-port") from None
-    listener.listen(2048)
     listener.setblocking(False)
     return listener

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import socket
+import sys
 from pathlib import Path
 
 BACKLOG = 2048
@@ -83,6 +84,43 @@ def own_sockets(host: str, first: int, count: int) -> list[socket.socket]:
         sockets = [held.enter_context(bind(host, first and first + number)) for number in range(count)]
         held.pop_all()
     return sockets
+
+
+def claim(host: str, port: int, *, port_flag: str = "--http-port") -> socket.socket:
+    """Claim a port among the deployments of this machine, until the socket is closed or this process ends.
+
+    Sockets that do not listen yet can share a port, for which there are reasons: a gateway binds beside the one that
+    holds its port, and a port can be bound again while connections of an earlier process linger there. So two
+    deployments that start at once could hold the same port. The name that is claimed is bound by one process only, in
+    the network namespace of the port. Claim before you bind, for a process without a claim binds and listens before
+    it looks at claims (``check_unclaimed``). Elsewhere than on Linux nothing is claimed.
+
+    Raises:
+        CannotListen: a deployment has claimed it.
+    """
+    held = socket.socket(socket.AF_UNIX)
+    if sys.platform == "linux":
+        try:
+            held.bind(f"\0penstock-port:{_address(host)}:{port}")
+        except OSError as error:
+            held.close()
+            raise cannot_listen(error, host, port, port_flag=port_flag) from None
+    return held
+
+
+def check_unclaimed(host: str, port: int) -> None:
+    """
+    Raises:
+        CannotListen: a deployment has claimed this port, whose gateway need not listen there yet.
+    """
+    claim(host, port).close()
+
+
+def _address(host: str) -> str:
+    """In numbers; the host itself if it is unknown, as ``bind`` says then."""
+    with contextlib.suppress(OSError, UnicodeError):
+        return str(socket.getaddrinfo(host, 0)[0][4][0])
+    return host
 
 
 def held_ports(host: str, first: int, count: int) -> list[socket.socket]:

@@ -35,7 +35,7 @@ from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.process.child import Process
 from penstock.infra.process.signals import StopSignals
-from penstock.infra.process.sockets import CannotListen
+from penstock.infra.process.sockets import CannotListen, claim
 from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.launch.groups import PlanError, assign, fleet_of, with_name
 from penstock.launch.machine import Listeners, cores, free_port, gpus, held_run
@@ -341,6 +341,9 @@ class Deployment:
         """For workers and routers, in the order of their start; held while this deployment runs."""
         if self.settings.metrics_port < 0:
             return []
+        if first:
+            for port in range(first, first + count):
+                self._metrics_sockets.append(claim("127.0.0.1", port, port_flag="--metrics-port"))
         sockets = held_run(first, count)
         self._metrics_sockets += sockets
         return [int(each.getsockname()[1]) for each in sockets]

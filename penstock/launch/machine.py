@@ -8,10 +8,10 @@ import os
 import random
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from penstock.infra.process.sockets import CannotListen, bind, held_ports, listening, own_sockets
+from penstock.infra.process.sockets import CannotListen, bind, claim, held_ports, listening, own_sockets
 from penstock.launch.groups import PlanError
 from penstock.launch.readiness import base_url
 from penstock.workers.engines.budgets import usable_cores
@@ -84,6 +84,7 @@ class Listeners:
         self._shared: socket.socket | None = None
         self._counts = -1
         self._own: list[socket.socket] = []  # hold the ports of single gateways
+        self._claims: list[socket.socket] = []
         self.port = 0
         self.ports: list[int] = []  # one per gateway
 
@@ -92,16 +93,25 @@ class Listeners:
         Raises:
             CannotListen: an address or a port cannot be used.
         """
-        self._shared = listening(self._host, port)
-        self.port = int(self._shared.getsockname()[1])
-        if gateways > 1:
-            self._counts = os.memfd_create("penstock-connections")
+        own = gateways if gateways > 1 else 0
         try:
-            self._own = own_sockets(self._host, port and port + 1, gateways) if gateways > 1 else []
+            if port:
+                self._claim(range(port, port + own + 1))
+            self._shared = listening(self._host, port)
+            self.port = int(self._shared.getsockname()[1])
+            self._own = own_sockets(self._host, port and port + 1, own)
+            self.ports = [int(each.getsockname()[1]) for each in self._own] or [self.port]
+            if not port:
+                self._claim({self.port, *self.ports})
         except CannotListen:
             self.close()
             raise
-        self.ports = [int(each.getsockname()[1]) for each in self._own] or [self.port]
+        if own:
+            self._counts = os.memfd_create("penstock-connections")
+
+    def _claim(self, ports: Iterable[int]) -> None:
+        for port in ports:
+            self._claims.append(claim(self._host, port))
 
     @property
     def fd(self) -> int:
@@ -129,9 +139,9 @@ class Listeners:
 
     def close(self) -> None:
         """Gateways that have inherited the socket still accept from it."""
-        for each in (*self._own, *filter(None, [self._shared])):
+        for each in (*self._own, *filter(None, [self._shared]), *self._claims):
             with contextlib.suppress(OSError):
                 each.close()
         if self._counts >= 0:
             os.close(self._counts)
-        self._own, self._shared, self._counts = [], None, -1
+        self._own, self._claims, self._shared, self._counts = [], [], None, -1

@@ -1,13 +1,16 @@
 """Listening sockets, and what is said where there can be none."""
 
+import contextlib
 import errno
 import os
 import socket
 
 import pytest
 
-from penstock.infra.process.sockets import CannotListen, bind, cannot_listen, listening, own_sockets
-from penstock.launch.machine import Listeners
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.run_gateway import listening_sockets
+from penstock.infra.process.sockets import CannotListen, bind, cannot_listen, claim, listening, own_sockets
+from penstock.launch.machine import Listeners, held_run
 
 
 def test_a_port_in_use_is_named_and_another_start_may_succeed() -> None:
@@ -59,6 +62,49 @@ def test_own_ports_follow_the_shared_one() -> None:
             other.bind(("127.0.0.1", listeners.ports[1]))
     finally:
         listeners.close()
+
+
+def test_two_deployments_never_hold_the_same_port() -> None:
+    """Started at once on neighbouring ports, a gateway of one had the port that all gateways of the other share."""
+    first = free_ports(4)
+    one, two = Listeners("127.0.0.1"), Listeners("127.0.0.1")
+    one.open(first, 2)  # and the two after it, where its gateways do not listen yet
+    try:
+        for other in (first + 1, first + 2):
+            with pytest.raises(CannotListen, match=f"port {other} is in use"):
+                two.open(other, 2)
+            with pytest.raises(CannotListen, match=f"port {other} is in use"):
+                two.open(other, 1)
+            with pytest.raises(OSError, match=f"port {other} is in use"):
+                listening_sockets(GatewaySettings(http_port=other))
+        # Its own gateways listen beside the sockets that hold their ports.
+        own = GatewaySettings(http_port=first + 1, listen_fd=os.dup(one.fd))
+        for each in listening_sockets(own):
+            each.close()
+    finally:
+        one.close()
+    two.open(first + 1, 2)
+    two.close()
+
+
+def test_of_deployments_that_open_at_the_same_moment_at_most_one_has_a_port() -> None:
+    """Each stops between any two of its steps for the other."""
+    first = free_ports(4)
+    claims = claim("127.0.0.1", first + 1)  # the other has come this far
+    try:
+        one = Listeners("127.0.0.1")
+        with pytest.raises(CannotListen):
+            one.open(first, 2)
+        listening("127.0.0.1", first + 1).close()  # nothing of ``one`` is left there
+    finally:
+        claims.close()
+
+
+def free_ports(count: int) -> int:
+    """The first of some in a row."""
+    with contextlib.ExitStack() as opened:
+        held = [opened.enter_context(sock) for sock in held_run(0, count)]
+        return int(held[0].getsockname()[1])
 
 
 def test_listeners_that_could_not_open_hold_no_socket() -> None:
