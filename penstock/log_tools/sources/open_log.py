@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,11 +72,19 @@ def _logs_on_stderr() -> Iterator[None]:
     if structlog.is_configured():
         yield
         return
-    structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
+    processors = [_told_once, *structlog.get_config()["processors"]]
+    structlog.configure(processors, logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
     try:
         yield
     finally:
         structlog.reset_defaults()
+
+
+def _told_once(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Without errors of the connection: what they prevent is said in a sentence."""
+    if event.get("event") == "bus_error":
+        raise structlog.DropEvent
+    return event
 
 
 class LogSource(NamedTuple):
@@ -215,8 +223,9 @@ async def open_log(
 async def _asked(url: str, name: str, role: str, namespace: str, timeout_s: float, patient: bool) -> AsyncIterator[Log]:
     from penstock.infra.bus.connection import refusals
 
+    command = name.partition(":")[0]  # connections of several `penstock trace` have names of their own
     async with await _connect(url, name, role, namespace, timeout_s) as bus:
-        with contextlib.nullcontext() if patient else refusals(bus.on_refused, bus.user, name, role):
+        with contextlib.nullcontext() if patient else refusals(bus.on_refused, bus.user, command, role):
             yield Log(bus, stopped=False, url=url)
 
 

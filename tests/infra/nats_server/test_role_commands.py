@@ -11,15 +11,17 @@ import pytest
 
 from penstock.cli import commands
 from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.direct_get import stream_end
 from penstock.infra.nats_server import permissions
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.log_tools.sources.open_log import LogSource, running
+from penstock.log_tools.sources.open_log import LogSource, open_log, running
 from penstock.log_tools.traces.follow import PositionStore, TracePosition, begin
 from penstock.operate.doctor.doctor_command import examine
 from penstock.operate.doctor.finding import CheckStatus
 from penstock.planner.loop import PlannerLoop
 from penstock.planner.worker_counts import Planner
 from penstock.schemas import control, wire
+from penstock.schemas.errors import ServingError
 from penstock.schemas.plans import Planned
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
@@ -81,7 +83,16 @@ async def test_a_command_works_with_the_least_role_and_names_it_to_others(
     said = capsys.readouterr().err
     assert f"the role {role} or operator" in said, said
     assert f"refuses {other} what" in said
+    if argv[0] != "plan":  # whose own log this is
+        assert "bus_error" not in said, "the sentence says it"
     assert time.monotonic() - began < 30, "it does not wait for answers that never come"
+
+
+async def test_a_connection_with_a_name_of_its_own_is_refused_as_its_command(bus: Bus, tmp_path: Path) -> None:
+    """The text named `penstock trace:trace`."""
+    with pytest.raises(ServingError, match="what `penstock trace` needs"):
+        async with open_log(LogSource(tmp_path, url(bus, "keys")), name="trace:mine", role="reader") as log:
+            await stream_end(log.bus, bus.subjects.stream("DONE"))
 
 
 @pytest.mark.parametrize(
