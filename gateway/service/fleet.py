@@ -31,7 +31,7 @@ from penstock.gateway.service.text_model import TextModel
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last
 from penstock.infra.bus.tasks import Tasks
-from penstock.infra.bus.worker_registry import RegisteredWorker, WorkerRegistry
+from penstock.infra.bus.worker_leases import RegisteredWorker, WorkerRegistry
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import requests

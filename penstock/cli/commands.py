@@ -110,7 +110,7 @@ COMMANDS = {
     "restart": Command("restart processes of `penstock up`, one after the other", "penstock.operate.restart:run"),
     "dead": Command(
         "list, show and retry requests that lost their worker in every attempt",
-        "penstock.operate.dead:run",
+        "penstock.operate.dead_requests:run",
         choices=("list", "show", "retry"),
     ),
     "audit": Command("list who changed what, or read what of others", "penstock.operate.audit:run"),

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
-from penstock.infra.bus.worker_registry import STALE_NS
+from penstock.infra.bus.worker_leases import STALE_NS
 from penstock.schemas import fleet
 from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.routers import Member, decode

@@ -27,7 +27,7 @@ import msgspec
 import structlog
 
 from penstock.configs.settings import RouterMode, RouterSettings
-from penstock.infra.bounded import ByteCache
+from penstock.infra.byte_cache import ByteCache
 from penstock.router.placement.decide import TransferKind, decide, transfer_kind
 from penstock.router.placement.pending import PendingRequest, crowded, required_revision, routing_request
 from penstock.router.placement.routing import ALONE, ModelPart, RoutingContext, RoutingDecision, RoutingRequest, Weights

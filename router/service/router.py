@@ -32,8 +32,8 @@ from penstock.router.placement.decision_inputs import Decider
 from penstock.router.placement.pending import PendingRequest, Standing, build_job, build_load, sends_keys, standing
 from penstock.router.placement.routing import LOCAL_PREFILL_TOKENS, RoutingDecision
 from penstock.router.recovery.recovery import Recovery
+from penstock.router.recovery.stalled_requests import resteer, watch
 from penstock.router.recovery.terminal_events import TerminalPublisher
-from penstock.router.recovery.watchdog import resteer, watch
 from penstock.router.service.deletion import Deletion
 from penstock.router.service.maintenance import Maintenance
 from penstock.router.state.cluster_state import ClusterListener, ClusterState

@@ -19,7 +19,7 @@ from penstock.configs.settings import RouterSettings
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail
-from penstock.infra.bus.worker_registry import EXPIRED, RegisteredWorker, WorkerRegistry
+from penstock.infra.bus.worker_leases import EXPIRED, RegisteredWorker, WorkerRegistry
 from penstock.infra.process.turns import TimeSlice
 from penstock.router.state.attempts import (
     ActiveRequest,

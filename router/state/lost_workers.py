@@ -23,7 +23,7 @@ from nats.errors import Error as NatsError
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.jetstream import ApiError
 from penstock.infra.bus.tasks import Tasks
-from penstock.infra.bus.worker_registry import WorkerRegistry
+from penstock.infra.bus.worker_leases import WorkerRegistry
 from penstock.schemas import fleet
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.routers import LostLeases

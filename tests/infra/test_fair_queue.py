@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.infra.bounded import FairQueue, QueueLimits
+from penstock.infra.fair_queue import FairQueue, QueueLimits
 
 LIMITS = QueueLimits(entries=12, size_bytes=1_000, tenant_entries=6, tenant_bytes=500)
 steps = st.lists(

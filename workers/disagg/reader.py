@@ -18,7 +18,7 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.worker_registry import RegisteredWorker, WorkerRegistry
+from penstock.infra.bus.worker_leases import RegisteredWorker, WorkerRegistry
 from penstock.schemas import control, wire
 from penstock.schemas.control import Push, Pushed, Release
 from penstock.schemas.transfer import Endpoint, Handoff, Ticket

@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from penstock.infra.bounded import QueueLimits
 from penstock.infra.bus.tasks import end
 from penstock.infra.constraints.trials import CPU_S, ConstraintTrials, Trial, TrialsBusy
+from penstock.infra.fair_queue import QueueLimits
 from penstock.schemas import done, fleet, jobs, kv, requests
 from penstock.schemas.control import Ok, Push, Pushed, Release
 from penstock.schemas.errors import Code

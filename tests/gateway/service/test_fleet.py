@@ -12,7 +12,7 @@ from penstock.gateway.access.authentication import ANYONE, Caller
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.service.fleet import FleetView
 from penstock.infra.bus.connection import connect
-from penstock.infra.bus.worker_registry import RegisteredWorker
+from penstock.infra.bus.worker_leases import RegisteredWorker
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.model.modeldir import DEMO, TINY, load
 from penstock.infra.nats_server.server import EmbeddedNats

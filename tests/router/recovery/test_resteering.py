@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.router.recovery import watchdog
-from penstock.router.recovery.watchdog import LATE, LEAST_SAMPLES, Late, find_late
+from penstock.router.recovery import stalled_requests
+from penstock.router.recovery.stalled_requests import LATE, LEAST_SAMPLES, Late, find_late
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas import fleet
 from penstock.schemas.fleet import Registration
@@ -126,8 +126,8 @@ def test_what_cannot_gain_or_is_not_known_stays(case: str) -> None:
 async def test_an_idle_worker_answers_what_a_late_one_has_not_begun(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "CHECK_S", 0.05)
-    monkeypatch.setattr(watchdog, "LEAST_SAMPLES", 1)
+    monkeypatch.setattr(stalled_requests, "CHECK_S", 0.05)
+    monkeypatch.setattr(stalled_requests, "LEAST_SAMPLES", 1)
     monkeypatch.setattr(fleet, "RENEW_S", 0.05)
     log = clients.log
     first, second = engine(), engine()

@@ -2,7 +2,7 @@
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
-from penstock.infra.bus.worker_registry import RENEWED_S, WorkerRegistry
+from penstock.infra.bus.worker_leases import RENEWED_S, WorkerRegistry
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.state.lost_workers import RegistrationRemoval
 from penstock.schemas import fleet

@@ -8,7 +8,7 @@ import pytest
 from nats.js.errors import NotFoundError
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.worker_registry import WorkerRegistry
+from penstock.infra.bus.worker_leases import WorkerRegistry
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import fleet
 from penstock.schemas.errors import ServingError

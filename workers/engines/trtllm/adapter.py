@@ -16,12 +16,12 @@ from penstock.workers.engines.external.sequences import ActiveSequence
 from penstock.workers.engines.support import ServedOptions
 from penstock.workers.engines.trtllm import trtllm_metrics as stats
 from penstock.workers.engines.trtllm.api import TrtllmApi
+from penstock.workers.engines.trtllm.engine_health import KvEvents, QueueReader, Stats
 from penstock.workers.engines.trtllm.engine_inputs import TrtllmOptions, check, prepare
 from penstock.workers.engines.trtllm.follower import TrtllmCall, TrtllmFollower
 from penstock.workers.engines.trtllm.image_slots import ImageSlotStore
 from penstock.workers.engines.trtllm.kv_events import Roots, TrtllmEventTranslator, by_rank
 from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
-from penstock.workers.engines.trtllm.watch import KvEvents, QueueReader, Stats
 
 
 class TrtllmAdapter:

@@ -29,7 +29,7 @@ from penstock.workers.engines.external.sampling import check_sampling, seed_of, 
 from penstock.workers.engines.external.sequences import MISSING, SequenceFailure, Token, logprob_of
 from penstock.workers.engines.support import ServedOptions, problem
 from penstock.workers.engines.trtllm import disagg
-from penstock.workers.engines.trtllm.watch import ANSWER_S, QUIET_S
+from penstock.workers.engines.trtllm.engine_health import ANSWER_S, QUIET_S
 
 _ENDED = frozenset({"stop", "length", "timeout", "cancelled"})  # "not_finished": another engine continues
 

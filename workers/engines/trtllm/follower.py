@@ -26,9 +26,9 @@ from penstock.workers.engines.external.sequences import (
 )
 from penstock.workers.engines.trtllm import disagg
 from penstock.workers.engines.trtllm.api import TrtllmApi
+from penstock.workers.engines.trtllm.engine_health import Liveness
 from penstock.workers.engines.trtllm.engine_inputs import TrtllmInputs, TrtllmOptions
 from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics, measured_times
-from penstock.workers.engines.trtllm.watch import Liveness
 
 _TOO_LONG = re.compile(
     r"max_num_tokens|max_seq_len|max_input_len|too long|exceed\w*.{0,40}(?:length|limit|tokens)", re.I

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.engines.trtllm.watch import ANSWER_S, CHECK_S, LOOP_LATE_S, POLL_LATE_S, QUIET_S, Liveness
+from penstock.workers.engines.trtllm.engine_health import ANSWER_S, CHECK_S, LOOP_LATE_S, POLL_LATE_S, QUIET_S, Liveness
 
 
 def checked(liveness: Liveness, until: float, now: float = 0.0) -> str:

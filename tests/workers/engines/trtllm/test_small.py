@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry
 from penstock.schemas.errors import Code
 from penstock.workers.engines.trtllm import trtllm_metrics as stats
 from penstock.workers.engines.trtllm.build import Launch, launch_of, problem
+from penstock.workers.engines.trtllm.engine_health import Backoff
 from penstock.workers.engines.trtllm.follower import code_of, is_request_error
 from penstock.workers.engines.trtllm.log_watch import Detector
 from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
-from penstock.workers.engines.trtllm.watch import Backoff
 
 
 def test_waits_double_up_to_a_cap_and_start_again_after_something_came() -> None:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.router.recovery import watchdog
-from penstock.router.recovery.watchdog import Watchdog
+from penstock.router.recovery import stalled_requests
+from penstock.router.recovery.stalled_requests import Watchdog
 from penstock.router.state.attempts import ActiveRequest
 from penstock.schemas import fleet
 from penstock.schemas.subjects import Subjects
@@ -99,8 +99,8 @@ def test_a_stalled_worker_is_tried_again_after_a_while() -> None:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "CHECK_S", 0.05)
-    monkeypatch.setattr(watchdog, "LEAST_S", 0.0)
+    monkeypatch.setattr(stalled_requests, "CHECK_S", 0.05)
+    monkeypatch.setattr(stalled_requests, "LEAST_S", 0.0)
     monkeypatch.setattr(fleet, "RENEW_S", 0.05)
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.worker_registry import RENEWED_S, RegisteredWorker, WorkerRegistry
+from penstock.infra.bus.worker_leases import RENEWED_S, RegisteredWorker, WorkerRegistry
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import fleet
 from penstock.schemas.subjects import Subjects
@@ -199,9 +199,7 @@ async def test_a_registration_that_outlived_its_lease_is_no_member_until_it_is_r
 ) -> None:
     """As a server leaves them behind that was killed: their time to live is not enforced any more."""
     await register(bus, "ghost")
-    monkeypatch.setattr(
-        "penstock.infra.bus.worker_registry.STALE_NS", -3_600_000_000_000
-    )  # whatever is read is too old
+    monkeypatch.setattr("penstock.infra.bus.worker_leases.STALE_NS", -3_600_000_000_000)  # whatever is read is too old
     watched = Watched(bus)
     async with watched.watch:
         assert (watched.watch.stale_keys, watched.watch.members, watched.joined) == ({"ghost"}, {}, [])

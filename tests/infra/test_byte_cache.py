@@ -5,7 +5,7 @@ from collections import OrderedDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.infra.bounded import ENTRY_BYTES, ByteCache
+from penstock.infra.byte_cache import ENTRY_BYTES, ByteCache
 
 steps = st.lists(st.tuples(st.sampled_from(["get", "put", "pop"]), st.integers(0, 5), st.integers(0, 2_000)))
 

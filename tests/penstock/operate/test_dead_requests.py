@@ -8,7 +8,7 @@ import pytest
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.operate.dead import run
+from penstock.operate.dead_requests import run
 from penstock.schemas import wire
 from penstock.schemas.done import Returned
 from penstock.schemas.requests import new_request_id

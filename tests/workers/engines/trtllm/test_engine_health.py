@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.workers.engines.engine_protocol import EngineError
-from penstock.workers.engines.trtllm import follower, watch
-from penstock.workers.engines.trtllm.watch import KvEvents, QueueReader
+from penstock.workers.engines.trtllm import engine_health, follower
+from penstock.workers.engines.trtllm.engine_health import KvEvents, QueueReader
 from tests.workers.engines.trtllm.conftest import Results, ask, run, until
 
 Make = Callable[..., Any]
@@ -66,7 +66,7 @@ def test_nothing_is_read_before_the_first_request(make: Make, monkeypatch: pytes
 def test_a_process_that_hangs_is_noticed_while_requests_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorrt_llm._standin import hooks
 
-    monkeypatch.setattr(watch, "POLL_LATE_S", 0.3)
+    monkeypatch.setattr(engine_health, "POLL_LATE_S", 0.3)
     engine = make()
     engine.adapter.watch.watch_s = 0.05
     engine.submit(ask("a", PROMPT, 400, ignore_eos=True))
@@ -84,7 +84,7 @@ def test_a_process_that_hangs_is_noticed_while_requests_run(make: Make, monkeypa
 def test_and_while_it_is_idle(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorrt_llm._standin import hooks
 
-    monkeypatch.setattr(watch, "POLL_LATE_S", 0.3)
+    monkeypatch.setattr(engine_health, "POLL_LATE_S", 0.3)
     engine = make()
     engine.adapter.watch.watch_s = 0.05
     run(engine, ask("a", PROMPT, 2))
@@ -168,7 +168,7 @@ def test_a_poll_that_fails_loses_a_batch_and_not_the_engine(make: Make, monkeypa
 
 
 def test_events_that_can_never_be_read_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "MOST_FAILURES", 3)
+    monkeypatch.setattr(engine_health, "MOST_FAILURES", 3)
     emitted: list[Any] = []
 
     class Llm:
@@ -180,7 +180,7 @@ def test_events_that_can_never_be_read_are_given_up(monkeypatch: pytest.MonkeyPa
 
     given_up = threading.Event()
 
-    class Signs(watch.Liveness):
+    class Signs(engine_health.Liveness):
         def polled(self, now: float) -> None:
             super().polled(now)
             if len(emitted) == 3 and not found.events.wanted:
@@ -218,7 +218,7 @@ def test_an_engine_that_hangs_is_closed_within_a_bound(make: Make, monkeypatch: 
     from penstock.workers.engines.external import runtime
 
     monkeypatch.setattr(runtime.shut_down, "__defaults__", (0.2,))
-    monkeypatch.setattr(watch, "JOIN_S", 0.1)
+    monkeypatch.setattr(engine_health, "JOIN_S", 0.1)
     engine = make()
     hooks.freeze(llm_of(engine))
     engine.close()
