@@ -7,7 +7,7 @@ ARGS   ?=
 # Tests at a time: one more than two cores, since a third of their time is waiting.
 JOBS   ?= 3
 # The build that is mixed with this one: a git revision or a folder.
-OTHER  ?= 0b5c7639
+OTHER  ?= 888ce51d
 # Where torch's CPU build is found. It is used where no NVIDIA GPU is seen; empty: never.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
