@@ -124,7 +124,6 @@ async def test_separate_processes_serve_again_when_the_streams_are_applied_and_t
     server.kill()
     shutil.rmtree(server.data_dir / "nats")
     await server.start()
-    await walk.until(503)
     assert "created ps_REQUESTS" in await walk.ran("streams", "apply")
     await walk.until(401)
     await walk.bring_back(exported, monkeypatch)
