@@ -272,6 +272,13 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
 
 
 class RouterSettings(Common, frozen=True, kw_only=True):
+    nkeys: Annotated[
+        str,
+        about(
+            "folder with the public keys of the broker's users (USER.pub), so that the audit log leaves out what the "
+            "pipeline itself does, and names the others; for users who log in by nkeys"
+        ),
+    ] = ""
     mode: Annotated[RouterMode, about("how a worker is chosen; kv: by cached blocks and load")] = "kv"
     overlap_weight: Annotated[
         float, Meta(ge=0, description="work that one cached token saves, in prompt tokens; 0: ignore caches")

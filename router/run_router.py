@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 import structlog
 from faststream import FastStream
@@ -19,6 +21,7 @@ from penstock.infra.bus.stream_fill import StreamMetrics
 from penstock.infra.bus.tasks import Stop, count_tasks
 from penstock.infra.metrics.page import PortTaken, check_port, serve_page
 from penstock.infra.metrics.scope import process_scope
+from penstock.infra.nats_server.datadir import users_of
 from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.router.service.router import Router
 from penstock.router.state.router_metrics import Metrics
@@ -27,6 +30,7 @@ from penstock.schemas.errors import ServingError
 
 log = structlog.get_logger("router")
 
+EXIT_USAGE = 2
 EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not available (yet)
 END_S = 6.0  # after SIGTERM the process ends, whatever it waits for; terminal events have 3 s of it
 
@@ -39,14 +43,19 @@ def run(settings: RouterSettings) -> int:
     import uvloop
 
     try:
-        status: int = uvloop.run(_serve(settings))
+        users = users_of(Path(settings.nkeys)) if settings.nkeys else {}
+    except ValueError as error:
+        log.error("start_failed", error=str(error))
+        return EXIT_USAGE
+    try:
+        status: int = uvloop.run(_serve(settings, users))
         return status
     except (ServingError, PortTaken) as error:
         log.error("start_failed", error=str(error))
         return EXIT_START
 
 
-async def _serve(settings: RouterSettings) -> int:
+async def _serve(settings: RouterSettings, users: Mapping[str, str]) -> int:
     check_port(settings.metrics_host, settings.metrics_port)
     stop = Stop(bound_s=END_S)
     stop.on_signals()
@@ -60,11 +69,13 @@ async def _serve(settings: RouterSettings) -> int:
     )
     async with bus, Publisher(bus) as publisher:
         await bus.follow_clock()
-        await _run_router(settings, bus, publisher, stop)
+        await _run_router(settings, bus, publisher, stop, users)
     return stop.status
 
 
-async def _run_router(settings: RouterSettings, bus: Bus, publisher: Publisher, stop: Stop) -> None:
+async def _run_router(
+    settings: RouterSettings, bus: Bus, publisher: Publisher, stop: Stop, users: Mapping[str, str]
+) -> None:
     scope = process_scope("router", {"namespace": settings.namespace, "process": settings.name})
     metrics = Metrics(scope.child("router"))
     loop = asyncio.get_running_loop()
@@ -82,7 +93,7 @@ async def _run_router(settings: RouterSettings, bus: Bus, publisher: Publisher, 
     app = FastStream(broker, logger=None)
     await app.start()
     await router.open()
-    bus.tasks.spawn(Watch(bus, Auditor(bus, bus.tasks)).run(), name="audit")
+    bus.tasks.spawn(Watch(bus, Auditor(bus, bus.tasks), users).run(), name="audit")
     freeze_loaded()
     bus.tasks.spawn(lag.watch(), name="loop-lag")
     serve_page(settings.metrics_host, settings.metrics_port, scope.registry)

@@ -4,12 +4,17 @@ The broker lets each user publish below its own name only, so the subject proves
 the broker tells them of others: such an entry has a ``user`` of its own.
 """
 
+import re
+
 import msgspec
 
 from penstock.schemas.wire import decoder
 
 # A gateway knows that there were API keys, and the broker has none: the action of an entry of its own.
 KEYS_LOST = "keys lost"
+
+
+PUBLIC_KEY = re.compile("U[A-Z2-7]{55}")  # as whom the broker knows a user who logs in by an nkey or a JWT
 
 
 class AuditEntry(msgspec.Struct, frozen=True, omit_defaults=True):

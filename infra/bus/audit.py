@@ -9,7 +9,7 @@ import contextlib
 import getpass
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import msgspec
 import structlog
@@ -20,7 +20,7 @@ from nats.errors import NoRespondersError
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.jetstream import ApiError, decode_publish_reply
 from penstock.infra.bus.tasks import Tasks
-from penstock.schemas.audit import AuditEntry
+from penstock.schemas.audit import PUBLIC_KEY, AuditEntry
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode
@@ -137,6 +137,7 @@ class _Client(msgspec.Struct):
     name: str = ""
     host: str = ""
     id: int = 0
+    name_tag: str = ""  # of a JWT: as who signed it called the user
 
 
 class _Response(msgspec.Struct):
@@ -156,11 +157,15 @@ _decode_response = msgspec.json.Decoder(_Response).decode
 class Watch:
     """Writes what the broker says: changes of streams and consumers, and entries that are stored in buckets by people.
     What the pipeline's own users do is left out.
+
+    Args:
+        users: by their public keys, those who log in by nkeys.
     """
 
-    def __init__(self, bus: Bus, auditor: Auditor) -> None:
+    def __init__(self, bus: Bus, auditor: Auditor, users: Mapping[str, str] | None = None) -> None:
         self._bus = bus
         self._auditor = auditor
+        self._users = users or {}
         self._seen: dict[AuditEntry, int] = {}
         self._more = 0
         self.ready = False  # everything that happens from now on is seen
@@ -187,7 +192,7 @@ class Watch:
             self._auditor.note(AuditEntry("api", "others", user="unknown", count=more))
 
     async def _on_advisory(self, message: object) -> None:
-        entry = of_advisory(message.data, self._bus.subjects)  # type: ignore[attr-defined]
+        entry = of_advisory(message.data, self._bus.subjects, self._users)  # type: ignore[attr-defined]
         if entry is not None:
             self._count(entry)
 
@@ -204,8 +209,12 @@ class Watch:
         self._seen[entry] = self._seen.get(entry, 0) + 1
 
 
-def of_advisory(data: bytes, subjects: Subjects) -> AuditEntry | None:
-    """What the broker's report of a request says; None: it is not watched, or about another namespace."""
+def of_advisory(data: bytes, subjects: Subjects, users: Mapping[str, str] | None = None) -> AuditEntry | None:
+    """What the broker's report of a request says; None: it is not watched, or about another namespace.
+
+    Args:
+        users: by their public keys, those who log in by nkeys. A JWT has its user's name.
+    """
     try:
         advisory = _decode_advisory(data)
     except msgspec.MsgspecError:
@@ -214,12 +223,18 @@ def of_advisory(data: bytes, subjects: Subjects) -> AuditEntry | None:
     verb = next((verb for verb in _WATCHED if request.startswith(f"{verb}.")), "")
     stream, _, rest = request[len(verb) + 1 :].partition(".")
     own = stream.removeprefix("KV_").removeprefix("OBJ_").startswith(f"{subjects.namespace}_")
-    if not verb or not own or client.user in PIPELINE:
+    user = client.name_tag or (users or {}).get(client.user, client.user)
+    if not verb or not own or user in PIPELINE:
         return None
+    if verb == "CONSUMER.CREATE" and stream == subjects.stream("WORK") and PUBLIC_KEY.fullmatch(user):
+        name, _, filtered = rest.partition(".")
+        if filtered.startswith(subjects.all("work")[:-1]) and filtered.rpartition(".")[2] == name:
+            return None  # a worker's own, at its start: others would learn nothing by it, but take its jobs
     error = ""
     with contextlib.suppress(msgspec.MsgspecError):
         found = _decode_response(advisory.response).error
         error = str(found)[:TEXT] if found is not None else ""
-    connection = f"{client.name or 'unnamed'} at {client.host}, {client.id}"
+    role = f"{user}: " if user != client.user else ""
+    connection = f"{role}{client.name or 'unnamed'} at {client.host}, {client.id}"
     what = f"{stream}.{rest}" if rest else stream
     return AuditEntry("api", what, verb.lower().replace(".", " "), user=client.user, connection=connection, error=error)

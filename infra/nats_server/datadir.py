@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import pwd
-import re
 import secrets
 import tempfile
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-PUBLIC_KEY = re.compile("U[A-Z2-7]{55}")  # of a user
+from penstock.schemas.audit import PUBLIC_KEY
 
 
 class DataDirBusy(Exception):
@@ -181,6 +180,21 @@ def load_nkeys(folder: Path, users: Iterable[str], second: str) -> dict[str, str
             f"--nkeys {folder}: {error.filename} cannot be written or read: {error.strerror}"
         ) from None
     return keys
+
+
+def users_of(folder: Path) -> dict[str, str]:
+    """The users by their public keys, which are in ``USER.pub``.
+
+    Raises:
+        ValueError: there are none.
+    """
+    try:
+        users = {file.read_text().strip(): file.stem for file in sorted(folder.glob("*.pub"))}
+    except OSError as error:
+        raise ValueError(f"--nkeys {folder}: {error.filename} cannot be read: {error.strerror}") from None
+    if not users:
+        raise ValueError(f"--nkeys {folder}: no public keys are there (USER.pub, of `penstock nats --print-config`)")
+    return users
 
 
 def _new_seed() -> str:

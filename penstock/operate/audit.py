@@ -3,6 +3,7 @@
 import argparse
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -13,6 +14,7 @@ from penstock.cli.figures import clock, moment_ns
 from penstock.cli.terminal import escape, print_hanging, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import read
+from penstock.infra.nats_server.datadir import users_of
 from penstock.infra.nats_server.permissions import role_of
 from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
 from penstock.schemas.audit import AuditEntry, decode
@@ -50,6 +52,13 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--all", action="store_true", help="also what the broker reported about an action that its user recorded"
     )
+    parser.add_argument(
+        "--nkeys",
+        default="",
+        metavar="FOLDER",
+        help="public keys of users who log in by nkeys (USER.pub, of `penstock nats --print-config`), which are "
+        "then shown as users",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     add_flags(parser)
     args = parser.parse_args(argv)
@@ -58,6 +67,7 @@ def run(argv: Sequence[str]) -> int:
 
 async def _run(args: argparse.Namespace, console: Console) -> None:
     since_ns = moment_ns(args.since, time.time_ns())
+    users = users_of(Path(args.nkeys)) if args.nkeys else {}
     lines: list[AuditLine] = []
     async with open_log(LogSource.of(args), name="audit", role="viewer", streams=("AUDIT",), files=True) as opened:
         subjects = opened.reader.subjects
@@ -68,7 +78,8 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
                 log.warning("audit_entry_unreadable", seq=each.seq, error=str(error))
                 continue
             writer = each.subject.rpartition(".")[2]
-            lines.append(AuditLine(each.time_ns, entry.user or writer, entry, writer if entry.user else ""))
+            user = entry.user or writer
+            lines.append(AuditLine(each.time_ns, users.get(user, user), entry, writer if entry.user else ""))
     shown = lines if args.all else unexplained(lines)
     for line in shown:
         if args.user and args.user not in (line.user, role_of(line.user), line.entry.key):

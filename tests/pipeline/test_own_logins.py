@@ -19,7 +19,7 @@ from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects, inbox_prefix
 from tests.infra.bus.support import eventually
 from tests.penstock.deploy.running import answers, ask
-from tests.pipeline.support import MODEL, ROOT, Process, free_port, stopped
+from tests.pipeline.support import MODEL, ROOT, Process, free_port, stopped, until
 from tests.pipeline.test_own_cluster import server
 from tests.tls_support import issue_authority
 
@@ -100,6 +100,29 @@ async def logs_in(variables: Mapping[str, str], role: str, monkeypatch: pytest.M
                 await eventually(lambda: bool(refused))
 
 
+async def audits(site: Site, variables: Mapping[str, str], way: str) -> None:
+    """Nothing that the pipeline itself did is in the audit log, and what the operator did has its name."""
+
+    def printed(*flags: str) -> str:
+        shown = Process(site.folder / "audit.log", "audit", "--all", *flags, **variables)
+        assert shown.wait() == 0, shown.log.read_text()
+        return shown.log.read_text()
+
+    changed = Process(site.folder / "set.log", "streams", "set", "KV", "--max-age", "2h", **variables)
+    assert changed.wait() == 0, changed.log.read_text()
+    nkeys = ("--nkeys", str(site.folder / "nkeys")) if way == "nkeys" else ()
+
+    async def reported() -> bool:
+        return "stream update" in printed()
+
+    await until(reported, "the broker's report is written")
+    shown = printed(*nkeys)
+    assert "operator*  stream update  ps_KV" in shown
+    assert "operator  streams set  ps_KV" in shown
+    assert "consumer create" not in shown.replace("router-", ""), shown
+    assert not re.search("^[0-9:]+  U[A-Z2-7]{55}", shown, re.MULTILINE), shown
+
+
 @pytest.mark.timeout(180)  # a whole deployment, as no role may lack what it needs: some 10 s
 @pytest.mark.parametrize("way", ["nkeys", "certificates"])
 async def test_a_deployment_runs_with_users_without_passwords_as_the_page_prints_it(
@@ -128,7 +151,7 @@ async def test_a_deployment_runs_with_users_without_passwords_as_the_page_prints
         assert top.wait() == 0, "a reader may do what a viewer may, whose inbox the command takes"
         http = free_port()
         flags = {
-            "router": (),
+            "router": ("--nkeys", str(tmp_path / "nkeys")) if way == "nkeys" else (),
             "worker": ("--engine", "mock", "--mock-speedup", "0", "--model", str(MODEL)),
             "gateway": ("--http-port", str(http), "--model", str(MODEL)),
         }
@@ -137,6 +160,7 @@ async def test_a_deployment_runs_with_users_without_passwords_as_the_page_prints
                 processes.append(Process(tmp_path / f"{role}.log", role, *flags[role], **site.variables(role)))
             await answers(f"http://127.0.0.1:{http}/health/ready")
             assert await ask(f"http://127.0.0.1:{http}", MODEL.name)
+            await audits(site, site.variables("operator"), way)
         finally:
             statuses = await stopped(processes)
         assert statuses == [0, 0, 0]

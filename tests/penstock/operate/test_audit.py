@@ -252,8 +252,8 @@ async def test_before_the_upgrades_streams_are_made_commands_work_and_say_that_n
     assert "audit_stream_missing" in capsys.readouterr().err
 
 
-def advisory(subject: str, user: str = "operator") -> bytes:
-    client = {"user": user, "name": "n", "host": "h", "id": 7, "acc": "APP"}
+def advisory(subject: str, user: str = "operator", **more: str) -> bytes:
+    client = {"user": user, "name": "n", "host": "h", "id": 7, "acc": "APP"} | more
     return json.dumps({"subject": subject, "client": client, "response": '{"success":true}'}).encode()
 
 
@@ -272,6 +272,26 @@ def test_questions_other_namespaces_and_the_pipeline_itself_are_not_written() ->
     ):
         assert of_advisory(advisory(subject, user), S) is None
     assert of_advisory(b"{", S) is None
+
+
+def test_who_logs_in_by_an_nkey_or_a_jwt_is_known_where_its_name_is() -> None:
+    """Each worker's start looked as if a foreign program had made a consumer."""
+    key = f"U{'A' * 55}"
+    start = "$JS.API.CONSUMER.CREATE.ps_WORK.w-1.ps.work.decode.w-1"
+    assert of_advisory(advisory(start, key), S) is None, "a worker's own consumer"
+    for other in ("$JS.API.CONSUMER.CREATE.ps_WORK.spy.ps.work.decode.w-1", "$JS.API.CONSUMER.CREATE.ps_DONE.w.ps.x.w"):
+        assert of_advisory(advisory(other, key), S) is not None
+    assert of_advisory(advisory(start, "operator"), S) is not None
+    purge = "$JS.API.STREAM.PURGE.ps_DONE"
+    assert of_advisory(advisory(purge, key), S) is not None
+    assert of_advisory(advisory(purge, key), S, {key: "router-2"}) is None
+    seen = of_advisory(advisory(purge, key), S, {key: "operator"})
+    assert seen is not None
+    assert (seen.user, seen.connection) == (key, "operator: n at h, 7")
+    assert of_advisory(advisory(purge, key, name_tag="gateway"), S) is None, "a JWT has its user's name"
+    of_jwt = of_advisory(advisory(purge, key, name_tag="keys"), S)
+    assert of_jwt is not None
+    assert of_jwt.connection == "keys: n at h, 7"
 
 
 @pytest.mark.parametrize(
