@@ -186,7 +186,8 @@ async def _rotate(place: PasswordsPlace, roles: Sequence[str]) -> None:
         print(f"the new passwords of {users} are in {place.data_dir / 'secrets.json'}; now:")
         print("1. run `penstock nats --print-config` with the same flags; install it on each server, and reload it")
         print("2. restart processes and clients one by one, with the new users in their URLs")
-        print(f"3. run `penstock passwords retire --nats-url {place.servers or 'URL'}`, and repeat step 1")
+        print(f"3. run `penstock passwords retire --nats-url {place.servers or 'URL'}`, and repeat step 1;")
+        print("   with TLS, the URL is tls://…, and PENSTOCK_NATS_CA names the file of the servers' authority")
         return
     print(f"the broker has new passwords for {users}, and still accepts the other users; now:")
     print("1. run `penstock restart --rolling`, and restart processes and clients elsewhere with their new users")
@@ -215,7 +216,7 @@ async def _retire(place: PasswordsPlace, roles: Sequence[str], *, force: bool) -
             )
         used = [each for each in await connections(place.servers, secrets) if each["authorized_user"] in ending]
         if used:
-            names = ", ".join(f"{each.get('name') or each['cid']} ({each['authorized_user']})" for each in used[:SHOWN])
+            names = ", ".join(_named(each) for each in used[:SHOWN])
             more = f" and {len(used) - SHOWN} more" if len(used) > SHOWN else ""
             how = "`penstock restart --rolling`" if place.running else "with the new users in their URLs"
             raise ValueError(
@@ -232,6 +233,13 @@ async def _retire(place: PasswordsPlace, roles: Sequence[str], *, force: bool) -
         print(f"the previous passwords no longer work: {', '.join(ending)}")
     else:
         print(f"{', '.join(ending)}: install `penstock nats --print-config` on each server again, and reload them")
+
+
+def _named(connection: Mapping[str, Any]) -> str:
+    """One connection: a process of a role has the same name on every host, so its address and server are told, too."""
+    name = connection.get("name") or connection["cid"]
+    address = f"{connection.get('ip')}:{connection.get('port')}"
+    return f"{name} ({connection['authorized_user']}) at {address} of server {connection['server']}"
 
 
 def _with_route(secrets: dict[str, str]) -> dict[str, str]:
@@ -261,7 +269,7 @@ def _apply(place: PasswordsPlace, secrets: Mapping[str, str]) -> None:
 
 
 async def connections(servers: str, secrets: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The connections of all servers of the broker, each with its ``authorized_user``, except our own.
+    """The connections of all servers of the broker, each with its ``authorized_user`` and ``server``, except our own.
 
     Raises:
         BrokerProblem, NatsError, TimeoutError: no server accepts ``sys``, or one of them does not answer.
@@ -275,10 +283,10 @@ async def connections(servers: str, secrets: Mapping[str, str]) -> list[dict[str
             offset = 0
             while True:
                 query = json.dumps({"auth": True, "limit": 1000, "offset": offset}).encode()
-                reply = await nc.request(f"$SYS.REQ.SERVER.{server}.CONNZ", query, timeout=ASK_S)
-                page = json.loads(reply.data)["data"]
+                reply = json.loads((await nc.request(f"$SYS.REQ.SERVER.{server}.CONNZ", query, timeout=ASK_S)).data)
+                page, name = reply["data"], reply["server"]["name"]
                 offset += len(page["connections"])
-                found += [each for each in page["connections"] if each["cid"] not in own]
+                found += [each | {"server": name} for each in page["connections"] if each["cid"] not in own]
                 if not page["connections"] or offset >= page["total"]:
                     break
         return [each for each in found if each.get("authorized_user")]

@@ -133,7 +133,9 @@ async def test_on_a_server_of_ones_own_both_passwords_are_valid_until_the_first_
         assert "name your servers with --nats-url, or use --force" in capsys.readouterr().err
         known = (*place, "--nats-url", f"nats://127.0.0.1:{own.port}")
         assert await ran("passwords", "retire", "gateway", *known) == 1
-        assert "(gateway); restart them first (with the new users in their URLs)" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "(gateway) at 127.0.0.1:" in told
+        assert "of server penstock-ps; restart them first (with the new users in their URLs)" in told
         assert own.secrets() == kept
         assert await ran("passwords", "list", *known) == 0
         assert "gateway   gateway-2               0             1" in capsys.readouterr().out
