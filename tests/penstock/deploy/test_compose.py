@@ -284,3 +284,11 @@ async def test_the_command_lines_serve_a_request_over_three_servers(tmp_path: Pa
                 process.ask_to_stop()
             statuses = {role: process.stop() for role, process in processes.items()}
         assert statuses == dict.fromkeys(processes, 0)
+
+
+def test_a_gateway_behind_a_proxy_is_told_which_addresses_are_the_proxys() -> None:
+    variables = yaml.safe_load(TEXT)["services"]["gateway"]["environment"]
+    assert variables["PENSTOCK_TRUSTED_PROXIES"] == "${TRUSTED_PROXIES:-}"
+    assert parse(GatewaySettings, [], environ={"PENSTOCK_TRUSTED_PROXIES": ""}, prog="p").trusted_proxies == ()
+    told = parse(GatewaySettings, [], environ={"PENSTOCK_TRUSTED_PROXIES": "172.16.0.0/12"}, prog="p")
+    assert told.trusted_proxies == ("172.16.0.0/12",)
