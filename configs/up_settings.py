@@ -107,7 +107,11 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 8480
     data_dir: Annotated[str, about("folder of the store, passwords, logs and state.json")] = _NATS.data_dir
     nats_url: Annotated[
-        str, about("URLs of a broker to use, comma-separated, with the operator's credentials; default: start one")
+        str,
+        about(
+            "URLs of a broker to use, comma-separated, with the operator's credentials; default: that of "
+            "PENSTOCK_NATS_URL, else start one"
+        ),
     ] = ""
     nats_port: Annotated[
         int, Meta(ge=0, le=65535, description="port of the embedded broker on loopback; 0: the last one, or any free")

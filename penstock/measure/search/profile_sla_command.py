@@ -281,8 +281,10 @@ def _by_host(
         f"# {count} machines of {settings.gpus_per_node} GPUs (--gpus-per-node), each with a gateway and a router; "
         "docs/several-machines.md makes a broker that all reach, and operator.env",
         *([f"# each needs {' and '.join(files)} in {_folder(settings)}"] if files else []),
+        "# copy ca.crt and operator.env, which has the operator's password, to /etc/penstock of each, for root only,",
+        "# and write PENSTOCK_NATS_CA=/etc/penstock/ca.crt there. Units, as on that page, need a role's password only",
         "# on each, first:",
-        "set -a; . ./operator.env; set +a",
+        "set -a; . /etc/penstock/operator.env; set +a",
     ]
     common = "--http-host 0.0.0.0 --require-keys"  # the broker is that of PENSTOCK_NATS_URL, in operator.env
     for number, workers in machines:

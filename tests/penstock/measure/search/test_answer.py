@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.configs.up_settings import UpSettings
 from penstock.measure.search.answer import Flags, commands, hosts, machine
 from penstock.measure.search.candidates import PoolSize, SizedDeployment
+from penstock.measure.search.profile_sla_command import SlaProfileSettings, _by_host
 from penstock.schemas.plans import Role
 
 FLAGS: dict[Role, Flags] = {
@@ -55,3 +57,15 @@ def test_pools_with_files_of_engine_arguments_start_together() -> None:
     (line,) = commands(BEST, flags)
     up = read(UpSettings, shlex.split(line)[2:])
     assert (up.prefill, up.decode, up.prefill_engine_args, up.decode_engine_args) == (1, 2, "p.yaml", "d.yaml")
+
+
+def test_the_page_has_what_is_printed_for_several_machines() -> None:
+    """docs/planner.md named a flag that the command no longer prints."""
+    page = (Path(__file__).parents[4] / "docs" / "planner.md").read_text(encoding="utf-8")
+    lines = _by_host(SlaProfileSettings(gpus_per_node=4), BEST, FLAGS, ())
+    fixed = [line for line in lines if not re.search(r"\d+ machine|CUDA|penstock up|whose flags differ", line)]
+    assert "penstock keys create" in fixed
+    assert len(fixed) >= 6
+    shown = {line.strip() for line in page.splitlines()}
+    assert [line for line in fixed if line not in shown] == []
+    assert "penstock up --http-host 0.0.0.0 --require-keys --engine trtllm" in page
