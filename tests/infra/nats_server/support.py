@@ -13,6 +13,9 @@ def lose_store(data_dir: Path) -> int:
     """
     pid = int((data_dir / "nats.pid").read_text())
     os.kill(pid, signal.SIGSTOP)
-    shutil.rmtree(data_dir / "nats")
+    for _ in range(1000):  # its threads stop one after the other, and may write meanwhile
+        shutil.rmtree(data_dir / "nats", ignore_errors=True)
+        if not (data_dir / "nats").exists():
+            break
     os.kill(pid, signal.SIGKILL)
     return pid
