@@ -55,6 +55,7 @@ log = structlog.get_logger("gateway")
 T = TypeVar("T")
 
 SWEEP_S = 0.25
+LIMITS_S = 9.0  # of ACCEPT_S, what may have been spent before a request is sent
 ACCEPT_S = 14.0  # longer than an election in a cluster (4 to 9 s) and what follows it; a refusal comes within 15 s
 CANCEL_AGAIN_S = 1.0
 ERASE_S = 20.0  # a router reads the jobs of the time in which the request ran
@@ -309,7 +310,9 @@ class Gateway:
         subscription.subscribe(inflight)  # before publishing: the first token may overtake the acknowledgement
         if self.charges.reserved:
             self.charges.began(inflight)
-        timeout = min(ACCEPT_S, max(0.1, (request.deadline_ns - self.bus.clock.now_ns()) / 1e9))
+        now_ns = self.bus.clock.now_ns()
+        waited_s = min(LIMITS_S, max(0.0, (now_ns - request.created_ns) / 1e9))  # for the limits of its key, say
+        timeout = min(ACCEPT_S - waited_s, max(0.1, (request.deadline_ns - now_ns) / 1e9))
         kept: asyncio.Future[Ack] | None = None
         try:
             if content:  # in the same write as the request, and before it

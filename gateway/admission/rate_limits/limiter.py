@@ -37,6 +37,7 @@ log = structlog.get_logger("gateway")
 
 SWEEP_S = 1.0
 WITHIN_S = 5.0
+ELECTED_S = 9.0  # in a cluster, whose bucket may have no leader for so long: restarts of its servers refuse nobody
 TRIES = 20  # compare-and-sets of one request; each that fails means that another gateway's has succeeded
 SLOT_NS = 250_000_000  # how long a request waits for a slot that is being given up
 LOOK_S = 0.02
@@ -164,6 +165,10 @@ class Limiter:
 
     # --- the bucket ---
 
+    @property
+    def _within_s(self) -> float:
+        return ELECTED_S if self._bus.clustered else WITHIN_S
+
     async def _taken(self, key: ApiKey, account: Account, tokens: int) -> Reservation:
         need = Amount(bool(key.requests_per_minute), tokens if key.tokens_per_minute else 0, bool(key.max_concurrent))
         if need.slots:
@@ -171,7 +176,7 @@ class Limiter:
         self._check_free(key, account, need)
         _wait(account, need, 1)
         try:
-            async with asyncio.timeout(WITHIN_S), self._lock(key.id):
+            async with asyncio.timeout(self._within_s), self._lock(key.id):
                 for _ in range(TRIES):
                     reservation = account.take(tokens, self._clock())
                     if reservation is not None:
@@ -234,7 +239,7 @@ class Limiter:
         proposal = account.propose(ledger, self._clock())
         subject, value = self._prefix + key_id, encode(proposal.ledger)
         try:
-            reply = await compare_and_set(self._bus, subject, value, revision, WITHIN_S, ttl_s=KEEP_S)
+            reply = await compare_and_set(self._bus, subject, value, revision, self._within_s, ttl_s=KEEP_S)
         except (NatsError, TimeoutError, OSError, msgspec.MsgspecError) as error:
             account.gave_back(proposal)  # it may be stored nevertheless
             raise _unavailable(repr(error)) from None
@@ -248,7 +253,7 @@ class Limiter:
             return True
         if reply.error.err_code != WRONG_LAST_SEQUENCE:
             raise _unavailable(str(reply.error))
-        entry = await get_last(self._bus, self._stream, subject, newest=True, within_s=WITHIN_S)
+        entry = await get_last(self._bus, self._stream, subject, newest=True, within_s=self._within_s)
         self._ledgers.pop(key_id, None)
         if entry is not None:
             self._on_entry(entry)
@@ -283,7 +288,7 @@ class Limiter:
     async def _flush(self, key_id: str, account: Account) -> None:
         """Give back what is not used, and renew the share of requests at a time."""
         try:
-            async with asyncio.timeout(WITHIN_S), self._lock(key_id):
+            async with asyncio.timeout(self._within_s), self._lock(key_id):
                 for _ in range(TRIES):
                     if await self._change(key_id, account) and not account.gives_up_slots:
                         return
