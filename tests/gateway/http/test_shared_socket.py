@@ -3,6 +3,8 @@
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
@@ -15,9 +17,13 @@ from penstock.infra.bus.tasks import Tasks
 from tests.infra.bus.support import eventually
 
 
+def lives(process: int) -> bool:
+    return True  # the ids here are of nobody
+
+
 class AcceptingGateway:
     def __init__(self, process: int, listener: socket.socket, memory: int) -> None:
-        self.counts = ConnectionCounts(memory, process)
+        self.counts = ConnectionCounts(memory, process, lives)
         self.open: list[socket.socket] = []
         self.tasks = Tasks("accepting")
         self.listener = listener.dup()
@@ -108,7 +114,7 @@ async def test_connections_of_a_gateway_that_hangs_are_accepted_by_another_witho
 async def test_numbers_that_are_not_renewed_are_forgotten_and_one_that_leaves_is_at_once(
     memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = ConnectionCounts(memory, 1), ConnectionCounts(memory, 2)
+    first, second = ConnectionCounts(memory, 1, lives), ConnectionCounts(memory, 2, lives)
     assert first.fewest() is None
     first.set(7)
     second.set(3)
@@ -121,8 +127,18 @@ async def test_numbers_that_are_not_renewed_are_forgotten_and_one_that_leaves_is
     assert first.fewest() is None
 
 
+def test_what_a_killed_gateway_has_left_does_not_count(memory: int) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    killed, own = ConnectionCounts(memory, child.pid), ConnectionCounts(memory)
+    killed.set(3)
+    assert own.fewest() == 3
+    child.kill()
+    child.communicate()
+    assert own.fewest() is None
+
+
 def test_two_gateways_with_one_slot_do_not_see_themselves(memory: int) -> None:
-    first, second = ConnectionCounts(memory, 1), ConnectionCounts(memory, 1 + SLOTS)
+    first, second = ConnectionCounts(memory, 1, lives), ConnectionCounts(memory, 1 + SLOTS, lives)
     first.set(7)
     second.set(3)
     assert second.fewest() is None
