@@ -25,7 +25,7 @@ from penstock.gateway.access.authentication import ALL, Sight
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get_last, get_last_of, read
 from penstock.infra.bus.forget import DeletedRequests
-from penstock.infra.bus.memory_storage import find_request, lost
+from penstock.infra.bus.memory_storage import MemoryStreams, answers, find_request, lost
 from penstock.schemas import done, requests
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, time_of
@@ -177,12 +177,16 @@ class RequestLookup:
     """
     Args:
         grace_s: how long the content of a request with ``no_store`` is kept after its end.
+        streams: after a broker without a cluster has restarted, gateways put back what was in them.
     Attributes:
         deleted: requests of which something may be in the log yet, or again; known from its ``start`` on.
     """
 
-    def __init__(self, bus: Bus, records: Records, finder: RequestFinder, grace_s: float) -> None:
+    def __init__(
+        self, bus: Bus, records: Records, finder: RequestFinder, grace_s: float, streams: MemoryStreams
+    ) -> None:
         self._bus = bus
+        self._streams = streams
         self._records = records
         self._finder = finder
         self._grace_ns = int(grace_s * 1e9)
@@ -238,7 +242,13 @@ class RequestLookup:
         whole = await find_request(self._bus, request)
         if whole is not None:
             return whole
-        if record is None or record.code == Code.content_lost:
+        if record is not None and record.code == Code.content_lost:
             raise lost(request.id)
-        left_ns = await self._records.ended_ns(request.id) + self._grace_ns - self._bus.clock.now_ns()
-        raise lost(request.id) if left_ns > 0 else erased(request.id)  # nobody deletes it before its grace is over
+        if record is not None:
+            left_ns = await self._records.ended_ns(request.id) + self._grace_ns - self._bus.clock.now_ns()
+            if left_ns <= 0:
+                raise erased(request.id)  # nobody deletes it before its grace is over
+        if self._streams.settling or (record is None and await answers(self._bus, request.gateway, request.id)):
+            message = f"the broker has lost what was in memory of request {request.id}; its gateway puts it back"
+            raise ServingError(Code.broker_unavailable, f"{message}: ask again", retry_after=1.0)
+        raise lost(request.id)

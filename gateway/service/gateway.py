@@ -129,7 +129,7 @@ class Gateway:
             tasks=self.tasks,
         )
         self._completion = Completion(self.records, self.read_again, self.tasks)
-        self._lookup = RequestLookup(bus, self.records, finder, settings.no_store_grace_s)
+        self._lookup = RequestLookup(bus, self.records, finder, settings.no_store_grace_s, self.unstored.streams)
         self.conversations = Conversations(
             self._lookup, self._answered, self.fleet.detokenizer, settings.max_body_bytes
         )

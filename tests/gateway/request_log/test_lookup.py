@@ -5,9 +5,12 @@ from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
+from nats.aio.msg import Msg
 
 from penstock.gateway.request_log.lookup import Records, RequestFinder, RequestLookup
+from penstock.infra.bus import memory_storage
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.memory_storage import MemoryStreams
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import contents, deletions, done, wire
 from penstock.schemas.errors import Code, ServingError
@@ -42,7 +45,7 @@ async def test_content_that_is_gone_before_its_grace_is_over_was_lost_and_not_de
     stored = wire.encode(contents.without_content(request, bytes(32)))
     event = done.Done(request.id, request.model, 1, code=code, submitted=stored, left_out=("prompt", "tokens"))
     await bus.js.publish(bus.subjects.done(request.tenant, request.model, request.id), wire.encode(event))
-    lookup = RequestLookup(bus, Records(bus), RequestFinder(bus), grace_s)
+    lookup = RequestLookup(bus, Records(bus), RequestFinder(bus), grace_s, MemoryStreams(bus))
     with pytest.raises(ServingError) as caught:
         await lookup.find(request.id)
     assert caught.value.code is expected
@@ -53,7 +56,7 @@ async def test_a_deleted_request_is_not_found_though_its_record_is_back_but_by_w
     request = msgspec.structs.replace(request_of(), id=new_request_id(now), created_ns=now)
     event = done.Done(request.id, request.model, 1, submitted=wire.encode(request))
     await bus.js.publish(bus.subjects.done(request.tenant, request.model, request.id), wire.encode(event))
-    lookup = RequestLookup(bus, Records(bus), RequestFinder(bus), 0.0)
+    lookup = RequestLookup(bus, Records(bus), RequestFinder(bus), 0.0, MemoryStreams(bus))
     note = deletions.Deletion("subject of its record")
     await bus.js.publish(f"$KV.{bus.subjects.bucket('deleted')}.{request.id}", wire.encode(note))
     await lookup.deleted.start(bus.tasks)
@@ -62,3 +65,33 @@ async def test_a_deleted_request_is_not_found_though_its_record_is_back_but_by_w
     assert caught.value.code is Code.request_not_found
     assert (await lookup.find(request.id, deleted=True)).record == event
     await lookup.deleted.stop()
+
+
+@pytest.mark.parametrize("owner_there", [True, False])
+async def test_what_a_restarted_broker_has_lost_is_asked_for_again_while_its_gateway_may_put_it_back(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, owner_there: bool
+) -> None:
+    """A client that re-attached at another gateway was told ``content_lost``, and its request ended well."""
+    now, streams = time.time_ns(), MemoryStreams(bus)
+    request = msgspec.structs.replace(request_of(), id=new_request_id(now), gateway="gw", no_store=True, created_ns=now)
+    stored = wire.encode(contents.without_content(request, bytes(32)))
+    subject = bus.subjects.request(request.model, "standard", request.id)
+    await bus.js.publish(subject, stored, headers={"Nats-Msg-Id": request.id})
+    lookup = RequestLookup(bus, Records(bus), RequestFinder(bus), 30.0, streams)
+
+    async def answer(message: Msg) -> None:
+        await message.respond(b"")
+
+    if owner_there:
+        await bus.nc.subscribe(bus.subjects.progress("gw"), cb=answer)
+    else:
+        await streams.open()  # they have just been made
+    with pytest.raises(ServingError, match="ask again") as caught:
+        await lookup.find(request.id)
+    assert caught.value.code is Code.broker_unavailable
+    if not owner_there:
+        monkeypatch.setattr(memory_storage, "SETTLE_S", 0.0)
+        with pytest.raises(ServingError) as caught:
+            await lookup.find(request.id)
+        assert caught.value.code is Code.content_lost
+        streams.close()

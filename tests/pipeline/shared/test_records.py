@@ -16,6 +16,7 @@ from penstock.gateway.http.idempotency_key import canonical_body
 from penstock.gateway.request_log.lookup import Records, RequestFinder, RequestLookup
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.memory_storage import MemoryStreams
 from penstock.schemas import done, requests, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, new_request_id
@@ -239,7 +240,7 @@ async def test_another_tenants_request_is_not_found(fast: Deployment, bus: Bus) 
     async with client_of(fast.urls[0]) as client:
         request_id = (await client.post(PATH, json=asked)).headers["x-request-id"]
     records = Records(bus)
-    lookup = RequestLookup(bus, records, RequestFinder(bus), 30.0)
+    lookup = RequestLookup(bus, records, RequestFinder(bus), 30.0, MemoryStreams(bus))
     found = await lookup.find(request_id, Sight("default"))
     assert found.request.user == "owned"
     with pytest.raises(ServingError) as caught:
