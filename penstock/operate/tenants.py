@@ -314,7 +314,7 @@ async def _restore(
             await _publish(nc, place.subjects, name, wire.encode(tenant.limits))
             if accounts is not None:
                 await accounts.put(name, tenant)
-        unlimited = name in known.without_limits and there is None and tenant.limits == Limits()
+        unlimited = name in known.without_limits and (accounts is None or there is None) and tenant.limits == Limits()
         print(f"restored {name}" + ("; its limits are not known: `penstock tenants add` sets them" * unlimited))
     if accounts is not None and known.client_password not in ("", accounts.client_password):
         if args.replace:

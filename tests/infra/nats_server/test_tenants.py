@@ -271,6 +271,12 @@ async def test_tenants_of_a_folders_own_broker_are_applied_again(
     assert limits == Limits(max_pending=7)
     assert await logs_in(url)
     assert url_in(server.data_dir, "acme") == url
+    # Of a backup with the credentials alone, the limits are not known.
+    await lose_everything(server, connect)
+    (server.data_dir / "tenants.json").unlink()
+    capsys.readouterr()
+    assert await ran("restore", *place) == 0
+    assert "restored acme; its limits are not known: `penstock tenants add` sets them" in capsys.readouterr().out
 
 
 async def test_passwords_in_a_folder_that_are_not_the_brokers_are_warned_of(
