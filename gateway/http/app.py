@@ -13,6 +13,7 @@ import asyncio
 import base64
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from hashlib import sha256
@@ -134,8 +135,11 @@ def health_of(gateway: Gateway, endpoints: list[str]) -> HealthAnswer:
         _component("broker", "" if connected else "it is not connected"),
         _component("routers", "" if routed else unrouted if connected else "the broker is not connected"),
     ]
-    for registration, reason in gateway.fleet.workers()[:MOST_WORKERS]:
-        name = registration.name or registration.worker
+    workers = gateway.fleet.workers()
+    named = Counter(registration.name for registration, _ in workers)
+    for registration, reason in workers[:MOST_WORKERS]:
+        # Unnamed workers of one host have one name, unless their metrics ports were chosen.
+        name = registration.name if named[registration.name] == 1 and registration.name else registration.worker
         components.append(Component(name, not reason, reason, registration.role, registration.model))
     status = "not ready" if reasons else "ready"
     return HealthAnswer(Health(status, reasons, components, endpoints), 503 if reasons else 200)

@@ -27,6 +27,9 @@ class Fleet:
         self.only_context = lambda: context
         self.longest = context.max_model_len
 
+    def sight(self, caller: Any) -> Any:
+        return caller.sees
+
 
 class Conversations:
     async def history(self, previous: str | None, sees: str | None) -> Any:

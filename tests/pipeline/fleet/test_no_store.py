@@ -146,7 +146,7 @@ async def test_a_deleted_request_is_gone_for_its_client_and_listed_for_the_opera
     for path in (f"/v1/requests/{request_id}", f"/v1/requests/{request_id}/stream"):
         refused = await http.get(path)
         assert refused.status_code == 410
-        assert "with no_store it was kept in memory only" in refused.json()["error"]["message"]
+        assert "its prompt and its answer were in memory only" in refused.json()["error"]["message"]
     repeated = await http.post(PATH, json=asked, headers={"x-penstock-no-store": "1", "idempotency-key": "once"})
     assert (repeated.status_code, repeated.json()["error"]["code"]) == (410, "request_erased"), "it is not run again"
     listed = (await http.get("/v1/requests", params={"user": "somebody"})).json()["data"]
