@@ -25,7 +25,7 @@ from penstock.gateway.access.authentication import ALL, Sight
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get_last, get_last_of, read
 from penstock.infra.bus.forget import DeletedRequests
-from penstock.infra.bus.memory_storage import MemoryStreams, answers, find_request, lost
+from penstock.infra.bus.memory_storage import ABSENT_S, MemoryStreams, answers, find_request, lost
 from penstock.schemas import done, requests
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, time_of
@@ -248,7 +248,9 @@ class RequestLookup:
             left_ns = await self._records.ended_ns(request.id) + self._grace_ns - self._bus.clock.now_ns()
             if left_ns <= 0:
                 raise erased(request.id)  # nobody deletes it before its grace is over
-        if self._streams.settling or (record is None and await answers(self._bus, request.gateway, request.id)):
+        # As long as workers wait for it: its gateway may still be reconnecting. Longer, and the grace would be over.
+        soon = self._streams.since_renewed_s < ABSENT_S
+        if soon or (record is None and await answers(self._bus, request.gateway, request.id)):
             message = f"the broker has lost what was in memory of request {request.id}; its gateway puts it back"
             raise ServingError(Code.broker_unavailable, f"{message}: ask again", retry_after=1.0)
         raise lost(request.id)

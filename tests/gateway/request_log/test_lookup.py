@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from nats.aio.msg import Msg
 
+from penstock.gateway.request_log import lookup as lookups
 from penstock.gateway.request_log.lookup import Records, RequestFinder, RequestLookup
-from penstock.infra.bus import memory_storage
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.memory_storage import MemoryStreams
 from penstock.infra.nats_server.server import EmbeddedNats
@@ -90,7 +90,7 @@ async def test_what_a_restarted_broker_has_lost_is_asked_for_again_while_its_gat
         await lookup.find(request.id)
     assert caught.value.code is Code.broker_unavailable
     if not owner_there:
-        monkeypatch.setattr(memory_storage, "SETTLE_S", 0.0)
+        monkeypatch.setattr(lookups, "ABSENT_S", 0.0)
         with pytest.raises(ServingError) as caught:
             await lookup.find(request.id)
         assert caught.value.code is Code.content_lost
