@@ -260,6 +260,7 @@ def _failed(stream: str, seq: int, why: str) -> ServingError:
 log = structlog.get_logger("bus")
 
 BATCH = 50  # the messages of a few seconds; they bring their prompts, so more would be megabytes that nobody reads
+AHEAD_NS = 1_200_000_000_000  # by which the clock that made an id may have been ahead of the broker's
 NOTE_S = 5.0
 FOLLOW_S = 3.0  # how long a starting process waits for the notes
 FOLLOW_AGAIN_S = 30.0  # between two attempts while there is no bucket for them
@@ -328,19 +329,26 @@ async def _find_content(bus: Bus, ended: Sequence[Ended]) -> list[_Stored]:
     """All messages except records, in deletion order."""
     ids = {each.id for each in ended}
     since_ns = min(time_of(each.id) for each in ended) - CLOCK_SKEW_NS
-    ended_ns = max(each.ended_ns for each in ended)
-    found = []
-    for name, kind in (("WORK", "work"), ("REQUESTS", "request")):
+    until_ns = max(each.ended_ns for each in ended) + CLOCK_SKEW_NS
+
+    async def found(name: str, subject: str, since_ns: int) -> list[tuple[_Stored, int]]:
         stream = bus.subjects.stream(name)
-        subject = bus.subjects.all(kind)
-        if kind == "request" and len(ended) == 1:
-            subject = bus.subjects.shard_of(ended[0].id)
+        messages = []
         async for entry in read(bus, stream, subject, since_ns=since_ns, batch=BATCH):
-            if entry.time_ns > ended_ns + CLOCK_SKEW_NS:
+            if entry.time_ns > until_ns:
                 break
             if (request := request_of(entry.headers)) in ids:
-                found.append(_Stored(stream, entry.seq, request))
-    return found
+                messages.append((_Stored(stream, entry.seq, request), entry.time_ns))
+        return messages
+
+    every = bus.subjects.shard_of(ended[0].id) if len(ended) == 1 else bus.subjects.all("request")
+    requests = await found("REQUESTS", every, since_ns)
+    if ids - {message.request for message, _ in requests}:
+        # The clock that made an id may have been ahead: of a gateway that had not compared it with the broker's yet.
+        requests = await found("REQUESTS", every, since_ns - AHEAD_NS)
+    first_ns = min((time_ns for _, time_ns in requests), default=since_ns)
+    jobs = await found("WORK", bus.subjects.all("work"), min(since_ns, first_ns))
+    return [message for message, _ in (*jobs, *requests)]
 
 
 async def _note(bus: Bus, request: str, deletion: Deletion) -> None:

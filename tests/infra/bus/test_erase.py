@@ -1,12 +1,17 @@
 """Erasing one message after the other: in turn, with rests, and never more than may wait."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 
 from penstock.infra.bus import forget as erasing
-from penstock.infra.bus.forget import MOST_REST_S, SHARE, Eraser
+from penstock.infra.bus.forget import MOST_REST_S, SHARE, Ended, Eraser, forget_messages
+from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.schemas.requests import new_request_id
+from penstock.schemas.subjects import Subjects
+from tests.infra.bus.support import opened
 
 
 async def test_one_is_erased_at_a_time_with_a_rest_that_is_longer_than_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +57,19 @@ async def test_beyond_those_that_may_wait_a_message_is_left(monkeypatch: pytest.
     assert not await eraser.erase("s", 3)
     go.set()
     assert await asyncio.gather(*under_way) == [True] * 3
+
+
+async def test_a_request_whose_id_is_ahead_of_the_brokers_time_is_deleted_whole(
+    broker: EmbeddedNats, subjects: Subjects
+) -> None:
+    """A gateway that had just started made it by its own clock: only the record was found, and the rest stayed."""
+    ahead = new_request_id(time.time_ns() + 15_000_000_000)
+    async with opened(broker, subjects) as bus:
+        named = {"Nats-Msg-Id": ahead}
+        await bus.js.publish(subjects.request("m", "standard", ahead), b"prompt", headers=named)
+        await bus.js.publish(subjects.work("aggregated", "w"), b"job", headers={"Nats-Msg-Id": f"{ahead}:1"})
+        record = subjects.done("default", "m", ahead)
+        await bus.js.publish(record, b"record", headers=named)
+        assert await forget_messages(bus, [Ended(ahead, record, time.time_ns(), no_store=False)], Eraser(bus)) == 3
+        for stream in ("WORK", "REQUESTS", "DONE"):
+            assert (await bus.js.stream_info(subjects.stream(stream))).state.messages == 0
