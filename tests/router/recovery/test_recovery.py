@@ -528,6 +528,7 @@ async def test_a_fenced_attempt_whose_worker_is_registered_yet_and_goes_on_ends_
         whole = done.Outcome(wire.pack_tokens(answer(asked)), "length")
         await zombie.finish(asked, 1, [whole])
         await eventually(lambda: one.unfinished == two.unfinished == {})
+        await eventually(lambda: log.ends(asked))
         assert log.streamed(asked) == answer(asked, 3), "the rest comes from the record"
         (end,) = log.ends(asked)
         found = await read_timeline(log.bus, asked.id)
