@@ -7,6 +7,7 @@ the processes' memory, descriptors and tasks are noted, and what each stream hol
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import tempfile
@@ -135,18 +136,19 @@ def _streams(idle: Sample, few: Sample, many: Sample) -> Iterable[str]:
 class Growth:
     """Asks, waits until all is quiet, and looks."""
 
-    def __init__(self, system: System, bus: Bus, run: Run, say: Callable[[str], None]) -> None:
+    def __init__(self, system: System, bus: Bus, run: Run, say: Callable[[str], None], limit_s: float) -> None:
         self._system, self._bus, self._run, self._say = system, bus, run, say
+        self._until = time.monotonic() + limit_s
         self._asked = 0
         self.wrong: list[str] = []
 
     async def ask(self, total: int, clients: int = CLIENTS) -> None:
-        """Until so many were asked in all: every recipe in turn, so that any part of the load is like another."""
+        """Until so many were asked in all, or time is up: every recipe in turn, so that any part is like another."""
         said = time.monotonic()
 
         async def client() -> None:
             nonlocal said
-            while self._asked < total:
+            while self._asked < total and time.monotonic() < self._until:
                 number = self._asked
                 self._asked += 1
                 recipe = self._mix[number % len(self._mix)]
@@ -159,6 +161,8 @@ class Growth:
         async with asyncio.TaskGroup() as group:
             for _ in range(clients):
                 group.create_task(client())
+        late = "" if self._asked >= total else f", since time was up before {total}"
+        self._say(f"{self._asked} requests{late}; waiting until all is quiet")
 
     @property
     def _mix(self) -> Sequence[recipes.Recipe]:
@@ -239,21 +243,21 @@ async def measure(
     *,
     clients: int = CLIENTS,
     each: int = 4,
+    limit_s: float = math.inf,
 ) -> Result:
-    """On a deployment of its own below ``home``."""
+    """On a deployment of its own below ``home``. After ``limit_s`` nothing more is asked."""
     flags = (*topology.flags, "--no-store-grace-s", f"{GRACE_S:g}")
     system = await System.started(home, topology._replace(flags=flags, clock_s=0.0), say, small_disk=False)
     try:
         bus = await connect(system.deployment.state.nats_url, role="client", name="chaos")
         try:
             async with Run(system, bus, Options(0.0, each=each), say) as run:
-                growth = Growth(system, bus, run, say)
+                growth = Growth(system, bus, run, say, limit_s)
                 await run.learn()
                 idle = await growth.look()
                 samples_ = []
                 for total in (few, many):
                     await growth.ask(total, clients)
-                    say(f"{total} requests; waiting until all is quiet")
                     samples_.append(await growth.look(idle))
                 problems = growth.wrong[:20] + compare(idle, *samples_)
                 return Result(idle, samples_[0], samples_[1], problems)
@@ -293,6 +297,9 @@ def main() -> int:
     parser.add_argument("--compared-with", type=int, default=3_000)
     parser.add_argument("--topology", choices=sorted(TOPOLOGIES), default="pd")
     parser.add_argument("--clients", type=int, default=CLIENTS)
+    parser.add_argument(
+        "--limit-s", type=float, default=math.inf, help="of load: then what was asked until then is compared"
+    )
     args = parser.parse_args()
     began = time.monotonic()
     setup("text", "error", name="chaos")
@@ -309,6 +316,7 @@ def main() -> int:
                 args.requests,
                 say,
                 clients=args.clients,
+                limit_s=args.limit_s,
             )
         )
     print(table(result))

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from tests.chaos import brokers, growth
 from tests.chaos.audit import Footprint
-from tests.chaos.growth import Sample, Stored, compare, measure
+from tests.chaos.growth import Growth, Sample, Stored, compare, measure
 from tests.chaos.topology import TOPOLOGIES
 
 MIB = 1 << 20
@@ -61,6 +62,13 @@ def test_each_kind_of_growth_is_found_and_named(what: str) -> None:
     problems = compare(IDLE, FEW, GROWN[what]())
     assert len(problems) == 1
     assert what in problems[0]
+
+
+async def test_once_time_is_up_nothing_more_is_asked_and_that_is_said() -> None:
+    said: list[str] = []
+    nobody: Any = None  # whoever asks or looks fails
+    await Growth(nobody, nobody, nobody, said.append, limit_s=0.0).ask(10)
+    assert said == ["0 requests, since time was up before 10; waiting until all is quiet"]
 
 
 @pytest.mark.timeout(240)
