@@ -284,13 +284,15 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     until, pairs = time.monotonic() + args.limit_s, list[Pair]()
+    mine, cores = os.sched_getaffinity(0), {int(core) for core in args.cores.split(",") if core}
+    if not cores <= mine:
+        print(f"tests.perf.no_store: --cores {args.cores}: it may run on {sorted(mine)} only", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory(prefix="no-store-", dir=args.folder or None) as folder:
-        mine = os.sched_getaffinity(0)
-        cores = {int(core) for core in args.cores.split(",") if core}
         if cores:
             os.sched_setaffinity(0, cores)  # inherited by the deployment
         with running(Path(folder), *FLAGS, f"--no-store-grace-s={GRACE_S:g}"):
-            os.sched_setaffinity(0, mine - cores)
+            os.sched_setaffinity(0, (mine - cores) or mine)
             state = read_state(Path(folder) / "data" / "state.json")
             with ProcessPoolExecutor(LOADERS + 1, get_context("spawn")) as pool:
                 try:
