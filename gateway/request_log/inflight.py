@@ -30,7 +30,7 @@ class InflightRequest:
     """The items of one request.
 
     Attributes:
-        cancelling: the client has disconnected. The request is kept until its terminal event.
+        cancelling: why it is cancelled, as for its record; it is kept until its terminal event. "": it is not.
         behind: items are read from the log, because live ones were dropped.
         buffered: items that nobody has taken yet.
         limit: of their number, above which live items are dropped.
@@ -80,7 +80,7 @@ class InflightRequest:
         """
         self.request = request
         self.fold = TokenReassembler(request.n, last_attempt=last_attempt)
-        self.cancelling = False
+        self.cancelling = ""
         self.behind = False
         self.seq = 0
         self.cancel_sent = 0.0

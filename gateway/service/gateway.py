@@ -360,14 +360,14 @@ class Gateway:
         if inflight.ended or inflight.cut_off or self.stopped:
             self.release(inflight)
             return
-        inflight.cancelling = True
+        inflight.cancelling = reason
         self.metrics.of(inflight.request.model).cancelled.inc()
-        self._spawn_cancel(inflight, reason)
+        self._spawn_cancel(inflight)
 
     def release(self, inflight: InflightRequest) -> None:
         """Stop reading, without cancelling."""
         if inflight.request.no_store and self.unstored.holds(inflight):  # what was streamed may have to be put again
-            inflight.cancelling = True
+            inflight.cancelling = "released"  # never sent
             inflight.cancel_sent = math.inf
         else:
             self._subscriptions.unsubscribe(inflight)
@@ -383,9 +383,11 @@ class Gateway:
         for inflight in self.answering:
             inflight.fail(stopping(inflight.request.id))
 
-    def _spawn_cancel(self, inflight: InflightRequest, reason: str) -> None:
+    def _spawn_cancel(self, inflight: InflightRequest) -> None:
         inflight.cancel_sent = time.monotonic()
-        self.tasks.spawn(self.cancel(inflight.request.id, reason), name="cancel", on_failure=_not_cancelled)
+        self.tasks.spawn(
+            self.cancel(inflight.request.id, inflight.cancelling), name="cancel", on_failure=_not_cancelled
+        )
 
     async def cancel_surely(self, request_id: str, reason: str) -> None:
         """Cancel a request with other readers: now, and repeatedly in the background until it has ended.
@@ -530,7 +532,7 @@ class Gateway:
                 if inflight.ended or late_ns > CANCEL_FOR_NS:
                     self.release(inflight)
                 elif now - inflight.cancel_sent > CANCEL_AGAIN_S:
-                    self._spawn_cancel(inflight, "repeated")
+                    self._spawn_cancel(inflight)
             elif late_ns > DEADLINE_GRACE_NS:
                 _end_overdue(inflight, late_ns)
         self._quiet = quiet
