@@ -254,8 +254,11 @@ class _Conversation:
         seen.notes.append(code)
         if answer.request:
             seen.request = answer.request
-            # Without its id in the message, the request was not accepted yet.
-            self._confirmed = self._confirmed or (code == "shutting_down" and answer.request in message)
+            # Other refusals have its id in their head, too, and some in their message: it may not be accepted yet.
+            goes_on = f"request {answer.request} was accepted" in message or (
+                code == "shutting_down" and answer.request in message
+            )
+            self._confirmed = self._confirmed or goes_on
         else:
             seen.refused += 1
         return False
@@ -264,9 +267,9 @@ class _Conversation:
         """Whether this says that a request was not accepted after all, whose id came with a 503: to ask again is safe.
 
         Raises:
-            Settled: it has no key, so it is given up, and cancelled if it was stored.
+            Settled: it has no key, so its gateway gave it up, and cancelled it if it was stored.
         """
-        if code != "request_not_found" or self._confirmed:
+        if self._confirmed or code not in (("request_not_found",) if self._key else ("request_not_found", "cancelled")):
             return False
         self.seen.request, self.seen.left = "", True
         if not self._key:
@@ -282,7 +285,7 @@ class _Conversation:
                 return
             body = json.loads(data)
             if (found := _error_event(body)) is not None:
-                if found[0] in LATER:
+                if found[0] in LATER or self._not_there(found[0]):
                     raise Broken(found[0], sent=True)
                 raise Failed(*found)
             if body.get("type") == "ping":
@@ -335,7 +338,7 @@ class _Conversation:
             if "result" in status:
                 seen.take_whole(status["result"])
                 return True
-            if status["state"] in ("failed", "cancelled"):
+            if status["state"] in ("failed", "cancelled") and not self._not_there(status["error"]["code"]):
                 raise Failed(status["error"]["code"], status["error"]["message"])
 
 

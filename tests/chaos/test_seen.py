@@ -7,11 +7,14 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
+from penstock.gateway.admission.queues import unstored
+from penstock.gateway.base.chat_objects import stopping, unconfirmed
 from penstock.gateway.request_log.lookup import erased
 from penstock.infra.bus.memory_storage import lost
+from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import new_request_id
 from penstock.schemas.tokens import WHOLE_REQUEST, TokenItem
-from tests.chaos.clients import HttpClients, _Conversation
+from tests.chaos.clients import HttpClients, Settled, _Conversation
 from tests.chaos.log import Fold
 from tests.chaos.nats_clients import named_in
 from tests.chaos.recipes import Recipe
@@ -158,14 +161,35 @@ def test_the_auditor_folds_the_token_stream_as_readers_do(items: list[TokenItem]
     assert (fold.counts.get(0, 0), fold.at) == (count, at)
 
 
-@pytest.mark.parametrize(
-    ("message", "confirmed"), [("this gateway is stopping; request id-1 continues", True), ("try again", False)]
-)
-async def test_only_a_gateway_that_names_the_request_says_that_it_goes_on(message: str, confirmed: bool) -> None:
-    """Every refusal has an id in its head, also of a request that was never made."""
-    body = json.dumps({"error": {"code": "shutting_down", "message": message}}).encode()
+async def refused(error: ServingError, key: str = "key") -> _Conversation:
+    """A client whose question got this answer; the gateway had made its id."""
+    body = json.dumps({"error": {"code": error.code.value, "message": error.message}}).encode()
     answer = MagicMock(status=503, request="id-1", read=AsyncMock(return_value=body))
     recipe = Recipe("chat", "whole", "/v1/chat/completions", {})
-    conversation = _Conversation(HttpClients(["http://gateway"], keys=True), recipe, "t", {}, "key", 0)
+    conversation = _Conversation(HttpClients(["http://gateway"], keys=True), recipe, "t", {}, key, 0)
     assert not await conversation._accepted(answer)
-    assert conversation._not_there("request_not_found") is not confirmed
+    return conversation
+
+
+@pytest.mark.parametrize(
+    ("error", "confirmed"),
+    [
+        (stopping("id-1"), True),
+        (unstored("id-1"), True),
+        (unconfirmed("id-1"), False),
+        (ServingError(Code.shutting_down, "try again"), False),
+    ],
+)
+async def test_only_a_gateway_that_names_the_request_says_that_it_goes_on(error: ServingError, confirmed: bool) -> None:
+    """Every refusal has an id in its head, also of a request that was never made."""
+    assert (await refused(error))._not_there("request_not_found") is not confirmed
+
+
+async def test_a_request_without_a_key_whose_acceptance_was_not_confirmed_may_be_cancelled_by_its_gateway() -> None:
+    late = ServingError(Code.broker_unavailable, "the broker did not confirm ps.req.m.normal.id-1 in time")
+    without_key = await refused(late, key="")
+    with pytest.raises(Settled, match="unknown"):
+        without_key._not_there("cancelled")
+    assert without_key.seen.left
+    assert not (await refused(late))._not_there("cancelled")  # its gateway leaves it to the next who has the key
+    assert not (await refused(unstored("id-1"), key=""))._not_there("cancelled")
