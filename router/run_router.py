@@ -8,14 +8,13 @@ from pathlib import Path
 
 import structlog
 from faststream import FastStream
-from faststream.nats import NatsMessage
 
 from penstock.configs import logs
 from penstock.configs.settings import RouterSettings, named
 from penstock.infra.bus import loop_lag
 from penstock.infra.bus.audit import Auditor, Watch
 from penstock.infra.bus.connection import Bus, connect
-from penstock.infra.bus.faststream_app import OwnConnection, raw
+from penstock.infra.bus.faststream_app import BusBroker
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.stream_fill import StreamMetrics
 from penstock.infra.bus.tasks import Stop, count_tasks
@@ -83,11 +82,11 @@ async def _run_router(
     lag = loop_lag.gauge(metrics.scope)
     bus.tasks.spawn(StreamMetrics(bus, scope.child("broker")).run(), name="stream-metrics")
     router = Router(bus, publisher, settings, metrics)
-    broker = OwnConnection(bus)
+    broker = BusBroker(bus)
+    cancels = broker.orders(bus.subjects.cancel, control.decode_cancel, control.Cancel)
 
-    @broker.subscriber(bus.subjects.cancel, decoder=raw)
-    async def cancel(message: NatsMessage) -> None:
-        order = control.decode_cancel(message.body)
+    @cancels
+    async def cancel(order: control.Cancel) -> None:
         await router.on_cancel(order.request, order.reason)
 
     app = FastStream(broker, logger=None)

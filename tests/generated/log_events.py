@@ -273,6 +273,7 @@ MEANINGS = {
     "gateway_listening": "the gateway serves",
     "gateway_stopping": "the gateway drains",
     "generation_default_ignored": "a default in the model's `generation_config.json` is out of range",
+    "handler_failed": "the handler of a job raised",
     "handoff_state_unpackable": "TensorRT-LLM's state for a handoff has an unknown form: decode computes the prompt",
     "handoff_state_unusable": "a ticket of another release of TensorRT-LLM",
     "handoff_token_differs": "vLLM computed another first token than the prefill worker reported",

@@ -15,6 +15,7 @@ from nats.errors import Error as NatsError
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import Entry, read
+from penstock.infra.bus.faststream_app import BusBroker
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import end
@@ -394,6 +395,7 @@ class WorkerHarness:
         network: LoopbackNetwork | None = None,
     ) -> None:
         self.bus = bus
+        self.broker = BusBroker(bus)
         self.transport: Transport | None = None
         if network is not None:
             agent = f"agent-{next(_numbers)}"
@@ -419,8 +421,9 @@ class WorkerHarness:
         """A new session; it answers control requests for its dump."""
         info = self.engine.info
         vision = self.engine.vision
+        await self.broker.connect()
         self.session = session = WorkerSession(
-            *(self.bus, self.publisher, self.model, self.settings, self.metrics),
+            *(self.bus, self.broker, self.publisher, self.model, self.settings, self.metrics),
             lambda context: TokenRunner(context, self.loop, info, self.transport, vision, self.engine.grammars),
         )
 

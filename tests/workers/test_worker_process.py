@@ -212,6 +212,14 @@ async def test_after_losing_its_lease_the_process_goes_on_under_a_new_name(
     again = request(model=MODEL)
     await log.send_job(new, again)
     assert (await log.end(again)).worker == new
+    session, subjects = served.worker.session, log.bus.subjects
+    assert session is not None
+    assert {each.subject.template for each in session._broker.subscribers} == {
+        subjects.cancel,
+        subjects.control(new),
+        subjects.drain(new),
+        subjects.work("aggregated", new),
+    }, "those of the old name are gone"
     assert {batch.worker for batch in log.batches[said:]} == {new}
     assert not log.ends(asked)
     assert not log.returned

@@ -15,18 +15,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import structlog
 from faststream import FastStream
-from faststream.nats import NatsMessage
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.bus import loop_lag
 from penstock.infra.bus.connection import Bus, connect
-from penstock.infra.bus.faststream_app import OwnConnection, raw
+from penstock.infra.bus.faststream_app import BusBroker
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import count_tasks
 from penstock.infra.metrics.page import serve_page
@@ -170,6 +169,31 @@ EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
 EXIT_CONFIG = 2  # a restart would not help
 
 
+def cancel_subscriber(
+    broker: BusBroker, subjects: Subjects, cancel: Callable[[control.Cancel], Awaitable[None]]
+) -> None:
+    """Where cancellations arrive, of requests that run here or elsewhere."""
+    broker.orders(subjects.cancel, control.decode_cancel, control.Cancel)(cancel)
+
+
+def control_subscribers(
+    broker: BusBroker,
+    subjects: Subjects,
+    worker: str,
+    obey: Callable[[control.WorkerControl], Awaitable[bytes]],
+    drain: Callable[[control.WorkerControl], Awaitable[bytes]],
+) -> list[Any]:
+    """Where a worker is asked for its dump, to drain, to push blocks and to release them."""
+    several = MAX_CONTROL_REQUESTS  # a push of blocks takes as long as its transfer
+    control_requests = broker.orders(
+        subjects.control(worker), control.decode_worker, control.WorkerControl, at_once=several
+    )
+    drains = broker.orders(subjects.drain(worker), control.decode_worker, control.Drain, at_once=several)
+    control_requests(obey)
+    drains(drain)
+    return [control_requests, drains]
+
+
 class Backend(Protocol):
     """An engine, its thread, and the transport to its memory."""
 
@@ -282,12 +306,13 @@ class WorkerProcess:
             await self._stopping.unless_asked(bus.follow_clock())
             await self._stopping.unless_asked(self._report_last_life(publisher, bus.subjects))
             model = await self._stopping.unless_asked(self._backend.open(connection))
+            broker = BusBroker(bus)
 
             def make_session() -> WorkerSession:
                 make_runner = self._backend.make_runner
-                return WorkerSession(bus, publisher, model, settings, self._metrics, make_runner, self._journal)
+                return WorkerSession(bus, broker, publisher, model, settings, self._metrics, make_runner, self._journal)
 
-            return await self._run(bus, make_session)
+            return await self._run(bus, broker, make_session)
         finally:
             await self._backend.close()
             await publisher.close()
@@ -311,7 +336,7 @@ class WorkerProcess:
             self._journal.note_memory()
             await asyncio.sleep(MEMORY_NOTED_S)
 
-    async def _run(self, bus: Bus, make_session: Callable[[], WorkerSession]) -> int:
+    async def _run(self, bus: Bus, broker: BusBroker, make_session: Callable[[], WorkerSession]) -> int:
         """Serve metrics, control requests and sessions until asked to stop; closes the connection."""
         loop = asyncio.get_running_loop()
         self._metrics.load_time.set(self._backend.load_seconds)
@@ -320,16 +345,17 @@ class WorkerProcess:
         bus.tasks.spawn(self._note_memory(), name="crash-journal")
         if self._settings.publish_events_and_metrics:
             serve_page(self._settings.metrics_host, self._settings.metrics_port, self._metrics.registry)
-        app = self._application(bus)
+        cancel_subscriber(broker, bus.subjects, self._on_cancel)
+        app = FastStream(broker, logger=None)
         await app.start()
         try:
-            return await self._run_sessions(bus, make_session)
+            return await self._run_sessions(bus, broker, make_session)
         finally:
             bus.closing = True  # stopping FastStream closes the connection
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(app.stop(), 2)
 
-    async def _run_sessions(self, bus: Bus, make_session: Callable[[], WorkerSession]) -> int:
+    async def _run_sessions(self, bus: Bus, broker: BusBroker, make_session: Callable[[], WorkerSession]) -> int:
         """Run one session after another until asked to stop or until something fails.
 
         Only the first one has to open: a worker that has served waits until the broker has its streams again.
@@ -337,7 +363,7 @@ class WorkerProcess:
         served, pause_s = False, AGAIN_S
         while True:
             session = self.session = make_session()
-            control_subscribers = await self._subscribe_control(session, bus)
+            controls = await self._subscribe_control(session, bus, broker)
             try:
                 await self._stopping.unless_asked(session.open())
             except StoppedEarly:
@@ -349,8 +375,8 @@ class WorkerProcess:
                 action = "run 'penstock streams apply' if the broker has lost its streams"
                 log.warning("registration_waits", error=error.message, next_s=pause_s, action=action)
                 await session.fence()
-                for subscriber in control_subscribers:
-                    await subscriber.stop()
+                for subscriber in controls:
+                    await broker.remove(subscriber)
                 self.session = None
                 await self._stopping.unless_asked(self._failed_within(pause_s))
                 if self._failed.is_set():
@@ -371,8 +397,8 @@ class WorkerProcess:
                 log.warning("session_lost", worker=session.id, action="registering again")
                 await session.fence()
             finally:  # not earlier: other workers release and fetch blocks until the end
-                for subscriber in control_subscribers:
-                    await subscriber.stop()
+                for subscriber in controls:
+                    await broker.remove(subscriber)
 
     async def _failed_within(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -421,44 +447,25 @@ class WorkerProcess:
 
     # --- control requests ---
 
-    def _application(self, bus: Bus) -> FastStream:
-        """FastStream subscribers on this process's connection."""
-        broker = OwnConnection(bus)
-        subjects = Subjects(self._settings.namespace)
+    async def _on_cancel(self, order: control.Cancel) -> None:
+        if self.session is not None:
+            await self.session.on_cancel(order.request, order.reason)
 
-        @broker.subscriber(subjects.cancel, decoder=raw)
-        async def cancel(message: NatsMessage) -> None:
-            order = control.decode_cancel(message.body)
-            if self.session is not None:
-                await self.session.on_cancel(order.request, order.reason)
+    async def _subscribe_control(self, session: WorkerSession, bus: Bus, broker: BusBroker) -> list[Any]:
+        async def on_request(order: control.WorkerControl) -> bytes:
+            return await self._control(session, order)
 
-        self._broker = broker
-        return FastStream(broker, logger=None)
-
-    async def _subscribe_control(self, session: WorkerSession, bus: Bus) -> list[Any]:
-        async def on_request(message: NatsMessage) -> bytes:
-            return await self._control(session, message.body)
-
-        async def on_drain(message: NatsMessage) -> bytes:
-            order = control.decode_worker(message.body)
+        async def on_drain(order: control.WorkerControl) -> bytes:
             if not isinstance(order, control.Drain):  # who may have workers drain may not have them move blocks
                 return wire.encode(control.Ok("only drain"))
-            return await self._control(session, message.body)
+            return await self._control(session, order)
 
-        subscribers = []
-        # Several at once: a push of blocks takes as long as its transfer.
-        for subject, handler in (
-            (bus.subjects.control(session.id), on_request),
-            (bus.subjects.drain(session.id), on_drain),
-        ):
-            subscriber = self._broker.subscriber(subject, decoder=raw, max_workers=MAX_CONTROL_REQUESTS)
-            subscriber(handler)
+        subscribers = control_subscribers(broker, bus.subjects, session.id, on_request, on_drain)
+        for subscriber in subscribers:
             await subscriber.start()
-            subscribers.append(subscriber)
         return subscribers
 
-    async def _control(self, session: WorkerSession, body: bytes) -> bytes:
-        order = control.decode_worker(body)
+    async def _control(self, session: WorkerSession, order: control.WorkerControl) -> bytes:
         if isinstance(order, control.DumpKv):
             return wire.encode(await session.dump(order.page))
         if isinstance(order, control.Drain):

@@ -8,9 +8,9 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import structlog
@@ -19,15 +19,17 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.faststream_app import BusBroker, JobSubscriber
+from penstock.infra.bus.jetstream import Message
 from penstock.infra.bus.memory_storage import ContentReader, MemoryStreams, fetch
 from penstock.infra.bus.publisher import Publisher
-from penstock.infra.bus.puller import ACK, TERM, Puller, is_of, make_again, present, sequence
+from penstock.infra.bus.puller import ACK, is_of, make_again, present, sequence
 from penstock.infra.process.turns import TimeSlice
 from penstock.schemas import contents, fleet, jobs, requests
 from penstock.schemas.control import Ok, Push, Pushed, Release
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.kv import KvDump
-from penstock.schemas.subjects import HEADER_PART
+from penstock.schemas.subjects import HEADER_PART, Subjects
 from penstock.schemas.trace import wanted
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.session.crash_journal import CrashJournal
@@ -44,13 +46,40 @@ MISSING_S = 5.0  # without its consumer, a worker leaves the fleet
 DRAIN_POLL_S = 0.1  # an expiring lease sets no event
 
 
-class _Received(NamedTuple):
+class _Received(msgspec.Struct, frozen=True):
     """A received job; ``stage_input``: the output of the previous stage."""
 
     job: jobs.Job
     request: requests.GenerateRequest
     delivery: Any
     stage_input: StageInput | None
+
+
+class _Revoked(msgspec.Struct, frozen=True):
+    """A received revocation."""
+
+    revoke: jobs.Revoke
+    delivery: Any
+
+
+def job_subscriber(
+    broker: BusBroker,
+    subjects: Subjects,
+    role: str,
+    worker: str,
+    room: Callable[[], int] = lambda: 0,
+    remake: Callable[[str], Awaitable[bool]] | None = None,
+) -> JobSubscriber:
+    """Where a worker's jobs arrive, revocations of them, and the outputs of earlier stages."""
+    return broker.jobs(
+        subjects.work(role, worker),
+        stream=subjects.stream("WORK"),
+        consumer=worker,
+        room=room,
+        decode=_decode,
+        payload=jobs.WorkMessage,
+        remake=remake,
+    )
 
 
 class _Restoring:
@@ -71,6 +100,7 @@ class WorkerSession:
     """Run ``open``, then wait for ``lost``; end with ``drain``, ``fail`` or ``fence``.
 
     Args:
+        broker: which the handler of jobs subscribes with.
         make_runner: makes what runs the requests of this session.
         journal: where to note what runs; None: nowhere.
     Attributes:
@@ -84,6 +114,7 @@ class WorkerSession:
     def __init__(
         self,
         bus: Bus,
+        broker: BusBroker,
         publisher: Publisher,
         model: ServedModel,
         settings: WorkerSettings,
@@ -95,6 +126,7 @@ class WorkerSession:
         self.epoch = time.time_ns()
         self.lost = asyncio.Event()
         self._bus = bus
+        self._broker = broker
         self._model = model
         self._settings = settings
         self._state = fleet.WorkerState.ready
@@ -132,9 +164,8 @@ class WorkerSession:
                 memory=self._memory,
             )
         )
-        self._puller = Puller(
-            bus, bus.subjects.stream("WORK"), self.id, self._receive, self._room, remake=self._make_again
-        )
+        self._jobs = job_subscriber(broker, bus.subjects, settings.role, self.id, self._room, self._make_again)
+        self._jobs(self._receive)
         self.housekeeping = Housekeeping(bus, self._outbox, self.requests, self._stop_early, self.runner.housekeeping)
 
     # --- receive ---
@@ -148,23 +179,17 @@ class WorkerSession:
         taken = len(self.requests.running) + len(self._restoring)
         return room - taken - max(0, len(self.requests.ending) - room)
 
-    async def _receive(self, message: Any) -> None:
+    async def _receive(self, received: _Received | _Revoked) -> None:
         """Acknowledge a message, unless its request does so when it ends."""
-        try:
-            received = _decode(message)
-        except msgspec.MsgspecError as error:
-            log.error("job_unreadable", error=str(error))
-            await self._bus.nc.publish(message.reply, TERM)
-            return
-        if isinstance(received, jobs.Revoke):
-            await self._revoke(received)
+        if isinstance(received, _Revoked):
+            await self._revoke(received.revoke)
         elif (whole := self._with_sent_content(received)) is None:
             if not self._restore(received):
                 return
         elif not await self._accept(whole):
             await self._time_slice.yield_if_spent()
             return
-        await self._bus.nc.publish(message.reply, ACK)
+        await self._bus.nc.publish(received.delivery.reply, ACK)
 
     def _with_sent_content(self, received: _Received) -> _Received | None:
         """A job with all that belongs to it; None: its content has to be read, since the router could not have it sent
@@ -184,7 +209,7 @@ class WorkerSession:
 
     def _restore(self, received: _Received) -> bool:
         """Read a job's content, beside other jobs; True: the job is over."""
-        job, request, delivery, _ = received
+        job, request, delivery = received.job, received.request, received.delivery
         under_way = self._restoring.get(request.id)
         if under_way is not None and under_way.attempt >= job.attempt:
             if under_way.attempt == job.attempt:
@@ -234,7 +259,7 @@ class WorkerSession:
         finally:
             if self._restoring.get(request.id) is restoring:
                 del self._restoring[request.id]
-        received = received._replace(delivery=restoring.delivery)
+        received = msgspec.structs.replace(received, delivery=restoring.delivery)
         if failure is None:
             over = await self._accept(received)
         else:
@@ -263,7 +288,8 @@ class WorkerSession:
 
     async def _accept(self, received: _Received) -> bool:
         """Start a job; True: it is over, so its message needs only an acknowledgement."""
-        job, request, delivery, stage_input = received
+        job, request = received.job, received.request
+        delivery, stage_input = received.delivery, received.stage_input
         admission = self.requests.admission(request.id, job.attempt, delivery)
         if admission is Admission.RUN:
             running = self.requests.running.get(request.id)
@@ -288,7 +314,8 @@ class WorkerSession:
 
     async def _admit(self, received: _Received) -> None:
         """Run a new request, or end or requeue it at once."""
-        job, request, delivery, stage_input = received
+        job, request = received.job, received.request
+        delivery, stage_input = received.delivery, received.stage_input
         try:
             running = self.runner.admit(job, request, delivery)
         except Exception as error:
@@ -302,18 +329,14 @@ class WorkerSession:
             self.requests.running[request.id] = running
             draining = self._state is fleet.WorkerState.draining
             self.terminal.requeue(running, "draining" if draining else "reserved for a request that runs alone")
-        elif cancelled is not None:
+            return
+        if cancelled is not None:
             await self.terminal.reject(running, Code.cancelled, cancelled)
-        elif self._bus.clock.now_ns() >= request.deadline_ns:
+            return
+        if self._bus.clock.now_ns() >= request.deadline_ns:
             message = "the deadline passed before the request could start"
             await self.terminal.reject(running, Code.deadline_exceeded, message)
-        else:
-            await self._run(running, stage_input)
-
-    # --- run ---
-
-    async def _run(self, running: RunningRequest, stage_input: StageInput | None) -> None:
-        request = running.request
+            return
         if request.trace is not None and wanted(request.trace):
             running.stamp_times = {"received_ns": time.time_ns()}
         self.requests.running[request.id] = running
@@ -324,6 +347,8 @@ class WorkerSession:
                 self._waiting = running, stage_input
                 return
         await self._begin(running, stage_input)
+
+    # --- run ---
 
     async def _begin(self, running: RunningRequest, stage_input: StageInput | None) -> None:
         self._journal.began(running, self.id)
@@ -414,7 +439,7 @@ class WorkerSession:
         self.tasks.spawn(self.housekeeping.run(), name="housekeeping")
         self.tasks.spawn(self._memory.watch(self._uses_memory, self._on_memory_replaced), name="memory")
         await self.runner.open()
-        await self._puller.start()
+        await self._jobs.start()
         await self.lease.acquire()
         await self._outbox.resend()  # if the link was replaced before the lease's hook was there, nothing else opens it
         log.info("worker_registered", worker=self.id, model=self._model.name, slots=self.runner.slots)
@@ -433,7 +458,7 @@ class WorkerSession:
                 self._bus, stream, config, start_seq=sequence(last) + 1 if known else 0, filtered=True
             )
         except OSError as error:
-            if self._puller.missing_s(time.monotonic()) > MISSING_S:
+            if self._jobs.missing_s(time.monotonic()) > MISSING_S:
                 log.error("consumer_lost", worker=self.id, error=str(error), action="registering again")
                 self.lost.set()
             raise
@@ -463,7 +488,7 @@ class WorkerSession:
             # Jobs still arrive, and are requeued at once: routers see the new state a moment later.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SETTLE_S):
-                    await self._puller.top_up()
+                    await self._jobs.top_up()
                     await self.lease.update()
             for running in await self.runner.not_begun():
                 self.terminal.requeue(running, "draining")
@@ -481,8 +506,8 @@ class WorkerSession:
                 self.terminal.requeue(running, "draining")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
-                await self._puller.drain()
-        await self._puller.close()
+                await self._jobs.stop()
+        await self._jobs.close()
         await self._unregister()
 
     async def fail(self, reason: str, *, poison: bool = True) -> None:
@@ -491,7 +516,7 @@ class WorkerSession:
         Args:
             poison: the requests that were running may be the cause.
         """
-        await self._puller.close()
+        await self._jobs.close()
         waiting = self._waiting[0] if self._waiting is not None else None
         self._waiting = None
         for running in list(self.requests.running.values()):
@@ -506,7 +531,7 @@ class WorkerSession:
 
     async def fence(self) -> None:
         """The lease is lost and others have taken over: drop everything and publish nothing more."""
-        await self._puller.close()
+        await self._jobs.close()
         await self.lease.stop()
         self._outbox.clear()
         self._waiting = None
@@ -517,6 +542,7 @@ class WorkerSession:
         await self._close()
 
     async def _close(self) -> None:
+        await self._broker.remove(self._jobs)
         self._memory.close()
         await self.contents.close()
         await self.runner.close()
@@ -537,14 +563,14 @@ class WorkerSession:
         return await self.runner.push(order)
 
 
-def _decode(message: Any) -> _Received | jobs.Revoke:
+def _decode(message: Message) -> _Received | _Revoked:
     """
     Raises:
         msgspec.MsgspecError: the message is not a job.
     """
     work = jobs.decode(message.data)
     if isinstance(work, jobs.Revoke):
-        return work
+        return _Revoked(work, message)
     job, stage_input = _opened(work)
     return _Received(job, requests.decode(job.request), message, stage_input)
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from nats.js.api import AckPolicy, ConsumerConfig
+
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.server import EmbeddedNats
@@ -43,3 +45,37 @@ async def eventually(condition: Callable[[], Any], within_s: float = 30.0) -> No
     while not condition():
         assert time.monotonic() < deadline, f"not within {within_s} s"
         await asyncio.sleep(0.005)
+
+
+CONSUMER = "worker-1"
+
+
+async def make_consumer(bus: Bus, **options: Any) -> None:
+    await bus.js.add_consumer(
+        bus.subjects.stream("WORK"),
+        ConsumerConfig(
+            durable_name=CONSUMER,
+            filter_subject=bus.subjects.work("aggregated", CONSUMER),
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=30,
+            max_ack_pending=1000,
+            **options,
+        ),
+    )
+
+
+async def publish_jobs(bus: Bus, *jobs: int) -> None:
+    for job in jobs:
+        await bus.js.publish(bus.subjects.work("aggregated", CONSUMER), b"%d" % job)
+
+
+async def delivered(bus: Bus) -> int:
+    """Messages that the server has sent."""
+    info = await bus.js.consumer_info(bus.subjects.stream("WORK"), CONSUMER)
+    assert info.delivered is not None
+    return int(info.delivered.consumer_seq)
+
+
+async def unacked(bus: Bus) -> int:
+    info = await bus.js.consumer_info(bus.subjects.stream("WORK"), CONSUMER)
+    return int(info.num_ack_pending or 0)

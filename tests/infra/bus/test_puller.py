@@ -6,15 +6,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from nats.js.api import AckPolicy, ConsumerConfig
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.puller import ACK, NAK, Puller
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
-from tests.infra.bus.support import eventually, opened
-
-CONSUMER = "worker-1"
+from tests.infra.bus.support import CONSUMER, delivered, eventually, make_consumer, opened, publish_jobs, unacked
 
 
 @pytest.fixture
@@ -52,41 +49,10 @@ class Taker:
         await self.puller.top_up()
 
 
-async def make_consumer(bus: Bus, **options: Any) -> None:
-    await bus.js.add_consumer(
-        bus.subjects.stream("WORK"),
-        ConsumerConfig(
-            durable_name=CONSUMER,
-            filter_subject=bus.subjects.work("aggregated", CONSUMER),
-            ack_policy=AckPolicy.EXPLICIT,
-            ack_wait=30,
-            max_ack_pending=1000,
-            **options,
-        ),
-    )
-
-
-async def publish_jobs(bus: Bus, *jobs: int) -> None:
-    for job in jobs:
-        await bus.js.publish(bus.subjects.work("aggregated", CONSUMER), b"%d" % job)
-
-
-async def delivered(bus: Bus) -> int:
-    """Messages that the server has sent."""
-    info = await bus.js.consumer_info(bus.subjects.stream("WORK"), CONSUMER)
-    assert info.delivered is not None
-    return int(info.delivered.consumer_seq)
-
-
 async def request_waits(bus: Bus) -> None:
     """Until the server has taken in a pull request; deleting the consumer before would lose it without a word."""
     while not (await bus.js.consumer_info(bus.subjects.stream("WORK"), CONSUMER)).num_waiting:
         continue
-
-
-async def unacked(bus: Bus) -> int:
-    info = await bus.js.consumer_info(bus.subjects.stream("WORK"), CONSUMER)
-    return int(info.num_ack_pending or 0)
 
 
 @pytest.mark.parametrize("slow", [False, True])

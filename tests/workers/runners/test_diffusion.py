@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from penstock.configs.settings import WorkerSettings
+from penstock.infra.bus.faststream_app import BusBroker
 from penstock.infra.bus.object_store import get
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
@@ -109,8 +110,10 @@ class WorkerHarness:
         self.session: WorkerSession
 
     async def begin(self) -> WorkerSession:
+        broker = BusBroker(self.bus)
+        await broker.connect()
         self.session = WorkerSession(
-            *(self.bus, self.publisher, ServedModel("m", (), "", None, "test"), self.settings, self.metrics),
+            *(self.bus, broker, self.publisher, ServedModel("m", (), "", None, "test"), self.settings, self.metrics),
             lambda context: PipelineRunner(context, self.thread, self.painter, self.broken.append),
         )
         await self.session.open()

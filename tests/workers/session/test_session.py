@@ -355,6 +355,17 @@ async def test_an_unreadable_job_is_dropped_and_logged(log: LogClient, worker: W
     await log.settled(worker.id)
 
 
+async def test_sessions_that_come_and_go_leave_no_subscriber_behind(log: LogClient, worker: WorkerHarness) -> None:
+    for _ in range(3):
+        asked = request()
+        await log.send_job(worker.id, asked)
+        await log.end(asked)
+        assert len(worker.broker.subscribers) == 1
+        await worker.session.fence()
+        assert worker.broker.subscribers == []
+        await worker.begin()
+
+
 async def test_when_the_engine_breaks_every_request_is_requeued(log: LogClient, narrow: WorkerHarness) -> None:
     narrow.engine.hold()
     running, waiting = request(), request()
