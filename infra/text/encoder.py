@@ -1,7 +1,8 @@
-"""From text to token ids: the tokenizer's own result, which a cache of words gives for a quarter of the time.
+"""From text to token ids: the tokenizer's own result, which caches of words and pieces give for a fraction of the time.
 
 Byte-level BPE splits a text into words and encodes each by itself, and most words come again. The split of ASCII text
-is repeated here; any other text, and any other tokenizer, is left to the tokenizer.
+is repeated here; any other text, and any other tokenizer, is left to the tokenizer. What comes again as a whole, such
+as a system prompt and the conversation before a new message, is kept in pieces, which are not even split.
 
 Keeps the text of control tokens in clients' messages plain text, so that clients cannot forge roles or messages.
 
@@ -16,12 +17,16 @@ import json
 import random
 import re
 import secrets
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from os.path import commonprefix
+from string import ascii_letters, ascii_lowercase, digits, punctuation
+from threading import Lock
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+
+from penstock.infra.byte_cache import ByteCache
 
 
 def longest_of(texts: Collection[str]) -> str:
@@ -45,23 +50,33 @@ def _tree(texts: list[str]) -> str:
 
 
 CACHED_TEXT = 8_192  # characters; longer texts would keep the interpreter for long, and the tokenizer releases it
-# Of words and their ids; 40,000 words of English text. With all words known, 200 of them take 29 instead of 134 µs, a
-# tenth of what a request costs (``python -m tests.perf.tuning words``).
+# Of words and their ids; 60,000 words of English text. With all words known, 200 of them take 30 instead of 142 µs, a
+# tenth of what a request costs; 650, of which the first 600 came before, 18 instead of 497 (``python -m
+# tests.perf.tuning words``).
 CACHED_BYTES = 16 << 20
+CACHED_PIECES_BYTES = 8 << 20  # of pieces and their ids: 6,000 of them, 600,000 tokens
+PIECE = 512  # characters of a piece, or a few more; to look one up takes a tenth of what its words take
+_NOTED = 1 << 18  # pieces, as one byte each
 _WORD = 32  # characters of a word that is kept
-_WORD_BYTES, _TOKEN_BYTES = 200, 40  # of a word, its tuple and their place; of each id
+_WORD_BYTES = 200  # of a word, its ids' head and their place
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of ByteLevel itself
 _SAME_FOR_ASCII = ("NFC", "NFD", "NFKC", "NFKD")
 _ASCII = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "Lt": "", "Lm": "", "Lo": "", "M": "", "N": "0-9"}
+_BORDER = re.compile(r"(?<=[a-z]) (?=[a-z])")  # most texts have one every few characters
+_NEAR = ascii_letters + digits + 8 * " \n'" + punctuation
 _PART = re.compile(r"\\p\{(\w+)\}|\\.|[\[\]]|[^\\\[\]]+", re.DOTALL)
 _BYTE_LEVEL = {byte: 256 + number for number, byte in enumerate([*range(33), 127])}  # how BPE sees bytes
+
+
+_ID = "I"  # type code of arrays of token ids
 
 
 class TextEncoder:
     """Encodes with one tokenizer. May be used from several threads.
 
     Attributes:
-        known_words: token ids of words that were encoded before.
+        known_words: token ids of words that were encoded before, as bytes of an array.
+        known_pieces: the same of pieces of texts.
         splitter: splits ASCII text into words; None: this tokenizer works in another way.
     """
 
@@ -69,56 +84,122 @@ class TextEncoder:
         self._tokenizer = tokenizer
         self._adds_tokens = tokenizer.num_special_tokens_to_add(False) > 0
         self.known_words = _Words(tokenizer)
+        self.known_pieces = _Pieces()
         self.splitter = _Split.of(tokenizer)
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids of a text.
+    def encode(self, text: str, *, special: bool) -> "array[int]":
+        """Token ids of a text, as unsigned integers of four bytes.
 
         Args:
             special: add the tokens that the tokenizer puts around a text, such as BOS.
         """
-        if len(text) <= CACHED_TEXT and self.splitter is not None and text.isascii():
-            words = None if special and self._adds_tokens else self.splitter.words(text)
-            if words is not None:
-                return list(chain.from_iterable(map(self.known_words.__getitem__, words)))
+        splitter = self.splitter
+        if len(text) <= CACHED_TEXT and splitter is not None and text.isascii() and not (special and self._adds_tokens):
+            known = self._known(splitter, text)
+            if known is not None:
+                ids = array(_ID)
+                ids.frombytes(known)
+                return ids
         return self._tokenize(text, special)
 
-    def _tokenize(self, text: str, special: bool) -> list[int]:
+    def _known(self, splitter: "_Split", text: str) -> bytes | None:
+        """The ids by words and pieces; None: the pattern leaves something of this text out."""
+        found, words = [], self.known_words
+        for number, part in enumerate(splitter.parts(text)):
+            if number % 2:
+                found.append(words[part])
+                continue
+            for piece in splitter.pieces(part):
+                again = len(piece) >= PIECE and self.known_pieces.comes_again(piece)
+                if again and (ids := self.known_pieces.get(piece)) is not None:
+                    found.append(ids)
+                    continue
+                if (split := splitter.words(piece)) is None:
+                    return None
+                ids = b"".join(map(words.__getitem__, split))
+                found.append(ids)
+                if again:
+                    self.known_pieces.put(piece, ids)
+        return b"".join(found)
+
+    def _tokenize(self, text: str, special: bool) -> "array[int]":
         # The batch form computes no offsets and releases the interpreter.
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
-        return ids
+        return array(_ID, self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
 
-class _Words(dict[str, tuple[int, ...]]):
+class _Pieces:
+    """Token ids of pieces of texts, kept from the second time on that a piece comes. May be used from several threads.
+
+    What comes once, as most of what users write does, would only drive out what comes again.
+    """
+
+    def __init__(self) -> None:
+        self._ids: ByteCache[str, bytes] = ByteCache(CACHED_PIECES_BYTES, _piece_bytes)
+        self._lock = Lock()
+        self._noted = bytearray(_NOTED)  # by some bits of a piece's hash, 7 others of the piece that came last
+
+    @property
+    def size_bytes(self) -> int:
+        return self._ids.size_bytes
+
+    def comes_again(self, piece: str) -> bool:
+        """Whether this piece was asked about before. Notes that it was; hardly ever wrong."""
+        number = hash(piece)
+        at, mark = number % _NOTED, (number // _NOTED) & 0x7F | 0x80
+        if self._noted[at] == mark:
+            return True
+        self._noted[at] = mark
+        return False
+
+    def get(self, piece: str) -> bytes | None:
+        with self._lock:
+            return self._ids.get(piece)
+
+    def put(self, piece: str, ids: bytes) -> None:
+        with self._lock:
+            self._ids.put(piece, ids)
+
+
+def _piece_bytes(piece: str, ids: bytes) -> int:
+    return len(piece) + len(ids) + 2 * 64  # with the heads of both
+
+
+class _Words(dict[str, bytes]):
     """Token ids by word; encodes what it does not have."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._model = tokenizer.model
         # Added tokens are words, too. They stay when the others are dropped.
-        self._added = {token.content: (token_id,) for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {token.content: array(_ID, [token_id]).tobytes() for token_id, token in added.items()}
         self.update(self._added)
         self.size_bytes = 0  # of the others
 
-    def __missing__(self, word: str) -> tuple[int, ...]:
+    def __missing__(self, word: str) -> bytes:
         if word in self._added:  # another thread is just dropping the others
             return self._added[word]
-        ids = tuple(token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL)))
+        ids = array(_ID, [token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL))]).tobytes()
         if len(word) <= _WORD:
             if self.size_bytes >= CACHED_BYTES:
                 self.clear()
                 self.update(self._added)
                 self.size_bytes = 0
             self[word] = ids
-            self.size_bytes += _WORD_BYTES + _TOKEN_BYTES * len(ids)
+            self.size_bytes += _WORD_BYTES + len(ids)
         return ids
 
 
 class _Split:
     """How one tokenizer splits ASCII text into added tokens and words."""
 
-    def __init__(self, added: "re.Pattern[str]", word: "re.Pattern[str]") -> None:
+    def __init__(self, added: "re.Pattern[str]", word: "re.Pattern[str]", *, cuts: bool) -> None:
+        """
+        Args:
+            cuts: a word begins where ``_BORDER`` matches, whatever stands around.
+        """
         self._added = added  # has one group, so that its ``split`` returns the added tokens, too
         self._word = word
+        self._cuts = cuts
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "_Split | None":
@@ -141,16 +222,34 @@ class _Split:
         expected = [part for part, _ in tokenizer.pre_tokenizer.pre_tokenize_str(sample)]
         if [part.translate(_BYTE_LEVEL) for part in word.findall(sample)] != expected:
             return None  # Python reads the pattern in another way
-        return cls(re.compile(f"({longest_of({token.content for token in added})})"), word)
+        cuts = all(
+            word.findall(f"{left} {right}") == [*word.findall(left), *word.findall(f" {right}")]
+            for left, right in _borders()
+        )
+        return cls(re.compile(f"({longest_of({token.content for token in added})})"), word, cuts=cuts)
+
+    def parts(self, text: str) -> list[str]:
+        """The text between added tokens, and every second time an added token."""
+        return self._added.split(text)
+
+    def pieces(self, text: str) -> Iterable[str]:
+        """The text in pieces of ``PIECE`` characters or a few more, and the rest.
+
+        They are the same for all texts that begin in the same way, up to where these differ.
+        """
+        if len(text) < PIECE or not self._cuts:
+            return (text,)
+        pieces, start = [], 0
+        while (border := _BORDER.search(text, start + PIECE)) is not None:
+            end = border.start()
+            pieces.append(text[start:end])
+            start = end
+        pieces.append(text[start:])
+        return pieces
 
     def words(self, text: str) -> list[str] | None:
-        """None: the pattern leaves something of this text out."""
-        found: list[str] = []
-        for number, part in enumerate(self._added.split(text)):
-            if number % 2:
-                found.append(part)
-            else:
-                found += self._word.findall(part)
+        """The words of a text without added tokens. None: the pattern leaves something of it out."""
+        found = self._word.findall(text)
         return found if len("".join(found)) == len(text) else None
 
 
@@ -181,6 +280,14 @@ def _sample() -> str:
     """Runs of equal characters, so that patterns that differ in how they repeat or end give different words."""
     draw = random.Random(0)
     return "".join(chr(draw.randrange(128)) * draw.randint(1, 5) for _ in range(1_000)) + "a\n"
+
+
+def _borders() -> Iterator[tuple[str, str]]:
+    """What may stand before and behind a space that begins a word, at which texts are cut."""
+    draw = random.Random(1)
+    for _ in range(500):
+        left, right = ("".join(draw.choices(_NEAR, k=draw.randint(0, 8))) for _ in range(2))
+        yield left + draw.choice(ascii_lowercase), draw.choice(ascii_lowercase) + right
 
 
 def _pattern_of(tokenizer: Tokenizer) -> str:

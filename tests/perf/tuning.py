@@ -56,12 +56,30 @@ def least(work: Callable[[], Any], rounds: int) -> float:
 
 
 def words(rounds: int) -> list[Figure]:
-    """``encoder.CACHED_BYTES``: ids of words that were seen before."""
+    """``encoder.CACHED_BYTES``, ``encoder.PIECE``: ids of words, and of beginnings, that were seen before."""
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    encoder, text = TextEncoder(tokenizer), " ".join(random.Random(1).choices(WORDS, k=200))
-    assert encoder.encode(text, special=False) == tokenizer.encode(text, add_special_tokens=False).ids
-    cached = least(lambda: encoder.encode(text, special=False), rounds)
-    return [Figure("prompt of 200 words", cached, least(lambda: tokenizer.encode_batch_fast([text]), rounds))]
+    encoder, draw = TextEncoder(tokenizer), random.Random(1)
+
+    def prompt(words: int) -> str:
+        return " ".join(draw.choices(WORDS, k=words))
+
+    text, history = prompt(200), prompt(600)
+    assert list(encoder.encode(text, special=False)) == tokenizer.encode(text, add_special_tokens=False).ids
+
+    def seconds(work: Callable[[str], Any], beginning: str, words: int) -> float:
+        texts = [f"{beginning} {prompt(words)}" for _ in range(11 * rounds)]
+        return least(lambda: work(texts.pop()), rounds)
+
+    def known(text: str) -> Any:
+        return encoder.encode(text, special=False)
+
+    def tokenized(text: str) -> Any:
+        return tokenizer.encode_batch_fast([text])
+
+    return [
+        Figure("200 new words", seconds(known, "", 200), seconds(tokenized, "", 200)),
+        Figure("600 words that came before, 50 new", seconds(known, history, 50), seconds(tokenized, history, 50)),
+    ]
 
 
 def threads(rounds: int) -> list[Figure]:

@@ -227,7 +227,7 @@ def count_translated(chat: TranslatedChat, context: PrepareContext) -> int:
 def _prepared(
     body: ChatCompletionRequest | CompletionRequest,
     endpoint: str,
-    tokens: list[int],
+    tokens: Sequence[int],
     options: GenerationOptions,
     context: PrepareContext,
     *,
@@ -316,7 +316,7 @@ def _parsing(
         return None
 
     def prompt_end(count: int) -> str:
-        text: str = context.model.tokenizer.decode(tokens[-count:], skip_special_tokens=False)
+        text: str = context.model.tokenizer.decode(list(tokens[-count:]), skip_special_tokens=False)
         return text
 
     tools = body.tools if body.tool_choice != "none" else None

@@ -5,6 +5,7 @@ Chat messages as chat templates expect them, and the images that they name.
 
 import contextlib
 import json
+from array import array
 from collections.abc import Sequence, Set
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -167,7 +168,7 @@ class Prompt(NamedTuple):
         min_tokens: length once the placeholders are expanded; an embedding file may have more than one token.
     """
 
-    tokens: list[int]
+    tokens: Sequence[int]
     media: Sequence[MediaPart]
     min_tokens: int
 
@@ -222,6 +223,7 @@ def completion_prompt(body: CompletionRequest, context: PrepareContext) -> Promp
         ServingError: several prompts, an id outside the vocabulary, an image token, or too long.
     """
     prompt, model = single_prompt(body), context.model
+    tokens: Sequence[int]
     if isinstance(prompt, str):
         tokens = encode(prompt, context, special=True)
     elif max(prompt, default=0) >= model.vocab_size:
@@ -287,10 +289,10 @@ def expand_media(prompt: Prompt, media: Sequence[Media], image_token_id: int) ->
         placed.append(msgspec.structs.replace(medium, position=len(tokens)))
         tokens += [image_token_id] * medium.tokens
         start = at + 1
-    return tokens + prompt.tokens[start:], tuple(placed)
+    return [*tokens, *prompt.tokens[start:]], tuple(placed)
 
 
-def encode(text: str, context: PrepareContext, *, special: bool) -> list[int]:
+def encode(text: str, context: PrepareContext, *, special: bool) -> "array[int]":
     """Token ids; text that cannot fit is refused before all of it is tokenised.
 
     Args:
@@ -304,7 +306,7 @@ def encode(text: str, context: PrepareContext, *, special: bool) -> list[int]:
 
 def _escaped_template_tokens(
     body: ChatCompletionRequest, messages: list[dict[str, Any]], context: PrepareContext
-) -> list[int]:
+) -> Sequence[int]:
     """Of messages with the text of special tokens, which must not become those tokens.
 
     A mark put into such text survives the template and keeps the tokenizer from seeing a special token.

@@ -65,7 +65,7 @@ def tokenize(data: bytes, context: PrepareContext) -> Tokenized:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "give either prompt or messages")
     if body.prompt is not None:
-        tokens = encode(body.prompt, context, special=body.add_special_tokens is not False)
+        tokens = [*encode(body.prompt, context, special=body.add_special_tokens is not False)]
     else:
         tokens = _chat_tokens(body, body.messages or [], context)
     name_of = context.model.tokenizer.id_to_token
@@ -100,7 +100,7 @@ def _chat_tokens(body: TokenizeRequest, messages: list[ChatMessage], context: Pr
     check_chat(chat)
     prompt, vision = chat_prompt(chat, context), context.model.vision
     if vision is None or not prompt.media:
-        return prompt.tokens
+        return [*prompt.tokens]
     sizes = iter([1 if part.embedding else vision.image_tokens for part in prompt.media])
     tokens: list[int] = []
     for token in prompt.tokens:

@@ -55,13 +55,13 @@ texts = st.lists(
 
 @given(pattern=st.sampled_from([QWEN, GPT_OSS, "", POSSESSIVE, INCOMPLETE, LINES]), text=texts)
 def test_the_ids_are_the_tokenizers(pattern: str, text: str) -> None:
-    assert encoder(pattern).encode(text, special=False) == expected(tokenizer(pattern), text)
+    assert list(encoder(pattern).encode(text, special=False)) == expected(tokenizer(pattern), text)
 
 
 @given(path=st.sampled_from([modeldir.TINY, modeldir.DEMO]), text=texts)
 def test_of_bundled_models_too(path: Path, text: str) -> None:
     model = bundled(path)
-    assert model.encoder.encode(text, special=True) == list(model.tokenizer.encode(text).ids)
+    assert list(model.encoder.encode(text, special=True)) == list(model.tokenizer.encode(text).ids)
 
 
 bundled = cache(modeldir.load)
@@ -91,23 +91,73 @@ def test_an_added_token_that_is_ascii_once_it_is_normalized_is_found() -> None:
     described["added_tokens"].append(described["added_tokens"][0] | entry)
     normalizing = Tokenizer.from_str(json.dumps(described))
     assert expected(normalizing, "a<end>") == [64, 4096]
-    assert TextEncoder(normalizing).encode("a<end>", special=False) == [64, 4096]
+    assert list(TextEncoder(normalizing).encode("a<end>", special=False)) == [64, 4096]
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_encoder, "CACHED_BYTES", 20_000)
     bounded = TextEncoder(tokenizer(QWEN))
     text = " ".join(f"word{chr(97 + n % 26)}{chr(97 + n // 26)}<|im_end|>" for n in range(200)) + "x" * 1_000
-    assert bounded.encode(text, special=False) == expected(tokenizer(QWEN), text)
-    assert bounded.known_words.size_bytes <= 20_000 + text_encoder._WORD * text_encoder._TOKEN_BYTES + 200
+    assert list(bounded.encode(text, special=False)) == expected(tokenizer(QWEN), text)
+    assert bounded.known_words.size_bytes <= 20_000 + text_encoder._WORD * 4 + 200
     assert len(bounded.known_words) <= 100
     assert max(map(len, bounded.known_words)) < 100
+
+
+spaced = st.lists(
+    st.one_of(texts, st.sampled_from(["the ", "cat sat ", "it's a ", "x \n y ", "one two ", "a<|im_end|>b "]))
+)
+
+
+@given(
+    pattern=st.sampled_from([QWEN, GPT_OSS, "", INCOMPLETE]),
+    beginning=spaced.map("".join),
+    ends=st.tuples(texts, texts),
+)
+def test_texts_that_begin_alike_share_pieces_and_have_the_tokenizers_ids(
+    pattern: str, beginning: str, ends: tuple[str, str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_encoder, "PIECE", 5)
+        for text in (beginning + ends[0], beginning + ends[1], beginning + ends[0]):
+            assert list(encoder(pattern).encode(text, special=False)) == expected(tokenizer(pattern), text)
+
+
+def test_a_piece_is_kept_from_the_second_time_on() -> None:
+    model, prompt = bundled(modeldir.DEMO), "".join(f"this is sentence {number} of many, and " for number in range(100))
+    fresh = TextEncoder(model.tokenizer)
+    fresh.encode(prompt + "one", special=False)
+    assert fresh.known_pieces.size_bytes == 0
+    fresh.encode(prompt + "two", special=False)
+    kept = fresh.known_pieces.size_bytes
+    assert kept >= len(prompt) - 2 * text_encoder.PIECE
+    ids = fresh.encode(prompt + "three", special=False)
+    assert fresh.known_pieces.size_bytes == kept
+    assert list(ids) == expected(model.tokenizer, prompt + "three")
+
+
+def test_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_encoder, "CACHED_PIECES_BYTES", 20_000)
+    bounded = TextEncoder(tokenizer(QWEN))
+    for _ in range(2):
+        for first in "abcdefghij":
+            bounded.encode(f"{first}bc def ghi " * 200, special=False)
+    assert 10_000 < bounded.known_pieces.size_bytes <= 20_000
+
+
+@pytest.mark.parametrize("pattern", [r"\w+ \w+|\W|\w+", r"[a-z ]+|[^a-z ]"], ids=str)
+def test_where_words_reach_over_spaces_no_text_is_cut(pattern: str) -> None:
+    text = "one two three " * 100
+    splitter = encoder(pattern).splitter
+    assert splitter is None or [*splitter.pieces(text)] == [text]
+    for _ in range(3):
+        assert list(encoder(pattern).encode(text, special=False)) == expected(tokenizer(pattern), text)
 
 
 def test_an_added_token_is_found_while_another_thread_empties_the_cache() -> None:
     encoder = TextEncoder(tokenizer(QWEN))
     dict.clear(encoder.known_words)
-    assert encoder.encode("a<|im_end|>", special=False) == expected(tokenizer(QWEN), "a<|im_end|>")
+    assert list(encoder.encode("a<|im_end|>", special=False)) == expected(tokenizer(QWEN), "a<|im_end|>")
 
 
 def test_classes_inside_and_outside_of_sets() -> None:
