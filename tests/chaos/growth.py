@@ -181,9 +181,12 @@ class Growth:
         deadline = time.monotonic() + QUIET_S
         while True:
             found = await self._sample()
-            quiet = not found.open and not any(one.memory and one.messages for one in found.streams.values())
-            quiet = quiet and not (idle is not None and list(_left(idle, found)))
-            if (quiet and not await log.held(self._bus)) or time.monotonic() > deadline:
+            busy = [*found.open, *(name for name, one in found.streams.items() if one.memory and one.messages)]
+            busy += [] if idle is None else _left(idle, found)
+            busy += [] if busy else await log.held(self._bus)
+            if not busy or time.monotonic() > deadline:
+                if busy:
+                    self._say(f"not quiet after {QUIET_S:g} s: {'; '.join(busy)}")
                 await asyncio.sleep(SETTLE_S)
                 return msgspec.structs.replace(found, heaps=await self._system.heaps())
             await asyncio.sleep(1)
