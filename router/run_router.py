@@ -83,7 +83,7 @@ async def _run_router(
     bus.tasks.spawn(StreamMetrics(bus, scope.child("broker")).run(), name="stream-metrics")
     router = Router(bus, publisher, settings, metrics)
     broker = BusBroker(bus)
-    cancels = broker.orders(bus.subjects.cancel, control.decode_cancel, control.Cancel)
+    cancels = broker.orders(bus.subjects.cancel, control.decode_cancel, payload=control.Cancel, title="Cancel")
 
     @cancels
     async def cancel(order: control.Cancel) -> None:

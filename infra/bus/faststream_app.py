@@ -27,7 +27,6 @@ from faststream.nats.subscriber.config import NatsSubscriberConfig, NatsSubscrib
 from faststream.nats.subscriber.specification import NatsSubscriberSpecification
 from faststream.nats.subscriber.usecases import LogicSubscriber
 from faststream.nats.subscriber.usecases.stream_basic import StreamSubscriber
-from faststream.specification.asyncapi.utils import to_camelcase
 from nats.js.api import ConsumerConfig
 
 from penstock.infra.bus.connection import Bus
@@ -61,9 +60,9 @@ class Specification(NatsSubscriberSpecification):
         types = get_args(self._payload) if isinstance(self._payload, UnionType) else (self._payload,)
         payloads = []
         for type_ in types:
-            _, components = msgspec.json.schema_components((type_,), ref_template="#/$defs/{name}")
-            body = components.pop(type_.__name__)
-            payloads.append(({"$defs": components, **body}, to_camelcase(type_.__name__)))
+            (schema,), components = msgspec.json.schema_components((type_,), ref_template="#/$defs/{name}")
+            body = components.pop(schema["$ref"].rpartition("/")[2]) if "$ref" in schema else schema
+            payloads.append(({"title": type_.__name__, **body, "$defs": components}, type_.__name__))
         return payloads
 
 
@@ -249,6 +248,7 @@ class BusBroker(NatsBroker):
         room: Callable[[], int],
         decode: Callable[[Message], Any],
         payload: Any,
+        title: str,
         remake: Remake | None = None,
     ) -> JobSubscriber:
         """A subscriber for the messages of a durable pull consumer. Decorate one handler with it, and ``start`` it.
@@ -258,6 +258,7 @@ class BusBroker(NatsBroker):
             room: how many more messages could be started now. Call ``top_up`` when there is more.
             decode: makes of a message what the handler gets. It may raise: then the message is terminated.
             payload: the type on the wire, or a union of them, for documentation.
+            title: of this subscriber there.
             remake: as in ``Puller``.
         """
         calls: CallsCollection[Any] = CallsCollection()
@@ -273,7 +274,7 @@ class BusBroker(NatsBroker):
             ),
             Specification(
                 outer,
-                NatsSubscriberSpecificationConfig(subject=subject, queue=None, title_=None, description_=None),
+                NatsSubscriberSpecificationConfig(subject=subject, queue=None, title_=title, description_=None),
                 calls,
                 payload,
             ),
@@ -290,13 +291,14 @@ class BusBroker(NatsBroker):
         return subscriber
 
     def orders(
-        self, subject: str, decode: Callable[[bytes], Any], payload: Any, *, at_once: int = 1
+        self, subject: str, decode: Callable[[bytes], Any], *, payload: Any, title: str, at_once: int = 1
     ) -> LogicSubscriber[Any]:
         """A subscriber for messages that are not stored. What its handler returns is the answer.
 
         Args:
             decode: makes of a message's body what the handler gets.
             payload: the type on the wire, or a union of them, for documentation.
+            title: of this subscriber there.
             at_once: how many run at once.
         """
 
@@ -304,7 +306,7 @@ class BusBroker(NatsBroker):
             return decode(message.body)
 
         subscriber: LogicSubscriber[Any] = self.subscriber(
-            subject, decoder=decoder, persistent=False, max_workers=at_once
+            subject, decoder=decoder, persistent=False, max_workers=at_once, title=title
         )
         old = cast(Any, subscriber.specification)
         subscriber.specification = cast(Any, Specification(old._outer_config, old.config, old.calls, payload))

@@ -1,10 +1,15 @@
 """A whole worker process: in this process where only its logic is asked, in one of its own for signals."""
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -12,7 +17,9 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model.modeldir import TINY, ModelError
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import control, fleet, wire
+from penstock.schemas.jobs import Candidate, Decision, Job, Revoke, Stage
 from penstock.schemas.subjects import Subjects
+from penstock.schemas.tokens import Finish
 from penstock.workers.engines.engine_protocol import Engine, NodeLost
 from penstock.workers.run_worker import check_nodes, check_settings
 from penstock.workers.runners import token_backend as module
@@ -277,6 +284,37 @@ async def test_a_worker_that_served_waits_for_streams_that_the_broker_has_lost(
     assert ids((await log.end(asked)).choices[0].tokens) == answer(asked)
     served.worker.stop()
     assert await served.status() == EXIT_OK
+
+
+def test_faststream_lists_what_a_worker_reads_with_the_schemas_of_its_messages(tmp_path: Path) -> None:
+    """By the command that the documentation names."""
+    out = tmp_path / "asyncapi.json"
+    command = ("docs", "gen", "--factory", "penstock.workers.session.process:application", "--out", str(out))
+    run = subprocess.run([sys.executable, "-m", "faststream", *command], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    made = json.loads(out.read_text())
+    schemas = made["components"]["schemas"]
+
+    def payloads(title: str) -> set[str]:
+        payload = made["components"]["messages"][f"{title}:SubscribeMessage"]["payload"]
+        return {each["$ref"].rpartition("/")[2] for each in payload.get("oneOf", [payload])}
+
+    found = {channel["address"]: payloads(title) for title, channel in made["channels"].items()}
+    assert found == {
+        "ps.work.{role}.{worker}": {"Job", "Encoded", "Prefilled", "Revoke"},
+        "ps.cancel": {"Cancel"},
+        "ps.ctl.{worker}": {"DumpKv", "Drain", "Release", "Push"},
+        "ps.drain.{worker}": {"Drain"},
+    }
+    decision = Decision(
+        "kv", "w-1", "router", 1, candidates=(Candidate("w-1", slots=4),), route=(Stage("decode", "w"),)
+    )
+    job = Job(msgspec.Raw(b"{}"), 2, decision, resume=(b"abcd",), endings=(Finish("length", None, 0),))
+    for message in (job, Revoke("r1", 2), control.Cancel("r1"), control.DumpKv(3), control.Drain(stay_down=True)):
+        schema = {"$ref": f"#/components/schemas/{type(message).__name__}", "components": {"schemas": schemas}}
+        jsonschema.validate(json.loads(msgspec.json.encode(message)), schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({"type": "other"}, schema)
 
 
 def ended(broker: EmbeddedNats, home: Path, *flags: str, **environ: str) -> tuple[int, str]:

@@ -15,12 +15,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import structlog
 from faststream import FastStream
+from faststream.specification import AsyncAPI
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.bus import loop_lag
@@ -41,7 +43,7 @@ from penstock.workers.metrics.multiprocess import VARIABLE, Merged
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.session.crash_journal import CrashJournal, End, returns, state_folder
 from penstock.workers.session.request_runner import RequestRunner, ServedModel, SessionContext
-from penstock.workers.session.session import WorkerSession
+from penstock.workers.session.session import WorkerSession, job_subscriber
 
 log = structlog.get_logger("worker")
 
@@ -169,29 +171,41 @@ EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
 EXIT_CONFIG = 2  # a restart would not help
 
 
-def cancel_subscriber(
-    broker: BusBroker, subjects: Subjects, cancel: Callable[[control.Cancel], Awaitable[None]]
-) -> None:
+def cancel_subscriber(broker: BusBroker, subjects: Subjects) -> Any:
     """Where cancellations arrive, of requests that run here or elsewhere."""
-    broker.orders(subjects.cancel, control.decode_cancel, control.Cancel)(cancel)
+    return broker.orders(subjects.cancel, control.decode_cancel, payload=control.Cancel, title="Cancel")
 
 
-def control_subscribers(
-    broker: BusBroker,
-    subjects: Subjects,
-    worker: str,
-    obey: Callable[[control.WorkerControl], Awaitable[bytes]],
-    drain: Callable[[control.WorkerControl], Awaitable[bytes]],
-) -> list[Any]:
-    """Where a worker is asked for its dump, to drain, to push blocks and to release them."""
-    several = MAX_CONTROL_REQUESTS  # a push of blocks takes as long as its transfer
-    control_requests = broker.orders(
-        subjects.control(worker), control.decode_worker, control.WorkerControl, at_once=several
+def control_subscribers(broker: BusBroker, subjects: Subjects, worker: str) -> tuple[Any, Any]:
+    """Where a worker is asked for its dump, to drain, to push blocks and to release them; and to drain only."""
+    decode, several = control.decode_worker, MAX_CONTROL_REQUESTS  # a push of blocks takes as long as its transfer
+    return (
+        broker.orders(
+            subjects.control(worker), decode, payload=control.WorkerControl, title="Control", at_once=several
+        ),
+        broker.orders(subjects.drain(worker), decode, payload=control.Drain, title="Drain", at_once=several),
     )
-    drains = broker.orders(subjects.drain(worker), control.decode_worker, control.Drain, at_once=several)
-    control_requests(obey)
-    drains(drain)
-    return [control_requests, drains]
+
+
+def application() -> FastStream:
+    """What any worker reads from its broker, for ``faststream docs``; it cannot run."""
+    broker, subjects = BusBroker(None), Subjects()
+
+    async def handler(message: Any) -> None:
+        raise NotImplementedError("this application is there for its documentation")
+
+    for subscriber in (
+        job_subscriber(broker, subjects, "{role}", "{worker}"),
+        cancel_subscriber(broker, subjects),
+        *control_subscribers(broker, subjects, "{worker}"),
+    ):
+        subscriber(handler)
+    described = AsyncAPI(
+        title="Penstock worker",
+        version=version("penstock"),
+        description="Bodies are MessagePack. Schemas describe them as JSON: byte strings are base64 there.",
+    )
+    return FastStream(broker, logger=None, specification=described)
 
 
 class Backend(Protocol):
@@ -345,7 +359,7 @@ class WorkerProcess:
         bus.tasks.spawn(self._note_memory(), name="crash-journal")
         if self._settings.publish_events_and_metrics:
             serve_page(self._settings.metrics_host, self._settings.metrics_port, self._metrics.registry)
-        cancel_subscriber(broker, bus.subjects, self._on_cancel)
+        cancel_subscriber(broker, bus.subjects)(self._on_cancel)
         app = FastStream(broker, logger=None)
         await app.start()
         try:
@@ -452,18 +466,21 @@ class WorkerProcess:
             await self.session.on_cancel(order.request, order.reason)
 
     async def _subscribe_control(self, session: WorkerSession, bus: Bus, broker: BusBroker) -> list[Any]:
+        requests, drains = control_subscribers(broker, bus.subjects, session.id)
+
+        @requests
         async def on_request(order: control.WorkerControl) -> bytes:
             return await self._control(session, order)
 
+        @drains
         async def on_drain(order: control.WorkerControl) -> bytes:
             if not isinstance(order, control.Drain):  # who may have workers drain may not have them move blocks
                 return wire.encode(control.Ok("only drain"))
             return await self._control(session, order)
 
-        subscribers = control_subscribers(broker, bus.subjects, session.id, on_request, on_drain)
-        for subscriber in subscribers:
+        for subscriber in (requests, drains):
             await subscriber.start()
-        return subscribers
+        return [requests, drains]
 
     async def _control(self, session: WorkerSession, order: control.WorkerControl) -> bytes:
         if isinstance(order, control.DumpKv):

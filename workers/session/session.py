@@ -78,6 +78,7 @@ def job_subscriber(
         room=room,
         decode=_decode,
         payload=jobs.WorkMessage,
+        title="Jobs",
         remake=remake,
     )
 

@@ -45,6 +45,7 @@ def job_subscriber(broker: BusBroker, room: Callable[[], int] = lambda: 100) -> 
         room=room,
         decode=decode,
         payload=Work,
+        title="Jobs",
     )
 
 
@@ -371,8 +372,8 @@ async def test_subscribers_that_come_and_go_leave_nothing_behind(bus: Bus) -> No
         subject = f"{bus.subjects.namespace}.x.{number}"
         made = [
             job_subscriber(broker),
-            broker.orders(subject, bytes, bytes),
-            broker.orders(f"{subject}.y", bytes, bytes, at_once=4),
+            broker.orders(subject, bytes, payload=bytes, title="Orders"),
+            broker.orders(f"{subject}.y", bytes, payload=bytes, title="Several", at_once=4),
         ]
         for subscriber in made:
 
