@@ -1,9 +1,8 @@
 """FastStream on a connection that Penstock opened: handlers of jobs, and of messages that are not stored.
 
 FastStream's own connection wraps the error callback in one that can raise inside the reconnect task, after which the
-client never connects again. Its pull subscribers take batches behind a barrier, have no request open while a handler
-runs, and take up to a second for the first job after a broker's restart. So ``jobs`` is a subscriber of FastStream's
-whose subscription is a ``Puller``.
+client never connects again. Its pull subscriber has no request open while a handler runs, and hangs the event loop
+when the connection is closed. So ``jobs`` makes a subscriber of FastStream's whose subscription is a ``Puller``.
 
 Only this module touches FastStream's private parts.
 """
@@ -37,6 +36,7 @@ log = structlog.get_logger("bus")
 
 GRACE_S = 5.0  # for handlers that run when their subscriber is stopped
 
+Subscriber = LogicSubscriber[Any]
 Remake = Callable[[str], Awaitable[bool]]
 
 
@@ -73,8 +73,8 @@ class JobSubscriber(StreamSubscriber):
     handler acknowledges. A message that cannot be decoded is terminated and logged. What a handler raises is logged,
     and its message comes again after the consumer's ``ack_wait``.
 
-    A message that needs nothing of FastStream's is decoded and handed over without ``process_message``, which costs ten
-    times as much as the rest of what happens here. With a middleware, a second handler, a test client, or a handler
+    A message that needs nothing of FastStream's is decoded and handed over without ``process_message``: 1.3 µs of CPU
+    time instead of 50 (``python -m tests.perf.jobs``). With a middleware, a second handler, a test client, or a handler
     that wants a context or a dependency, it takes FastStream's own way.
     """
 
@@ -145,7 +145,7 @@ class JobSubscriber(StreamSubscriber):
             return
         try:
             handler = self._plain
-            if handler is None or len(self.calls) != 1 or self.calls[0].handler.is_test or self._broker_middlewares:
+            if handler is None or self.calls[0].handler.is_test or self._broker_middlewares:
                 await self.process_message(msg)
             else:
                 try:
@@ -232,7 +232,7 @@ class BusBroker(NatsBroker):
     def __init__(self, bus: Bus | None, *, middlewares: Sequence[type[BaseMiddleware]] = ()) -> None:
         super().__init__(serializer=None, logger=None, graceful_timeout=GRACE_S, middlewares=middlewares)
         self._bus = bus
-        self._kept: set[LogicSubscriber[Any]] = set()  # FastStream refers weakly to those that can be removed
+        self._kept: set[Subscriber] = set()  # FastStream refers weakly to those that can be removed
 
     async def _connect(self) -> Any:
         assert self._bus is not None, "this broker was made for its documentation or for a test client"
@@ -292,7 +292,7 @@ class BusBroker(NatsBroker):
 
     def orders(
         self, subject: str, decode: Callable[[bytes], Any], *, payload: Any, title: str, at_once: int = 1
-    ) -> LogicSubscriber[Any]:
+    ) -> Subscriber:
         """A subscriber for messages that are not stored. What its handler returns is the answer.
 
         Args:
@@ -305,7 +305,7 @@ class BusBroker(NatsBroker):
         async def decoder(message: NatsMessage) -> Any:
             return decode(message.body)
 
-        subscriber: LogicSubscriber[Any] = self.subscriber(
+        subscriber: Subscriber = self.subscriber(
             subject, decoder=decoder, persistent=False, max_workers=at_once, title=title
         )
         old = cast(Any, subscriber.specification)
@@ -313,7 +313,7 @@ class BusBroker(NatsBroker):
         self._kept.add(subscriber)
         return subscriber
 
-    async def remove(self, subscriber: LogicSubscriber[Any]) -> None:
+    async def remove(self, subscriber: Subscriber) -> None:
         """Stop a subscriber of ``jobs`` or ``orders``, and forget it. FastStream itself never forgets one."""
         try:
             await subscriber.stop()

@@ -1,10 +1,10 @@
 """Takes messages from a durable pull consumer, as many as there is room for, over one long-lived request.
 
-Not a FastStream subscriber: that takes batches behind a barrier, spins when the connection closes, and idles for
-seconds after the broker restarts. Here the caller reports its room, requests are renewed before they expire and at
-once after a reconnect, and a lost request is noticed by its missing heartbeat. ``PullWindow`` decides (pure: time is an
-argument), ``Puller`` sends, and ``PullSubscription`` is the inbox of one generation of requests, which needs nats-py's
-private parts.
+FastStream's own subscriber takes batches behind a barrier, hangs the event loop when the connection is closed, and
+idles for seconds after the broker restarts. Here the caller reports its room, requests are renewed before they expire
+and at once after a reconnect, and a lost request is noticed by its missing heartbeat. ``PullWindow`` decides (pure:
+time is an argument), ``Puller`` sends, and ``PullSubscription`` is the inbox of one generation of requests, which needs
+nats-py's private parts.
 
 Requests are counted in generations. After a reconnect, or when the server has been silent for too long, the requests
 made before no longer count. A message of an earlier generation is taken nevertheless, but not counted in this one.

@@ -27,7 +27,7 @@ from faststream.specification import AsyncAPI
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.bus import loop_lag
 from penstock.infra.bus.connection import Bus, connect
-from penstock.infra.bus.faststream_app import BusBroker
+from penstock.infra.bus.faststream_app import BusBroker, Subscriber
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import count_tasks
 from penstock.infra.metrics.page import serve_page
@@ -171,12 +171,12 @@ EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
 EXIT_CONFIG = 2  # a restart would not help
 
 
-def cancel_subscriber(broker: BusBroker, subjects: Subjects) -> Any:
+def cancel_subscriber(broker: BusBroker, subjects: Subjects) -> Subscriber:
     """Where cancellations arrive, of requests that run here or elsewhere."""
     return broker.orders(subjects.cancel, control.decode_cancel, payload=control.Cancel, title="Cancel")
 
 
-def control_subscribers(broker: BusBroker, subjects: Subjects, worker: str) -> tuple[Any, Any]:
+def control_subscribers(broker: BusBroker, subjects: Subjects, worker: str) -> tuple[Subscriber, Subscriber]:
     """Where a worker is asked for its dump, to drain, to push blocks and to release them; and to drain only."""
     decode, several = control.decode_worker, MAX_CONTROL_REQUESTS  # a push of blocks takes as long as its transfer
     return (
@@ -465,7 +465,7 @@ class WorkerProcess:
         if self.session is not None:
             await self.session.on_cancel(order.request, order.reason)
 
-    async def _subscribe_control(self, session: WorkerSession, bus: Bus, broker: BusBroker) -> list[Any]:
+    async def _subscribe_control(self, session: WorkerSession, bus: Bus, broker: BusBroker) -> list[Subscriber]:
         requests, drains = control_subscribers(broker, bus.subjects, session.id)
 
         @requests
