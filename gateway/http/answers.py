@@ -43,7 +43,7 @@ from penstock.gateway.http.asgi import (
     with_status_of_full,
 )
 from penstock.gateway.http.idempotency_key import submit_once
-from penstock.gateway.http.server import SCOPE, HttpConnection
+from penstock.gateway.http.server import FOLLOWED, SCOPE, HttpConnection
 from penstock.gateway.request_log.inflight import GOES_ON, InflightRequest
 from penstock.gateway.service.gateway import Gateway
 from penstock.schemas.errors import Code, ServingError
@@ -366,9 +366,16 @@ class Responder:
         self._gateway.answering.discard(inflight)
         self._release(inflight)
 
-    async def begin_stream(self) -> None:
+    async def begin_stream(self, *, followed: bool = False) -> None:
+        """
+        Args:
+            followed: something is sent at once.
+        """
         headers = [*SSE_HEADERS, *id_headers(self._inflight.request)]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        start: dict[str, Any] = {"type": "http.response.start", "status": 200, "headers": headers}
+        if followed:
+            start[FOLLOWED] = True
+        await self._send(start)
 
     async def stream(self, renderer: Renderer) -> str:
         """Server-sent events; returns the code for the metrics.
@@ -394,7 +401,7 @@ class Responder:
                     if renderer.error is not None:
                         raise renderer.error
                     started = True
-                    await self.begin_stream()
+                    await self.begin_stream(followed=bool(data) or renderer.done)
                 if data or renderer.done:  # a client that has seen every event still gets the end of the body
                     clock.sends(items, len(data))
                     idle.sent()
@@ -421,7 +428,7 @@ class Responder:
             size = sum(map(len, portions))
             self._metrics.response_bytes.inc(size)
             headers = [JSON, (b"content-length", b"%d" % size), *id_headers(inflight.request)]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers, FOLLOWED: True})
             for number, portion in enumerate(portions, 1):
                 await self._send({"type": "http.response.body", "body": portion, "more_body": number < len(portions)})
             return self._account(collector)

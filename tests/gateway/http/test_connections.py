@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.http.server import SCOPE, ConnectionLimits, HttpConnection, HttpServer
+from penstock.gateway.http.server import FOLLOWED, SCOPE, ConnectionLimits, HttpConnection, HttpServer
 from penstock.gateway.run_gateway import listen
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.process import turns
@@ -29,6 +29,7 @@ class Application:
         self.begun = asyncio.Event()
         self.lost = asyncio.Event()
         self.sent = 0
+        self.header: tuple[bytes, bytes] | None = None  # one more, of every answer
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         size = 0
@@ -67,6 +68,7 @@ class Application:
         await send({"type": "http.response.body", "body": body})
 
     async def _start(self, send: Any, headers: list[tuple[bytes, bytes]]) -> None:
+        headers += [self.header] if self.header is not None else []
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
@@ -156,6 +158,62 @@ async def test_a_header_beyond_the_limit_is_refused_with_431(serve: Serve, head:
     assert status(answer) == 431
     assert error_of(answer)["code"] == "headers_too_large"
     assert not serving.app.begun.is_set()
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+async def test_so_it_is_on_a_kept_connection_in_whatever_pieces_it_comes(serve: Serve, pieces: int) -> None:
+    serving = await serve()
+    head = b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 9_000 + b"\r\n\r\n"
+    async with asyncio.timeout(10), serving.client(GET) as (reader, writer):
+        await reader.readuntil(b"\r\n\r\n0")
+        for at in range(pieces):
+            writer.write(head[at * 8_000 : (at + 1) * 8_000] if pieces > 1 else head)
+            await asyncio.sleep(0)
+        assert status(await everything(reader)) == 431
+
+
+class Recorded(asyncio.Transport):
+    """What a connection writes, by write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+
+    def write(self, data: Any) -> None:
+        self.writes.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("followed", [True, False])
+async def test_a_head_goes_out_with_what_follows_it_at_once(followed: bool) -> None:
+    app, transport = Application(), Recorded()
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]}
+        await send(start | ({FOLLOWED: True} if followed else {}))
+        await send({"type": "http.response.body", "body": b"one"})
+        app.begun.set()
+
+    tasks = Tasks("test")
+    connection = HttpConnection(HttpServer(answer, [], ConnectionLimits(), tasks))
+    connection.connection_made(transport)
+    connection.data_received(GET)
+    async with asyncio.timeout(10):
+        await app.begun.wait()
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n"
+    assert transport.writes == ([head + b"one"] if followed else [head, b"one"])
+    connection.connection_lost(ConnectionError())
+    await tasks.aclose()
+
+
+async def test_a_header_that_would_begin_another_is_an_error_of_the_server(serve: Serve) -> None:
+    serving = await serve()
+    serving.app.header = (b"x", b"1\r\ny: 2")
+    answer = await serving.ask(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert status(answer) == 500
+    assert b"y: 2" not in answer
 
 
 async def test_a_long_request_line_is_refused(serve: Serve) -> None:
