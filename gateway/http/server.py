@@ -111,7 +111,7 @@ def _line(name: bytes, value: bytes) -> bytes:
     return _line_start(name) + value + b"\r\n"
 
 
-class Exchange(RequestResponseCycle):
+class AsgiCycle(RequestResponseCycle):
     """One request and its answer, as ASGI sees them: uvicorn's cycle at a third of its cost.
 
     A request that has arrived whole is read without a wait or a copy, and lines of a head are made once.
@@ -270,9 +270,9 @@ class HttpConnection(HttpToolsProtocol):
         self._refusal: ServingError | None = None  # sent in answer to whatever comes
         self._refused_at = 0.0  # when an error was sent that ends the connection
         self._last_error: ServingError | None = None  # sent behind the open answers; nothing more is read
-        self.cycle: Exchange = None  # type: ignore[assignment]  # the newest request
-        self._answered: Exchange | None = None  # the oldest open one
-        self.pipeline: deque[Exchange] = deque()  # type: ignore[assignment]  # those behind it, the newest first
+        self.cycle: AsgiCycle = None  # type: ignore[assignment]  # the newest request
+        self._answered: AsgiCycle | None = None  # the oldest open one
+        self.pipeline: deque[AsgiCycle] = deque()  # type: ignore[assignment]  # those behind it, the newest first
         self._idle_since = 0.0  # while the server drains; 0: it is not idle
         self._kept_since = 0.0  # the last answer ended, and nothing has come since; 0: something has
         self._small = False  # what is being read is so short that no head in it exceeds the limits
@@ -387,13 +387,13 @@ class HttpConnection(HttpToolsProtocol):
             SCOPE: self,  # type: ignore[misc]
         }
         keep_alive = version != "1.0" and not self._server.draining and self.parser.should_keep_alive()
-        earlier, exchange = self.cycle, Exchange(self, keep_alive=keep_alive)
-        self.cycle = exchange
+        earlier, cycle = self.cycle, AsgiCycle(self, keep_alive=keep_alive)
+        self.cycle = cycle
         if earlier is None or earlier.response_complete:
-            self._start(exchange)
+            self._start(cycle)
         else:
             self.flow.pause_reading()
-            self.pipeline.appendleft(exchange)
+            self.pipeline.appendleft(cycle)
 
     def _check_head(self) -> ServingError | None:
         """Why this head is too large; None: it is not."""
@@ -410,21 +410,21 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._overhead_bytes = 0
-        exchange = self.cycle
-        if not self._closing and not exchange.response_complete:
-            exchange.add_body(body)
-            if len(exchange.body) > HIGH_WATER_LIMIT:
+        cycle = self.cycle
+        if not self._closing and not cycle.response_complete:
+            cycle.add_body(body)
+            if len(cycle.body) > HIGH_WATER_LIMIT:
                 self.flow.pause_reading()
-            exchange.message_event.set()
+            cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         self._receiving, self._ended = False, True
-        exchange = self.cycle
+        cycle = self.cycle
         if not self._closing:
-            if not exchange.response_complete:
-                exchange.more_body = False
-                exchange.message_event.set()
-            if exchange is self._answered:  # nothing more has to be read for it, but to see the client go
+            if not cycle.response_complete:
+                cycle.more_body = False
+                cycle.message_event.set()
+            if cycle is self._answered:  # nothing more has to be read for it, but to see the client go
                 self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
@@ -442,9 +442,9 @@ class HttpConnection(HttpToolsProtocol):
         elif self._last_error is not None and not self.transport.is_closing():
             self._send_last(self._last_error)
 
-    def _start(self, exchange: Exchange) -> None:
-        self._answered = exchange
-        task = self.loop.create_task(exchange.run_asgi(self.app))
+    def _start(self, cycle: AsgiCycle) -> None:
+        self._answered = cycle
+        task = self.loop.create_task(cycle.run_asgi(self.app))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
