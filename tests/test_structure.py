@@ -310,6 +310,17 @@ def test_a_heavy_library_is_named_only_where_it_belongs(library: str) -> None:
     assert wrong == []
 
 
+def test_one_module_knows_the_private_parts_of_faststream() -> None:
+    private = ("faststream._internal", "faststream.nats.subscriber", "faststream.nats.broker")
+    found = [
+        path.relative_to(ROOT).as_posix()
+        for folder in OURS
+        for path in sources(folder)
+        if any(name.startswith(private) for _, name in imports(path))
+    ]
+    assert set(found) == {"infra/bus/faststream_app.py"}
+
+
 def test_cores_and_schemas_touch_neither_broker_nor_clock() -> None:
     forbidden = {"nats", "faststream", "asyncio", "threading", "uvicorn"}
     pure = [*sources("schemas"), *sources("workers/engines/core")]

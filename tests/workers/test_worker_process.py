@@ -11,9 +11,11 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+from faststream import BaseMiddleware
 from structlog.testing import capture_logs
 
 from penstock.configs.settings import WorkerSettings
+from penstock.infra.bus.faststream_app import JobSubscriber
 from penstock.infra.model.modeldir import TINY, ModelError
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import control, fleet, wire
@@ -193,6 +195,35 @@ async def test_a_cancel_message_reaches_the_session(
     await log.bus.nc.request(log.bus.subjects.control(worker), wire.encode(control.DumpKv(1)), timeout=5)
     held.resume()
     assert (await log.end(asked)).code == "cancelled"
+    await log.bus.nc.request(log.bus.subjects.control(worker), wire.encode(control.Drain()), timeout=5)
+    assert await served.status() == EXIT_OK
+
+
+async def test_jobs_of_a_whole_process_reach_its_handler_by_the_short_way(
+    broker: EmbeddedNats, log: LogClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What FastStream is given anywhere in the process may turn it off: a middleware, types to cast, a context."""
+    taken: list[Any] = []
+    process = JobSubscriber.process_message
+
+    async def noted(self: JobSubscriber, msg: Any) -> Any:
+        taken.append(msg)
+        return await process(self, msg)
+
+    monkeypatch.setattr(JobSubscriber, "process_message", noted)
+    served = Served(broker, log, engine(), monkeypatch)
+    worker = await served.registered()
+    asked = request(model=MODEL)
+    await log.send_job(worker, asked)
+    assert (await log.end(asked)).worker == worker
+    assert taken == []
+    session = served.worker.session
+    assert session is not None
+    session._broker.add_middleware(BaseMiddleware)
+    again = request(model=MODEL)
+    await log.send_job(worker, again)
+    assert (await log.end(again)).worker == worker
+    assert len(taken) == 1
     await log.bus.nc.request(log.bus.subjects.control(worker), wire.encode(control.Drain()), timeout=5)
     assert await served.status() == EXIT_OK
 
