@@ -300,9 +300,14 @@ class RouterSettings(Common, frozen=True, kw_only=True):
             "-1: 0 if its KV is in a GPU's memory, otherwise 256",
         ),
     ] = -1
-    max_pending: Annotated[
-        Positive, about("requests per priority that the router holds while no worker can take them")
-    ] = 512
+    max_held_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 20,
+            description="memory per priority for requests that the router holds while no worker can take them, in "
+            "bytes; prompts take up to half of it, others are read again from the log",
+        ),
+    ] = 64 << 20
     max_attempts: Annotated[Positive, about("attempts of one request before it fails with worker_lost")] = 4
     stalled_after_s: Annotated[
         float,

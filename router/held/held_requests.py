@@ -12,8 +12,11 @@
    shorter prompt may fit where a longer one does not; lanes do not wait for each other.
 
 A prompt's cached blocks are looked up when it is held and again every second. Trying a request costs a full decision,
-so where one pool of aggregated workers serves a lane, the requests that have a target are found first. What is held is
-bounded by class and by model.
+so where one pool of aggregated workers serves a lane, the requests that have a target are found first.
+
+What is held is bounded in bytes, by class and by model: beyond that, requests wait in the log, first come, first
+served. So that the order holds for many, only half of the bytes are for what clients wrote. Beyond it, prompts are left
+in the log too, and read again when their request is placed.
 """
 
 import heapq
@@ -23,7 +26,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from penstock.router.held.class_queue import ClassQueue, QueueEntry
 from penstock.router.placement.cost import HeldRequest, aggregated_pool, is_ready
-from penstock.router.placement.pending import PendingRequest, lane, routing_request
+from penstock.router.placement.pending import PendingRequest, lane, routing_request, trimmed
 from penstock.router.placement.routing import RoutingRequest
 from penstock.router.state.holders import TargetId, keys_view
 from penstock.router.state.load_tracker import LoadTracker
@@ -194,14 +197,19 @@ def _turn(rank: int, among: ClassQueue[T]) -> tuple[int, int]:
 Overlaps = Callable[[Sequence[int]], Mapping[TargetId, int]]
 
 REFRESH_NS = SECOND_NS
+REFRESH_EACH_NS = 1_000_000  # per held request, if that is longer: lookups take a few percent of the time
 REFRESHED = 64  # looked up again at once, at most
 TRIED = 8  # requests of a lane for which ``candidates`` cannot compute targets in advance
 
 
 class Held(Generic[T]):
-    """A held request, with the cached blocks of its prompt by target, as of the last lookup."""
+    """A held request, with the cached blocks of its prompt by target, as of the last lookup.
 
-    __slots__ = ("cached", "item", "keys", "looked_ns", "request")
+    Attributes:
+        bytes: that it takes, about; 0: unknown.
+    """
+
+    __slots__ = ("bytes", "cached", "item", "keys", "looked_ns", "request")
 
     def __init__(self, item: T, request: RoutingRequest, keys: Sequence[int]) -> None:
         self.item = item
@@ -209,6 +217,7 @@ class Held(Generic[T]):
         self.keys = keys
         self.cached: Mapping[TargetId, int] = {}
         self.looked_ns = 0
+        self.bytes = 0
 
 
 class HeldOrder(Generic[T]):
@@ -263,9 +272,10 @@ class HeldOrder(Generic[T]):
         )
 
     def refresh(self, now_ns: int) -> None:
-        """Repeat the lookups that are a second old."""
+        """Repeat the lookups that are a second old, or older where very many requests are held."""
+        age_ns = max(REFRESH_NS, REFRESH_EACH_NS * len(self.queue))
         for _ in range(REFRESHED):
-            if not self._looked or now_ns - self._looked[0][0] < REFRESH_NS:
+            if not self._looked or now_ns - self._looked[0][0] < age_ns:
                 return
             looked_ns, id = self._looked.popleft()
             entry = self.queue.get(id)
@@ -317,24 +327,30 @@ class HeldOrder(Generic[T]):
 
 
 PASSED_ON = 2  # times the space: what other routers pass on comes on top
+HELD_BYTES = 4096  # of a held request; besides come its prompt, the names of its blocks, and what targets cache of it
+TARGET_BYTES = 100  # for each target that caches some of it
+READ_AHEAD = 512  # requests that are read from the log at once, with their prompts
 
 
 class HeldRequests:
     """
     Args:
-        max_pending: requests held per class. Models without a worker may take a quarter of it together, each other
-            model half, so that one model's requests leave space for those of others.
+        max_bytes: of the requests held per class; half of it for requests as they were stored. Models without a worker
+            may take a quarter of it together, each other model half, so that one model's requests leave space for those
+            of others.
         local_prefill_tokens: longer prompts may need a prefill worker, and wait in a lane of their own.
         order: in which they are tried.
     """
 
-    def __init__(self, max_pending: int, local_prefill_tokens: int, order: HeldOrder[PendingRequest]) -> None:
-        self._max_pending = max_pending
+    def __init__(self, max_bytes: int, local_prefill_tokens: int, order: HeldOrder[PendingRequest]) -> None:
+        self._max_bytes = max_bytes
         self._local_prefill_tokens = local_prefill_tokens
         self._order = order
         self._queue = order.queue
         self._held = dict.fromkeys(Priority, 0)
-        self._shares: Counter[tuple[Priority, str]] = Counter()
+        self._bytes = dict.fromkeys(Priority, 0)
+        self._raw_bytes = dict.fromkeys(Priority, 0)  # of these, of requests as they were stored
+        self._shares: Counter[tuple[Priority, str]] = Counter()  # bytes
         self._tenants: dict[Priority, Counter[str]] = {priority: Counter() for priority in Priority}
         self._deferred: dict[str, str] = {}  # request -> reply, of requests that the broker will deliver again
 
@@ -348,8 +364,10 @@ class HeldRequests:
         return (entry.item.item for entry in self._queue)
 
     def space(self, priority: Priority) -> int:
-        """Further requests of a class that may be read from the log."""
-        return max(0, self._max_pending - self._held[priority])
+        """Further requests of a class that may be read from the log now."""
+        held, left = self._held[priority], self._max_bytes - self._bytes[priority]
+        each = self._bytes[priority] / held if held else HELD_BYTES
+        return max(0 if held else 1, min(READ_AHEAD, int(left / each)))
 
     def by_tenant(self) -> tuple[HeldByTenant, ...]:
         """How many requests are held, by class and tenant."""
@@ -363,21 +381,26 @@ class HeldRequests:
         """Hold a request; False: its model has its share of the space, or others passed on more than there is space
         for, and its message must be delivered again later.
 
-        A later attempt, which has no message, is always held.
+        A later attempt, which has no message, is always held, with its prompt.
 
         Args:
             serving: number of workers that serve its model.
             registered: number of all workers.
         """
         request = pending.request
-        full = self._held[request.priority] >= PASSED_ON * self._max_pending
+        priority = request.priority
+        full = self._bytes[priority] >= PASSED_ON * self._max_bytes
         if pending.reply and (full or (serving != registered and self._share_is_full(pending, serving))):
             self._deferred[request.id] = pending.reply
             return False
+        pending.request = request = trimmed(request)
+        if pending.reply and self._raw_bytes[priority] + len(pending.raw) > self._max_bytes // 2:
+            pending.raw = b""
         keys = () if pending.computes_whole_prompt else keys_view(request.digests)
+        held = Held(pending, routing_request(pending, keys, avoid=frozenset(), revision=None), keys)
         entered = self._order.push(
             request.id,
-            Held(pending, routing_request(pending, keys, avoid=frozenset(), revision=None), keys),
+            held,
             rank=request.priority.rank,
             arrived_ns=request.created_ns,
             deadline_ns=request.deadline_ns,
@@ -386,16 +409,16 @@ class HeldRequests:
             tenant=request.tenant,
         )
         if entered:
-            self._held[request.priority] += 1
-            self._shares[request.priority, pending.share] += 1
-            self._tenants[request.priority][request.tenant] += 1
+            held.bytes = HELD_BYTES + len(request.digests) + len(pending.raw) + TARGET_BYTES * len(held.cached)
+            self._count(held, 1)
+            self._tenants[priority][request.tenant] += 1
         return True
 
     def delivered_again(self, request_id: str, reply: str) -> bool:
         """Whether a request is held. Its latest delivery counts: the broker ignores rejections of earlier ones."""
         entry = self._queue.get(request_id)
         if entry is not None and entry.item.item.reply:
-            entry.item.item.reply = reply
+            entry.item.item.reply, entry.item.item.claimed = reply, 0.0
         return entry is not None
 
     def remove(self, request_id: str) -> PendingRequest | None:
@@ -452,8 +475,18 @@ class HeldRequests:
 
     def _share_is_full(self, pending: PendingRequest, serving: int) -> bool:
         pending.share = pending.request.model if serving else ""
-        limit = self._max_pending // (2 if serving else 4)
-        return self._shares[pending.request.priority, pending.share] >= max(1, limit)
+        limit = self._max_bytes // (2 if serving else 4)
+        used = self._shares[pending.request.priority, pending.share]
+        return used > 0 and used + HELD_BYTES + len(pending.request.digests) + len(pending.raw) > limit
+
+    def _count(self, held: Held[PendingRequest], sign: int) -> None:
+        """Count a request that enters (1) or leaves (-1). Meanwhile ``raw`` stays."""
+        pending = held.item
+        priority = pending.request.priority
+        self._held[priority] += sign
+        self._bytes[priority] += sign * held.bytes
+        self._raw_bytes[priority] += sign * len(pending.raw)
+        self._shares[priority, pending.share] += sign * held.bytes
 
     def _lane(self, pending: PendingRequest) -> str:
         return lane(pending, self._local_prefill_tokens)
@@ -463,8 +496,7 @@ class HeldRequests:
             return None
         pending = entry.item.item
         priority = pending.request.priority
-        self._held[priority] -= 1
-        self._shares[priority, pending.share] -= 1
+        self._count(entry.item, -1)
         counts, tenant = self._tenants[priority], pending.request.tenant
         counts[tenant] -= 1
         if not counts[tenant]:

@@ -21,19 +21,21 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get
 from penstock.infra.bus.jetstream import Message
 from penstock.infra.bus.puller import NAK, Puller, config_of, is_of, make_again, present, sequence
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.process.turns import TimeSlice
 from penstock.router.held.held_requests import HeldRequests
 from penstock.router.ownership.membership import Membership
+from penstock.router.placement.pending import PendingRequest
 from penstock.router.placement.routing import ModelPart
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas import routers
 from penstock.schemas.requests import Priority
 from penstock.schemas.routers import LostLeases
 from penstock.schemas.streams import LONGEST_DEADLINE_S, ConsumerSpec, topology
-from penstock.schemas.subjects import token
+from penstock.schemas.subjects import request_of, token
 
 
 class BackgroundTasks:
@@ -145,6 +147,7 @@ EXPIRES_S = {Priority.interactive: 0.9, Priority.standard: 1.0, Priority.batch: 
 # After a lease ended. Until then a stopped router's pull requests may take a part of the redelivered messages.
 AGAIN_S = max(EXPIRES_S.values()) - routers.LEASE_S + 0.1
 PASS_ON_S = 1.0
+READ_AGAIN_S = 5.0  # at most, in a cluster also from another server
 STANDBY_PAUSE_S = 0.02  # between two reads of a router that owns nothing: a takeover comes later by as much
 _RESERVED = "$"  # the server refuses messages whose reply is "$JS.ACK…", so it travels without
 
@@ -156,6 +159,23 @@ class PassedOn(NamedTuple):
     data: bytes
     reply: str
     headers: dict[str, str] | None = None
+
+
+async def read_again(bus: Bus, pending: PendingRequest) -> bool:
+    """Read what was left in the log of a held request (``PendingRequest.raw``); False: the log has it no longer.
+
+    Raises:
+        ServingError: the broker did not answer.
+    """
+    if pending.raw:
+        return True
+    if not pending.reply:  # the stream with its message was lost
+        return False
+    entry = await get(bus, bus.subjects.stream("REQUESTS"), sequence(pending.reply), within_s=READ_AGAIN_S)
+    if entry is None or request_of(entry.headers) != pending.request.id:
+        return False
+    pending.raw = entry.data
+    return True
 
 
 class Intake:
@@ -354,6 +374,9 @@ class Intake:
             name = token(pending.request.model)
             if not self.membership.places(name) and self._held.remove(pending.request.id) is not None:
                 try:
-                    await self._send(self.membership.owner(name), pending.raw, pending.reply)
+                    if pending.raw:
+                        await self._send(self.membership.owner(name), pending.raw, pending.reply)
+                    else:  # whoever gets it again has all of it to pass on
+                        await self._bus.nc.publish(pending.reply, NAK)
                 except (NatsError, OSError) as error:  # it is delivered again
                     log.debug("request_not_forwarded", request=pending.request.id, error=repr(error))

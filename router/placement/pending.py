@@ -24,7 +24,7 @@ from penstock.router.state.attempts import Positions, count_crashes
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import Registration, Revisions, WorkerState
 from penstock.schemas.jobs import ALONE, SUSPECT, Decision, DecisionInputs, Job, LoadHeader
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, LogitsProcessor
 from penstock.schemas.tokens import Finish, Logprob
 
 EVIDENCE_S = 30.0  # Kubernetes starts a container that crashed a second time again after 20 s
@@ -47,12 +47,13 @@ class PendingRequest(msgspec.Struct, eq=False):
     """A request that is to be placed, for the first time or again.
 
     Attributes:
-        raw: the request as it was stored.
+        request: while it is held, as ``trimmed`` leaves it.
+        raw: the request as it was stored; b"": that is left in the log, to be read again when it is placed or ends.
         reply: where to acknowledge its message; "": a later attempt, whose message was acknowledged.
         since_ns: when this router got it.
         resume, finished, endings, scored, logprobs, scores, streamed_ns: as in ``Job``, from earlier attempts.
         reason: why it is placed: "new", "worker_lost", "worker_lost: ..." (how its process ended), "returned: ...".
-        claimed: monotonic time of the last extension of its message's ack_wait.
+        claimed: monotonic time when the broker was told last that it is held.
         revision: of the model that earlier attempts ran in.
         share: the share of its class's space that it counts in, while it is held.
         lost: attempts that were lost with their worker, and that worker.
@@ -113,6 +114,34 @@ class PendingRequest(msgspec.Struct, eq=False):
         """Names of the logits processors that its worker must have."""
         processors = self.request.sampling.logits_processors
         return frozenset(each.name for each in processors) if processors else _NONE
+
+
+def trimmed(request: GenerateRequest) -> GenerateRequest:
+    """What a router reads of a request: not its prompt, and little else that its client wrote. The job has it as it
+    was stored (``PendingRequest.raw``)."""
+    sampling, stop, drawn, embedding = request.sampling, request.stop, request.diffusion, request.embedding
+    if sampling.logit_bias or sampling.logits_processors:
+        processors = tuple(LogitsProcessor(each.name) for each in sampling.logits_processors)
+        sampling = msgspec.structs.replace(sampling, logit_bias={}, logits_processors=processors)
+    if stop.token_ids or stop.strings:
+        stop = msgspec.structs.replace(stop, token_ids=(), strings=())
+    if drawn is not None:
+        drawn = msgspec.structs.replace(drawn, prompt="", negative="")
+    if embedding is not None:
+        embedding = msgspec.structs.replace(embedding, texts=(), lengths=())
+    return msgspec.structs.replace(
+        request,
+        prompt=b"",
+        prompt_length=request.prompt_tokens,
+        sampling=sampling,
+        stop=stop,
+        diffusion=drawn,
+        embedding=embedding,
+        parsing=None,
+        client_body=b"",
+        constraint=None,
+        trace=None,
+    )
 
 
 def routing_request(

@@ -11,12 +11,12 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.puller import ACK
-from penstock.router.ownership.intake import BackgroundTasks
+from penstock.router.ownership.intake import BackgroundTasks, read_again
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.router_metrics import Metrics
 from penstock.schemas import done, summary, wire
-from penstock.schemas.errors import Code
+from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
 from penstock.schemas.token_dedup import ChoiceProgress
@@ -194,6 +194,10 @@ class TerminalPublisher:
         read another. A router that dies in between leaves readers to the record.
         """
         request, attempt = pending.request, pending.attempt
+        try:
+            await read_again(self._bus, pending)
+        except ServingError as error:  # its record has no more of it than that it ended
+            log.warning("ended_request_not_read", request=request.id, error=error.message)
         batch = TokenBatch(self._router, 0, 0, (last_item(request, attempt, code, message),))
         event = refused(
             request,

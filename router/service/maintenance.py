@@ -23,7 +23,7 @@ from penstock.configs.settings import RouterSettings
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get
 from penstock.infra.bus.publisher import Publisher
-from penstock.infra.bus.puller import ACK, IN_PROGRESS, sequence
+from penstock.infra.bus.puller import ACK, NAK, sequence
 from penstock.infra.bus.stream_fill import WARN, StreamWatch
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.process.turns import TimeSlice
@@ -40,7 +40,12 @@ from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STOR
 
 log = structlog.get_logger("router")
 
-CLAIM_S = ROUTER_ACK_WAIT_S / 3  # between two extensions of a held message's ack_wait
+CLAIM_S = ROUTER_ACK_WAIT_S / 3  # between two looks at what is held, before the broker delivers it again
+# So long the broker keeps a held request from other routers; one that takes over does not wait for it. Thousands may be
+# held: to extend the ack_wait of each every half second would keep this process and the broker busy.
+HOLD_S = 10.0
+AGAIN_AFTER_S = HOLD_S / 3
+HELD = NAK + b' {"delay": %d}' % (HOLD_S * 1e9)
 SWEEP_S = 0.1
 RETENTION_S = 1.0
 SNAPSHOT_S = 10.0
@@ -77,6 +82,7 @@ class Maintenance:
         self._metrics = metrics
         self._place = place
         self._place_held = place_held
+        self._claimed = 0.0  # when what is held was looked at last
         self._jobs = JobRetention(bus, publisher)
         self._requests = RequestRetention(bus, publisher)
         self._time_slice = TimeSlice()
@@ -101,15 +107,9 @@ class Maintenance:
         await self._cluster.maintain(now_ns)
         for pending in self._held.expired(now_ns):
             await self._place(pending)
-        for pending in self._held:
-            if self._revision_is_gone(pending, now):
-                if self._held.remove(pending.request.id) is not None:
-                    self._end_without_revision(pending)
-                continue
-            if pending.reply and now - pending.claimed > CLAIM_S and self._bus.connected:
-                pending.claimed = now
-                await self._claim(pending.reply)
-            await self._time_slice.yield_if_spent()
+        if now - self._claimed >= CLAIM_S:
+            self._claimed = now
+            await self._look_at_held(now)
         self._metrics.waiting.set(len(self._held))
         caches = self._cluster.caches
         if caches.index is not None:
@@ -119,6 +119,17 @@ class Maintenance:
         self._metrics.workers.set(self._cluster.tracker.size)
         self._metrics.lost_leases(self._cluster.losses.recent(now_ns))
         self._place_held()
+
+    async def _look_at_held(self, now: float) -> None:
+        for pending in self._held:
+            if self._revision_is_gone(pending, now):
+                if self._held.remove(pending.request.id) is not None:
+                    self._end_without_revision(pending)
+                continue
+            if pending.reply and now - pending.claimed > AGAIN_AFTER_S and self._bus.connected:
+                pending.claimed = now
+                await self._claim(pending.reply)
+            await self._time_slice.yield_if_spent()
 
     def _revision_is_gone(self, pending: PendingRequest, now: float) -> bool:
         """Whether a request that is streaming has waited long enough for a worker of its revision."""
@@ -144,7 +155,7 @@ class Maintenance:
     async def _claim(self, reply: str) -> None:
         """Keep the broker from delivering a held request to another router."""
         try:
-            await self._bus.nc.publish(reply, IN_PROGRESS)
+            await self._bus.nc.publish(reply, HELD)
         except (NatsError, OSError) as error:  # the connection has just failed
             log.debug("claim_failed", error=repr(error))
 
@@ -270,7 +281,7 @@ class RequestRetention:
             ServingError: a request could not be read or stored; the next check tries again.
         """
         watch = self._watch
-        if not await _seen(watch):
+        if not await _seen(watch) or watch.share_from(0) < WARN:
             return []
         expiring = sorted((sequence(reply), request, reply) for request, reply in unplaced)
         if not expiring or watch.share_of(len(expiring)) > MAX_SHARE:

@@ -26,7 +26,7 @@ from penstock.infra.bus.puller import ACK, NAK, TERM, sequence, stored_ns
 from penstock.infra.process.turns import TimeSlice
 from penstock.router.held.held_requests import HeldOrder, HeldRequests
 from penstock.router.held.tenant_weights import TenantWeights
-from penstock.router.ownership.intake import BackgroundTasks, Intake
+from penstock.router.ownership.intake import BackgroundTasks, Intake, read_again
 from penstock.router.placement.cost import describe
 from penstock.router.placement.decision_inputs import Decider
 from penstock.router.placement.pending import PendingRequest, Standing, build_job, build_load, sends_keys, standing
@@ -43,7 +43,7 @@ from penstock.router.state.target_loads import ENCODE
 from penstock.schemas import contents, jobs, requests, wire
 from penstock.schemas.block_hashes import keys_text
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.jobs import DecisionInputs
+from penstock.schemas.jobs import DecisionInputs, LoadHeader
 from penstock.schemas.requests import GenerateRequest, Priority, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS
 
@@ -131,7 +131,7 @@ class Router:
             weights=self.tenants.weights,
         )
         limit = settings.local_prefill_tokens
-        return HeldRequests(settings.max_pending, LOCAL_PREFILL_TOKENS if limit < 0 else limit, order)
+        return HeldRequests(settings.max_held_bytes, LOCAL_PREFILL_TOKENS if limit < 0 else limit, order)
 
     def _make_intake(self) -> Intake:
         return Intake(
@@ -257,7 +257,11 @@ class Router:
             )
             self.metrics.decision.observe((self._bus.clock.now_ns() - now_ns) / 1e9)
             if decision.route and all(stage.worker != pending.gone for stage in decision.route):
-                await self._publish_job(pending, decision, inputs, keys, now_ns)
+                job, load = self._admit(pending, decision, inputs, keys, now_ns)
+                if pending.raw:
+                    await self._publish_job(pending, decision, job, load, keys)
+                else:  # the requests behind it do not wait for that
+                    self._background.spawn(self._publish_left(pending, decision, job, load, keys), "read-again")
                 return True
             if decision.code is not None and not decision.route:
                 message = f"no worker can ever run this request: {describe(decision.reason)}"
@@ -332,17 +336,16 @@ class Router:
             return True
         return False
 
-    async def _publish_job(
+    def _admit(
         self,
         pending: PendingRequest,
         decision: RoutingDecision,
         inputs: DecisionInputs,
         keys: Sequence[int],
         now_ns: int,
-    ) -> None:
-        """Send the job to its first worker. The request is acknowledged once the job is stored."""
-        request, attempt, first = pending.request, pending.attempt, decision.route[0]
-        prefill = self.cluster.tracker.worker(decision.prefill_worker)
+    ) -> tuple[jobs.Job, LoadHeader]:
+        """Count a request where it goes, before the next decision. Returns its job, and what others fold of it."""
+        request, prefill = pending.request, self.cluster.tracker.worker(decision.prefill_worker)
         assert prefill is not None
         job = build_job(
             pending,
@@ -357,8 +360,45 @@ class Router:
         )
         load = build_load(pending, decision, prefill)
         suspect = pending.suspect.value
-        self.cluster.admit(request.id, attempt, decision.route, load, keys, now_ns, suspect=suspect)
+        self.cluster.admit(request.id, pending.attempt, decision.route, load, keys, now_ns, suspect=suspect)
         self.decider.sent(request, decision.route)
+        return job, load
+
+    async def _publish_left(
+        self,
+        pending: PendingRequest,
+        decision: RoutingDecision,
+        job: jobs.Job,
+        load: LoadHeader,
+        keys: Sequence[int],
+    ) -> None:
+        """Send the job of a request that was left in the log while it was held."""
+        request = pending.request
+        try:
+            if await read_again(self._bus, pending):
+                job = msgspec.structs.replace(job, request=msgspec.Raw(pending.raw))
+                await self._publish_job(pending, decision, job, load, keys)
+                return
+        except (ServingError, NatsError, OSError, TimeoutError) as error:
+            log.warning("placement_postponed", request=request.id, error=str(error) or repr(error))
+            self.cluster.tracker.release(request.id, pending.attempt)
+            self._hold(pending)
+            return
+        self.cluster.tracker.release(request.id, pending.attempt)
+        message = "the log lost the request before a worker was free; send it again"
+        self.terminal.end(pending, Code.broker_unavailable, message)
+
+    async def _publish_job(
+        self,
+        pending: PendingRequest,
+        decision: RoutingDecision,
+        job: jobs.Job,
+        load: LoadHeader,
+        keys: Sequence[int],
+    ) -> None:
+        """Send the job to its first worker. The request is acknowledged once the job is stored."""
+        request, attempt, first = pending.request, pending.attempt, decision.route[0]
+        now_ns, suspect = job.decision.at_ns, pending.suspect.value
         try:
             body, part = await self._encode(request, job, now_ns)
             if request.no_store and (worker := self.cluster.tracker.worker(first.worker)) is not None and worker.inbox:

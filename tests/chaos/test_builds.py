@@ -25,7 +25,7 @@ def test_a_role_that_does_not_take_part_stays_with_this_build() -> None:
 
 
 def test_flags_that_the_other_build_lacks_are_left_out() -> None:
-    argv = ["--name=router-0", "--max-pending=9", "--revision-wait-s=3", "--no-trace"]
+    argv = ["--name=router-0", "--max-held-bytes=9", "--revision-wait-s=3", "--no-trace"]
     assert OTHER.adapted("router", argv) == ["--name=router-0", "--no-trace"]
     assert OTHER.adapted("gateway", argv) == ["--name=router-0"]
 
@@ -41,8 +41,8 @@ def test_a_build_is_prepared_from_a_folder_with_the_flags_of_its_roles(tmp_path:
     found = prepare(str(ROOT), tmp_path, ["router"])
     assert found.root == str(ROOT)
     assert found.nats
-    assert {"--name", "--max-pending", "--mode"} <= set(found.flags["router"])
-    assert found.adapted("router", argv := ["--name=r", "--max-pending=9"]) == argv
+    assert {"--name", "--max-held-bytes", "--mode"} <= set(found.flags["router"])
+    assert found.adapted("router", argv := ["--name=r", "--max-held-bytes=9"]) == argv
 
 
 def test_what_is_neither_a_folder_nor_a_revision_is_refused(tmp_path: Path) -> None:

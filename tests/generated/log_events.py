@@ -255,6 +255,7 @@ MEANINGS = {
     "drain_cut_short": "the worker was asked not to wait for its requests",
     "drain_timeout": "requests were left at the end of `--drain-s` and go to other workers",
     "draining": "the worker takes no new requests and finishes its own",
+    "ended_request_not_read": "a request ended that was left in the log while it was held, and its record lacks it",
     "engine_argument": "an engine argument is wrong or slow, by the rules of `penstock recipe check`",
     "engine_argument_dropped": "the installed engine does not know an argument",
     "engine_dead": "the engine's processes have ended; the worker ends, too",

@@ -14,6 +14,7 @@ from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.router.held.held_requests import HELD_BYTES
 from penstock.router.service.router import Router
 from penstock.router.state.router_metrics import Metrics
 from penstock.schemas import block_hashes, control, done, fleet, jobs, kv, wire
@@ -22,7 +23,7 @@ from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import HEADER_GONE, HEADER_LOAD, HEADER_MSG_ID, Subjects
 from penstock.schemas.transfer import Encoded, Endpoint, Memory, Prefilled, Ticket
 from tests.infra.bus.support import eventually
-from tests.workers.support import BLOCK, MODEL, LogClient, dial
+from tests.workers.support import BLOCK, MODEL, LogClient, dial, request
 
 
 class Routing:
@@ -96,6 +97,12 @@ async def routing(
         finally:
             if not made.ended:
                 await made.close()
+
+
+def room(requests: int) -> int:
+    """``max_held_bytes`` for so many requests of the tests."""
+    asked = request()
+    return requests * (HELD_BYTES + len(asked.digests) + len(wire.encode(asked)) + 64)
 
 
 class Stub:

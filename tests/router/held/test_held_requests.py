@@ -1,8 +1,10 @@
-"""Which requests a router holds: bounded by class and by model, and what it publishes again."""
+"""Which requests a router holds: bounded in bytes by class and by model, and what it publishes again."""
 
 from typing import Any
 
-from penstock.router.held.held_requests import HeldOrder, HeldRequests
+import msgspec
+
+from penstock.router.held.held_requests import HELD_BYTES, READ_AHEAD, HeldOrder, HeldRequests
 from penstock.router.placement.decision_inputs import array_decisions
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.state.load_tracker import LoadTracker
@@ -13,13 +15,16 @@ from tests.workers.support import MODEL, request
 STANDARD = Priority.standard
 
 
-def pending(model: str = MODEL, reply: str = "reply", **options: Any) -> PendingRequest:
-    return PendingRequest(request(model=model, **options), b"", reply, 0)
+def pending(model: str = MODEL, reply: str = "reply", *, raw: bytes = b"", **options: Any) -> PendingRequest:
+    """Of ``HELD_BYTES``, with ``raw``."""
+    asked = msgspec.structs.replace(request(model=model, **options), digests=b"")
+    return PendingRequest(asked, raw, reply, 0)
 
 
-def made(max_pending: int) -> HeldRequests:
+def made(requests: int) -> HeldRequests:
+    """With space for so many requests of ``pending``."""
     tracker = LoadTracker()
-    return HeldRequests(max_pending, 256, HeldOrder(tracker, array_decisions(tracker), lambda _: {}))
+    return HeldRequests(requests * HELD_BYTES, 256, HeldOrder(tracker, array_decisions(tracker), lambda _: {}))
 
 
 def fill(held: HeldRequests, model: str, count: int, serving: int, registered: int) -> int:
@@ -101,3 +106,48 @@ def test_deferred_requests_are_named_once_and_held_ones_while_the_router_reads()
     assert held.unacknowledged(reading=True) == [(kept.request.id, "a")]
     assert fill(held, MODEL, 3, serving=3, registered=3) == 3
     assert held.unacknowledged(reading=True) == [], "no space, so this router reads no more of the class"
+
+
+def test_prompts_stay_in_the_log_beyond_half_of_the_bytes_and_their_requests_are_held() -> None:
+    held, prompt = made(8), bytes(2 * HELD_BYTES)
+    kept, large, small = pending(raw=prompt), pending(raw=prompt + b"x"), pending(raw=prompt)
+    for each in (kept, large, small):
+        assert held.hold(each, 1, 1)
+    assert (kept.raw, large.raw, small.raw) == (prompt, b"", prompt)
+    assert held.space(STANDARD) == 0, "8 of them: 3 requests, and twice 2 for prompts"
+    assert held.take(kept.request.id) is kept
+    assert held.hold(again := pending(raw=prompt), 1, 1)
+    assert again.raw == prompt, "there is space again"
+
+
+def test_a_later_attempt_keeps_its_prompt_since_the_log_has_no_message_of_it() -> None:
+    held = made(1)
+    later = pending(reply="", raw=bytes(HELD_BYTES))
+    assert held.hold(later, 1, 1)
+    assert later.raw == bytes(HELD_BYTES)
+
+
+def test_what_is_held_of_a_request_has_its_length_and_no_prompt() -> None:
+    held, asked = made(8), pending()
+    tokens = asked.request.prompt_tokens
+    assert tokens
+    assert held.hold(asked, 1, 1)
+    assert (asked.request.prompt, asked.request.prompt_tokens) == (b"", tokens)
+
+
+def test_requests_are_read_from_the_log_as_far_as_those_that_are_held_leave_space() -> None:
+    held = made(16)
+    assert held.space(STANDARD) == 16
+    for each in range(4):
+        held.hold(pending(raw=bytes(HELD_BYTES)), 1, 1)
+        assert held.space(STANDARD) == (16 - 2 * each - 2) // 2, "each takes the space of two"
+    assert made(1 << 20).space(STANDARD) == READ_AHEAD
+    assert made(0).space(STANDARD) == 1, "one is read, however large"
+
+
+def test_a_redelivered_request_is_claimed_anew() -> None:
+    held, asked = made(8), pending()
+    held.hold(asked, 1, 1)
+    asked.claimed = 1e9
+    assert held.delivered_again(asked.request.id, "later")
+    assert (asked.reply, asked.claimed) == ("later", 0.0)

@@ -19,7 +19,7 @@ from penstock.schemas.requests import Priority
 from penstock.schemas.streams import StreamSpec, topology
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
-from tests.router.support import Clients, routing
+from tests.router.support import Clients, room, routing
 from tests.workers.support import request
 
 SIZE = 1 << 20
@@ -60,7 +60,7 @@ class CapacityProbe:
 async def test_held_requests_are_published_again_and_block_no_others(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients, parked: bool
 ) -> None:
-    async with routing(broker, pipeline, max_pending=4) as one:
+    async with routing(broker, pipeline, max_held_bytes=room(4)) as one:
         await clients.stub("w1")
         await one.knows("w1")
         probe = CapacityProbe(clients.bus)

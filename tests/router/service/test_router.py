@@ -10,17 +10,19 @@ import pytest
 from structlog.testing import capture_logs
 
 from penstock.infra.bus import memory_storage
-from penstock.infra.bus.puller import ACK, NAK
+from penstock.infra.bus.puller import ACK, NAK, sequence
 from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.router.held.held_requests import HELD_BYTES
 from penstock.router.placement.decision_inputs import Decisions
 from penstock.router.placement.routing import RoutingDecision, RoutingRequest
+from penstock.router.service import router as router_module
 from penstock.router.service.maintenance import CLAIM_S
 from penstock.router.service.router import Router
 from penstock.router.state.holders import keys_view
 from penstock.router.state.prefix_index import PrefixIndex
 from penstock.schemas import contents, control, fleet, jobs, kv, wire
 from penstock.schemas.block_hashes import keys_of
-from penstock.schemas.errors import Code
+from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import Stage
 from penstock.schemas.requests import GenerateRequest, Priority, new_request_id
 from penstock.schemas.streams import CLOCK_SKEW_NS, ROUTER_ACK_WAIT_S
@@ -29,7 +31,7 @@ from penstock.schemas.tenants import Limits
 from penstock.schemas.tokens import WHOLE_REQUEST
 from tests.infra.bus.support import eventually
 from tests.router.dumps import load_dump
-from tests.router.support import Clients, Routing, routing
+from tests.router.support import Clients, Routing, room, routing
 from tests.workers.support import MODEL, LogClient, answer, request, run_worker
 
 
@@ -139,7 +141,7 @@ async def test_the_content_of_a_request_is_sent_to_its_worker_beside_the_job(cli
 async def test_a_class_takes_no_more_out_of_the_log_than_its_room(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients
 ) -> None:
-    async with routing(broker, pipeline, max_pending=5) as one:
+    async with routing(broker, pipeline, max_held_bytes=room(5)) as one:
         asked = [request(priority=priority) for priority in (Priority.standard, Priority.batch) for _ in range(20)]
         await clients.ask(*asked)
         await eventually(lambda: len(one.waiting) == 10)
@@ -155,6 +157,101 @@ async def test_a_class_takes_no_more_out_of_the_log_than_its_room(
         await clients.acknowledged(20)
         await clients.acknowledged(20, "batch")
         assert one.waiting == []
+
+
+LONG: dict[str, Any] = {"prompt": list(range(1, 4001)), "digests": b""}  # its prompt takes 16 kB
+LITTLE = 4 * HELD_BYTES  # to hold requests in, and none of these prompts
+BIG: dict[str, Any] = {"slots": 100, "total_blocks": 100_000, "max_model_len": 100_000}  # a worker that takes them
+
+
+async def test_a_request_whose_prompt_was_left_in_the_log_is_placed_as_it_was_stored(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients
+) -> None:
+    async with routing(broker, pipeline, max_held_bytes=LITTLE) as one:
+        asked = [request(**LONG, client_body=b"{}") for _ in range(3)]
+        await clients.ask(*asked)
+        await eventually(lambda: len(one.waiting) == 3)
+        assert not any(pending.raw or pending.request.prompt for pending in one.router.held)
+        await clients.stub("w1", **BIG)
+        for each in asked:
+            _, job = await clients.placed(each)
+            assert bytes(job.request) == wire.encode(each)
+        await clients.acknowledged(3)
+        assert one.unfinished == {each.id: (1, "w1") for each in asked}
+
+
+async def test_a_cancelled_request_whose_prompt_was_left_in_the_log_is_whole_in_its_record(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
+) -> None:
+    async with routing(broker, pipeline, max_held_bytes=LITTLE) as one:
+        asked = request(**LONG)
+        await clients.ask(asked)
+        await eventually(lambda: one.waiting == [asked.id])
+        await one.router.on_cancel(asked.id, "client_disconnected")
+        await is_ended_by_the_router(log, asked, Code.cancelled)
+        assert (await log.end(asked)).submitted == wire.encode(asked)
+        await clients.acknowledged(1)
+
+
+async def test_a_request_that_the_log_lost_while_it_waited_is_ended(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
+) -> None:
+    async with routing(broker, pipeline, max_held_bytes=LITTLE) as one:
+        lost, kept = request(**LONG), request(**LONG)
+        await clients.ask(lost, kept)
+        await eventually(lambda: len(one.waiting) == 2)
+        (found,) = [pending for pending in one.router.held if pending.request.id == lost.id]
+        assert await clients.bus.js.delete_msg(clients.bus.subjects.stream("REQUESTS"), sequence(found.reply))
+        await clients.stub("w1", **BIG)
+        await clients.placed(kept)
+        message = await is_ended_by_the_router(log, lost, Code.broker_unavailable)
+        assert "send it again" in message
+        await eventually(lambda: one.unfinished == {kept.id: (1, "w1")})
+
+
+async def test_a_request_whose_prompt_cannot_be_read_now_is_held_again(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with routing(broker, pipeline, max_held_bytes=LITTLE) as one:
+        asked, tries = request(**LONG), 0
+
+        async def away(*_: Any) -> bool:
+            nonlocal tries
+            tries += 1
+            raise ServingError(Code.broker_unavailable, "no leader")
+
+        with monkeypatch.context() as patched, capture_logs() as logs:
+            patched.setattr(router_module, "read_again", away)
+            await clients.ask(asked)
+            await eventually(lambda: one.waiting == [asked.id])
+            await clients.stub("w1", **BIG)
+            await eventually(lambda: tries >= 2)
+            assert one.folded == {} or asked.id not in one.waiting, "it counts at the worker or as held, never as both"
+        await clients.placed(asked)
+        assert "placement_postponed" in [entry["event"] for entry in logs]
+
+
+async def test_a_held_request_is_not_delivered_again(clients: Clients, one: Routing) -> None:
+    asked = request()
+    await clients.ask(asked)
+    await eventually(lambda: one.waiting == [asked.id])
+
+    async def deliveries() -> int:
+        info = await clients.bus.js.consumer_info(clients.bus.subjects.stream("REQUESTS"), "router-standard")
+        assert info.delivered is not None
+        return int(info.delivered.consumer_seq or 0)
+
+    for _ in range(3):  # a router that has just started rejects what it finds, twice
+        before = await deliveries()
+        await asyncio.sleep(ROUTER_ACK_WAIT_S + 0.3)  # the broker would deliver it by itself
+        if await deliveries() == before:
+            break
+    else:
+        raise AssertionError("it is delivered again and again")
+    assert await clients.unacknowledged() == 1
+    await clients.stub("w1")
+    await clients.placed(asked)
+    await clients.acknowledged(1)
 
 
 async def test_a_freed_slot_goes_to_the_highest_class(clients: Clients, one: Routing) -> None:
@@ -189,7 +286,7 @@ async def test_a_models_waiting_requests_leave_room_for_those_of_others(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients
 ) -> None:
     """40 of a model without workers, 40 of one whose worker is full, a room of 16: a third model's are placed."""
-    async with routing(broker, pipeline, max_pending=16) as one:
+    async with routing(broker, pipeline, max_held_bytes=room(16)) as one:
         busy = await clients.stub("busy", model="busy", slots=1)
         await clients.stub("w1", slots=100)
         await one.knows("busy", "w1")
