@@ -125,6 +125,24 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
             "(file descriptor); -1: none, and whichever is idle accepts",
         ),
     ] = -1
+    cells: Annotated[
+        Positive,
+        about(
+            "cells of the deployment, each with streams, routers and workers of its own: the first has the namespace "
+            "NAME of this deployment, the others NAME-1, NAME-2, ..."
+        ),
+    ] = 1
+    cell_nats_urls: Annotated[
+        tuple[str, ...],
+        about(
+            "broker URLs of the cells behind the first, in their order, for cells with brokers of their own; several "
+            "servers of one cell with ';' between; default: --nats-url"
+        ),
+    ] = ()
+    nearest_cell: Annotated[
+        int,
+        Meta(ge=-1, description="cell that requests stay in unless another one suits them clearly better; -1: any"),
+    ] = -1
     max_body_bytes: Annotated[Positive, about("largest request body, in bytes")] = 16 << 20
     max_header_bytes: Annotated[
         Positive, about("largest header of an HTTP request, in bytes; a single line has at most 8192")
@@ -279,6 +297,9 @@ class RouterSettings(Common, frozen=True, kw_only=True):
             "pipeline itself does, and names the others; for users who log in by nkeys"
         ),
     ] = ""
+    cells: Annotated[
+        Positive, about("cells of the deployment; with several, routers tell gateways how loaded their workers are")
+    ] = 1
     mode: Annotated[RouterMode, about("how a worker is chosen; kv: by cached blocks and load")] = "kv"
     overlap_weight: Annotated[
         float, Meta(ge=0, description="work that one cached token saves, in prompt tokens; 0: ignore caches")

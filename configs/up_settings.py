@@ -85,7 +85,17 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gateways: Annotated[
         Positive, about("gateway processes, which share --http-port; the ports after it are one gateway's each")
     ] = 1
-    routers: Annotated[Positive, about("router processes")] = 1
+    routers: Annotated[
+        Positive, about("router processes, dealt over the cells: at least one for each; more are standbys")
+    ] = 1
+    cells: Annotated[int, _OF_GATEWAY] = _GATEWAY.cells
+    cell_nats_urls: Annotated[
+        tuple[str, ...],
+        about(
+            "broker URLs of the cells behind the first, in their order, with the operator's credentials; several "
+            "servers of one cell with ';' between; default: --nats-url, or a broker for each cell where none is given"
+        ),
+    ] = ()
     router_mode: Annotated[RouterMode, about("how a worker is chosen; kv: by cached blocks and load")] = _ROUTER.mode
     http_host: Annotated[str, _OF_GATEWAY] = _GATEWAY.http_host
     http_port: Annotated[int, _OF_GATEWAY] = _GATEWAY.http_port

@@ -21,10 +21,10 @@ from penstock.gateway.http.server import ConnectionLimits, HttpServer
 from penstock.gateway.http.shared_socket import ConnectionCounts
 from penstock.gateway.http.tls import BadCertificate, Certificate
 from penstock.gateway.nats.api import NatsApi
-from penstock.gateway.service.gateway import Gateway
+from penstock.gateway.service.gateway import CellLink, Gateway
 from penstock.gateway.service.model_store import report_ignored
 from penstock.infra.bus import loop_lag
-from penstock.infra.bus.connection import connect
+from penstock.infra.bus.connection import Bus, connect, connect_while_running
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import Stop, count_tasks
 from penstock.infra.metrics.scope import process_scope
@@ -33,9 +33,11 @@ from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.infra.process.sockets import CannotListen, check_unclaimed
 from penstock.infra.text.parsers import families
 from penstock.schemas.errors import ServingError
+from penstock.schemas.subjects import cell_namespace
 
 log = structlog.get_logger("gateway")
 
+CELL_S = 3.0  # to wait for the broker of a cell behind the first
 STOP_S = 1.0  # for each step of stopping, beyond drain_s
 CLOSE_S = 3.0  # for connections to end
 END_S = 4.5  # beyond drain_s: then the process exits, whatever it waits for
@@ -67,6 +69,11 @@ def front_of(settings: GatewaySettings) -> Front:
     """
     if bool(settings.tls_cert) != bool(settings.tls_key):
         raise ValueError("--tls-cert and --tls-key are needed together")
+    if (urls := len(settings.cell_nats_urls)) and urls != settings.cells - 1:
+        raise ValueError(
+            f"--cell-nats-urls names {urls} brokers and --cells is {settings.cells}: name one for each cell but the "
+            "first, or none"
+        )
     check_origins(settings.cors_origins)
     certificate = Certificate(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
     return Front(certificate, TrustedProxies(settings.trusted_proxies))
@@ -133,23 +140,14 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
     stop = Stop(bound_s=settings.drain_s + END_S)
     stop.on_signals()
     listeners = listening_sockets(settings)
-    bus = await connect(
-        settings.nats_url,
-        role="gateway",
-        name=f"gateway:{settings.name}",
-        namespace=settings.namespace,
-        on_fatal=stop.failed,
-        skip_subject_validation=True,
-    )
-    await bus.follow_clock()
-    publisher = Publisher(bus)
-    await publisher.open()
+    links = [await _link(settings, number, stop) for number in range(settings.cells)]
+    bus = links[0].bus
     labels = {"namespace": settings.namespace, "process": settings.name}
     metrics = GatewayMetrics(process_scope("gateway", labels).child("gateway"))
     loop = asyncio.get_running_loop()
     metrics.tasks.set_function(lambda: count_tasks(loop))
     lag = loop_lag.gauge(metrics.scope)
-    gateway = Gateway(bus, publisher, models, settings, metrics)
+    gateway = Gateway(links, models, settings, metrics)
     nats_api = NatsApi(gateway, bus.tasks.group("nats-api"))
     app = application(gateway)
     if settings.cors_origins:
@@ -192,9 +190,51 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
         await _bounded("connections", server.close(), CLOSE_S)
     finally:
         await _bounded("gateway", gateway.close(), STOP_S)
-        await _bounded("publisher", publisher.close(), STOP_S)
-        await bus.close()
+        await asyncio.gather(*(_close(link) for link in links))
     return stop.status
+
+
+async def _link(settings: GatewaySettings, cell: int, stop: Stop) -> CellLink:
+    """
+    Raises:
+        ServingError: the home broker does not answer, or refuses the credentials. Other cells are used when they are
+            there.
+    """
+    urls = settings.cell_nats_urls
+    url = urls[cell - 1].replace(";", ",") if cell and urls else settings.nats_url
+    options: dict[str, Any] = {
+        "role": "gateway",
+        "name": f"gateway:{settings.name}",
+        "namespace": cell_namespace(settings.namespace, cell),
+        "on_fatal": stop.failed,
+        "skip_subject_validation": True,
+    }
+    if not cell:
+        bus = await connect(url, **options)
+        publisher = Publisher(bus)
+        await _use(bus, publisher)
+        return CellLink(bus, publisher)
+    bus, connecting = await connect_while_running(url, timeout=CELL_S, **options)
+    publisher = Publisher(bus)
+
+    async def opened() -> None:
+        await connecting
+        await _use(bus, publisher)
+
+    opening = bus.tasks.spawn(opened(), name="open-cell")
+    if connecting.done():
+        await opening
+    return CellLink(bus, publisher, opening)
+
+
+async def _use(bus: Bus, publisher: Publisher) -> None:
+    await bus.follow_clock()
+    await publisher.open()
+
+
+async def _close(link: CellLink) -> None:
+    await _bounded("publisher", link.publisher.close(), STOP_S)
+    await link.bus.close()
 
 
 def limits_of(settings: GatewaySettings, metrics: GatewayMetrics) -> ConnectionLimits:

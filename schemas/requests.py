@@ -248,6 +248,19 @@ def new_request_id(now_ns: int | None = None, randomness: bytes | None = None, *
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
+def cell_in(request_id: str) -> int:
+    """The number of the cell in an id, see ``new_request_id``; -1: it is no id of a request."""
+    try:
+        return int(request_id[24:27], 16) if len(request_id) == 36 else -1
+    except ValueError:
+        return -1
+
+
+def in_cell(request_id: str, cell: int) -> str:
+    """The same id in another cell."""
+    return f"{request_id[:24]}{cell:03x}{request_id[27:]}"
+
+
 _ANSWERS = ("chatcmpl-", "cmpl-", "resp_", "msg_")  # how ids of answers begin
 _LONGEST_SHOWN = 80  # characters of what is no id
 _LAST_MS = 253_402_300_799_999  # the year 9999, the last that RFC 3339 can write

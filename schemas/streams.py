@@ -135,6 +135,21 @@ def scaled(topology: Topology, size_bytes: int) -> Topology:
     return replace(topology, streams=streams, objects=objects)
 
 
+def divided(topology: Topology, cells: int) -> Topology:
+    """The topology of one of several cells, whose streams take together what those of one cell would."""
+    if cells == 1:
+        return topology
+    parts = [bucket.max_bytes for bucket in topology.buckets] + [each.max_bytes for each in topology.objects]
+    parts += [stream.max_bytes for stream in topology.streams if not stream.memory]
+    least = sum(bucket.max_bytes for bucket in topology.buckets) + len(parts) * LEAST_STREAM
+    part = scaled(topology, max(least, sum(parts) // cells))
+
+    def smaller(stream: StreamSpec) -> StreamSpec:
+        return replace(stream, max_bytes=max(LEAST_STREAM, stream.max_bytes // cells)) if stream.memory else stream
+
+    return replace(part, streams=tuple(map(smaller, part.streams)))
+
+
 def submissions(
     s: Subjects, tenant: str = DEFAULT_TENANT, max_pending: int = MAX_PENDING
 ) -> tuple[StreamSpec, ConsumerSpec]:

@@ -50,6 +50,11 @@ def token(name: str) -> str:
     return _TOKEN.sub("_", name) or "_"
 
 
+def cell_namespace(namespace: str, cell: int) -> str:
+    """The namespace of a deployment's cell; its first cell, home, has the deployment's own."""
+    return f"{namespace}-{cell}" if cell else namespace
+
+
 def in_memory(address: str) -> bool:
     """Whether the output of a token address is in memory storage."""
     return address.startswith(f"{MEMORY}.")
@@ -206,6 +211,16 @@ class Subjects:
     @property
     def cancel(self) -> str:
         return f"{self.namespace}.cancel"
+
+    @property
+    def loads(self) -> str:
+        """Where a cell's routers say how loaded its workers are, for gateways that choose between cells."""
+        return f"{self.namespace}.loads"
+
+    @property
+    def sent(self) -> str:
+        """Where gateways tell each other which cells they sent requests to; in the first cell's namespace only."""
+        return f"{self.namespace}.sent"
 
     def lease(self, worker: str) -> str:
         """The worker's key in the ``workers`` bucket, as a subject."""

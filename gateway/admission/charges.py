@@ -5,14 +5,15 @@ It holds one of the requests at a time until it has ended, whether or not its cl
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from penstock.gateway.access.authentication import Caller
 from penstock.gateway.admission.rate_limits.limiter import Limiter, Paid
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.request_log.inflight import InflightRequest
-from penstock.gateway.request_log.lookup import Records, RequestFinder
 from penstock.infra.bus.clock import BrokerClock
 from penstock.infra.bus.tasks import Tasks
+from penstock.schemas import done
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 
@@ -22,12 +23,22 @@ GRACE_NS = 60_000_000_000  # beyond its deadline; by then a request has ended
 
 
 class Charges:
+    """
+    Args:
+        find_record, find_request: a request's terminal event and the request itself, by id.
+    """
+
     def __init__(
-        self, limiter: Limiter, records: Records, finder: RequestFinder, tasks: Tasks, clock: BrokerClock
+        self,
+        limiter: Limiter,
+        find_record: Callable[[str], Awaitable[done.Done | None]],
+        find_request: Callable[[str], Awaitable[GenerateRequest]],
+        tasks: Tasks,
+        clock: BrokerClock,
     ) -> None:
         self._limiter = limiter
-        self._records = records
-        self._finder = finder
+        self._find_record = find_record
+        self._find_request = find_request
         self._tasks = tasks
         self._clock = clock
         self.reserved: dict[str, Paid] = {}  # of requests that are not in the log yet
@@ -82,7 +93,7 @@ class Charges:
         while missed < MISSED and self._clock.now_ns() < request.deadline_ns + GRACE_NS:
             await asyncio.sleep(LOOK_S)
             try:
-                record = await self._records.find(request.id)
+                record = await self._find_record(request.id)
                 missed = missed + 1 if record is None and not await self._is_stored(request.id) else 0
             except ServingError:  # the broker is away
                 continue
@@ -93,7 +104,7 @@ class Charges:
 
     async def _is_stored(self, request_id: str) -> bool:
         try:
-            await self._finder.find(request_id)
+            await self._find_request(request_id)
         except ServingError as error:
             if error.code is Code.request_not_found:
                 return False

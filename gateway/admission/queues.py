@@ -30,7 +30,7 @@ from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.forget import stores
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.requests import Priority
+from penstock.schemas.requests import GenerateRequest, Priority
 from penstock.schemas.routers import LEASE_S, decode
 
 
@@ -185,8 +185,11 @@ class QueueMonitor:
         limit: waiting requests of each class.
         readers: this gateway's own open requests.
         name_in: canonical name of a body's model; "": it names none that is served.
+        cell: its number.
+        counted: called after a poll, when ``queued`` is new.
 
     Attributes:
+        queued: accepted requests that no router has placed, by model; "": of whichever.
         has_routers: some router takes requests; as of the last poll.
         lacks_consumer: of this stream routers' consumers are missing; "": none is.
         hurried: poll more often, since work waits for the next place.
@@ -199,7 +202,13 @@ class QueueMonitor:
         limit: int,
         readers: Callable[[], Iterable[InflightRequest]],
         name_in: Callable[[bytes], str],
+        counted: Callable[[], None] = lambda: None,
+        *,
+        cell: int = 0,
     ) -> None:
+        self.queued: Mapping[str, int] = {}
+        self._counted = counted
+        self._shown = f"{bus.subjects.namespace}:" if cell else ""  # before the names of its consumers
         self.has_routers = False
         self.lacks_consumer = ""
         self.hurried = False
@@ -240,7 +249,7 @@ class QueueMonitor:
         has_routers = False
         for priority, name, info in zip(Priority, names, consumers, strict=True):
             pending, unacknowledged = info.num_pending or 0, info.num_ack_pending or 0
-            self._metrics.consumers.observe(name, pending, unacknowledged, info.num_redelivered or 0)
+            self._metrics.consumers.observe(self._shown + name, pending, unacknowledged, info.num_redelivered or 0)
             queued[priority] = pending + unacknowledged
             delivered = info.delivered.consumer_seq if info.delivered else 0
             # A router that is full has no pull request waiting at the moment, but makes progress.
@@ -255,8 +264,9 @@ class QueueMonitor:
     async def _count_models(self) -> None:
         metrics, total = self._metrics, self._queues.total
         if len(metrics.models) < 2:
-            metrics.of("").queued.set(total)
+            self.queued = {"": total}
             self._queues.polled_models({})
+            self._counted()
             return
         held: Mapping[str, int] = {}
         if total:
@@ -265,8 +275,8 @@ class QueueMonitor:
         own = Counter(each.request.model for each in self._readers() if each.fold.attempt < 0) if total else {}
         counts = by_model(total, held, own)
         self._queues.polled_models({model: counts.get(model, 0) for model in metrics.models})
-        for model in {*metrics.models, *counts}:
-            metrics.of(model).queued.set(counts.get(model, 0))
+        self.queued = counts
+        self._counted()
 
     async def _held_by_routers(self) -> Counter[str]:
         held = Counter[str]()
@@ -286,6 +296,16 @@ class QueueMonitor:
         except ServingError:
             return False
         return not (self._queues.near and self._queues.full)
+
+    def has_room_for(self, request: GenerateRequest) -> bool:
+        """Whether this request would be taken."""
+        try:
+            self._log_capacity.check(request.tenant)
+            if self._queues.near:
+                self._queues.check(request.priority, request.model)
+        except ServingError:
+            return False
+        return True
 
     @property
     def class_matters(self) -> bool:

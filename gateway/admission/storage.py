@@ -232,9 +232,15 @@ def retention_s(*, age_s: float, size: int, max_bytes: int, max_age_s: float) ->
 
 
 class Retention:
-    def __init__(self, bus: Bus, metrics: GatewayMetrics) -> None:
+    """
+    Attributes:
+        kept_s: how long records will be kept at the present rate.
+    """
+
+    def __init__(self, bus: Bus, looked: Callable[[], None]) -> None:
+        self.kept_s = math.inf
         self._bus = bus
-        self._metrics = metrics
+        self._looked = looked
         self._warned = False
 
     async def run(self) -> None:
@@ -256,7 +262,8 @@ class Retention:
         age_s = max(0.0, time.time() - first.time_ns / 1e9) if first is not None else 0.0
         size = state.bytes if first is not None else 0
         kept_s = retention_s(age_s=age_s, size=size, max_bytes=max_bytes, max_age_s=max_age_s)
-        self._metrics.retention.set(kept_s)
+        self.kept_s = kept_s
+        self._looked()
         short = bool(max_bytes) and size >= WARN * max_bytes and kept_s < max_age_s
         if short and not self._warned:
             log.warning(

@@ -358,7 +358,7 @@ class _Api:
             message = "this gateway does not list requests; its operator can start it with --list-requests"
             raise ServingError(Code.unsupported, message)
         query = request_list.parse(request.query_params, self._gateway.fleet.sight(caller))
-        return _reply(request_list.body(await self._gateway.listing.page(query.criteria, query.limit, query.after)))
+        return _reply(request_list.body(await self._gateway.list_requests(query.criteria, query.limit, query.after)))
 
     async def request(self, request: Request) -> Response:
         gateway = self._gateway

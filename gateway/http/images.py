@@ -45,12 +45,13 @@ async def read_file(gateway: Gateway, name: str, request: GenerateRequest | None
     Raises:
         ServingError: the file does not exist or has expired, is too large, or the broker does not answer.
     """
+    bus = gateway.cell_of(name[:ID_CHARACTERS]).bus
     if request is not None and request.no_store:
-        data = await get_file(gateway.bus, request.gateway, request.id, name)
+        data = await get_file(bus, request.gateway, request.id, name)
         if data is None:
             raise _not_found(name)
         return data
-    return await object_store.get(gateway.bus, BUCKET, name, limit=MAX_FILE_BYTES, timeout=READ_TIMEOUT_S)
+    return await object_store.get(bus, BUCKET, name, limit=MAX_FILE_BYTES, timeout=READ_TIMEOUT_S)
 
 
 class GeneratedFiles:

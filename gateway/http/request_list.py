@@ -221,7 +221,7 @@ async def _incomplete(gateway: Gateway, request: GenerateRequest, record: done.D
     """
     again = await gateway.read_again(request, record.attempt)
     if again.fold.open:
-        ended_s = (gateway.bus.clock.now_ns() - await gateway.records.ended_ns(request.id)) / 1e9
+        ended_s = (gateway.bus.clock.now_ns() - await gateway.cell_of(request.id).records.ended_ns(request.id)) / 1e9
         if ended_s >= gateway.settings.no_store_grace_s:
             raise erased(request.id)
         if ended_s < LATE_S:
@@ -243,9 +243,10 @@ async def running_progress(
 
     Returns: None: the collector has its whole answer; the last token comes before the record.
     """
-    seen = gateway.progress.here(request.id)
+    progress = gateway.cell_of(request.id).progress
+    seen = progress.here(request.id)
     if seen is None and request.gateway != gateway.id:
-        seen = await gateway.progress.ask(request.gateway, request.id)
+        seen = await progress.ask(request.gateway, request.id)
     if seen is not None:
         return seen
     if await _collected(gateway, request, collector):

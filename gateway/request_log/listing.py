@@ -8,7 +8,7 @@ The progress of a running request, from the gateway that follows it: reading the
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, NamedTuple
 
 import msgspec
@@ -108,9 +108,14 @@ class _Cursor(NamedTuple):
                 return cls("DONE", int(numbers[0]), int(numbers[1]))
         except (ValueError, IndexError):
             pass
-        raise ServingError(
-            Code.invalid_request, f"{text[:80]!r} is no position: give the last page's `next_after`", param="after"
-        )
+        raise _no_position(text)
+
+
+class _Listed(NamedTuple):
+    """``after``: the position behind it."""
+
+    summary: RequestSummary
+    after: str
 
 
 class RequestListing:
@@ -122,26 +127,18 @@ class RequestListing:
         self._progress = progress
         self._from_log = from_log
 
-    async def page(self, criteria: Criteria, limit: int, after: str = "") -> Page:
-        """Up to ``limit`` requests, from the newest on or behind ``after``.
+    async def read(self, criteria: Criteria, together: int, after: str = "") -> AsyncGenerator[_Listed]:
+        """All requests from the newest on or behind ``after``, with those that do not meet the criteria.
 
+        Args:
+            together: so many are read at once.
         Raises:
             ServingError: invalid_request: not a position; broker_unavailable.
         """
-        cursor = _Cursor.parse(after)
-        by_id: dict[str, RequestSummary] = {}
-        count = 0
-        async with aclosing(self._read(cursor, criteria, min(limit, TOGETHER))) as parts:
+        async with aclosing(self._read(_Cursor.parse(after), criteria, together)) as parts:
             async for position, summaries in parts:
                 for place, summary in summaries:
-                    count += 1
-                    if criteria.accepts(summary):
-                        by_id[summary.id] = summary  # a router may have stored it again
-                    if len(by_id) == limit:
-                        return Page(list(by_id.values()), str(position._replace(before=place)))
-                if count >= MAX_READ:
-                    return Page(list(by_id.values()), str(position))
-        return Page(list(by_id.values()), "")
+                    yield _Listed(summary, str(position._replace(before=place)))
 
     async def _read(
         self, cursor: _Cursor, criteria: Criteria, together: int
@@ -205,6 +202,53 @@ class RequestListing:
             return of_request(request, state=QUEUED)
         summary = of_request(request, state=RUNNING, attempt=progress.attempt)
         return msgspec.structs.replace(summary, completion_tokens=progress.tokens)
+
+
+OF_CELLS = "_"  # between the positions of several cells
+ENDED = "e"  # the position of a cell that has no further requests
+
+
+async def page_of(listings: Sequence[RequestListing], criteria: Criteria, limit: int, after: str = "") -> Page:
+    """Up to ``limit`` requests of all cells, from the newest on or behind ``after``.
+
+    Raises:
+        ServingError: invalid_request: not a position; broker_unavailable.
+    """
+    positions = after.split(OF_CELLS) if after else [""] * len(listings)
+    if len(positions) != len(listings):
+        raise _no_position(after)
+    by_id: dict[str, RequestSummary] = {}
+    async with AsyncExitStack() as stack:
+        readers: list[AsyncGenerator[_Listed]] = []
+        for listing, position in zip(listings, positions, strict=True):
+            reader = listing.read(criteria, min(limit, TOGETHER), "" if position == ENDED else position)
+            readers.append(await stack.enter_async_context(aclosing(reader)))
+        left = [index for index, position in enumerate(positions) if position != ENDED]
+        firsts = await asyncio.gather(*(anext(readers[index], None) for index in left))
+        heads = {index: first for index, first in zip(left, firsts, strict=True) if first is not None}
+        positions = [positions[index] if index in heads else ENDED for index in range(len(listings))]
+        count = 0
+        while heads:
+            index = max(heads, key=lambda each: heads[each].summary.created_ns)
+            summary, positions[index] = heads[index]
+            count += 1
+            if criteria.accepts(summary):
+                by_id[summary.id] = summary  # a router may have stored it again
+            if len(by_id) == limit or count == MAX_READ:
+                return Page(list(by_id.values()), OF_CELLS.join(positions))
+            following = await anext(readers[index], None)
+            if following is None:
+                positions[index] = ENDED
+                del heads[index]
+            else:
+                heads[index] = following
+    return Page(list(by_id.values()), "")
+
+
+def _no_position(text: str) -> ServingError:
+    return ServingError(
+        Code.invalid_request, f"{text[:80]!r} is no position: give the last page's `next_after`", param="after"
+    )
 
 
 def _request(entry: Entry) -> GenerateRequest | None:

@@ -9,7 +9,7 @@ from penstock.gateway.access.authentication import ALL, Sight
 from penstock.gateway.apis.responses.chat import Turn
 from penstock.gateway.apis.responses.record import PREFIX, check_turns, read_stored, turn_of
 from penstock.gateway.base.request_bodies import RESPONSE, invalid
-from penstock.gateway.request_log.lookup import RequestLookup, StoredRequest, has_output
+from penstock.gateway.request_log.lookup import StoredRequest, has_output
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import done
 from penstock.schemas.errors import Code, ServingError
@@ -32,6 +32,7 @@ class History(NamedTuple):
 class Conversations:
     """
     Args:
+        look_up: finds a request that the caller may see, see ``RequestLookup.find``.
         answered: whether a response without a record has ended all the same, for who reads its tokens.
         detokenizer: of the model that a response was made with: each may have another one.
         max_bytes: of the input and output of all earlier responses.
@@ -39,12 +40,12 @@ class Conversations:
 
     def __init__(
         self,
-        lookup: RequestLookup,
+        look_up: Callable[[str, Sight], Awaitable[StoredRequest]],
         answered: Callable[[GenerateRequest], Awaitable[bool]],
         detokenizer: Callable[[GenerateRequest], Awaitable[Detokenizer | None]],
         max_bytes: int,
     ) -> None:
-        self._lookup = lookup
+        self._look_up = look_up
         self._answered = answered
         self._detokenizer = detokenizer
         self._max_bytes = max_bytes
@@ -115,7 +116,7 @@ class Conversations:
         of = "" if continued.endswith(request_id) else f", which {continued} continues,"
         name = f"response {PREFIX}{request_id[:80]}{of}"
         try:
-            found = await self._lookup.find(request_id, sight)
+            found = await self._look_up(request_id, sight)
         except ServingError as error:
             if error.code not in (Code.request_not_found, Code.request_erased):
                 raise
@@ -137,7 +138,7 @@ class Conversations:
             raise invalid(FIELD, f"{name} has not ended yet; wait for it, or cancel it")
         until = time.monotonic() + RECORD_S
         while time.monotonic() < until:
-            found = await self._lookup.find(request.id, sight)
+            found = await self._look_up(request.id, sight)
             if found.record is not None:
                 return found
             await asyncio.sleep(LOOK_S)

@@ -15,6 +15,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from itertools import chain
 from typing import Generic, TypeVar
 
 import msgspec
@@ -163,16 +164,17 @@ def named_in(body: bytes) -> str:
 
 
 class FleetView:
-    """Follows the workers bucket.
+    """Follows the workers bucket of each cell.
 
     Args:
+        buses: of the cells.
         models: that the operator named, and the names of each for clients.
         open_models: names of the models that have open requests here.
     """
 
     def __init__(
         self,
-        bus: Bus,
+        buses: Sequence[Bus],
         models: Sequence[tuple[tuple[str, ...], ModelDir]],
         gateway: str,
         settings: GatewaySettings,
@@ -180,7 +182,7 @@ class FleetView:
         tasks: Tasks,
         open_models: Callable[[], Collection[str]] = frozenset,
     ) -> None:
-        self.watch = WorkerRegistry(bus, joined=self.joined, left=self.left)
+        self.watches = [WorkerRegistry(bus, joined=self.joined, left=self.left) for bus in buses]
         self.diffusion_models = RoleModels(DIFFUSION, lambda registration: registration.diffusion)
         self.embedding_models = RoleModels(EMBED, lambda registration: registration.embedder)
         self.learns = settings.learn_models or not models
@@ -193,6 +195,7 @@ class FleetView:
             unloaded=self._unloaded,
         )
         self.on_models: Callable[[], None] = lambda: None
+        self._served_in: list[frozenset[str] | None] = [None] * len(self.watches)  # models by cell; None: not known yet
         self._gateway = gateway
         self._settings = settings
         self._metrics = metrics
@@ -211,12 +214,12 @@ class FleetView:
             self._add(names, source)
             self._metrics.of(names[0]).loaded.set(1)
 
-    async def open(self) -> None:
+    async def follow(self, cell: int) -> None:
         """
         Raises:
-            ServingError: the workers bucket cannot be read.
+            ServingError: the workers bucket of the cell cannot be read.
         """
-        await self._following.enter_async_context(self.watch)
+        await self._following.enter_async_context(self.watches[cell])
 
     async def close(self) -> None:
         self.store.close()
@@ -225,7 +228,8 @@ class FleetView:
     def refresh(self) -> None:
         """Remove workers whose lease expired, and models that nobody uses. Refusals and conflicts are logged even while
         no request comes."""
-        self.watch.expire()
+        for watch in self.watches:
+            watch.expire()
         for model in self._models.values():
             model.refresh()
         self.store.unload_idle()
@@ -321,6 +325,20 @@ class FleetView:
 
     # --- their workers ---
 
+    def _members(self) -> Iterator[RegisteredWorker]:
+        return chain.from_iterable(watch.members.values() for watch in self.watches)
+
+    def serves_in(self, cell: int, name: str) -> bool:
+        """Whether a cell has workers that run requests for a model.
+
+        Args:
+            name: canonical.
+        """
+        served = self._served_in[cell]
+        if served is None:
+            served = self._served_in[cell] = _served(each.registration for each in self.watches[cell].members.values())
+        return name in served
+
     def has_worker(self) -> bool:
         """Whether a worker takes requests for some model. Those of images and vectors count where all are learned."""
         if any(model.ready for model in self._models.values()):
@@ -364,7 +382,7 @@ class FleetView:
     def workers(self) -> list[tuple[Registration, str]]:
         """All workers, by name, each with why it takes no requests of this gateway; "": it takes them."""
         used = {worker.worker for model in self._models.values() for worker in model.used}
-        with_reasons = [(member.registration, self._reason(member, used)) for member in self.watch.members.values()]
+        with_reasons = [(member.registration, self._reason(member, used)) for member in self._members()]
         return sorted(with_reasons, key=lambda entry: (entry[0].role, entry[0].name, entry[0].worker))
 
     def _reason(self, member: RegisteredWorker, used: set[str]) -> str:
@@ -393,13 +411,14 @@ class FleetView:
         """
         if model in self._tokens:
             return False
-        served = (member.registration for member in self.watch.members.values())
+        served = (member.registration for member in self._members())
         return any(model in (token(r.model), *map(token, r.aliases)) for r in served if r.role not in APART)
 
     # --- changes ---
 
     def joined(self, member: RegisteredWorker) -> None:
         registration = member.registration
+        self._served_in = [None] * len(self.watches)
         self.diffusion_models.put(registration)
         self.embedding_models.put(registration)
         self._ignored = None
@@ -419,6 +438,7 @@ class FleetView:
 
     def left(self, member: RegisteredWorker, why: str) -> None:
         worker = member.registration.worker
+        self._served_in = [None] * len(self.watches)
         log.info("worker_left", worker=worker, why=why)
         self.diffusion_models.remove(worker)
         self.embedding_models.remove(worker)
@@ -460,7 +480,7 @@ class FleetView:
             self._remove(oldest)
         model = self._add((name,), None)
         log.info("model_learned", model=name)
-        for member in self.watch.members.values():
+        for member in self._members():
             if model in self._serving(member.registration):
                 model.put(member.registration)
         self._names_changed()
@@ -523,6 +543,17 @@ class FleetView:
             self._metrics.of(source.name).loaded.set(0)
         if model is not None:
             model.changed()  # its context holds the model
+
+
+def _served(registrations: Iterable[Registration]) -> frozenset[str]:
+    """The models that these workers can run requests for, by all their names."""
+    roles: dict[str, set[str]] = {}
+    for each in registrations:
+        if each.state is WorkerState.ready:
+            for name in _names(each):
+                roles.setdefault(name, set()).add(each.role)
+    whole = {"aggregated", *APART}
+    return frozenset(name for name, had in roles.items() if had & whole or {"prefill", "decode"} <= had)
 
 
 def _unreadable(request: GenerateRequest) -> ServingError:

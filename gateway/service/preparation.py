@@ -149,6 +149,7 @@ class RequestPreparer:
         gateway: str,
         settings: GatewaySettings,
         now_ns: Callable[[], int] = time.time_ns,
+        cell: int = -1,
     ) -> None:
         self.fleet = fleet
         self._media_loader = media_loader
@@ -156,6 +157,7 @@ class RequestPreparer:
         self._gateway = gateway
         self._settings = settings
         self._now_ns = now_ns
+        self._cell = cell
         self._constraints = ConstraintCheck()
         self._threads = FairThreads(THREADS, PER_TENANT, "prepare")
         self._known = KnownOptions()
@@ -180,7 +182,7 @@ class RequestPreparer:
             ServingError: the body cannot be served.
         """
         now_ns = self._now_ns()
-        request_id = new_request_id(now_ns, cell=self._settings.cell)
+        request_id = new_request_id(now_ns, cell=self._cell)
         if self._settings.strict_options:
             await self.run_for(body, check_options, endpoint, body, tenant=caller.tenant)
         if endpoint in IMAGE_PATHS:

@@ -361,34 +361,86 @@ async def connect(
     Raises:
         ServingError: no server answered within ``timeout`` seconds, or it refused the credentials, or they are missing.
     """
-    client = BusClient()
-    bus = Bus(client, Subjects(namespace), Tasks(role, on_fatal), end_process=end_process)
-    urls = url.split(",")
-    credentials = authenticate(client, urls[0], role)
-    if len(urls) > 1:
-        options = _QUICK | options
-    chosen = {
-        "name": name,
-        "max_reconnect_attempts": -1,
-        "reconnect_time_wait": 0.1,
-        "ping_interval": 5,
-        "pending_size": 32 << 20,
-        "inbox_prefix": inbox_prefix(_role_of(str(credentials.get("user", "")), role)),
-        "error_cb": bus._on_error,
-        "closed_cb": bus._on_closed,
-        "reconnected_cb": bus._on_reconnected,
-        "disconnected_cb": bus._on_disconnected,
-    }
+    link = _Link(url, role, name, namespace, end_process, on_fatal, options)
     try:
-        await client.connect_within(timeout, urls, **chosen | credentials | options)
+        await link.bus.nc.connect_within(timeout, link.urls, **link.options)
     except Exception as error:
-        where = ", ".join(part.rpartition("@")[2] for part in url.split(","))
-        reason = why_unreachable(bus.last_error or error, credentials)
-        raise ServingError(
+        raise link.failed(error, timeout) from None
+    link.opened()
+    return link.bus
+
+
+async def connect_while_running(
+    url: str,
+    *,
+    role: str,
+    name: str,
+    namespace: str = "ps",
+    timeout: float = CONNECT_S,
+    on_fatal: Failed | None = None,
+    **options: Any,
+) -> tuple[Bus, "asyncio.Task[None]"]:
+    """As ``connect``, for a broker without which the process can do other work: it goes on trying in the background.
+
+    Returns: the bus, and a task that ends when it is connected; within ``timeout`` seconds, if a server answers.
+    Raises:
+        ServingError: credentials are missing.
+    """
+    link = _Link(url, role, name, namespace, os._exit, on_fatal, options)
+
+    async def opening() -> None:
+        await link.bus.nc.connect(link.urls, **link.options)
+        link.opened()
+
+    task = link.bus.tasks.spawn(opening(), name="connect")
+    await asyncio.wait([task], timeout=timeout)
+    if not task.done():
+        log.warning("broker_away", namespace=namespace, why=str(link.failed(TimeoutError(), timeout)))
+    return link.bus, task
+
+
+class _Link:
+    """A connection that is about to be opened."""
+
+    def __init__(
+        self,
+        url: str,
+        role: str,
+        name: str,
+        namespace: str,
+        end_process: Callable[[int], object],
+        on_fatal: Failed | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        client = BusClient()
+        self.bus = bus = Bus(client, Subjects(namespace), Tasks(role, on_fatal), end_process=end_process)
+        self.urls = url.split(",")
+        self._credentials = credentials = authenticate(client, self.urls[0], role)
+        if len(self.urls) > 1:
+            options = _QUICK | dict(options)
+        chosen = {
+            "name": name,
+            "max_reconnect_attempts": -1,
+            "reconnect_time_wait": 0.1,
+            "ping_interval": 5,
+            "pending_size": 32 << 20,
+            "inbox_prefix": inbox_prefix(_role_of(str(credentials.get("user", "")), role)),
+            "error_cb": bus._on_error,
+            "closed_cb": bus._on_closed,
+            "reconnected_cb": bus._on_reconnected,
+            "disconnected_cb": bus._on_disconnected,
+        }
+        self.options = chosen | credentials | dict(options)
+
+    def opened(self) -> None:
+        self.bus._opened = True
+        self.bus.user = str(self._credentials.get("user", ""))
+
+    def failed(self, error: Exception, timeout: float) -> ServingError:
+        where = ", ".join(part.rpartition("@")[2] for part in self.urls)
+        reason = why_unreachable(self.bus.last_error or error, self._credentials)
+        return ServingError(
             Code.broker_unavailable,
             f"no NATS server answers at {where} within {timeout:g} s ({reason}); "
             "start one with 'penstock nats', or check --nats-url and its credentials",
-        ) from None
-    bus._opened = True
-    bus.user = str(credentials.get("user", ""))
-    return bus
+        )

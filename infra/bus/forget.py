@@ -378,6 +378,7 @@ class DeletedRequests:
     It stays empty if there is no bucket, or this user may not read it.
 
     Attributes:
+        until: by id until when that is so, Unix time in ns, earliest first; bounded by the bucket's size.
         followed: set once all existing notes were read.
         noted: called with the id of each request that is noted.
     """
@@ -385,19 +386,19 @@ class DeletedRequests:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._bucket = bus.subjects.bucket("deleted")
-        self._until: dict[str, int] = {}  # Unix time, ns, earliest first; bounded by the bucket's size
+        self.until: dict[str, int] = {}
         self._following = contextlib.AsyncExitStack()
         self._tried = asyncio.Event()
         self.followed = asyncio.Event()
         self.noted: Callable[[str], None] = lambda request: None
 
     def __contains__(self, request: object) -> bool:
-        until_ns = self._until.get(request)  # type: ignore[call-overload]
+        until_ns = self.until.get(request)  # type: ignore[call-overload]
         return until_ns is not None and until_ns > self._bus.clock.now_ns()
 
     def noted_s(self, request: str) -> float | None:
         """How long ago a request was noted, in seconds. None if it was not, or that is unknown."""
-        until_ns = self._until.get(request)
+        until_ns = self.until.get(request)
         return None if until_ns is None else (self._bus.clock.now_ns() - until_ns + TTL_NS) / 1e9
 
     async def start(self, tasks: Tasks) -> None:
@@ -424,14 +425,14 @@ class DeletedRequests:
 
     def _on_entry(self, entry: Entry) -> None:
         request = entry.subject.rpartition(".")[2]
-        self._until.pop(request, None)
+        self.until.pop(request, None)
         if not entry.data:  # the note has expired
             return
-        self._until[request] = entry.time_ns + TTL_NS
+        self.until[request] = entry.time_ns + TTL_NS
         self.noted(request)
         now_ns = self._bus.clock.now_ns()
-        while self._until and self._until[first := next(iter(self._until))] < now_ns:  # an expiry may be missed
-            del self._until[first]
+        while self.until and self.until[first := next(iter(self.until))] < now_ns:  # an expiry may be missed
+            del self.until[first]
 
     async def read(self) -> list[tuple[str, Deletion]]:
         """All notes, with the places of the deleted messages.
@@ -452,7 +453,7 @@ class DeletedRequests:
             try:
                 request = entry.subject.rpartition(".")[2]
                 found.append((request, deletions.decode(entry.data)))
-                self._until.setdefault(request, entry.time_ns + TTL_NS)  # it may not have been read while following
+                self.until.setdefault(request, entry.time_ns + TTL_NS)  # it may not have been read while following
             except msgspec.MsgspecError as error:  # a later release wrote it
                 log.warning("deletion_unreadable", subject=entry.subject, error=str(error))
         return found

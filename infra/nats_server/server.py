@@ -114,7 +114,7 @@ class EmbeddedNats:
     the server again. Belongs to no event loop: any may call it.
     """
 
-    name = role = "nats"
+    role = "nats"
 
     def __init__(
         self,
@@ -128,7 +128,9 @@ class EmbeddedNats:
         durability: Durability = "process",
         cluster: Cluster | None = None,
         host: str = LOOPBACK,
+        name: str = "nats",
     ) -> None:
+        self.name = name
         self.data_dir = Path(data_dir).resolve()
         self.subjects = Subjects(namespace)
         self.log_path = self.data_dir / "nats.log"

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
@@ -40,12 +41,12 @@ from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.launch.groups import PlanError, assign, fleet_of, with_name
 from penstock.launch.machine import Listeners, cores, free_port, gpus, held_run
 from penstock.launch.nats import apply_at, apply_if_lost, connect_operator
-from penstock.launch.plan import PlannedProcess, further, plan, worker_state
+from penstock.launch.plan import PlannedProcess, further, plan, routers_of, worker_state
 from penstock.launch.readiness import Readiness, registered_models, served_models
 from penstock.launch.recipes import catalogue
 from penstock.launch.show import Board, readable, welcome
 from penstock.launch.state import DeploymentState, Running, login_of, read_resume, start_of, stored_token, write_state
-from penstock.schemas.subjects import Subjects
+from penstock.schemas.subjects import Subjects, cell_namespace
 from penstock.workers.session.crash_journal import (
     End,
     LastLife,
@@ -224,7 +225,7 @@ class Deployment:
     def __init__(self, settings: UpSettings, *, command: Callable[[PlannedProcess], Sequence[str]] = command) -> None:
         self.settings = settings = with_name(settings)
         self.data_dir = Path(settings.data_dir).resolve()
-        self.subjects = Subjects(settings.namespace)
+        self._subjects = [Subjects(cell_namespace(settings.namespace, cell)) for cell in range(settings.cells)]
         members = catalogue.select(settings.recipe, catalogue.members()) if settings.recipe else ()
         self._fleet = fleet_of(settings, members, read_args, _makes_vectors)
         self._gpus = gpus(settings.gpus, os.environ)
@@ -233,7 +234,7 @@ class Deployment:
         self._planned: list[PlannedProcess] = []
         self._command = command
         self._lock = Lock(self.data_dir / "up.lock")
-        self._broker: EmbeddedNats | None = None
+        self._brokers: list[EmbeddedNats] = []  # by cell; none where others run them
         self._keepers: list[Keeper] = []
         self._model = "".join(served_names(settings.served_model_name)[:1])
         self._makes = "text"
@@ -245,7 +246,6 @@ class Deployment:
         self._failed: asyncio.Future[None] | None = None
         self._ready = False
         self._dashboard_url = ""
-        self._worker_url: Callable[[str], str] = lambda role: settings.nats_url
         self._growing: set[asyncio.Task[None]] = set()
         self._watches = contextlib.AsyncExitStack()
 
@@ -282,23 +282,14 @@ class Deployment:
         up = self.settings
         self._listeners.open(up.http_port, up.gateways)
         workers = sum(group.number for group in self._fleet.groups)
-        metrics_ports = self._metrics_ports(up.metrics_port, workers + up.routers)
+        metrics_ports = self._metrics_ports(up.metrics_port, workers + routers_of(up))
         with self._board:
-            if up.nats_url:
-                url: Callable[[str], str] = lambda role: up.nats_url  # noqa: E731
-                sys_url = ""
-            else:
-                self._board.starting("nats")
-                self._broker = EmbeddedNats(self.data_dir, up.namespace, up.nats_port, durability=up.durability)
-                kept = self._broker.url, self.subjects
-                again = partial(apply_if_lost, *kept, record=up.record, store_size=up.store_size)
-                await self._keep(Keeper(self._broker, self._on_change, give_up=self._give_up, restarted=again))
-                await self._watches.enter_async_context(DiskWatch(self._broker))
-                self._board.ready("nats", f"ready on port {self._broker.port}")
-                url, sys_url = self._broker.url, self._broker.sys_url
-                self._worker_url = url
+            if not up.nats_url:
+                for cell in range(up.cells):
+                    await self._start_broker(cell)
             self._board.starting("streams")
-            await apply_at(url("operator"), self.subjects, record=up.record, store_size=up.store_size)
+            for cell, subjects in enumerate(self._subjects):
+                await apply_at(self._url("operator", cell), subjects, **self._stream_sizes())
             self._board.ready("streams")
             self._planned = plan(
                 up,
@@ -306,8 +297,8 @@ class Deployment:
                 ports=self._listeners.ports,
                 listen_fd=self._listeners.fd,
                 counts_fd=self._listeners.counts_fd,
-                url=url,
-                sys_url=sys_url,
+                url=self._url,
+                sys_url=lambda cell: self._brokers[cell].sys_url if self._brokers else "",
                 cores=cores(),
                 metrics_ports=metrics_ports,
                 gpus=self._gpus,
@@ -327,6 +318,30 @@ class Deployment:
             await self._until_ready()
         if up.dashboard_port >= 0:
             await self._start_dashboard()
+
+    async def _start_broker(self, cell: int) -> None:
+        up, subjects = self.settings, self._subjects[cell]
+        folder, name = (self.data_dir / "cells" / str(cell), f"nats-{cell}") if cell else (self.data_dir, "nats")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._board.starting(name)
+        port = up.nats_port + cell if up.nats_port else 0
+        broker = EmbeddedNats(folder, subjects.namespace, port, durability=up.durability, name=name)
+        self._brokers.append(broker)
+        again = partial(apply_if_lost, broker.url, subjects, **self._stream_sizes())
+        await self._keep(Keeper(broker, self._on_change, give_up=self._give_up, restarted=again))
+        await self._watches.enter_async_context(DiskWatch(broker))
+        self._board.ready(name, f"ready on port {broker.port}")
+
+    def _stream_sizes(self) -> dict[str, Any]:
+        up = self.settings
+        return {"record": up.record, "store_size": up.store_size, "cells": up.cells}
+
+    def _url(self, user: str, cell: int = 0) -> str:
+        """Where a user of the broker reaches a cell; its password may be another one at each call."""
+        if self._brokers:
+            return self._brokers[cell].url(user)
+        others = self.settings.cell_nats_urls
+        return others[cell - 1].replace(";", ",") if cell and others else self.settings.nats_url
 
     async def _start_dashboard(self) -> None:
         """Started when everything else is ready: its start takes CPU time, and nothing waits for it."""
@@ -350,8 +365,7 @@ class Deployment:
 
     def _process(self, planned: PlannedProcess) -> Process:
         def environ() -> dict[str, str]:
-            broker = self._broker
-            now = planned if broker is None else planned.logged_in(broker.url)  # its password may be another by now
+            now = planned.logged_in(self._url) if self._brokers else planned  # its password may be another by now
             return now.environ(_known(os.environ)) | _our_path(os.environ)
 
         return Process(
@@ -378,12 +392,16 @@ class Deployment:
         gateways = [planned.name for planned in self._planned if planned.role == "gateway"]
         urls = dict(zip(gateways, self._listeners.urls, strict=True))
         readiness = Readiness(workers, urls, self._board.ready)
-        nc = await connect_operator(self._state().nats_url)
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            cells = []
+            for cell, subjects in enumerate(self._subjects):
+                nc = await connect_operator(self._url("operator", cell))
+                stack.push_async_callback(nc.close)
+                cells.append((nc, subjects))
             while readiness.waiting:
                 if self._failed.done():
                     self._failed.result()
-                await readiness.look(nc, self.subjects)
+                await readiness.look(cells)
                 if readiness.waiting and time.monotonic() > deadline:
                     raise UpFailed(
                         f"not ready after {self._ready_s:g} s (--ready-s):\n"
@@ -394,9 +412,7 @@ class Deployment:
             served = await served_models(self._listeners.urls[0])
             self._closed = served is None
             if served is None:
-                served = await registered_models(nc, self.subjects)
-        finally:
-            await nc.close()
+                served = await registered_models(cells)
         for name in names:
             self._board.ready(name)
         first = next((each for each in served if bool(self._fleet.model) == (each.makes == "text")), None)
@@ -420,9 +436,10 @@ class Deployment:
     async def _on_worker_ended(self, keeper: Keeper) -> None:
         """Bounded: the next start waits for it."""
         folder, status = Path(worker_state(self.settings)), keeper.last_status or 0
+        cell = next((each.cell for each in self._planned if each.name == keeper.child.name), 0)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REPORT_S):
-                await report_end(folder, keeper.child.name, status, self._state().nats_url, self.subjects)
+                await report_end(folder, keeper.child.name, status, self._url("operator", cell), self._subjects[cell])
 
     def _resume(self) -> None:
         """Start the processes that ``write_resume`` has named: drained ones again, and workers that are new."""
@@ -443,7 +460,7 @@ class Deployment:
                 self._fleet,
                 names,
                 self._planned,
-                url=self._worker_url,
+                url=self._url,
                 cores=cores(),
                 metrics_ports=self._metrics_ports(0, len(names)),
                 gpus=self._gpus,
@@ -473,9 +490,7 @@ class Deployment:
         return True
 
     def _state(self) -> DeploymentState:
-        nats_url = self.settings.nats_url
-        broker = self._broker
-        client_url = broker.url("client") if broker else nats_url
+        client_url = self._url("client")
         metrics = {
             planned.name: f"http://127.0.0.1:{planned.metrics_port}/metrics"
             for planned in self._planned
@@ -483,10 +498,10 @@ class Deployment:
         }
         return DeploymentState(
             http_url=self._listeners.url,
-            nats_url=broker.url("operator") if broker else nats_url,
+            nats_url=self._url("operator"),
             client_nats_url=client_url,
             client_nats=login_of(client_url),
-            sys_nats_url=broker.sys_url if broker else "",
+            sys_nats_url=self._brokers[0].sys_url if self._brokers else "",
             namespace=self.settings.namespace,
             model=self._model,
             processes=tuple(
@@ -524,8 +539,7 @@ class Deployment:
         await asyncio.gather(*self._growing, return_exceptions=True)
         self._listeners.close()  # first: from now on a connection is refused instead of left waiting
         cut_short = await stop_in_order(self._keepers, self.settings.drain_s, stop.insisted, say, serving=self._ready)
-        if self._broker is not None:
-            await self._broker.stop()
+        await asyncio.gather(*(broker.stop() for broker in self._brokers))
         with contextlib.suppress(OSError):
             (self.data_dir / "state.json").unlink()
         return cut_short

@@ -30,7 +30,7 @@ from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen
 from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.schemas.errors import ServingError
-from penstock.schemas.streams import GIB, topology
+from penstock.schemas.streams import GIB, divided, topology
 from penstock.schemas.subjects import Subjects, inbox_prefix
 
 log = structlog.get_logger("nats")
@@ -184,18 +184,19 @@ async def _serve(settings: NatsSettings) -> int:
 
 
 async def apply_at(
-    url: str, subjects: Subjects, replicas: int = 1, *, record: bool = False, store_size: float = 0.0
+    url: str, subjects: Subjects, replicas: int = 1, *, record: bool = False, store_size: float = 0.0, cells: int = 1
 ) -> list[str]:
     """Connect as the operator, apply, close.
 
     Args:
-        store_size: GiB of all streams together that are created now; 0: their own sizes.
+        store_size: GiB of all streams together that are created now, in all cells; 0: their own sizes.
+        cells: of the deployment, of which this is one.
     Raises:
         BrokerProblem: as ``apply``, or no server answers there.
     """
     async with as_operator(url, "streams apply") as nc:
-        size = int(store_size * GIB)
-        done = await apply(nc, topology(subjects, record=record), replicas, size_bytes=size)
+        size = int(store_size * GIB / cells)
+        done = await apply(nc, divided(topology(subjects, record=record), cells), replicas, size_bytes=size)
         if done:
             async with recorded(nc, subjects, "streams apply", f"namespace {subjects.namespace}", _told(done)):
                 pass
@@ -203,20 +204,20 @@ async def apply_at(
 
 
 async def apply_if_lost(
-    url: Callable[[], str], subjects: Subjects, *, record: bool = False, store_size: float = 0.0
+    url: Callable[[], str], subjects: Subjects, *, record: bool = False, store_size: float = 0.0, cells: int = 1
 ) -> None:
     """After a restart of a broker, apply the streams if its store has been lost. Repeated until the broker takes them.
 
     Args:
         url: the operator's; its password may have been changed meanwhile.
-        record, store_size: as ``apply_at``.
+        record, store_size, cells: as ``apply_at``.
     """
     while True:
         try:
             async with as_operator(url(), "streams apply") as nc:
                 lost = await lost_streams(nc, topology(subjects, record=record))
             if lost:
-                await apply_at(url(), subjects, record=record, store_size=store_size)
+                await apply_at(url(), subjects, record=record, store_size=store_size, cells=cells)
         except (BrokerProblem, NatsError, TimeoutError, OSError) as error:
             log.warning("streams_not_applied", error=str(error) or repr(error), retry_in_s=APPLY_AGAIN_S)
             await asyncio.sleep(APPLY_AGAIN_S)

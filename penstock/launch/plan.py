@@ -15,15 +15,28 @@ from penstock.configs.flags import PREFIX, flags_of, to_argv, to_environ
 from penstock.configs.settings import Common, GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
 from penstock.configs.up_settings import UpSettings
 from penstock.launch.groups import EXTERNAL, PlanError, WorkerFleet, WorkerGroup, assign
+from penstock.schemas.subjects import cell_namespace
 
 SECRET = (
     "nats_url",
+    "cell_nats_urls",
     "sys_nats_url",
     "api_key",
 )  # with passwords: passed in the environment, which ps hides from other users
 USERS = {"trace": "reader"}  # broker users not named after the role
 # Children get the flags of ``up`` that they have under the same name, except these: they mean something else there.
-_NOT_PASSED = {"model", "served_model_name", "engine", "http_port", "metrics_port", "threads", "nats_url"}
+_NOT_PASSED = {
+    "model",
+    "served_model_name",
+    "engine",
+    "http_port",
+    "metrics_port",
+    "threads",
+    "nats_url",
+    "cell_nats_urls",
+}
+
+BrokerUrl = Callable[[str, int], str]  # from a user of the broker, and a cell, to the NATS URL
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +45,7 @@ class PlannedProcess:
 
     Attributes:
         role: a sub-command of penstock.
+        cell: in which it is; gateways are in all of them.
         gpus: visible to the child; None: all.
     """
 
@@ -39,6 +53,7 @@ class PlannedProcess:
     role: str
     settings: Common
     gpus: tuple[str, ...] | None = None
+    cell: int = 0
 
     @property
     def argv(self) -> list[str]:
@@ -54,15 +69,14 @@ class PlannedProcess:
         settings = self.settings
         return isinstance(settings, WorkerSettings) and (bool(self.gpus) or settings.engine in EXTERNAL)
 
-    def logged_in(self, url: Callable[[str], str]) -> "PlannedProcess":
-        """The same with the broker's URLs as they are now.
-
-        Args:
-            url: from a user of the broker to its NATS URL.
-        """
-        changes = {"nats_url": url(USERS.get(self.role, self.role))}
-        if getattr(self.settings, "sys_nats_url", ""):
-            changes["sys_nats_url"] = url("sys")
+    def logged_in(self, url: BrokerUrl) -> "PlannedProcess":
+        """The same with the broker's URLs as they are now."""
+        user, settings = USERS.get(self.role, self.role), self.settings
+        changes: dict[str, Any] = {"nats_url": url(user, self.cell)}
+        if getattr(settings, "sys_nats_url", ""):
+            changes["sys_nats_url"] = url("sys", self.cell)
+        if isinstance(settings, GatewaySettings) and settings.cell_nats_urls:
+            changes["cell_nats_urls"] = urls_of_cells(url, user, settings.cells)
         return replace(self, settings=msgspec.structs.replace(self.settings, **changes))
 
     def environ(self, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -83,8 +97,8 @@ def plan(
     ports: Sequence[int],
     listen_fd: int = -1,
     counts_fd: int = -1,
-    url: Callable[[str], str],
-    sys_url: str,
+    url: BrokerUrl,
+    sys_url: Callable[[int], str],
     cores: int,
     metrics_ports: Sequence[int] = (),
     gpus: Sequence[str] | None = None,
@@ -94,7 +108,7 @@ def plan(
     Args:
         ports: one per gateway.
         listen_fd, counts_fd: a listening socket that all gateways inherit, and memory for their numbers of connections.
-        url: from a user of the broker to its NATS URL.
+        sys_url: from a cell to the URL of its broker's system account; "": not known.
         cores: of the machine, for the threads of native engines.
         metrics_ports: of workers, then routers; empty: they serve no metrics.
         gpus: for workers, as in CUDA_VISIBLE_DEVICES; None: none are assigned.
@@ -106,15 +120,19 @@ def plan(
     free = iter(metrics_ports)
     assigned = assign(fleet.groups, gpus)
 
-    def add(process: str, name: str, kind: type[Common], /, **settings: Any) -> None:
-        values = passed(up, kind) | {"name": name, "nats_url": url(USERS.get(process, process))} | settings
-        children.append(PlannedProcess(name, process, kind(**values), assigned.get(name)))
+    def add(process: str, name: str, kind: type[Common], cell: int, /, **settings: Any) -> None:
+        place = {"nats_url": url(USERS.get(process, process), cell), "namespace": cell_namespace(up.namespace, cell)}
+        values = passed(up, kind) | {"name": name} | place | settings
+        children.append(PlannedProcess(name, process, kind(**values), assigned.get(name), cell))
 
     for name, settings in workers(up, fleet, cores):  # first: they take longest to start
-        add("worker", name, WorkerSettings, **settings, metrics_port=next(free, 0), state_dir=worker_state(up))
-    for index in range(up.routers):
-        router = {"mode": up.router_mode, "sys_nats_url": sys_url, "metrics_port": next(free, 0)}
-        add("router", f"router-{index}", RouterSettings, **router)
+        cell = cell_of(name, up.cells)
+        add("worker", name, WorkerSettings, cell, **settings, metrics_port=next(free, 0), state_dir=worker_state(up))
+    for index in range(routers_of(up)):
+        cell = index % up.cells
+        router = {"mode": up.router_mode, "sys_nats_url": sys_url(cell), "metrics_port": next(free, 0)}
+        add("router", f"router-{index}", RouterSettings, cell, **router)
+    apart = len({url("gateway", cell) for cell in range(up.cells)}) > 1  # each cell has a broker of its own
     gateway = {
         "model": fleet.models or ((fleet.model,) if fleet.model else ()),
         "served_model_name": up.served_model_name if fleet.model else "",
@@ -124,12 +142,30 @@ def plan(
         "counts_fd": counts_fd,
         "state_dir": str(Path(up.data_dir).resolve() / "gateways"),
         "tracing": "all" if up.otlp_endpoint else "asked",
+        "cell_nats_urls": urls_of_cells(url, "gateway", up.cells) if apart else (),
     }
     for index, port in enumerate(ports):
-        add("gateway", f"gateway-{index}", GatewaySettings, **gateway, http_port=port)
+        nearest = index % up.cells if up.cells > 1 else -1
+        add("gateway", f"gateway-{index}", GatewaySettings, 0, **gateway, nearest_cell=nearest, http_port=port)
     if up.otlp_endpoint:
-        add("trace", "trace-0", TraceSettings)
+        for cell in range(up.cells):
+            add("trace", f"trace-{cell}", TraceSettings, cell)
     return children
+
+
+def urls_of_cells(url: BrokerUrl, user: str, cells: int) -> tuple[str, ...]:
+    """The brokers of the cells behind the first, as gateways take them."""
+    return tuple(url(user, cell).replace(",", ";") for cell in range(1, cells))
+
+
+def routers_of(up: UpSettings) -> int:
+    """How many routers there are: each cell has one."""
+    return max(up.routers, up.cells)
+
+
+def cell_of(worker: str, cells: int) -> int:
+    """The cell of a worker: those of each role are dealt over the cells, so that prefill and decode stay together."""
+    return int(worker.rpartition("-")[2]) % cells
 
 
 def worker_state(up: UpSettings) -> str:
@@ -166,7 +202,7 @@ def further(
     names: Sequence[str],
     children: Sequence[PlannedProcess],
     *,
-    url: Callable[[str], str],
+    url: BrokerUrl,
     cores: int,
     metrics_ports: Sequence[int] = (),
     gpus: Sequence[str] | None = None,
@@ -194,9 +230,11 @@ def further(
             stems = ", ".join(f"{_stem(group)}-N" for group in fleet.groups)
             raise PlanError(f"no worker {name!r} can be added: this deployment has {stems}")
         own, free = _gpus(name, groups[name], gpus, free)
-        values = passed(up, WorkerSettings) | {"name": name, "nats_url": url("worker")} | settings[name]
+        cell = cell_of(name, up.cells)
+        place = {"nats_url": url("worker", cell), "namespace": cell_namespace(up.namespace, cell)}
+        values = passed(up, WorkerSettings) | {"name": name} | place | settings[name]
         settled = WorkerSettings(**values, metrics_port=next(ports, 0), state_dir=worker_state(up))
-        added.append(PlannedProcess(name, "worker", settled, own))
+        added.append(PlannedProcess(name, "worker", settled, own, cell))
     return added
 
 

@@ -10,7 +10,7 @@ import contextlib
 import re
 import ssl
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import msgspec
@@ -130,11 +130,12 @@ class Readiness:
         self._gateways = gateways
         self._ready = ready
 
-    async def look(self, nc: Client, subjects: Subjects) -> None:
+    async def look(self, cells: Sequence[tuple[Client, Subjects]]) -> None:
         """Ask once; processes that are ready are removed from ``waiting``."""
-        if missing := self._workers & self.waiting.keys():
-            for name in {each.name for each in await registrations(nc, subjects)} & missing:
-                self._done(name)
+        for nc, subjects in cells:
+            if missing := self._workers & self.waiting.keys():
+                for name in {each.name for each in await registrations(nc, subjects)} & missing:
+                    self._done(name)
         for name, url in self._gateways.items():
             if name not in self.waiting:
                 continue
@@ -182,10 +183,10 @@ async def served_models(url: str) -> list[ListedModel] | None:
     return None if status == 401 else []
 
 
-async def registered_models(nc: Client, subjects: Subjects) -> list[ListedModel]:
+async def registered_models(cells: Iterable[tuple[Client, Subjects]]) -> list[ListedModel]:
     """The models that workers serve; for where no gateway lists them without a key."""
     found: dict[str, ListedModel] = {}
-    for each in await registrations(nc, subjects):
+    for each in [each for cell in cells for each in await registrations(*cell)]:
         if each.diffusion is not None:
             makes = each.diffusion.kind
         else:

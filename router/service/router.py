@@ -34,6 +34,7 @@ from penstock.router.placement.routing import LOCAL_PREFILL_TOKENS, RoutingDecis
 from penstock.router.recovery.recovery import Recovery
 from penstock.router.recovery.stalled_requests import resteer, watch
 from penstock.router.recovery.terminal_events import TerminalPublisher
+from penstock.router.service.cell_loads import LoadPublisher
 from penstock.router.service.deletion import Deletion
 from penstock.router.service.maintenance import Maintenance
 from penstock.router.state.cluster_state import ClusterListener, ClusterState
@@ -84,7 +85,7 @@ class Router:
         self._background = BackgroundTasks(bus, self.tasks)
         self.memory = MemoryStreams(bus)
         self.deletion = Deletion(bus)
-        self.cluster = ClusterState(bus, settings, self.deletion.deleted, self.deletion.came_back)
+        self.cluster = ClusterState(bus, settings, self.deletion.deleted.until, self.deletion.came_back)
         self.deletion.deleted.noted = self.cluster.forget
         self.decider = Decider(self.cluster, settings, metrics)
         self.tenants = TenantWeights(bus)
@@ -175,6 +176,10 @@ class Router:
         if self._settings.resteer_after_s:
             resteering = resteer(self._bus, self.cluster, self._settings.resteer_after_s, recovery.on_late)
             self.tasks.spawn(resteering, name="resteering")
+        if self._settings.cells > 1:
+            owns = self.intake.owns
+            loads = LoadPublisher(self._bus, self.id, self.cluster.tracker, self.held, owns)
+            self.tasks.spawn(loads.run(), name="loads")
         await self.intake.start(self.tasks)
         await self.deletion.start(self.tasks)
         log.info("router_open", router=self.id, mode=self._settings.mode)
@@ -204,7 +209,7 @@ class Router:
             log.error("request_unreadable", subject=message.subject, error=str(error))
             await self._bus.nc.publish(message.reply, TERM)
             return
-        if request.id in self.deletion.deleted:  # it comes again until it is gone
+        if request.id in self.deletion.deleted.until:  # it comes again until it is gone
             self.deletion.came_back(self._bus.subjects.stream("REQUESTS"), sequence(message.reply), request.id)
             return
         if not self.intake.places(request.model):  # passed on by a router that takes this one for the owner

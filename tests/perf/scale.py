@@ -2,7 +2,8 @@
 
 python -m tests.perf.scale                             # 1, 2, 4, 8 gateways; 2, 4, 8, 16 workers: < 5 min
 python -m tests.perf.scale --points 4:2:8,6:2:8 --words 32 --tokens 512
-python -m tests.perf.scale --points 2:1:2x4,2:1:2x4/2  # four cells on one broker, and on two
+python -m tests.perf.scale --points 4:1:4,4:4:4c4      # one cell, and four
+python -m tests.perf.scale --points 2:1:2x4,2:1:2x4/2  # four deployments on one broker, and on two
 python -m tests.perf.scale --all --limit-s 280 --out scale  # short and long answers, and the broker alone
 
 Each point is a deployment of its own (mock engine without step times), loaded by one `penstock bench http` per
@@ -41,26 +42,28 @@ ROLES = ("gateway", "router", "worker", "nats")
 WIDTH = 150
 
 
-_POINT = re.compile(r"(\d+):(\d+):(\d+)(?:x(\d+)(?:/(\d+))?)?")
+_POINT = re.compile(r"(\d+):(\d+):(\d+)(?:c(\d+))?(?:x(\d+)(?:/(\d+))?)?")
 
 
 class Point(NamedTuple):
     """The number of processes of each role.
 
     Attributes:
-        cells: so many deployments, each with all of these processes and a namespace of its own.
-        brokers: that the cells are divided among.
+        cells: of the deployment, over which routers and workers are dealt.
+        deployments: each with all of these processes and a namespace of its own.
+        brokers: that the deployments are divided among.
     """
 
     gateways: int
     routers: int
     workers: int
     cells: int = 1
+    deployments: int = 1
     brokers: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "Point":
-        """``GATEWAYS:ROUTERS:WORKERS``, and perhaps ``xCELLS`` or ``xCELLS/BROKERS``.
+        """``GATEWAYS:ROUTERS:WORKERS``, perhaps ``cCELLS``, and perhaps ``xDEPLOYMENTS`` or ``xDEPLOYMENTS/BROKERS``.
 
         Raises:
             ValueError: it is not that, or a number is 0.
@@ -69,13 +72,16 @@ class Point(NamedTuple):
         numbers = [int(each or 1) for each in matched.groups()] if matched else [0]
         if min(numbers) < 1:
             raise ValueError(
-                f"{text!r}: name a point as GATEWAYS:ROUTERS:WORKERS, such as 4:1:8, or in cells, as 2:1:2x4"
+                f"{text!r}: name a point as GATEWAYS:ROUTERS:WORKERS, such as 4:1:8; in cells, 4:4:8c4; of several "
+                "deployments, 2:1:2x4"
             )
         return cls(*numbers)
 
     @property
     def row(self) -> tuple[str, ...]:
-        cells = str(self.cells) if self.brokers == 1 else f"{self.cells} on {self.brokers} brokers"
+        cells = f"{self.deployments} deployments" if self.deployments > 1 else str(self.cells)
+        if self.brokers > 1:
+            cells += f" on {self.brokers} brokers"
         return cells, str(self.gateways), str(self.routers), str(self.workers)
 
 
@@ -248,22 +254,23 @@ def _results(series: Iterable[Series], args: argparse.Namespace) -> Iterator[tup
 
 
 def measure(point: Point, series: Series, args: argparse.Namespace, until: float) -> list[Figures]:
-    """Start a deployment, or several cells, load them so many times, or until ``until`` is near, and stop them.
+    """Start a deployment, or several, load them so many times, or until ``until`` is near, and stop them.
 
     Raises:
         RuntimeError: it did not start, or a generator failed; the text has the end of its output.
     """
-    with tempfile.TemporaryDirectory(prefix="scale-") as folder, contextlib.ExitStack() as cells:
+    with tempfile.TemporaryDirectory(prefix="scale-") as folder, contextlib.ExitStack() as deployments:
         base, states = Path(folder), list[DeploymentState]()
         arguments = (
             "--engine=mock", f"--mock-speedup={args.mock_speedup:g}", f"--gateways={point.gateways}",
             f"--routers={point.routers}", f"--workers={point.workers}", f"--max-running={args.max_running}",
+            f"--cells={point.cells}",
         )  # fmt: skip
-        for cell in range(point.cells):
-            data = base / f"cell-{cell}"
+        for number in range(point.deployments):
+            data = base / f"deployment-{number}"
             data.mkdir()
-            broker = [f"--nats-url={states[cell % point.brokers].nats_url}"] if cell >= point.brokers else []
-            cells.enter_context(running(data, *arguments, f"--namespace=cell{cell}", *broker))
+            broker = [f"--nats-url={states[number % point.brokers].nats_url}"] if number >= point.brokers else []
+            deployments.enter_context(running(data, *arguments, f"--namespace=cell{number}", *broker))
             states.append(read_state(data / "data" / "state.json"))
         found = [_load(point, series, args, base, states)]
         while len(found) < args.rounds and time.monotonic() + args.warm_up_s + args.duration_s < until:
@@ -348,8 +355,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--points",
         default="",
-        metavar="G:R:W[xC[/B]],...",
-        help="these points instead: gateways, routers, workers; of each of C cells on B brokers",
+        metavar="G:R:W[cC][xD[/B]],...",
+        help="these points instead: gateways, routers, workers, cells; of each of D deployments on B brokers",
     )
     add("--connections", type=int, default=64, metavar="N", help="per gateway (default: 64)")
     add("--generators", type=int, default=1, metavar="N", help="load generators per gateway (default: 1)")

@@ -47,10 +47,11 @@ def test_a_malformed_point_is_refused_with_an_example(capsys: pytest.CaptureFixt
     assert "4:1:8" in capsys.readouterr().err
 
 
-def test_a_point_may_have_several_cells_on_one_broker_or_more() -> None:
-    assert Point.parse("2:1:3") == Point(2, 1, 3, cells=1, brokers=1)
-    assert Point.parse("2:1:3x4") == Point(2, 1, 3, cells=4, brokers=1)
-    assert Point.parse("2:1:3x4/2").row == ("4 on 2 brokers", "2", "1", "3")
+def test_a_point_may_have_cells_or_several_deployments_on_one_broker_or_more() -> None:
+    assert Point.parse("2:1:3") == Point(2, 1, 3, cells=1, deployments=1, brokers=1)
+    assert Point.parse("4:4:8c4") == Point(4, 4, 8, cells=4)
+    assert Point.parse("2:1:3x4") == Point(2, 1, 3, deployments=4, brokers=1)
+    assert Point.parse("2:1:3x4/2").row == ("4 deployments on 2 brokers", "2", "1", "3")
     for malformed in ("2:1:3x", "2:1:3x0", "2:1:3/2"):
         with pytest.raises(ValueError, match="2:1:2x4"):
             Point.parse(malformed)

@@ -7,6 +7,7 @@ import msgspec
 
 from penstock.schemas import (
     audit,
+    cells,
     contents,
     control,
     deletions,
@@ -371,6 +372,14 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "registration_with_source": (
         fleet.Registration("w", "tiny", "decode", "mock", 1, 32, 100, 8, 4096, source="/models/tiny"),
         fleet.decode,
+    ),
+    "cell_loads": (
+        cells.CellLoads("router-1", (cells.ModelLoad("tiny", 512.0, 3),)),
+        cells.decode_loads,
+    ),
+    "sent_requests": (
+        cells.SentRequests("gateway-1", (cells.SentRequest(2, "tiny", 300, (2**63, 7)),)),
+        cells.decode_sent,
     ),
     "router_with_queues_by_model": (
         routers.Member("router-2", 1, queued=routers.HeldByModel((("tiny", 3), ("demo", 1)), 2)),

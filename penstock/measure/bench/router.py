@@ -15,10 +15,10 @@ from penstock.cli.terminal import fail, stdout
 from penstock.measure.intervals import Interval
 from penstock.measure.plots import PlotsMissing, drawn, plot_prefix_ratios
 from penstock.measure.simulation.comparison import (
-    Cell,
     PolicySummary,
     PrefixSweep,
     SimulationRun,
+    TableCell,
     runs,
     series,
     summaries,
@@ -166,11 +166,11 @@ def fleet(settings: RouterBenchSettings) -> SimulatedFleet:
     return SimulatedFleet(workers, settings.block_size, round(settings.transfer_us_per_token * 1e3), settings.encode)
 
 
-def _cells(settings: RouterBenchSettings) -> list[Cell]:
+def _cells(settings: RouterBenchSettings) -> list[TableCell]:
     engines = fleet(settings)
     weights = Weights(local_prefill_tokens=settings.local_prefill_tokens)
     cell = partial(
-        Cell,
+        TableCell,
         engines,
         replicas=settings.replicas,
         replica_delay_ns=round(settings.replica_delay_ms * 1e6),

@@ -111,7 +111,7 @@ _JITTER_MS = 1000.0  # of the arrivals of a recorded trace, for every seed but t
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TableCell:
     """One load on one fleet.
 
     Attributes:
@@ -144,7 +144,7 @@ class SimulationRun(Struct, frozen=True):
     figures: SimulationFigures
 
 
-def run(cell: Cell, policy: str, seed: int) -> SimulationRun:
+def run(cell: TableCell, policy: str, seed: int) -> SimulationRun:
     """Simulate one policy under one seed."""
     trace, speed = cell.arrivals(seed)
     requests = trace.requests(cell.fleet.block_size, speed)
@@ -158,7 +158,7 @@ def run(cell: Cell, policy: str, seed: int) -> SimulationRun:
     return SimulationRun(cell.workload, cell.load, policy, seed, figures(cell.fleet, result))
 
 
-def runs(cells: Iterable[Cell], policies: Sequence[str], seeds: int, jobs: int = 1) -> Iterator[SimulationRun]:
+def runs(cells: Iterable[TableCell], policies: Sequence[str], seeds: int, jobs: int = 1) -> Iterator[SimulationRun]:
     """All runs in order, ``jobs`` processes at a time."""
     todo = [(cell, policy, seed) for cell in cells for policy in policies for seed in range(seeds)]
     if jobs == 1:

@@ -36,9 +36,7 @@ class Till:
         self.stored = True
         self.record: Done | None = None
         self.tasks = Tasks("test")
-        self.charges = Charges(
-            cast(Any, self), cast(Any, SimpleNamespace(find=self._find)), cast(Any, self), self.tasks, BrokerClock()
-        )
+        self.charges = Charges(cast(Any, self), self._find, self.find, self.tasks, BrokerClock())
 
     async def reserve(self, key: ApiKey, tokens: int) -> Any:
         return object()

@@ -8,13 +8,10 @@ from nats.aio.client import Client
 from structlog.testing import capture_logs
 
 from penstock.gateway.admission.storage import DAY, Retention, retention_s
-from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.infra.bus.connection import Bus
-from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.nats_server.apply_streams import apply
 from penstock.schemas.streams import WEEK, StreamSpec, topology
 from penstock.schemas.subjects import Subjects
-from tests.infra.metrics.support import value_of
 
 SIZE = 1 << 20
 
@@ -41,8 +38,8 @@ async def test_a_stream_that_fills_too_fast_is_named_once_with_the_fix(nc: Clien
 
     await apply(nc, dataclasses.replace(whole, streams=tuple(map(shrink, whole.streams))))
     bus = Bus(nc, subjects)
-    metrics = GatewayMetrics(MetricScope())
-    retention = Retention(bus, metrics)
+    looked: list[float] = []
+    retention = Retention(bus, lambda: looked.append(retention.kept_s))
 
     async def store(start: int, count: int) -> list[Any]:
         for number in range(start, start + count):
@@ -52,11 +49,11 @@ async def test_a_stream_that_fills_too_fast_is_named_once_with_the_fix(nc: Clien
         return [entry for entry in logs if entry["event"] == "records_kept_shorter"]
 
     assert not await store(0, 0)
-    assert value_of(metrics.retention) == WEEK
+    assert looked[-1] == WEEK
     assert not await store(0, 20)
     (warning,) = await store(20, 40)
     assert warning["promised_days"] == 7
     assert warning["days"] < 1
     assert f"nats stream edit {subjects.stream('DONE')} --max-bytes" in warning["action"]
-    assert value_of(metrics.retention) < DAY
+    assert looked[-1] < DAY
     assert not await store(60, 10)

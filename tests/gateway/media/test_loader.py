@@ -19,7 +19,7 @@ from penstock.gateway.base.request_bodies import CHAT
 from penstock.gateway.media import loader as media_loader
 from penstock.gateway.media.loader import MediaLoader
 from penstock.gateway.media.sources import MediaPart
-from penstock.gateway.service.gateway import Gateway
+from penstock.gateway.service.gateway import CellLink, Gateway
 from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
@@ -58,7 +58,7 @@ def settings_for(**more: Any) -> GatewaySettings:
 
 def gateway_on(bus: Bus, **more: Any) -> Gateway:
     model = load(MODELS / "demo-vision")
-    return Gateway(bus, Publisher(bus), [model], settings_for(**more), GatewayMetrics(MetricScope()))
+    return Gateway([CellLink(bus, Publisher(bus))], [model], settings_for(**more), GatewayMetrics(MetricScope()))
 
 
 async def kept_nowhere(owner: str, digest: bytes, data: bytes, keep_s: float) -> None:

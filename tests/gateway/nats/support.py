@@ -12,7 +12,7 @@ from penstock.configs.settings import GatewaySettings
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.nats.api import NatsApi
 from penstock.gateway.nats.protocol import key_of
-from penstock.gateway.service.gateway import Gateway
+from penstock.gateway.service.gateway import CellLink, Gateway
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
@@ -101,8 +101,7 @@ async def gateway_on(
         await publisher.open()
         stack.push_async_callback(publisher.close)
         gateway = Gateway(
-            bus,
-            publisher,
+            [CellLink(bus, publisher)],
             [model],
             GatewaySettings(served_model_name="tiny", name=f"gw{id(bus)}", **settings),
             GatewayMetrics(MetricScope()),

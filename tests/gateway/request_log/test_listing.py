@@ -6,7 +6,7 @@ import pytest
 
 from penstock.gateway.http.request_list import parse
 from penstock.gateway.request_log import listing
-from penstock.gateway.request_log.listing import Page, ProgressReader, RequestListing
+from penstock.gateway.request_log.listing import Page, ProgressReader, RequestListing, page_of
 from penstock.gateway.request_log.lookup import Records
 from penstock.infra.bus.connection import Bus
 from penstock.infra.nats_server.server import EmbeddedNats
@@ -39,7 +39,7 @@ async def pages(requests: RequestListing, criteria: Criteria, limit: int) -> lis
     found: list[str] = []
     page = Page([], "start")
     while page.after:
-        page = await requests.page(criteria, limit, "" if page.after == "start" else page.after)
+        page = await page_of([requests], criteria, limit, "" if page.after == "start" else page.after)
         assert len(page.found) <= limit
         found += [each.id for each in page.found]
     return found
@@ -52,7 +52,7 @@ async def test_every_request_is_on_one_page_the_newest_first(bus: Bus, requests:
     await end(bus, sent[2], code="internal")
     for limit in (1, 3, 7, 50):
         assert await pages(requests, ALL, limit) == [each.id for each in reversed(sent)]
-    page = await requests.page(ALL, 50)
+    page = await page_of([requests], ALL, 50)
     states = {each.id: each.state for each in page.found}
     assert [states[each.id] for each in sent] == [
         *("done", "queued", "failed", "queued"),
@@ -102,7 +102,7 @@ async def test_a_page_reads_a_bounded_part_of_the_log(
     monkeypatch.setattr(listing, "MAX_READ", 4)
     monkeypatch.setattr(listing, "TOGETHER", 2)
     sent = [await accept(bus, user="her" if n == 0 else "") for n in range(9)]
-    page = await requests.page(Criteria(user="her"), 10)
+    page = await page_of([requests], Criteria(user="her"), 10)
     assert (page.found, bool(page.after)) == ([], True)
     assert await pages(requests, Criteria(user="her"), 10) == [sent[0].id]
 
@@ -110,7 +110,7 @@ async def test_a_page_reads_a_bounded_part_of_the_log(
 @pytest.mark.parametrize("after", ["x", "r", "rx", "d1", "d.5", "01a2"])
 async def test_a_position_that_is_none_is_refused(requests: RequestListing, after: str) -> None:
     with pytest.raises(ServingError) as refused:
-        await requests.page(ALL, 10, after)
+        await page_of([requests], ALL, 10, after)
     assert (refused.value.code, refused.value.param) == (Code.invalid_request, "after")
 
 

@@ -39,14 +39,14 @@ async def cancelled(bus: Bus) -> list[bytes]:
 async def unconfirmed(running: Running, monkeypatch: pytest.MonkeyPatch) -> GenerateRequest:
     """A request that is stored; the gateway does not hear of it."""
     gateway = running.gateway
-    publish = gateway.publisher.publish
+    publish = gateway.cells[0].publisher.publish
 
     async def confirm_nothing(*args: Any, **more: Any) -> Ack:
         await publish(*args, **more)
         raise LATE
 
     with monkeypatch.context() as patch:
-        patch.setattr(gateway.publisher, "publish", confirm_nothing)
+        patch.setattr(gateway.cells[0].publisher, "publish", confirm_nothing)
         request = (await gateway.prepare("completion", BODY)).request
         with pytest.raises(ServingError) as error:
             await gateway.submit(request, owner=False)
@@ -62,12 +62,12 @@ async def test_it_is_not_cancelled_since_a_repeat_may_read_its_answer(
     bus: Bus, running: Running, unconfirmed: GenerateRequest, cancelled: list[bytes]
 ) -> None:
     repeat = await running.gateway.submit(unconfirmed, owner=False)
-    await running.gateway.unstored.sweep(asyncio.get_running_loop().time())
+    await running.gateway.cells[0].unstored.sweep(asyncio.get_running_loop().time())
     await bus.nc.flush()
     assert isinstance(repeat, InflightRequest)
     assert not cancelled
     assert await content(bus, running.gateway, unconfirmed), "the repeat has not deleted it"
-    assert [each.request.id for each in running.gateway.unstored.open] == [unconfirmed.id]
+    assert [each.request.id for each in running.gateway.cells[0].unstored.open] == [unconfirmed.id]
 
 
 async def test_it_is_cancelled_if_its_content_was_refused(
@@ -80,7 +80,7 @@ async def test_it_is_cancelled_if_its_content_was_refused(
         future.set_exception(Refused(Code.broker_unavailable, "full"))
         return future
 
-    monkeypatch.setattr(gateway.unstored, "put", refuse)
+    monkeypatch.setattr(gateway.cells[0].unstored, "put", refuse)
     request = (await gateway.prepare("completion", BODY)).request
     with pytest.raises(Refused):
         await gateway.submit(request, owner=False)
@@ -98,14 +98,14 @@ async def test_in_a_cluster_a_request_is_stored_behind_its_content_only(
     """Or it could be accepted without: the leaders of the two streams come and go on their own."""
     gateway = running.gateway
     monkeypatch.setattr(Bus, "clustered", True)
-    put, kept, sent = gateway.unstored.put, asyncio.get_running_loop().create_future(), asyncio.Event()
+    put, kept, sent = gateway.cells[0].unstored.put, asyncio.get_running_loop().create_future(), asyncio.Event()
 
     async def unconfirmed_yet(*args: Any) -> "asyncio.Future[Ack]":
         await (await put(*args))
         sent.set()
         return kept
 
-    monkeypatch.setattr(gateway.unstored, "put", unconfirmed_yet)
+    monkeypatch.setattr(gateway.cells[0].unstored, "put", unconfirmed_yet)
     request = (await gateway.prepare("completion", BODY)).request
     submitting = asyncio.create_task(gateway.submit(request, owner=False))
     await sent.wait()
@@ -129,12 +129,12 @@ async def test_what_has_ended_is_put_again_until_its_grace_is_over(bus: Bus, run
     inflight = await gateway.submit(prepared.request)
     inflight.feed(TokenItem(prepared.request.id, 1, 0, 0, pack_tokens([1, 2]), Finish("length")), 1)
     now = asyncio.get_running_loop().time()
-    await gateway.unstored.sweep(now)
-    assert not list(gateway.unstored.open)
+    await gateway.cells[0].unstored.sweep(now)
+    assert not list(gateway.cells[0].unstored.open)
     for again in (True, False):
         for stream in ("MEMORY_CONTENTS", "MEMORY_TOKENS"):
             await bus.nc.request(f"$JS.API.STREAM.PURGE.{bus.subjects.stream(stream)}", b"")
         assert await content(bus, gateway, prepared.request) is None
-        await gateway.unstored.put_again()
+        await gateway.cells[0].unstored.put_again()
         assert bool(await content(bus, gateway, prepared.request)) is again
-        await gateway.unstored.sweep(now + gateway.settings.no_store_grace_s + 1)
+        await gateway.cells[0].unstored.sweep(now + gateway.settings.no_store_grace_s + 1)

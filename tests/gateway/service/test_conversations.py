@@ -44,7 +44,7 @@ def over(log: Log, *, answered: bool) -> Conversations:
     async def detokenizer(request: GenerateRequest) -> Detokenizer:
         return DETOKENIZER
 
-    return Conversations(log, has_ended, detokenizer, 1 << 20)  # type: ignore[arg-type]
+    return Conversations(log.find, has_ended, detokenizer, 1 << 20)  # type: ignore[arg-type]
 
 
 async def test_the_record_of_an_answer_that_is_there_is_waited_for() -> None:

@@ -29,7 +29,7 @@ DETECTED = ParserNames("basic", "hermes")  # what any worker says of this model'
 @pytest.fixture
 async def view(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[FleetView]:
     bus = await connect(broker.url("operator"), role="gateway", name="test", namespace=pipeline.namespace)
-    yield FleetView(bus, [(("demo",), MODEL)], "gw1", GatewaySettings(), GatewayMetrics(MetricScope()), bus.tasks)
+    yield FleetView([bus], [(("demo",), MODEL)], "gw1", GatewaySettings(), GatewayMetrics(MetricScope()), bus.tasks)
     await bus.close()
 
 
@@ -39,12 +39,12 @@ def join(view: FleetView, name: str, role: str = "aggregated", **fields: Any) ->
         tokenizer=MODEL.tokenizer_digest, state=WorkerState.ready, **fields,
     )  # fmt: skip
     member = RegisteredWorker(registration, 1, time.monotonic())
-    view.watch.members[name] = member
+    view.watches[0].members[name] = member
     view.joined(member)
 
 
 def leave(view: FleetView, name: str) -> None:
-    view.left(view.watch.members.pop(name), "killed")
+    view.left(view.watches[0].members.pop(name), "killed")
 
 
 def parsers(view: FleetView) -> ParserNames | None:
@@ -122,7 +122,7 @@ FOLDERS = {"demo": MODEL, "small": SMALL}
 async def learner(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[FleetView]:
     """Of a gateway that was told of no model."""
     bus = await connect(broker.url("operator"), role="gateway", name="test", namespace=pipeline.namespace)
-    view = FleetView(bus, [], "gw1", GatewaySettings(), GatewayMetrics(MetricScope()), bus.tasks)
+    view = FleetView([bus], [], "gw1", GatewaySettings(), GatewayMetrics(MetricScope()), bus.tasks)
     yield view
     view.store.close()
     await bus.close()
@@ -135,7 +135,7 @@ def register(view: FleetView, worker: str, model: str, **fields: Any) -> None:
         worker, model, "aggregated", "mock", block_size=32, total_blocks=9, slots=1, max_model_len=4096, **given
     )
     member = RegisteredWorker(registration, 1, time.monotonic())
-    view.watch.members[worker] = member
+    view.watches[0].members[worker] = member
     view.joined(member)
 
 

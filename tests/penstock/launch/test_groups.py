@@ -32,8 +32,8 @@ def fleet(**given: Any) -> WorkerFleet:
 def workers(*, gpus: tuple[str, ...] | None = None, **given: Any) -> dict[str, PlannedProcess]:
     up = UpSettings(**given)
     children = plan(
-        up, fleet(**given), ports=[8000], url=lambda role: "nats://h:1", sys_url="", cores=8, gpus=gpus,
-        metrics_ports=range(9100, 9200),
+        up, fleet(**given), ports=[8000], url=lambda role, cell: "nats://h:1", sys_url=lambda cell: "", cores=8,
+        gpus=gpus, metrics_ports=range(9100, 9200),
     )  # fmt: skip
     return {child.name: child for child in children}
 
@@ -267,7 +267,7 @@ def test_a_flag_of_up_goes_through_to_every_process_that_has_it(kind: Any) -> No
     theirs = {flag.field: flag for flag in flags_of(kind)}
     names = passed(UpSettings(), kind)
     assert set(theirs) & set(ours) - set(names) <= {
-        "model", "served_model_name", "engine", "http_port", "metrics_port", "threads", "nats_url",
+        "model", "served_model_name", "engine", "http_port", "metrics_port", "threads", "nats_url", "cell_nats_urls",
     }  # fmt: skip
     assert {"log_level", "namespace"} <= set(names)
     for name in names:
@@ -317,7 +317,7 @@ def test_an_embedding_model_gets_workers_of_the_role_that_serves_it() -> None:
     def found(**given: Any) -> dict[str, PlannedProcess]:
         up = UpSettings(**given)
         whole = fleet_of(up, makes_vectors=lambda model: model == "/bert")
-        children = plan(up, whole, ports=[8000], url=lambda role: "nats://h:1", sys_url="", cores=8)
+        children = plan(up, whole, ports=[8000], url=lambda role, cell: "nats://h:1", sys_url=lambda cell: "", cores=8)
         return {child.name: child for child in children}
 
     alone = found(model=("/bert",), served_model_name="vec", workers=2)

@@ -8,13 +8,13 @@ from penstock.launch.groups import PlanError, WorkerFleet, WorkerGroup, fleet_of
 from penstock.launch.plan import PlannedProcess, further, plan
 
 
-def url(role: str) -> str:
+def url(role: str, cell: int) -> str:
     return f"nats://{role}@h"
 
 
 def deployment(up: UpSettings, gpus: tuple[str, ...] | None = None) -> tuple[WorkerFleet, list[PlannedProcess]]:
     fleet = fleet_of(up)
-    return fleet, plan(up, fleet, ports=[8000], url=url, sys_url="", cores=4, gpus=gpus)
+    return fleet, plan(up, fleet, ports=[8000], url=url, sys_url=lambda cell: "", cores=4, gpus=gpus)
 
 
 def test_a_further_worker_is_as_the_deployment_would_have_started_it() -> None:

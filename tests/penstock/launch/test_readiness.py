@@ -47,6 +47,6 @@ async def test_a_gateway_is_ready_when_it_says_so_itself(
     async with answering(status, body) as url:
         readiness = Readiness(workers, {"gateway-0": url}, ready.append)
         readiness.waiting.pop("worker-0", None)  # it is registered
-        await readiness.look(cast(Any, None), Subjects("ps"))
+        await readiness.look([(cast(Any, None), Subjects("ps"))])
     assert ready == ([] if waits else ["gateway-0"])
     assert (waits or "") in readiness.waiting.get("gateway-0", "")

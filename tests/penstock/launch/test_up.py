@@ -335,8 +335,8 @@ def test_pauses_double_up_to_ten_seconds_and_start_again_after_a_lasting_run(liv
 
 def planned(up: UpSettings, ports: list[int] | None = None) -> dict[str, PlannedProcess]:
     children = plan(
-        up, fleet_of(up), ports=ports or [8000], url=lambda role: f"nats://{role}:secret@h:1",
-        sys_url="nats://sys:x@h:1", cores=8,
+        up, fleet_of(up), ports=ports or [8000], url=lambda role, cell: f"nats://{role}:secret@h:1",
+        sys_url=lambda cell: "nats://sys:x@h:1", cores=8,
     )  # fmt: skip
     return {child.name: child for child in children}
 

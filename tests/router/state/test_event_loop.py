@@ -13,7 +13,7 @@ import pytest
 
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
-from penstock.gateway.service.gateway import Gateway
+from penstock.gateway.service.gateway import CellLink, Gateway
 from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
@@ -186,16 +186,15 @@ async def test_renewals_that_change_nothing_cost_next_to_nothing(
     """In a router and in a gateway, per second of 1,000 workers: 1,333 renewals."""
     cluster = one.router.cluster
     model = modeldir.load(modeldir.TINY, name=MODEL)
-    gateway = Gateway(
-        *(one.bus, Publisher(one.bus), [model], GatewaySettings(served_model_name=MODEL), GatewayMetrics(MetricScope()))
-    )
+    links, served = [CellLink(one.bus, Publisher(one.bus))], GatewaySettings(served_model_name=MODEL)
+    gateway = Gateway(links, [model], served, GatewayMetrics(MetricScope()))
     for entry in renewals(pipeline, 1):
-        gateway.fleet.watch.on_entry(entry)
+        gateway.fleet.watches[0].on_entry(entry)
     context = gateway.fleet.only_context()
     callbacks = Callbacks(monkeypatch)
     serving = cluster.tracker.serving(MODEL)
     spent = {}
-    for name, members in (("router", cluster.registry), ("gateway", gateway.fleet.watch)):
+    for name, members in (("router", cluster.registry), ("gateway", gateway.fleet.watches[0])):
         entries = list(renewals(pipeline, 2))
         began = time.thread_time()
         for entry in entries:

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from penstock.measure.simulation.comparison import POLICIES, Cell, run, runs, summaries
+from penstock.measure.simulation.comparison import POLICIES, TableCell, run, runs, summaries
 from penstock.measure.simulation.fleet import simulate
 from penstock.measure.simulation.policy import Placement, SimulatedFleet, WorkerSpec
 from penstock.measure.simulation.rules import DynamoPolicy, RulePolicy, least_requests, round_robin
@@ -64,12 +64,12 @@ FLEETS = {
 @pytest.mark.parametrize(("policy", "fleet"), sorted(product(POLICIES, FLEETS)))
 def test_a_policy_serves_every_request_of_a_workload(policy: str, fleet: str) -> None:
     for name in ("images", "hot"):
-        found = run(Cell(FLEETS[fleet], 1.0, name, None, 60), policy, 1)
+        found = run(TableCell(FLEETS[fleet], 1.0, name, None, 60), policy, 1)
         assert (found.figures.requests, found.figures.unfinished) == (60, 0)
 
 
 def test_a_policy_that_knows_caches_reuses_more_than_round_robin() -> None:
-    cell = Cell(FOUR, 0.7, "agents", None, 300)
+    cell = TableCell(FOUR, 0.7, "agents", None, 300)
     hits = {policy: run(cell, policy, 0).figures.hit_rate for policy in ("kv", "dynamo", "round_robin")}
     assert min(hits["kv"], hits["dynamo"]) > 1.2 * hits["round_robin"]
 
@@ -77,7 +77,7 @@ def test_a_policy_that_knows_caches_reuses_more_than_round_robin() -> None:
 def test_a_hot_system_prompt_does_not_keep_its_traffic_at_the_first_worker() -> None:
     """At light load, where its prefix alone would decide."""
     fleet = SimulatedFleet((WorkerSpec(),) * 4)
-    kv, least = (run(Cell(fleet, 0.1, "hot", None, 600), policy, 0).figures for policy in ("kv", "least_loaded"))
+    kv, least = (run(TableCell(fleet, 0.1, "hot", None, 600), policy, 0).figures for policy in ("kv", "least_loaded"))
     assert kv.served < 1.2
     assert kv.hit_rate > least.hit_rate
     assert kv.ttft_p99 <= least.ttft_p99
@@ -86,14 +86,16 @@ def test_a_hot_system_prompt_does_not_keep_its_traffic_at_the_first_worker() -> 
 def test_decode_workers_that_compute_no_prompts_keep_their_sequences_faster() -> None:
     fleet = SimulatedFleet((WorkerSpec("prefill"),) * 2 + (WorkerSpec("decode"),) * 2)
     gaps = [
-        run(Cell(fleet, 0.6, "chat", None, 300, weights=Weights(local_prefill_tokens=tokens)), "kv", 0).figures.itl_mean
+        run(
+            TableCell(fleet, 0.6, "chat", None, 300, weights=Weights(local_prefill_tokens=tokens)), "kv", 0
+        ).figures.itl_mean
         for tokens in (1000, 0)
     ]
     assert gaps[1] < gaps[0]
 
 
 def test_equal_seeds_give_equal_runs() -> None:
-    cell = Cell(FOUR, 1.2, "chat", None, 150)
+    cell = TableCell(FOUR, 1.2, "chat", None, 150)
     for policy in ("kv", "dynamo", "random"):
         assert run(cell, policy, 3) == run(cell, policy, 3)
     assert run(cell, "random", 3) != run(cell, "random", 4)
@@ -119,7 +121,7 @@ def test_a_turn_repeats_its_conversation_up_to_the_last_full_block() -> None:
 
 
 def test_the_others_are_compared_with_the_first_policy() -> None:
-    cell = Cell(FOUR, 0.7, "hot", None, 100)
+    cell = TableCell(FOUR, 0.7, "hot", None, 100)
     first, second = summaries(list(runs([cell], ("round_robin", "kv"), 3)))
     assert (first.policy, first.seeds) == ("round_robin", 3)
     assert first.against_first["ttft_mean"].mean == 0.0
@@ -129,7 +131,7 @@ def test_the_others_are_compared_with_the_first_policy() -> None:
 
 
 def test_replicas_decide_nearly_as_well_as_one_router() -> None:
-    one, two = (run(Cell(FOUR, 1.0, "agents", None, 300, replicas), "kv", 0).figures for replicas in (1, 2))
+    one, two = (run(TableCell(FOUR, 1.0, "agents", None, 300, replicas), "kv", 0).figures for replicas in (1, 2))
     assert two.unfinished == 0
     assert two.hit_rate > 0.9 * one.hit_rate
     assert two.ttft_mean < 1.3 * one.ttft_mean
@@ -137,7 +139,7 @@ def test_replicas_decide_nearly_as_well_as_one_router() -> None:
 
 def test_replicas_that_know_of_each_other_late_decide_worse() -> None:
     soon, late = (
-        run(Cell(FOUR, 0.5, "unique", None, 100, 2, replica_delay_ns=ms * 1_000_000), "kv", 0).figures
+        run(TableCell(FOUR, 0.5, "unique", None, 100, 2, replica_delay_ns=ms * 1_000_000), "kv", 0).figures
         for ms in (0, 1000)
     )
     assert late.ttft_mean > 1.1 * soon.ttft_mean
