@@ -5,9 +5,9 @@
 2. In a class the tenant is next that has had least work for its weight (``class_queue``); weights are 1 by default.
 3. A tenant's requests are in the order of their due times: the arrival, plus ``DELAY_NS`` for each prompt token that no
    target caches, at most ``PATIENCE_NS``; or ``URGENT_NS`` before the deadline if that comes first.
-4. A request that has waited five seconds, and for twelve times the work that was held in front of it when it arrived
-   and as much as is held now, goes first, however long its prompt; after 16 times the former and twice the latter it is
-   tried alone, until there is room for it.
+4. A request that has waited a second, and for twice the work that was held in front of it when it arrived and as much
+   as is held now, goes first, however long its prompt; the longer it has waited, the more, up to twelve times after 30
+   seconds. After 16 times the former and twice the latter it is tried alone, until there is room for it.
 5. The requests of a lane wait for the same workers. The first ``WINDOW`` of a lane are tried in this order, since a
    shorter prompt may fit where a longer one does not; lanes do not wait for each other.
 

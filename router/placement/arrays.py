@@ -22,6 +22,7 @@ from penstock.router.placement.cost import (
     aggregated_pool,
     favour_tokens,
     is_plain,
+    most_uncached,
     rejection,
     reuse,
     size_of,
@@ -47,12 +48,13 @@ class WholeTerms(NamedTuple):
     queued: Any
     read: Any
     room: Any
+    late: Any
 
 
 def whole_terms(at: Any, sequences: Any, ops: Any, prefill_weight: float = 1.0) -> WholeTerms:
     """As ``target_terms``."""
     own = target_terms(at, sequences, ops, prefill_weight)
-    return WholeTerms(own.fixed, own.slope + own.held_up + own.queued, own.queued, own.read, own.room)
+    return WholeTerms(own.fixed, own.slope + own.held_up + own.queued, own.queued, own.read, own.room, own.late)
 
 
 _TERMS = len(WholeTerms._fields)
@@ -168,6 +170,8 @@ def costs(
         whole -= own.queued * np.maximum(0.0, reused.work - PASS_TOKENS)
     needed = prompt_blocks if leading is None else prompt_blocks - np.minimum(leading, size.blocks)
     fits = needed <= own.room
+    if own.late.any():
+        fits &= (own.late == 0) | (reused.uncached_tokens <= most_uncached(size.tokens, np))
     return Costs(reused.blocks, whole, reused.uncached_tokens, fits)
 
 
@@ -410,7 +414,7 @@ class ArrayDecisions:
 
 
 def _waits(target_costs: Costs, allowed: NDArray[np.bool_], best: int, waited_s: float) -> bool:
-    """Whether a held request waits for a target that is full now, and cheaper."""
+    """Whether a request waits for a target that is full now, and cheaper."""
     full = np.flatnonzero(allowed & ~target_costs.fits)
     if not len(full):
         return False

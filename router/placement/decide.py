@@ -5,8 +5,8 @@ cached, and is paired with a prefill worker otherwise. If one of these two pools
 unless its engines cannot (``Registration.pair_only``). Media go through an encode worker first, if there is one.
 
 In mode "kv" the score of a target is what the request costs there, in prompt tokens of work (``cost``); the lowest
-wins. A request that is held waits for a better target that is full, for at most ``PATIENCE_S`` per token that it would
-not have to compute.
+wins. A request waits for a better target that is full, for at most ``PATIENCE_S`` per token that it would not have to
+compute.
 
 A pair costs its prefill stage, the transfer of the blocks and its decode stage. KV blocks move only between pools of
 the same layout and backend, over one of three distances. The cheapest partner of a decode worker is therefore the best
@@ -340,7 +340,7 @@ def _whole(targets: list[RoutingTarget], rejected: Rejected, reason: str) -> lis
 def _waits_for_better(
     context: RoutingContext, scored: ScoredTargets, rejected: Rejected, costs: Mapping[TargetId, TargetCost]
 ) -> bool:
-    """Whether a held request waits for a target that is full now, and cheaper."""
+    """Whether a request waits for a target that is full now, and cheaper."""
     if context.waited_s is None or not costs:
         return False
     full = [costs[target.id] for target, reason in rejected if reason == "full"]

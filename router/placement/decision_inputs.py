@@ -306,7 +306,7 @@ class Decider:
         Args:
             keys: of the prompt's full blocks.
             held: number of requests held, for the record.
-            waited_s: since its arrival, if it was held.
+            waited_s: since its arrival.
             part: this router's, if several place the model's requests.
         """
         tracker = self._cluster.tracker

@@ -19,7 +19,7 @@ from penstock.schemas.jobs import Candidate, Stage
 
 LOCAL_PREFILL_TOKENS = 256  # of a decode worker without a GPU, unless a limit is set
 TIE = 1e-6  # scores closer than this are equal
-PATIENCE_S = 0.004  # per prompt token that a better target saves: for so long a held request waits for it
+PATIENCE_S = 0.004  # per prompt token that a better target saves: for so long a request waits for it
 
 RouteKind = Literal["aggregated", "local", "split"]
 
@@ -91,7 +91,7 @@ class RoutingContext(msgspec.Struct, frozen=True):
         seed: breaks ties and draws in mode "random" and at a temperature above 0.
         number: of the decision, for mode "round_robin".
         leading: leading prompt blocks that active requests have, by target; absent: none.
-        waited_s: since its arrival, if the request is held; None: it may be placed without regard to others.
+        waited_s: since its arrival; None: it waits for no better target.
     """
 
     request: RoutingRequest

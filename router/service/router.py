@@ -251,7 +251,7 @@ class Router:
                 self._hold(pending)
                 return False
             keys = keys_view(request.digests)
-            waited_s = max(0, now_ns - request.created_ns) / 1e9 if held else None
+            waited_s = max(0, now_ns - request.created_ns) / 1e9
             decision, inputs = self.decider.decide(
                 pending,
                 keys,

@@ -124,10 +124,10 @@ class SimulatedRouter:
         return [entry.request for entry in lost]
 
     def arrive(self, arrival: Arrival, now_ns: int) -> PlacedArrival | None:
-        """Place a request at once, if none is held and a target has room; hold it otherwise."""
+        """Place a request at once, if none is held and a target has room, and no better one will; hold it otherwise."""
         request = self._request(arrival)
         if not len(self):
-            decision = self._decide(arrival, request, self._overlaps(arrival.keys), now_ns, None)
+            decision = self._decide(arrival, request, self._overlaps(arrival.keys), now_ns, 0.0)
             if decision.route:
                 return self._place(arrival, decision, now_ns)
         held = Held(arrival, request, arrival.keys)
@@ -197,7 +197,7 @@ class SimulatedRouter:
         request: RoutingRequest,
         cached: Mapping[TargetId, int],
         now_ns: int,
-        waited_s: float | None,
+        waited_s: float,
     ) -> RoutingDecision:
         self._number += 1
         if arrival.session:

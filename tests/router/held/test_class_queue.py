@@ -72,7 +72,7 @@ def test_who_had_little_in_front_of_it_does_not_stop_the_short_ones_while_more_i
     assert taken.index("long") == 31  # 31 taken, 19 and the long one held: 3,100 of work and 2,900
 
 
-def test_within_the_first_seconds_nothing_is_overdue() -> None:
+def test_within_the_first_second_nothing_is_overdue() -> None:
     waiting: RequestQueue[None] = RequestQueue()
     push(waiting, "long", 1000)
     for number in range(100):
@@ -81,6 +81,20 @@ def test_within_the_first_seconds_nothing_is_overdue() -> None:
         (entry,) = waiting.window(size=1, now_ns=OVERDUE_NS - 1)
         assert waiting.take(entry.id).id != "long"
     assert [entry.id for entry in waiting.window(size=1, now_ns=OVERDUE_NS)] == ["long"]
+
+
+@pytest.mark.parametrize(("waited_s", "times"), [(2, 2), (5, 2), (15, 6), (30, 12), (300, 12)])
+def test_the_longer_a_request_waits_the_more_goes_before_it(waited_s: int, times: int) -> None:
+    waiting: RequestQueue[None] = RequestQueue()
+    for number in range(10):
+        push(waiting, f"before {number}", 100)
+    push(waiting, "long", 500)
+    taken: list[str] = []
+    while "long" not in taken:
+        push(waiting, f"short {len(taken)}", 100)
+        (entry,) = waiting.window(size=1, now_ns=waited_s * SECOND_NS)
+        taken.append(waiting.take(entry.id).id)
+    assert len(taken) - 1 == 10 * times + 1
 
 
 def test_who_waited_longer_still_is_tried_alone() -> None:

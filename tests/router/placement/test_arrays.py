@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.measure.simulation.placement import Arrival, SimulatedRouter
+from penstock.router.placement import cost
 from penstock.router.placement.cost import HeldRequest, is_ready
 from penstock.router.placement.decide import decide
 from penstock.router.placement.decision_inputs import FEW, Decisions, array_decisions
@@ -36,6 +37,7 @@ WORKERS = st.lists(
 )
 JOBS = st.lists(st.tuples(st.integers(0, 19), st.integers(0, 3), st.integers(0, 20), st.integers(1, 3)), max_size=30)
 
+MOST_UNCOMPUTED = st.sampled_from([cost.MOST_UNCOMPUTED, 150])  # the latter is less than many of the workers below have
 ASKED = st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(1, 3))  # prompt, its blocks, sequences
 
 
@@ -72,8 +74,26 @@ def fleet(workers: list[dict[str, Any]], jobs: list[tuple[int, int, int, int]]) 
     waited_s=st.sampled_from([None, 0.0, 0.5, 100.0]),
     seed=st.integers(0, 9),
     part=st.sampled_from([ALONE, ModelPart(0, 2), ModelPart(2, 3)]),
+    most_uncomputed=MOST_UNCOMPUTED,
 )
 def test_a_decision_is_that_of_the_loop(
+    workers: list[dict[str, Any]],
+    jobs: list[tuple[int, int, int, int]],
+    asked: tuple[int, int, int],
+    held: dict[int, int],
+    more: dict[str, Any],
+    shared: int,
+    waited_s: float | None,
+    seed: int,
+    part: ModelPart,
+    most_uncomputed: int,
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cost, "MOST_UNCOMPUTED", most_uncomputed)
+        compare_decisions(workers, jobs, asked, held, more, shared, waited_s, seed, part)
+
+
+def compare_decisions(
     workers: list[dict[str, Any]],
     jobs: list[tuple[int, int, int, int]],
     asked: tuple[int, int, int],
@@ -117,8 +137,20 @@ def test_a_decision_is_that_of_the_loop(
     workers=WORKERS.filter(bool),
     jobs=JOBS,
     requests=st.lists(st.tuples(ASKED, st.integers(0, 20), st.sampled_from([0.0, 0.5, 100.0])), min_size=1, max_size=8),
+    most_uncomputed=MOST_UNCOMPUTED,
 )
 def test_the_ready_requests_are_those_of_the_loop(
+    workers: list[dict[str, Any]],
+    jobs: list[tuple[int, int, int, int]],
+    requests: list[tuple[tuple[int, int, int], int, float]],
+    most_uncomputed: int,
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cost, "MOST_UNCOMPUTED", most_uncomputed)
+        compare_ready(workers, jobs, requests)
+
+
+def compare_ready(
     workers: list[dict[str, Any]],
     jobs: list[tuple[int, int, int, int]],
     requests: list[tuple[tuple[int, int, int], int, float]],

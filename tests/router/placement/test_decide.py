@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from penstock.configs.settings import RouterMode
 from penstock.router.placement.cost import (
     HELD_UP,
+    MOST_UNCOMPUTED,
     OCCUPANCY,
     OWN_WORK,
     PASS_TOKENS,
@@ -17,7 +18,7 @@ from penstock.router.placement.cost import (
     utilization,
 )
 from penstock.router.placement.decide import STORED_CANDIDATES, decide
-from penstock.router.placement.routing import RoutingContext, RoutingRequest, Weights
+from penstock.router.placement.routing import PATIENCE_S, RoutingContext, RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.target_loads import Load, RoutingTarget
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Registration, WorkerState
@@ -96,6 +97,42 @@ MEMBERS = st.lists(
         for i, (load, state, blocks, length, ranked) in enumerate(rows)
     ]
 )
+
+
+LONG = {"total_blocks": 10_000, "max_model_len": 1 << 20}
+QUEUED = Load(1, 1, 1000, MOST_UNCOMPUTED + 1.0, computing=1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached", "load", "fits"),
+    [
+        (330, 0, QUEUED, False),
+        (330, 0, Load(1, 1, 1000, float(MOST_UNCOMPUTED), computing=1), True),
+        (330, 0, Load(prefill_tokens=MOST_UNCOMPUTED + 1.0), True),  # what is left of others' estimates; it is idle
+        (640, 9, QUEUED, False),
+        (640, 10, QUEUED, True),  # half of its 20 blocks
+        (32 * 600, 600 - PASS_TOKENS // 32 - 1, QUEUED, False),
+        (32 * 600, 600 - PASS_TOKENS // 32, QUEUED, True),  # the rest is computed in a pass
+    ],
+)
+def test_a_busy_worker_with_much_to_compute_has_room_only_for_prompts_that_it_has_most_of(
+    tokens: int, cached: int, load: Load, fits: bool
+) -> None:
+    ask = RoutingRequest("m", tokens, 1, prompt_blocks=tokens // 32)
+    context = RoutingContext(ask, [member("w", load=load, **LONG)], {("w", 0): cached}, "kv", Weights(), 0)
+    assert decide(context).reason == ("" if fits else "full")
+
+
+def test_a_new_request_waits_for_a_better_worker_for_as_long_as_that_saves() -> None:
+    ask = RoutingRequest("m", 40_000, 1, prompt_blocks=1250)
+    members = [member("has", load=QUEUED, **LONG), member("idle", **LONG)]
+    overlaps = {("has", 0): 900}
+
+    def after(waited_s: float) -> RoutingDecision:
+        return decide(RoutingContext(ask, members, overlaps, "kv", Weights(), 0, waited_s=waited_s))
+
+    assert after(0.0).reason == "better_full"
+    assert after(PATIENCE_S * 900 * 32).chosen == ("idle", 0)
 
 
 @examples(200)

@@ -170,3 +170,26 @@ def test_a_prompt_whose_last_block_is_stored_counts_as_computed() -> None:
     caches.blocks[first, 0] = set(keys)
     core.stored((first, 0), keys)
     assert target(core.arrive(arrival("r3", 10, family=3), 1 * S)) == first
+
+
+def queued(core: SimulatedRouter, *arrivals: Arrival) -> list[str]:
+    """The names of those that are sent to a worker at once."""
+    return [each.id for each in arrivals if core.arrive(each, each.arrived_ns) is not None]
+
+
+def test_prompts_that_a_worker_has_no_time_for_wait_in_the_order_of_their_classes() -> None:
+    """Its KV cache has room for all of them."""
+    core, _ = placement(1, blocks=100_000)
+    documents = [arrival(f"document {n}", 1000, family=n, at=n * MS, rank=2) for n in range(5)]
+    assert queued(core, *documents) == ["document 0", "document 1"], "32,000 tokens"
+    assert queued(core, arrival("chat", 20, family=9, at=5 * MS)) == []
+    core.stored(("w0", 0), documents[0].keys, S)
+    assert [each.arrival.id for each in core.pump(S)] == ["chat", "document 2"]
+
+
+def test_a_prompt_that_a_worker_has_goes_there_although_others_wait() -> None:
+    core, caches = placement(1, blocks=100_000)
+    caches.blocks["w0", 0] = set(arrival("before", 1000, family=9).keys)
+    assert queued(core, *(arrival(f"document {n}", 1000, family=n) for n in range(3))) == ["document 0", "document 1"]
+    assert queued(core, arrival("follow-up", 1010, family=9)) == [], "it has its turn among what is held"
+    assert [each.arrival.id for each in core.pump(MS)] == ["follow-up"]
