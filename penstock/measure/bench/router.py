@@ -58,7 +58,9 @@ _REQUESTS_PER_WORKER = 500
 _SWEEP_REQUESTS = 200
 
 PolicyName = Literal["kv", "kv_predicted", "dynamo", "round_robin", "random", "least_loaded", "least_blocks"]
-WorkloadName = Literal["chat", "agents", "documents", "unique", "bursts", "hot", "mixed", "images"]
+WorkloadName = Literal[
+    "chat", "agents", "documents", "unique", "bursts", "hot", "mixed", "classes", "tenants", "images"
+]
 Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -237,6 +239,9 @@ def table(title: str, group: Sequence[PolicySummary]) -> Table:
             f"{figures.imbalance:.2f}",
             *(difference(each.against_first[name]) if each.policy != first else "" for name in each.against_first),
         )
+        for name, group_figures in figures.groups.items():
+            times_of = milliseconds(group_figures.ttft_mean), "", milliseconds(group_figures.ttft_p99)
+            shown.add_row(f"  {name}", "", *times_of)
     return shown
 
 

@@ -29,6 +29,13 @@ from penstock.measure.simulation.trace import UNIT_TOKENS, WORKLOADS, RequestTra
 from penstock.router.placement.routing import Weights
 
 
+class GroupFigures(Struct, frozen=True):
+    """The time to the first token of a class or a tenant, in ms."""
+
+    ttft_mean: float
+    ttft_p99: float
+
+
 class SimulationFigures(Struct, frozen=True):
     """Figures of the completed requests; times in ms.
 
@@ -38,6 +45,7 @@ class SimulationFigures(Struct, frozen=True):
         imbalance: work (prompt tokens computed and tokens generated) of the busiest target, divided by the mean.
         served: the same ratio for tokens served: prompts, cached or not, and tokens generated.
         unfinished: requests that were rejected or never placed.
+        groups: by class or tenant, where there are several.
     """
 
     requests: int
@@ -53,6 +61,7 @@ class SimulationFigures(Struct, frozen=True):
     imbalance: float
     served: float
     preemptions: int
+    groups: dict[str, GroupFigures] = {}
 
 
 def figures(fleet: SimulatedFleet, result: SimulationResult) -> SimulationFigures:
@@ -76,7 +85,21 @@ def figures(fleet: SimulatedFleet, result: SimulationResult) -> SimulationFigure
         imbalance=_imbalance(fleet, done, lambda served: served.request.prompt_tokens - served.cached_tokens),
         served=_imbalance(fleet, done, lambda served: served.request.prompt_tokens),
         preemptions=result.preemptions,
+        groups=_groups(done),
     )
+
+
+def _groups(done: Sequence[SimulatedRequest]) -> dict[str, GroupFigures]:
+    times: dict[str, list[float]] = {}
+    for served in done:
+        group = served.request.tenant or served.request.priority.value
+        times.setdefault(group, []).append((served.first_ns - served.request.arrival_ns) / 1e6)
+    if len(times) < 2:
+        return {}
+    return {
+        name: GroupFigures(statistics.fmean(ttft), quantile(sorted(ttft), 0.99, math.nan))
+        for name, ttft in sorted(times.items())
+    }
 
 
 def _imbalance(
@@ -198,9 +221,18 @@ def _values(group: Sequence[SimulationRun], name: str) -> list[float]:
 
 
 def _mean(group: Sequence[SimulationRun]) -> SimulationFigures:
-    means = {name: sum(_values(group, name)) / len(group) for name in SimulationFigures.__struct_fields__}
+    names = [name for name in SimulationFigures.__struct_fields__ if name != "groups"]
+    means: dict[str, Any] = {name: sum(_values(group, name)) / len(group) for name in names}
     for name in ("requests", "unfinished", "preemptions"):
         means[name] = round(means[name])
+    means["groups"] = {
+        name: GroupFigures(
+            statistics.fmean(each.figures.groups[name].ttft_mean for each in group),
+            statistics.fmean(each.figures.groups[name].ttft_p99 for each in group),
+        )
+        for name in group[0].figures.groups
+        if all(name in each.figures.groups for each in group)
+    }
     return msgspec.convert(means, SimulationFigures)
 
 

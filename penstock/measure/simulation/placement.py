@@ -292,9 +292,16 @@ class PlacementPolicy:
         self._learn(now_ns)
         router = self._routers[request.index % len(self._routers)]
         seed = hash((self.seed, request.index)) & 0xFFFFFFFF
-        placed = router.arrive(
-            Arrival(str(request.index), request.keys, request.prompt_tokens, now_ns, seed=seed), now_ns
+        arrival = Arrival(
+            str(request.index),
+            request.keys,
+            request.prompt_tokens,
+            now_ns,
+            rank=request.priority.rank,
+            seed=seed,
+            tenant=request.tenant,
         )
+        placed = router.arrive(arrival, now_ns)
         return None if placed is None else self._placement(router, placed, now_ns)
 
     def decode(self, request: Request, now_ns: int) -> Target:

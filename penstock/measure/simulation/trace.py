@@ -20,6 +20,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from penstock.schemas.requests import Priority
+
 MOONCAKE_BLOCK_TOKENS = 512
 
 
@@ -34,7 +36,10 @@ class TraceRow(msgspec.Struct, frozen=True):
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
-    media: int = 0  # an extension: digest of an image, 0: none
+    # Extensions.
+    media: int = 0  # digest of an image, 0: none
+    priority: Priority = Priority.interactive
+    tenant: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +52,8 @@ class Request:
     output_tokens: int
     keys: Sequence[int]
     media: int = 0
+    priority: Priority = Priority.interactive
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +76,9 @@ class RequestTrace:
             ids = row.hash_ids
             keys = ids[:full] if cut == 1 else [unit * cut + part for unit in ids for part in range(cut)][:full]
             arrival = round((row.timestamp - start) / speed * 1e6)
-            requests.append(Request(index, arrival, row.input_length, row.output_length, keys, row.media))
+            requests.append(
+                Request(index, arrival, row.input_length, row.output_length, keys, row.media, row.priority, row.tenant)
+            )
         return requests
 
     def limited(self, requests: int) -> "RequestTrace":
@@ -297,6 +306,30 @@ def _images(rng: random.Random, requests: int, rate: float) -> list[TraceRow]:
     return rows
 
 
+def _classes(rng: random.Random, requests: int, rate: float) -> list[TraceRow]:
+    """Chats, and as many questions about documents that come in bursts: for 8 s every 90 s."""
+    chats = _CHAT.rows(rng, requests // 2, rate / 2)
+    fresh = 1 + max(max(row.hash_ids) for row in chats)
+    rows = list(chats)
+    for row in _documents(rng, requests - len(chats), rate / 2):
+        at = row.timestamp // 90e3 * 90e3 + row.timestamp % 90e3 * 8 / 90
+        ids = tuple(fresh + each for each in row.hash_ids)
+        rows.append(TraceRow(at, row.input_length, row.output_length, ids, priority=Priority.batch))
+    return rows
+
+
+def _tenants(rng: random.Random, requests: int, rate: float) -> list[TraceRow]:
+    """Nothing is shared. Four of five requests are those of one tenant, and come in bursts: for 10 s every 40 s."""
+    rows = []
+    for row in _UNIQUE.rows(rng, requests, rate):
+        tenant, at = rng.choices("abc", (8, 1, 1))[0], row.timestamp
+        if tenant == "a":
+            at = at // 40e3 * 40e3 + at % 40e3 / 4
+        rows.append(TraceRow(at, row.input_length, row.output_length, row.hash_ids, tenant=tenant))
+    return rows
+
+
+_UNIQUE = _Turns(1, (64, 64), 1, (5000, 1.0), (200, 0.9), 1)
 _CHAT = _Turns(8, (500, 4000), 6, (500, 1.3), (400, 0.7), 8)
 WORKLOADS = {
     "chat": TraceWorkload(_CHAT.rows, "conversations of about 6 turns behind 8 system prompts", 7.0),
@@ -304,11 +337,13 @@ WORKLOADS = {
         _Turns(40, (1000, 7000), 8, (1500, 1.1), (90, 0.9), 4).rows, "tool loops over long, growing contexts", 1.8
     ),
     "documents": TraceWorkload(_documents, "1 to 6 questions about each of many long documents", 2.3),
-    "unique": TraceWorkload(_Turns(1, (64, 64), 1, (5000, 1.0), (200, 0.9), 1).rows, "nothing is shared", 4.1),
+    "unique": TraceWorkload(_UNIQUE.rows, "nothing is shared", 4.1),
     "bursts": TraceWorkload(_bursts, "chats that come in bursts", 1.9),
     "hot": TraceWorkload(
         _Turns(40, (3000, 9000), 2, (1500, 1.0), (200, 0.9), 8, 0.8).rows, "80 % behind one system prompt", 8.4
     ),
     "mixed": TraceWorkload(_mixed, "short prompts among long ones, nothing is shared", 6.5),
+    "classes": TraceWorkload(_classes, "interactive chats beside documents of class batch", 0.8),
+    "tenants": TraceWorkload(_tenants, "three tenants, of which one asks most, in bursts", 2.0),
     "images": TraceWorkload(_images, "single questions, two of three with an image", 14.0),
 }

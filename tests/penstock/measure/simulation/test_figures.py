@@ -3,10 +3,11 @@ import math
 import pytest
 
 from penstock.measure.intervals import paired
-from penstock.measure.simulation.comparison import figures
+from penstock.measure.simulation.comparison import GroupFigures, figures
 from penstock.measure.simulation.fleet import SimulatedRequest, SimulationResult
 from penstock.measure.simulation.policy import Placement, SimulatedFleet, WorkerSpec
 from penstock.measure.simulation.trace import Request
+from penstock.schemas.requests import Priority
 
 MS = 1_000_000
 
@@ -29,6 +30,17 @@ def test_figures_of_two_requests() -> None:
     assert found.tokens_per_s == pytest.approx(22 / 0.33)
     assert found.imbalance == pytest.approx(111 / ((111 + 47) / 2))
     assert found.served == 1.0
+
+
+def test_classes_and_tenants_have_figures_of_their_own_where_there_are_several() -> None:
+    requests = [served(number, 0, 10 * (number + 1), 500) for number in range(3)]
+    fleet = SimulatedFleet((WorkerSpec(),))
+    assert figures(fleet, SimulationResult(requests, 0)).groups == {}
+    requests[2].request.priority = Priority.batch
+    classes = figures(fleet, SimulationResult(requests, 0)).groups
+    assert {name: each.ttft_mean for name, each in classes.items()} == {"interactive": 15.0, "batch": 30.0}
+    requests[0].request.tenant = "a"
+    assert figures(fleet, SimulationResult(requests, 0)).groups["a"] == GroupFigures(10.0, 10.0)
 
 
 def test_requests_that_were_not_completed_are_counted_apart() -> None:

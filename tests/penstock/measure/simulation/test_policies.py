@@ -9,6 +9,7 @@ from penstock.measure.simulation.fleet import simulate
 from penstock.measure.simulation.policy import Placement, SimulatedFleet, WorkerSpec
 from penstock.measure.simulation.rules import DynamoPolicy, RulePolicy, least_requests, round_robin
 from penstock.measure.simulation.trace import WORKLOADS, Request, generate
+from penstock.router.placement import cost
 from penstock.router.placement.routing import Weights
 
 FOUR = SimulatedFleet((WorkerSpec(blocks=4096),) * 4)
@@ -118,6 +119,19 @@ def test_a_turn_repeats_its_conversation_up_to_the_last_full_block() -> None:
     full = {row.hash_ids[: row.input_length // 64] for row in rows if row.input_length > 4100}  # beyond system prompts
     continued = sum(any(row.hash_ids[:length] in full for length in range(64, len(row.hash_ids) - 1)) for row in rows)
     assert continued > 100
+
+
+@pytest.mark.parametrize(("workload", "load", "group"), [("classes", 3.0, "interactive"), ("tenants", 1.5, "b")])
+def test_who_asks_little_waits_less_where_classes_and_tenants_decide(
+    monkeypatch: pytest.MonkeyPatch, workload: str, load: float, group: str
+) -> None:
+    """They would wait in the workers' queues, if requests were sent there up to the size of the KV cache."""
+    cell = TableCell(FOUR, load, workload, None, 500)
+    means = []
+    for most in (cost.MOST_UNCOMPUTED, 1 << 40):
+        monkeypatch.setattr(cost, "MOST_UNCOMPUTED", most)
+        means.append(run(cell, "kv", 0).figures.groups[group].ttft_mean)
+    assert means[0] < 0.5 * means[1]
 
 
 def test_the_others_are_compared_with_the_first_policy() -> None:
