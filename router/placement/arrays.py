@@ -360,7 +360,8 @@ class ArrayDecisions:
         if not len(free):
             return None
         scores = target_costs.whole[free]
-        if waited_s is not None and _waits(target_costs, allowed, int(free[scores.argmin()]), waited_s):
+        some_full = len(free) < len(pool.ids)
+        if waited_s is not None and some_full and _waits(target_costs, allowed, int(free[scores.argmin()]), waited_s):
             return None
         rows = free[_best_first(scores, seed)]
         if len(rows) < min(STORED_CANDIDATES, len(pool.ids)):  # then all with room are in
