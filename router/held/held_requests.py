@@ -390,11 +390,13 @@ class HeldRequests:
         request = pending.request
         priority = request.priority
         full = self._bytes[priority] >= PASSED_ON * self._max_bytes
-        if pending.reply and (full or (serving != registered and self._share_is_full(pending, serving))):
+        left = pending.reply and self._raw_bytes[priority] + len(pending.raw) > self._max_bytes // 2
+        size = HELD_BYTES + len(request.digests) + (0 if left else len(pending.raw))
+        if pending.reply and (full or (serving != registered and self._share_is_full(pending, serving, size))):
             self._deferred[request.id] = pending.reply
             return False
         pending.request = request = trimmed(request)
-        if pending.reply and self._raw_bytes[priority] + len(pending.raw) > self._max_bytes // 2:
+        if left:
             pending.raw = b""
         keys = () if pending.computes_whole_prompt else keys_view(request.digests)
         held = Held(pending, routing_request(pending, keys, avoid=frozenset(), revision=None), keys)
@@ -409,7 +411,7 @@ class HeldRequests:
             tenant=request.tenant,
         )
         if entered:
-            held.bytes = HELD_BYTES + len(request.digests) + len(pending.raw) + TARGET_BYTES * len(held.cached)
+            held.bytes = size + TARGET_BYTES * len(held.cached)
             self._count(held, 1)
             self._tenants[priority][request.tenant] += 1
         return True
@@ -473,11 +475,11 @@ class HeldRequests:
         if entry is not None and entry.item.item.reply == reply:
             self.remove(request_id)
 
-    def _share_is_full(self, pending: PendingRequest, serving: int) -> bool:
+    def _share_is_full(self, pending: PendingRequest, serving: int, size: int) -> bool:
         pending.share = pending.request.model if serving else ""
         limit = self._max_bytes // (2 if serving else 4)
         used = self._shares[pending.request.priority, pending.share]
-        return used > 0 and used + HELD_BYTES + len(pending.request.digests) + len(pending.raw) > limit
+        return used > 0 and used + size > limit
 
     def _count(self, held: Held[PendingRequest], sign: int) -> None:
         """Count a request that enters (1) or leaves (-1). Meanwhile ``raw`` stays."""

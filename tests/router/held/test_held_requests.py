@@ -120,6 +120,12 @@ def test_prompts_stay_in_the_log_beyond_half_of_the_bytes_and_their_requests_are
     assert again.raw == prompt, "there is space again"
 
 
+def test_a_model_takes_no_more_of_its_share_than_is_held_of_its_requests() -> None:
+    held, prompt = made(16), bytes(100 * HELD_BYTES)
+    asked = [pending("busy", raw=prompt) for _ in range(10)]
+    assert sum(held.hold(each, 2, 3) for each in asked) == 8, "half of the space, without their prompts"
+
+
 def test_a_later_attempt_keeps_its_prompt_since_the_log_has_no_message_of_it() -> None:
     held = made(1)
     later = pending(reply="", raw=bytes(HELD_BYTES))

@@ -19,7 +19,7 @@ from penstock.schemas import block_hashes, routers, wire
 from penstock.schemas.routers import HeldByTenant, Member
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
-from tests.router.support import Clients, Routing, routing
+from tests.router.support import Clients, Routing, room, routing
 from tests.workers.support import MODEL, request
 
 
@@ -170,21 +170,31 @@ async def test_an_owner_that_stops_in_order_hands_over_without_a_wait(
         await eventually(lambda: len(standby.waiting) == 9)
 
 
-async def test_a_held_request_moves_with_its_model(broker: EmbeddedNats, pipeline: Subjects, clients: Clients) -> None:
-    """When a router starts, the models are shared anew; the message stays claimed and is acknowledged once."""
+@pytest.mark.parametrize("left", [False, True], ids=["whole", "left-in-the-log"])
+async def test_a_held_request_moves_with_its_model(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, left: bool
+) -> None:
+    """When a router starts, the models are shared anew; the message stays claimed and is acknowledged once.
+
+    A prompt that was left in the log is delivered once more, to be passed on.
+    """
     await never_again(clients)
-    async with routing(broker, pipeline) as one:
+    space = {"max_held_bytes": room(7)} if left else {}  # for none of these prompts
+    long: dict[str, Any] = {"max_model_len": 10_000, "total_blocks": 10_000}
+    async with routing(broker, pipeline, **space) as one:
         for name in ("a", "b"):
-            await clients.stub(f"w-{name}", model=name, slots=1)
+            await clients.stub(f"w-{name}", model=name, slots=1, **long)
         await eventually(lambda: {"a", "b"} <= member_of(one).own)
-        asked = [request(model=name) for name in ("a", "b") for _ in range(4)]
+        prompt = list(range(1, 4001))
+        asked = [request(prompt, model=name, digests=b"") for name in ("a", "b") for _ in range(4)]
         await clients.ask(*asked)
         await eventually(lambda: len(one.waiting) == 6)
+        assert [not pending.raw for pending in one.router.held] == [left] * 6
         async with routing(broker, pipeline) as two:
             await eventually(lambda: len(one.waiting) == len(two.waiting) == 3)
             assert await clients.unacknowledged() == 6
             for name in ("a", "b"):
-                await clients.stub(f"more-{name}", model=name, slots=100)
+                await clients.stub(f"more-{name}", model=name, slots=100, **long)
             for each in asked:
                 await clients.placed(each)
             await clients.acknowledged(8)
