@@ -370,7 +370,16 @@ class Parser(argparse.ArgumentParser):
             parsed.nats_url = os.environ.get(PREFIX + "NATS_URL", "")
             if parsed.nats_url and hasattr(parsed, "namespace"):
                 parsed.namespace = parsed.namespace or os.environ.get(PREFIX + "NAMESPACE", "")
+            if parsed.nats_url and hasattr(parsed, "cells"):
+                parsed.cells = parsed.cells or self._cells(os.environ.get(PREFIX + "CELLS", ""))
+                parsed.cell_nats_urls = parsed.cell_nats_urls or os.environ.get(PREFIX + "CELL_NATS_URLS", "")
         return parsed, unparsed
+
+    def _cells(self, text: str) -> int:
+        try:
+            return whole_number()(text) if text else 0
+        except argparse.ArgumentTypeError as error:
+            self.error(f"{PREFIX}CELLS: {error}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {_plain(message)}\n(see `{self.prog} --help`)\n")
@@ -407,17 +416,20 @@ def add_broker_flags(
     broker: str,
     default: str = ".penstock",
     namespace: str = "the data folder's, else ps",
+    cells: bool = False,
 ) -> None:
     """``--data-dir`` and ``--nats-url``, either of which says where a deployment's broker is, and ``--namespace``.
 
-    A URL goes before a folder. If neither flag is given, ``nats_url`` is ``PENSTOCK_NATS_URL``, and ``namespace``
-    ``PENSTOCK_NAMESPACE``: a URL holds a password, and other users can read command lines.
+    A URL goes before a folder. If neither flag is given, ``nats_url`` is ``PENSTOCK_NATS_URL``, ``namespace``
+    ``PENSTOCK_NAMESPACE``, and so on: a URL holds a password, and other users can read command lines. ``--cells`` and
+    ``--cell-nats-urls`` are for brokers that a URL names: a folder says by itself which cells its deployment has.
 
     Args:
         parser: a ``Parser``, of a command or of its verb.
         folder, broker: the flags' help, without the default.
         default: the folder where neither is given.
         namespace: the namespace where none is given, in words.
+        cells: with the flags of deployments that have several.
     """
     about_folder = folder + (" (default: %(default)s)" if default else "")
     parser.add_argument("--data-dir", default=_Folder(default), metavar="FOLDER", help=about_folder)
@@ -425,6 +437,12 @@ def add_broker_flags(
     parser.add_argument("--nats-url", default="", metavar="URL", help=about_broker)
     about_namespace = f"prefix of all subjects; default: {namespace}"
     parser.add_argument("--namespace", default="", metavar="TEXT", help=about_namespace)
+    if not cells:
+        return
+    about_cells = "cells of the deployment; default: as the data folder says, else 1"
+    parser.add_argument("--cells", type=whole_number(), default=0, metavar="N", help=about_cells)
+    about_urls = "brokers of the cells behind the first, as a gateway's flag; default: that of the first"
+    parser.add_argument("--cell-nats-urls", default="", metavar="URL,...", help=about_urls)
 
 
 def whole_number(most: int = sys.maxsize) -> Callable[[str], int]:

@@ -45,7 +45,16 @@ from penstock.launch.plan import PlannedProcess, further, plan, routers_of, work
 from penstock.launch.readiness import Readiness, registered_models, served_models
 from penstock.launch.recipes import catalogue
 from penstock.launch.show import Board, readable, welcome
-from penstock.launch.state import DeploymentState, Running, login_of, read_resume, start_of, stored_token, write_state
+from penstock.launch.state import (
+    CellState,
+    DeploymentState,
+    Running,
+    login_of,
+    read_resume,
+    start_of,
+    stored_token,
+    write_state,
+)
 from penstock.schemas.subjects import Subjects, cell_namespace
 from penstock.workers.session.crash_journal import (
     End,
@@ -496,6 +505,9 @@ class Deployment:
             for planned in self._planned
             if planned.metrics_port
         }
+        cells = {planned.name: planned.cell for planned in self._planned}
+        cells |= {broker.name: cell for cell, broker in enumerate(self._brokers)}
+        first = max(0, self.settings.cell)
         return DeploymentState(
             http_url=self._listeners.url,
             nats_url=self._url("operator"),
@@ -512,6 +524,7 @@ class Deployment:
                     metrics.get(k.child.name, ""),
                     k.drained,
                     start_of(k.child.pid),
+                    first + cells.get(k.child.name, 0),
                 )
                 for k in self._keepers
             ),
@@ -519,6 +532,16 @@ class Deployment:
             models=self._models,
             http_urls=self._listeners.urls,
             dashboard_url=self._dashboard_url,
+            cells=tuple(
+                CellState(
+                    first + cell,
+                    subjects.namespace,
+                    self._url("operator", cell),
+                    self._brokers[cell].sys_url if self._brokers else "",
+                    str(self._brokers[cell].data_dir) if self._brokers else "",
+                )
+                for cell, subjects in enumerate(self._subjects)
+            ),
         )
 
     def _write_state(self) -> None:

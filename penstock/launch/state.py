@@ -35,6 +35,7 @@ class Running(msgspec.Struct, frozen=True, omit_defaults=True):
     metrics_url: str = ""  # Prometheus; "": none of its own (a gateway's are at its http_url + /metrics)
     drained: bool = False  # by `penstock drain`; it starts again after `penstock restart`
     began: int = 0  # when the process was started, as ``start_of``; 0: not known
+    cell: int = 0  # the number of its cell; gateways are in all
 
 
 class NatsLogin(msgspec.Struct, frozen=True):
@@ -52,6 +53,23 @@ def login_of(url: str) -> NatsLogin:
     return NatsLogin(f"{parts.scheme}://{place}", unquote(parts.username or ""), unquote(parts.password or ""))
 
 
+class CellState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A cell, and where its broker is.
+
+    Attributes:
+        number: as ids of its requests have it.
+        nats_url: the operator's.
+        sys_nats_url: "": another's broker.
+        data_dir: of its broker; "": another's.
+    """
+
+    number: int
+    namespace: str
+    nats_url: str
+    sys_nats_url: str = ""
+    data_dir: str = ""
+
+
 class DeploymentState(msgspec.Struct, frozen=True):
     """URLs hold passwords: the file is readable by its owner only. ``sys_nats_url`` is empty on another's broker."""
 
@@ -67,6 +85,12 @@ class DeploymentState(msgspec.Struct, frozen=True):
     dashboard_url: str = ""  # with its token
     client_nats: NatsLogin = NatsLogin()  # the same as client_nats_url
     models: tuple[str, ...] = ()  # canonical names of all
+    cells: tuple[CellState, ...] = ()  # the first is home, which ``namespace`` and the URLs above are of
+
+    @property
+    def all_cells(self) -> tuple[CellState, ...]:
+        """At least home, also where an earlier release has written the file."""
+        return self.cells or (CellState(0, self.namespace, self.nats_url, self.sys_nats_url),)
 
 
 def start_of(pid: int | None) -> int:

@@ -30,7 +30,8 @@ from penstock.log_tools.sources.store_files import (
     written_by,
 )
 from penstock.schemas.errors import ServingError
-from penstock.schemas.subjects import Subjects
+from penstock.schemas.requests import cell_in
+from penstock.schemas.subjects import Subjects, cell_namespace
 
 if TYPE_CHECKING:
     from penstock.infra.bus.connection import Bus
@@ -91,7 +92,8 @@ class LogSource(NamedTuple):
     """Which log to read. Empty: find it in the data folder.
 
     ``file``: an export (``penstock export``), read instead of all others; ``skip_bad``: without its damaged lines;
-    ``verify``: leave out messages of a stopped deployment whose checksums are wrong.
+    ``verify``: leave out messages of a stopped deployment whose checksums are wrong; ``cells``: how many the deployment
+    has, 0: as the data folder says; ``cell_nats_urls``: brokers of those behind the first, as a gateway has them.
     """
 
     data_dir: Path
@@ -100,12 +102,21 @@ class LogSource(NamedTuple):
     file: str = ""
     skip_bad: bool = False
     verify: bool = False
+    cells: int = 0
+    cell_nats_urls: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "LogSource":
         """The source that the flags of ``add_flags`` name."""
         return cls(
-            Path(args.data_dir), args.nats_url, args.namespace, args.file, args.skip_bad, getattr(args, "verify", False)
+            Path(args.data_dir),
+            args.nats_url,
+            args.namespace,
+            args.file,
+            args.skip_bad,
+            getattr(args, "verify", False),
+            getattr(args, "cells", 0),
+            tuple(filter(None, getattr(args, "cell_nats_urls", "").split(","))),
         )
 
 
@@ -115,6 +126,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser,
         folder="data folder of the deployment, running or stopped",
         broker="a running broker instead of the data folder",
+        cells=True,
     )
     parser.add_argument("--file", default="", metavar="FILE", help="an export (`penstock export`) instead of them")
     parser.add_argument("--skip-bad", action="store_true", help="of --file: leave damaged lines out")
@@ -136,11 +148,13 @@ class Log(NamedTuple):
         reader: what ``penstock.infra.bus.direct_get`` reads: the broker, or files.
         stopped: of a deployment that does not run, so nothing is added to it.
         url: of the broker; "": there is none.
+        cell: whose log it is, by its number.
     """
 
     reader: Readable
     stopped: bool
     url: str = ""
+    cell: int = 0
 
     @property
     def bus(self) -> "Bus":
@@ -152,6 +166,123 @@ class Log(NamedTuple):
     def files(self) -> StoredLog | None:
         """The files of a stopped deployment; None: a broker has the log."""
         return self.reader if isinstance(self.reader, StoredLog) else None
+
+
+class CellSource(NamedTuple):
+    """Where to read the log of one cell. ``number``: as ids of its requests have it."""
+
+    number: int
+    source: LogSource
+
+
+def cells_of(source: LogSource) -> list[CellSource]:
+    """The cells of the deployment that ``source`` names, home first.
+
+    A URL has as many as ``source`` says. A data folder says it itself: in the state of what runs, and by the stores
+    that are in it. Where ``source`` has the namespace of one cell behind the first, it is this cell alone.
+
+    Raises:
+        ValueError: there is not one URL for each cell behind the first.
+    """
+    if source.file:
+        return [CellSource(0, source)]
+    urls = tuple(each.replace(";", ",") for each in source.cell_nats_urls)
+    if urls and len(urls) != source.cells - 1:
+        raise ValueError(
+            f"--cell-nats-urls names {len(urls)} brokers and --cells is {max(1, source.cells)}: name one for each cell "
+            "but the first, or none"
+        )
+    alone = source._replace(cells=0, cell_nats_urls=())
+    found = [CellSource(0, alone)] if source.nats_url else _cells_of_folder(alone)
+    home = found[0].source.namespace or "ps"
+    if len(found) == 1 and source.cells > 1:
+        places = [alone.nats_url, *(urls or [alone.nats_url] * (source.cells - 1))]
+        return [
+            CellSource(cell, alone._replace(nats_url=url, namespace=cell_namespace(home, cell)))
+            for cell, url in enumerate(places)
+        ]
+    if not source.namespace or source.namespace == home or len(found) == 1:
+        return found
+    return [each for each in found if each.source.namespace == source.namespace] or [CellSource(0, alone)]
+
+
+def _cells_of_folder(source: LogSource) -> list[CellSource]:
+    """Those that run on a data folder, or whose stores are in it."""
+    data_dir = source.data_dir.resolve()
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        cells = read_state(data_dir / "state.json").all_cells
+        if len(cells) == 1:
+            return [CellSource(cells[0].number, source)]
+        places = [{"data_dir": Path(each.data_dir)} if each.data_dir else {"nats_url": each.nats_url} for each in cells]
+        return [
+            CellSource(each.number, source._replace(namespace=each.namespace, **place))
+            for each, place in zip(cells, places, strict=True)
+        ]
+    names = namespaces(data_dir)
+    home = min(names, key=len, default="")
+    found, shared = [source._replace(namespace=home)], {home}
+    while home:
+        cell = len(found)
+        folder, namespace = data_dir / "cells" / str(cell), cell_namespace(home, cell)
+        if namespace in namespaces(folder):
+            found.append(source._replace(data_dir=folder, namespace=namespace))
+        elif namespace in names:
+            found.append(source._replace(namespace=namespace))
+            shared.add(namespace)
+        else:
+            break
+    if len(found) == 1 or shared != set(names):  # one deployment, or several that have nothing to do with each other
+        return [CellSource(0, source)]
+    return [CellSource(cell, each) for cell, each in enumerate(found)]
+
+
+def cells_for(source: LogSource, request_id: str) -> list[CellSource]:
+    """All cells, those first that a request is looked for in first: the one in its id, then home, for older ids."""
+    number = cell_in(request_id)
+    cells = cells_of(source)
+    return sorted(cells, key=lambda each: each.number != number)
+
+
+@contextlib.asynccontextmanager
+async def open_cells(
+    source: LogSource,
+    *,
+    name: str,
+    role: str = "reader",
+    streams: Sequence[str] = REQUEST_STREAMS,
+    timeout_s: float = CONNECT_S,
+    files: bool = False,
+    patient: bool = False,
+    whole: bool = False,
+) -> AsyncIterator[list[Log]]:
+    """Open the logs of all cells, as ``open_log`` does each; home is the first, unless it cannot be opened.
+
+    Args:
+        whole: every cell is needed; otherwise one that cannot be opened is named on standard error and left out.
+    Raises:
+        ServingError, ValueError, CopyFailed, NoServerBinary, ServerFailed, OSError: as ``open_log``, if no cell can be
+            opened, or with ``whole``.
+    """
+    cells = cells_of(source)
+    async with contextlib.AsyncExitStack() as stack:
+        logs: list[Log] = []
+        failures: list[Exception] = []
+        for number, cell in cells:
+            opening = open_log(
+                cell, name=name, role=role, streams=streams, timeout_s=timeout_s, files=files, patient=patient
+            )
+            try:
+                log = await stack.enter_async_context(opening)
+            except FAILURES as error:
+                if whole or len(cells) == 1:
+                    raise
+                failures.append(error)
+                print(f"cell {number} is left out: {error}", file=sys.stderr)
+            else:
+                logs.append(log._replace(cell=number))
+        if not logs:
+            raise failures[0]
+        yield logs
 
 
 @contextlib.asynccontextmanager
