@@ -7,8 +7,8 @@ What a stopped deployment has stored about requests that have no record: they ha
 """
 
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -24,6 +24,8 @@ from penstock.schemas.subjects import KEPT
 from penstock.schemas.summary import QUEUED, RUNNING, Criteria, RequestSummary, of_done, of_encoded_done, of_request
 
 log = structlog.get_logger("timeline")
+
+T = TypeVar("T")
 
 _ID = 36  # characters of a request's id
 
@@ -140,6 +142,21 @@ async def summaries(bus: Readable, criteria: Criteria) -> AsyncGenerator[Request
             continue
         if summary is not None and criteria.accepts(summary):
             yield summary
+
+
+async def merged(parts: Sequence[AsyncIterator[T]], when: Callable[[T], int]) -> AsyncGenerator[T, None]:
+    """The items of several cells, each of which has its latest first, as if they came from one.
+
+    Args:
+        when: a time of an item. At most one item of each part is read ahead.
+    """
+    heads = [(part, item) for part in parts if (item := await anext(part, None)) is not None]
+    while heads:
+        at = max(range(len(heads)), key=lambda at: when(heads[at][1]))
+        part, item = heads[at]
+        yield item
+        following = await anext(part, None)
+        heads[at : at + 1] = [(part, following)] if following is not None else []
 
 
 def of_entry(entry: Entry) -> LoggedRequest | None:

@@ -24,10 +24,11 @@ from penstock.log_tools.sources.open_log import (
     LogSource,
     add_flags,
     add_verify_flag,
+    cells_for,
     open_log,
     run_command,
 )
-from penstock.log_tools.timeline.read import read_timeline
+from penstock.log_tools.timeline.read import UnknownRequest, read_timeline
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas.requests import request_of_answer
 from penstock.schemas.summary import as_dict
@@ -218,8 +219,7 @@ def run(argv: Sequence[str], name: str = "inspect") -> int:
 
 async def _run(request_id: str, source: LogSource, options: InspectOptions, console: Console) -> None:
     streams = (*REQUEST_STREAMS, *(["TOKENS"] if options.batches else []))
-    async with open_log(source, name="inspect", streams=streams, files=True) as log:
-        timeline = await read_timeline(log.reader, request_id, with_tokens=options.batches)
+    timeline = await _timeline(request_id, source, streams, with_tokens=options.batches)
     inspection = inspect(timeline, with_tokens=options.batches)
     content, missing = _content(timeline, options)
     inspection = msgspec.structs.replace(inspection, content=content, missing=(*inspection.missing, *missing))
@@ -231,6 +231,25 @@ async def _run(request_id: str, source: LogSource, options: InspectOptions, cons
         console.file.write(as_json(inspection) + "\n")
     elif not options.html:
         show(inspection, console, now_ns=time.time_ns())
+
+
+async def _timeline(
+    request_id: str, source: LogSource, streams: Sequence[str], *, with_tokens: bool
+) -> RequestTimeline:
+    """From the cell in the id, or from another one.
+
+    Raises:
+        ValueError: not a request id, or no cell's log has this request.
+    """
+    unknown: ValueError | None = None
+    for _, cell in cells_for(source, request_id):
+        async with open_log(cell, name="inspect", streams=streams, files=True) as log:
+            try:
+                return await read_timeline(log.reader, request_id, with_tokens=with_tokens)
+            except UnknownRequest as error:
+                unknown = unknown or error
+    assert unknown is not None
+    raise unknown
 
 
 def as_json(inspection: Inspection) -> str:

@@ -5,6 +5,7 @@ Formats a list of requests as lines of text, as wide as the terminal; 100,000 ta
 
 import argparse
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
@@ -20,8 +21,8 @@ from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import Readable, get_last, read
 from penstock.log_tools.requests.describe import Texts
-from penstock.log_tools.requests.find_requests import LoggedRequest, ended, of_entry, summaries, unfinished
-from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_log, run_command
+from penstock.log_tools.requests.find_requests import LoggedRequest, ended, merged, of_entry, summaries, unfinished
+from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_cells, run_command
 from penstock.schemas.keys import PREFIX, check_id
 from penstock.schemas.summary import QUEUED, RUNNING, STATES, Criteria, RequestSummary, as_dict
 
@@ -32,10 +33,11 @@ _LEAST = 8
 
 
 class RequestLine(NamedTuple):
-    """``match``: what --grep found, with its surroundings."""
+    """``match``: what --grep found, with its surroundings. ``cell``: None: the deployment has only one."""
 
     summary: RequestSummary
     match: str = ""
+    cell: int | None = None
 
 
 class _Column(NamedTuple):
@@ -58,6 +60,8 @@ def lines(
         colours: as ANSI escape sequences.
     """
     table = {column: [column.cell(each.summary, now_ns) for each in requests] for column in _COLUMNS}
+    if any(each.cell is not None for each in requests):
+        table = {_CELL: ["" if each.cell is None else str(each.cell) for each in requests]} | table
     sizes = {column: max(column.width, *map(len, cells)) for column, cells in table.items()}
     if not any(table[_CODE]):
         del sizes[_CODE]
@@ -72,7 +76,7 @@ def lines(
         name = f"{_GAP}{header}" if left >= _LEAST else ""
         yield _bold(f"{form(*(column.name for column in columns))}{name}", colours)
     state, place = columns.index(_STATE), columns.index(cut)
-    for (summary, match), row in zip(requests, rows, strict=True):
+    for (summary, match, _), row in zip(requests, rows, strict=True):
         cells = list(row)
         cells[place] = _cut(cells[place], widths[place])
         if colours:
@@ -125,6 +129,7 @@ def _one_line(text: str) -> str:
 
 
 _OVER_ERRORS = 4  # columns up to here matter more than the text of errors, whose code has a column
+_CELL = _Column("cell", 4, lambda request, _: "", 2, number=True)  # of a deployment with several
 _STATE = _Column("state", 9, lambda request, _: request.state)
 _CODE = _Column("code", 4, lambda request, _: request.code if request.code != request.state else "", 1)
 _COLUMNS = (
@@ -221,47 +226,60 @@ def _options(args: argparse.Namespace) -> ListOptions:
 
 
 async def _run(source: LogSource, options: ListOptions, console: Console) -> None:
-    async with open_log(source, name="requests", streams=("REQUESTS", "WORK", "DONE"), files=True) as log:
-        if options.follow and log.stopped:
+    async with open_cells(source, name="requests", streams=("REQUESTS", "WORK", "DONE"), files=True) as logs:
+        if options.follow and any(log.stopped for log in logs):
             raise ValueError("the deployment is stopped: there is nothing to follow")
-        last = await get_last(log.reader, log.reader.subjects.stream("DONE"), log.reader.subjects.all("done"))
-        lines = [line async for line in _list(log, options)]
+        cells = [(log, log.cell if len(logs) > 1 else None) for log in logs]
+        ends = [
+            await get_last(log.reader, log.reader.subjects.stream("DONE"), log.reader.subjects.all("done"))
+            for log in logs
+        ]
+        async with contextlib.aclosing(_list(cells, options)) as found:
+            lines = [line async for line in found]
         _print(lines, options, console, header=True)
         if not lines and not options.as_json and not options.follow:
             console.print("no request matches")
         if options.follow:
-            await _follow(log.reader, last.seq if last is not None else 0, options, console)
+            await _follow(cells, [last.seq if last is not None else 0 for last in ends], options, console)
 
 
-async def _list(log: Log, options: ListOptions) -> AsyncGenerator[RequestLine, None]:
+Cells = Sequence[tuple[Log, int | None]]  # with the number that lines show
+
+
+async def _list(cells: Cells, options: ListOptions) -> AsyncGenerator[RequestLine, None]:
     count = 0
     criteria = options.criteria
     states = criteria.states
-    requests = []
+    requests: list[RequestLine] = []
     if _may_be_unfinished(criteria):
-        requests = await unfinished(log.reader, criteria, stopped=log.stopped)
-    for each in requests:
-        if (line := _line(each, options)) is not None:
-            yield line
-            count += 1
-            if count == options.limit:
-                return
-    if states and not states - {QUEUED, RUNNING}:
-        return
-    async for line in _ended(log.reader, options):
+        for log, cell in cells:
+            found = await unfinished(log.reader, criteria, stopped=log.stopped)
+            requests += [line for each in found if (line := _line(each, options, cell)) is not None]
+    for line in sorted(requests, key=lambda line: line.summary.created_ns, reverse=True):
         yield line
         count += 1
         if count == options.limit:
             return
+    if states and not states - {QUEUED, RUNNING}:
+        return
+    async with contextlib.AsyncExitStack() as stack:
+        parts = [_ended(log.reader, options, cell) for log, cell in cells]
+        for part in parts:
+            await stack.enter_async_context(contextlib.aclosing(part))
+        async for line in merged(parts, lambda line: line.summary.ended_ns):
+            yield line
+            count += 1
+            if count == options.limit:
+                return
 
 
-async def _ended(bus: Readable, options: ListOptions) -> AsyncGenerator[RequestLine, None]:
+async def _ended(bus: Readable, options: ListOptions, cell: int | None) -> AsyncGenerator[RequestLine, None]:
     if options.grep is None:
         async for summary in summaries(bus, options.criteria):
-            yield RequestLine(summary)
+            yield RequestLine(summary, cell=cell)
         return
     async for _, each in ended(bus, options.criteria):  # with what --grep searches
-        if (line := _line(each, options)) is not None:
+        if (line := _line(each, options, cell)) is not None:
             yield line
 
 
@@ -271,30 +289,33 @@ def _may_be_unfinished(criteria: Criteria) -> bool:
     return not criteria.states or bool(criteria.states & {QUEUED, RUNNING})
 
 
-async def _follow(bus: Readable, after: int, options: ListOptions, console: Console) -> None:
-    stream, subject = bus.subjects.stream("DONE"), bus.subjects.all("done")
+async def _follow(cells: Cells, after: Sequence[int], options: ListOptions, console: Console) -> None:
+    ends = list(after)
     while True:
-        new = []
-        async for entry in read(bus, stream, subject, after=after):
-            after = entry.seq
-            request = of_entry(entry)
-            if request is not None and options.criteria.accepts(request.summary):
-                line = _line(request, options)
-                new += [line] if line is not None else []
+        new: list[RequestLine] = []
+        for at, (log, cell) in enumerate(cells):
+            bus = log.reader
+            async for entry in read(bus, bus.subjects.stream("DONE"), bus.subjects.all("done"), after=ends[at]):
+                ends[at] = entry.seq
+                request = of_entry(entry)
+                if request is not None and options.criteria.accepts(request.summary):
+                    line = _line(request, options, cell)
+                    new += [line] if line is not None else []
+        new.sort(key=lambda line: line.summary.ended_ns)
         _print(new, options, console, header=False)
         await asyncio.sleep(POLL_S)
 
 
-def _line(request: LoggedRequest, options: ListOptions) -> RequestLine | None:
+def _line(request: LoggedRequest, options: ListOptions, cell: int | None) -> RequestLine | None:
     if options.grep is None:
-        return RequestLine(request.summary)
+        return RequestLine(request.summary, cell=cell)
     texts = [options.texts.prompt(request.request)] if request.request is not None else []
     texts += options.texts.outputs(request.record) if request.record is not None else []
     for text in texts:
         if match := options.grep.search(text):
             start = max(0, match.start() - BEFORE)
             end = max(match.end(), start + SNIPPET)
-            return RequestLine(request.summary, " ".join(text[start:end].split()))
+            return RequestLine(request.summary, " ".join(text[start:end].split()), cell)
     return None
 
 
@@ -321,4 +342,5 @@ def _batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
 
 
 def _as_dict(line: RequestLine) -> dict[str, object]:
-    return as_dict(line.summary) | ({"match": line.match} if line.match else {})
+    cell = {"cell": line.cell} if line.cell is not None else {}
+    return as_dict(line.summary) | cell | ({"match": line.match} if line.match else {})

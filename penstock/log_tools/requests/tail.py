@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -15,7 +15,7 @@ from penstock.cli.terminal import escape, print_hanging, stdout
 from penstock.configs.flags import Parser, closest
 from penstock.infra.bus.direct_get import Entry, Readable, format_time, get_last, read, read_backwards
 from penstock.log_tools.requests.describe import Described, describe, plain
-from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, open_cells, run_command
 from penstock.schemas.requests import request_of_answer, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS
 
@@ -41,10 +41,26 @@ _STYLES = {
 }
 
 
-class TailOptions(NamedTuple):
-    """Which messages. ``subjects``: (stream without the namespace, subject) pairs."""
+class TailPlace(NamedTuple):
+    """Where messages are. ``stream``: without the namespace."""
 
-    subjects: tuple[tuple[str, str], ...]
+    log: Log
+    stream: str
+    subject: str
+
+
+class StoredEntry(NamedTuple):
+    """``cell``: whose log has it."""
+
+    cell: int
+    entry: Entry
+
+
+class TailOptions(NamedTuple):
+    """Which messages. ``with_cells``: lines name the cell."""
+
+    places: tuple[TailPlace, ...]
+    with_cells: bool
     lines: int
     from_seq: int
     since_ns: int
@@ -87,31 +103,30 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 async def _run(source: LogSource, args: argparse.Namespace, console: Console) -> None:
     names = sorted({stream for stream, _ in STREAMS.values()})
-    async with open_log(source, name="tail", streams=names, files=True) as log:
-        options = _options(args, log.reader)
-        if options.follow and log.stopped:
+    async with open_cells(source, name="tail", streams=names, files=True) as logs:
+        options = _options(args, logs)
+        if options.follow and any(log.stopped for log in logs):
             raise ValueError("the deployment is stopped: there is nothing to follow")
-        ends = {pair: await _end(log.reader, pair) for pair in options.subjects}
-        shown: list[Entry] = []
-        for pair in options.subjects:
-            shown += await _stored(log.reader, pair, ends[pair], options)
-        shown.sort(key=lambda entry: entry.time_ns)
-        kept = [each for entry in shown if (each := _wanted(entry, options)) is not None]
+        ends = {place: await _end(place) for place in options.places}
+        shown: list[StoredEntry] = []
+        for place in options.places:
+            shown += await _stored(place, ends[place], options)
+        shown.sort(key=lambda stored: stored.entry.time_ns)
+        kept = [(each, about) for each in shown if (about := _wanted(each.entry, options)) is not None]
         _print(kept if options.ranged else kept[len(kept) - min(options.lines, len(kept)) :], options, console)
         if not kept and not options.follow:
             print("no message matches", file=sys.stderr)
         if options.follow:
-            await _follow(log.reader, ends, options, console)
+            await _follow(ends, options, console)
 
 
-def _options(args: argparse.Namespace, bus: Readable) -> TailOptions:
+def _options(args: argparse.Namespace, logs: Sequence[Log]) -> TailOptions:
     now_ns = time.time_ns()
-    subjects = tuple(_subject(what, bus) for what in args.what) or tuple(
-        (stream, bus.subjects.all(kind)) for stream, kind in STREAMS.values()
-    )
-    if args.from_seq and len(subjects) != 1:
+    places = tuple(_places(args.what, logs))
+    if args.from_seq and len(places) != 1:
+        cells = "; choose a cell with --namespace" if len(logs) > 1 else ""
         raise ValueError(
-            "--from-seq counts the messages of one stream: name it, as in `penstock tail work --from-seq 100`"
+            f"--from-seq counts the messages of one stream: name it, as in `penstock tail work --from-seq 100`{cells}"
         )
     if args.lines < 0:
         raise ValueError(f"--lines {args.lines}: give a number of messages")
@@ -119,7 +134,8 @@ def _options(args: argparse.Namespace, bus: Readable) -> TailOptions:
     if request:
         time_of(request)  # raises before anything is read
     return TailOptions(
-        subjects,
+        places,
+        len(logs) > 1,
         args.lines,
         args.from_seq,
         moment_ns(args.since, now_ns) if args.since else 0,
@@ -131,33 +147,44 @@ def _options(args: argparse.Namespace, bus: Readable) -> TailOptions:
     )
 
 
-def _subject(what: str, bus: Readable) -> tuple[str, str]:
-    if what in STREAMS:
-        stream, kind = STREAMS[what]
-        return stream, bus.subjects.all(kind)
-    parts = what.split(".")
-    if len(parts) > 1 and parts[0] == bus.subjects.namespace:
-        for stream, kind in STREAMS.values():
-            if parts[1] == kind:
-                return stream, what
-    near = closest(what, STREAMS)
-    hint = (
-        f"did you mean {near}?"
-        if near
-        else f"name one of {', '.join(STREAMS)}, or a subject below {bus.subjects.namespace}."
-    )
-    raise ValueError(f"{what!r} is not a kind of message: {hint}")
+def _places(wanted: Sequence[str], logs: Sequence[Log]) -> Iterator[TailPlace]:
+    """A kind of message is of all cells, and so is a subject of the first one's namespace; others are of one cell."""
+    for what in wanted or ("",):
+        namespace, _, rest = what.partition(".")
+        kind = rest.partition(".")[0]
+        stream = next((stream for stream, its in STREAMS.values() if its == kind), "") if rest else ""
+        chosen = [log for log in logs if log.reader.subjects.namespace == namespace] if stream else []
+        if chosen and chosen[0] is logs[0]:
+            yield from (TailPlace(log, stream, f"{log.reader.subjects.namespace}.{rest}") for log in logs)
+        elif chosen:
+            yield TailPlace(chosen[0], stream, what)
+        elif what and what not in STREAMS:
+            raise ValueError(f"{what!r} is not a kind of message: {_hint(what, logs[0].reader)}")
+        else:
+            for log in logs:
+                for stream, its in [STREAMS[what]] if what else STREAMS.values():
+                    yield TailPlace(log, stream, log.reader.subjects.all(its))
 
 
-async def _end(bus: Readable, pair: tuple[str, str]) -> int:
-    last = await get_last(bus, bus.subjects.stream(pair[0]), pair[1], newest=True)
+def _hint(what: str, bus: Readable) -> str:
+    if near := closest(what, STREAMS):
+        return f"did you mean {near}?"
+    return f"name one of {', '.join(STREAMS)}, or a subject below {bus.subjects.namespace}."
+
+
+async def _end(place: TailPlace) -> int:
+    bus = place.log.reader
+    last = await get_last(bus, bus.subjects.stream(place.stream), place.subject, newest=True)
     return last.seq if last is not None else 0
 
 
-async def _stored(bus: Readable, pair: tuple[str, str], end: int, options: TailOptions) -> list[Entry]:
-    if not end:
-        return []
-    stream, subject = bus.subjects.stream(pair[0]), pair[1]
+async def _stored(place: TailPlace, end: int, options: TailOptions) -> list[StoredEntry]:
+    return [StoredEntry(place.log.cell, entry) for entry in await _entries(place, end, options)] if end else []
+
+
+async def _entries(place: TailPlace, end: int, options: TailOptions) -> list[Entry]:
+    bus, subject = place.log.reader, place.subject
+    stream = bus.subjects.stream(place.stream)
     entries: list[Entry] = []
     if options.ranged:
         start = max(0, options.from_seq - 1)
@@ -175,32 +202,33 @@ async def _stored(bus: Readable, pair: tuple[str, str], end: int, options: TailO
     return entries
 
 
-async def _follow(bus: Readable, ends: dict[tuple[str, str], int], options: TailOptions, console: Console) -> None:
+async def _follow(ends: dict[TailPlace, int], options: TailOptions, console: Console) -> None:
     while True:
-        new: list[Entry] = []
-        for pair, end in ends.items():
-            async for entry in read(bus, bus.subjects.stream(pair[0]), pair[1], after=end):
-                new.append(entry)
-                ends[pair] = entry.seq
-        new.sort(key=lambda entry: entry.time_ns)
-        _print([each for entry in new if (each := _wanted(entry, options)) is not None], options, console)
+        new: list[StoredEntry] = []
+        for place, end in ends.items():
+            bus = place.log.reader
+            async for entry in read(bus, bus.subjects.stream(place.stream), place.subject, after=end):
+                new.append(StoredEntry(place.log.cell, entry))
+                ends[place] = entry.seq
+        new.sort(key=lambda stored: stored.entry.time_ns)
+        _print([(each, about) for each in new if (about := _wanted(each.entry, options)) is not None], options, console)
         await asyncio.sleep(POLL_S)
 
 
-def _wanted(entry: Entry, options: TailOptions) -> tuple[Entry, Described] | None:
+def _wanted(entry: Entry, options: TailOptions) -> Described | None:
     described = describe(entry.subject, entry.headers, entry.data)
     if options.request and options.request not in described.requests:
         return None
     if options.worker and options.worker not in entry.subject and options.worker not in described.text:
         return None
-    return entry, described
+    return described
 
 
-def _print(described: Iterable[tuple[Entry, Described]], options: TailOptions, console: Console) -> None:
+def _print(described: Iterable[tuple[StoredEntry, Described]], options: TailOptions, console: Console) -> None:
     now_ns = time.time_ns()
-    for entry, about in described:
+    for (cell, entry), about in described:
         if options.as_json:
-            line = {
+            line = ({"cell": cell} if options.with_cells else {}) | {
                 "subject": entry.subject,
                 "seq": entry.seq,
                 "time": format_time(entry.time_ns),
@@ -211,6 +239,7 @@ def _print(described: Iterable[tuple[Entry, Described]], options: TailOptions, c
             console.file.write(msgspec.json.encode(line).decode() + "\n")
             continue
         where = f"{entry.subject.split('.')[1]}#{entry.seq}"
+        where = f"{cell}:{where}" if options.with_cells else where
         print_hanging(console, *markup(clock(entry.time_ns, now_ns), where, about))
     console.file.flush()
 

@@ -26,13 +26,18 @@ NEAR_BATCH, TOKENS_BATCH = 100, 300
 EVERYTHING = ">"
 
 
+class UnknownRequest(ValueError):
+    """The log does not have this request."""
+
+
 async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = False) -> RequestTimeline:
     """Read everything that the log holds about a request.
 
     Args:
         with_tokens: read TOKENS too: every batch that the request's gateway got while the request ran.
     Raises:
-        ValueError: not a request id, or the log does not have this request.
+        UnknownRequest: the log does not have this request.
+        ValueError: not a request id, or what the log has is damaged.
         ServingError: a stream cannot be read.
     """
     since = time_of(request_id) - CLOCK_SKEW_NS
@@ -44,7 +49,9 @@ async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = F
             f"what the log has about request {request_id} is damaged on the disk: {', '.join(timeline.damaged)}"
         )
     if request is None:
-        raise ValueError(f"no request {request_id} in the log; requests are kept for a day, their records for a week")
+        raise UnknownRequest(
+            f"no request {request_id} in the log; requests are kept for a day, their records for a week"
+        )
     timeline.add_request(request)
     if last is not None:
         timeline.add_end(done.decode(last.data), last.time_ns)
