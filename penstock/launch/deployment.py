@@ -540,7 +540,7 @@ class Deployment:
                     self._brokers[cell].sys_url if self._brokers else "",
                     str(self._brokers[cell].data_dir) if self._brokers else "",
                 )
-                for cell, subjects in enumerate(self._subjects)
+                for cell, subjects in enumerate(self._subjects[: len(self._brokers) or None])  # they start in turn
             ),
         )
 

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 from nats.errors import Error as NatsError
@@ -20,10 +21,11 @@ from penstock.cli.figures import quantile
 from penstock.infra.bus.client import Frame, Headers
 from penstock.infra.bus.connection import Bus
 from penstock.infra.nats_server import retention
+from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.retention import StreamUse
 from penstock.operate.workers import registrations, routers
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import Registration
+from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.pace import SLOW, compare
 from penstock.schemas.routers import TENANTS, HeldByTenant, LostLeases, Member, held_by_tenant
 from penstock.schemas.streams import topology
@@ -80,6 +82,7 @@ class WorkerView(msgspec.Struct, frozen=True):
         quiet_ms: since its engine did something, while it has something to do.
         latency_ms: from one token of a sequence to the next, at prefill workers the time of a prompt; None: unknown.
         slowness: how many times slower than its peers it is, as ``penstock.schemas.pace`` has it; None: unknown.
+        cell: None: the deployment has only one.
     """
 
     name: str
@@ -101,6 +104,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     quiet_ms: int = 0
     latency_ms: float | None = None
     slowness: float | None = None
+    cell: int | None = None
 
     @property
     def is_slow(self) -> bool:
@@ -137,8 +141,31 @@ class Rates(msgspec.Struct, frozen=True):
     duration_p95_ms: float | None
 
 
+class CellView(msgspec.Struct, frozen=True):
+    """One of several cells.
+
+    Attributes:
+        problem: why nothing else is known of it; "": it is.
+        held, unread: as of queues, of all classes.
+        fullest: the stream that has least room left, by its name without the namespace, and the share that is full.
+    """
+
+    number: int
+    namespace: str
+    problem: str = ""
+    ready: int = 0
+    workers: int = 0
+    routers: int = 0
+    accepted_per_s: float = 0.0
+    ended_per_s: float = 0.0
+    held: int = 0
+    unread: int = 0
+    fullest: str = ""
+    full: float = 0.0
+
+
 class DeploymentSnapshot(msgspec.Struct, frozen=True):
-    """What ``look`` saw. ``at_ns``: Unix time."""
+    """What ``look`` saw, of all cells together. ``at_ns``: Unix time; ``cells``: empty where there is only one."""
 
     at_ns: int
     namespace: str
@@ -147,6 +174,7 @@ class DeploymentSnapshot(msgspec.Struct, frozen=True):
     rates: Rates
     streams: tuple[StreamUse, ...]
     recent: tuple[RequestSummary, ...]  # ended within the window, the newest first
+    cells: tuple[CellView, ...] = ()
 
 
 class Count(msgspec.Struct, frozen=True):
@@ -157,21 +185,165 @@ class Count(msgspec.Struct, frozen=True):
     ended: int
 
 
+class CellLook(NamedTuple):
+    """What one look saw of a cell. ``unread``, ``held``: requests by class."""
+
+    registered: list[Registration]
+    members: list[Member]
+    unread: dict[str, int]
+    held: dict[str, int]
+    streams: tuple[StreamUse, ...]
+
+
 class Observer:
-    """Looks at a deployment as often as ``look`` is called."""
+    """Looks at a deployment as often as ``look`` is called.
+
+    Args:
+        buses: of its cells.
+        numbers: of these cells, if there are several.
+    """
+
+    def __init__(self, *buses: Bus, numbers: Sequence[int] = ()) -> None:
+        self._cells = [CellObserver(bus) for bus in buses]
+        self._numbers = numbers or range(len(buses))
+        self._recent: list[RequestSummary] = []
+
+    async def look(self) -> DeploymentSnapshot:
+        """The deployment now. Of several cells, those whose broker does not answer are named, and left out.
+
+        Raises:
+            ServingError: no broker answers within ``LOOK_S``.
+            BrokerProblem: it refuses.
+        """
+        seen = await asyncio.gather(*map(_look, self._cells))
+        found = [(cell, look) for cell, look in zip(self._cells, seen, strict=True) if isinstance(look, CellLook)]
+        if not found:
+            raise next(each for each in seen if isinstance(each, Exception))
+        since_ns = time.time_ns() - int(WINDOW_S * 1e9)
+        recent = [*self._recent, *(each for cell in self._cells for each in cell.ended.take())]
+        recent.sort(key=lambda each: each.ended_ns)
+        self._recent = [each for each in recent if each.ended_ns >= since_ns][-SAMPLED:]
+        now = rates(found[0][0].counts, self._recent, *(cell.counts for cell, _ in found[1:]))
+        members = [member for _, look in found for member in look.members]
+        registered = [each for _, look in found for each in look.registered]
+        views = workers(registered, self._recent, now.output_tokens_per_s, lost_leases(members))
+        several = len(self._cells) > 1
+        streams = found[0][1].streams
+        if several:
+            views = _with_cells(views, zip(self._numbers, seen, strict=True))
+            streams = summed([(cell.namespace, look.streams) for cell, look in found])
+        return DeploymentSnapshot(
+            time.time_ns(),
+            self._cells[0].namespace,
+            tuple(views),
+            tuple(_queues([look for _, look in found])),
+            now,
+            streams,
+            tuple(reversed(self._recent)),
+            tuple(map(_cell_view, self._numbers, self._cells, seen)) if several else (),
+        )
+
+
+async def _look(cell: "CellObserver") -> CellLook | ServingError | BrokerProblem:
+    try:
+        return await cell.look()
+    except (ServingError, BrokerProblem) as error:
+        return error
+
+
+def _with_cells(views: Iterable[WorkerView], seen: Iterable[tuple[int, object]]) -> list[WorkerView]:
+    cells = {each.worker: number for number, look in seen if isinstance(look, CellLook) for each in look.registered}
+    return [msgspec.structs.replace(view, cell=cells.get(view.id)) for view in views]
+
+
+def _cell_view(number: int, cell: "CellObserver", look: CellLook | Exception) -> CellView:
+    if not isinstance(look, CellLook):
+        return CellView(number, cell.namespace, problem=str(look))
+    speed = rates(cell.counts, ())
+    shares = {use.name: use.bytes / use.max_bytes for use in look.streams if use.max_bytes and use.description}
+    fullest = max(shares, key=shares.__getitem__, default="")
+    return CellView(
+        number,
+        cell.namespace,
+        ready=sum(each.state is WorkerState.ready for each in look.registered),
+        workers=len(look.registered),
+        routers=len(look.members),
+        accepted_per_s=speed.accepted_per_s,
+        ended_per_s=speed.ended_per_s,
+        held=sum(look.held.values()),
+        unread=sum(look.unread.values()),
+        fullest=_kind(fullest, cell.namespace),
+        full=shares.get(fullest, 0.0),
+    )
+
+
+def _kind(stream: str, namespace: str) -> str:
+    """The name of a stream, or of that behind a bucket, without the namespace."""
+    return stream.replace(f"{namespace}_", "", 1)
+
+
+def summed(parts: Sequence[tuple[str, Sequence[StreamUse]]]) -> tuple[StreamUse, ...]:
+    """The streams of several cells as if they were one's, under the names of the first.
+
+    Args:
+        parts: namespaces and the streams of these.
+    """
+    found: dict[str, StreamUse] = {}
+    for namespace, uses in parts:
+        for use in uses:
+            kind = _kind(use.name, namespace)
+            one = found.get(kind)
+            found[kind] = use if one is None else _sum(one, use)
+    return tuple(found.values())
+
+
+def _sum(one: StreamUse, other: StreamUse) -> StreamUse:
+    return msgspec.structs.replace(
+        one,
+        messages=one.messages + other.messages,
+        bytes=one.bytes + other.bytes,
+        max_bytes=one.max_bytes + other.max_bytes,
+        oldest_s=max(one.oldest_s, other.oldest_s),
+        consumers=one.consumers + other.consumers,
+        last_seq=one.last_seq + other.last_seq,
+        operator_set=tuple(sorted({*one.operator_set, *other.operator_set})),
+        incomplete=tuple(sorted({*one.incomplete, *other.incomplete})),
+    )
+
+
+def _queues(looks: Sequence[CellLook]) -> list[QueueView]:
+    held = held_by_class(member for look in looks for member in look.members)
+    return [
+        QueueView(
+            name,
+            sum(look.unread[name] for look in looks),
+            sum(look.held[name] for look in looks),
+            held[name].tenants,
+            held[name].others,
+        )
+        for name in CLASSES
+    ]
+
+
+class CellObserver:
+    """Looks at one cell.
+
+    Attributes:
+        counts: last sequences, of the window.
+        ended: what has ended since the last look.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._topology = topology(bus.subjects)
-        self._counts: list[Count] = []
-        self._recent: list[RequestSummary] = []
-        self._ended = EndsFollower(bus, SAMPLED_PER_LOOK)
+        self.namespace = bus.subjects.namespace
+        self.counts: list[Count] = []
+        self.ended = EndsFollower(bus, SAMPLED_PER_LOOK)
         self._streams: tuple[StreamUse, ...] = ()
         self._looks = 0  # since all streams were asked
 
-    async def look(self) -> DeploymentSnapshot:
-        """The deployment now.
-
+    async def look(self) -> CellLook:
+        """
         Raises:
             ServingError: the broker does not answer within ``LOOK_S``.
             BrokerProblem: it refuses.
@@ -184,24 +356,14 @@ class Observer:
                 Code.broker_unavailable, f"the broker does not answer within {LOOK_S:g} s; check that it runs"
             ) from None
 
-    async def _look(self) -> DeploymentSnapshot:
-        await self._ended.open()
+    async def _look(self) -> CellLook:
+        await self.ended.open()
         streams = await self._uses()
         self._count(streams)
-        since_ns = time.time_ns() - int(WINDOW_S * 1e9)
-        recent = [*self._recent, *self._ended.take()]
-        self._recent = [each for each in recent if each.ended_ns >= since_ns][-SAMPLED:]
-        now = rates(self._counts, self._recent)
         members = await routers(self._bus)
-        return DeploymentSnapshot(
-            time.time_ns(),
-            self._bus.subjects.namespace,
-            tuple(workers(await registrations(self._bus), self._recent, now.output_tokens_per_s, lost_leases(members))),
-            tuple(await self._queues(members)),
-            now,
-            streams,
-            tuple(reversed(self._recent)),
-        )
+        registered = await registrations(self._bus)
+        unread, held = await self._waiting()
+        return CellLook(registered, members, unread, held, streams)
 
     async def _uses(self) -> tuple[StreamUse, ...]:
         counted = [self._bus.subjects.stream(name) for name in ("REQUESTS", "DONE")] if self._looks else None
@@ -217,17 +379,17 @@ class Observer:
         # Asking for the last message of a wildcard would make the broker look through the subjects of all records.
         now, last = time.monotonic(), {use.name: use.last_seq for use in streams}
         stream = self._bus.subjects.stream
-        if self._counts and now - self._counts[-1].at_s > WINDOW_S:
-            self._counts.clear()  # rates over hours in which nobody looked would say nothing of now
-        self._counts.append(Count(now, last.get(stream("REQUESTS"), 0), last.get(stream("DONE"), 0)))
+        if self.counts and now - self.counts[-1].at_s > WINDOW_S:
+            self.counts.clear()  # rates over hours in which nobody looked would say nothing of now
+        self.counts.append(Count(now, last.get(stream("REQUESTS"), 0), last.get(stream("DONE"), 0)))
         # One count from before the window stays, for its beginning.
-        while len(self._counts) > 2 and self._counts[1].at_s < now - WINDOW_S:
-            self._counts.pop(0)
+        while len(self.counts) > 2 and self.counts[1].at_s < now - WINDOW_S:
+            self.counts.pop(0)
 
-    async def _queues(self, members: Sequence[Member]) -> list[QueueView]:
-        views = []
+    async def _waiting(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Requests that are unread, and held, by class."""
+        unread, held = {}, {}
         stream = self._bus.subjects.stream("REQUESTS")
-        held = held_by_class(members)
         for priority in CLASSES:
             try:
                 info = await self._bus.js.consumer_info(stream, f"router-{priority}")
@@ -235,10 +397,8 @@ class Observer:
                 raise ServingError(
                     Code.broker_unavailable, f"the queue of class {priority} cannot be read ({error!r})"
                 ) from error
-            tenants = held[priority]
-            waiting = (info.num_pending or 0, info.num_ack_pending or 0)
-            views.append(QueueView(priority, *waiting, tenants.tenants, tenants.others))
-        return views
+            unread[priority], held[priority] = info.num_pending or 0, info.num_ack_pending or 0
+        return unread, held
 
 
 def held_by_class(members: Iterable[Member]) -> dict[str, HeldByTenant]:
@@ -328,6 +488,11 @@ def lost_leases(members: Iterable[Member]) -> list[LostLeases]:
     return sorted(found.values(), key=lambda each: (-each.count, each.worker))
 
 
+def away(cells: Iterable[CellView]) -> list[str]:
+    """A line for each cell of which nothing is known."""
+    return [f"cell {each.number}: {each.problem}" for each in cells if each.problem]
+
+
 def unsteady(workers: Sequence[WorkerView]) -> list[str]:
     """A line for each worker that lost its lease within ten minutes, holds it without progress, or is much slower than
     its peers."""
@@ -345,16 +510,22 @@ def unsteady(workers: Sequence[WorkerView]) -> list[str]:
     return lines
 
 
-def rates(counts: Sequence[Count], recent: Sequence[RequestSummary]) -> Rates:
-    """Rates between the first and the last count, and what ``recent`` requests say."""
-    first, last = counts[0], counts[-1]
-    seconds = last.at_s - first.at_s
-    ended_per_s = (last.ended - first.ended) / seconds if seconds else 0.0
+def rates(counts: Sequence[Count], recent: Sequence[RequestSummary], *others: Sequence[Count]) -> Rates:
+    """Rates between the first and the last count, and what ``recent`` requests say.
+
+    Args:
+        others: counts of further cells.
+    """
+    accepted_per_s = ended_per_s = 0.0
+    for first, last in ((each[0], each[-1]) for each in (counts, *others)):
+        if seconds := last.at_s - first.at_s:
+            accepted_per_s += (last.accepted - first.accepted) / seconds
+            ended_per_s += (last.ended - first.ended) / seconds
     ttfts = sorted(each.ttft_ms for each in recent if each.ttft_ms is not None)
     durations = sorted(each.duration_ms for each in recent if each.duration_ms is not None)
     tokens = sum(each.completion_tokens for each in recent) / len(recent) if recent else 0.0
     return Rates(
-        (last.accepted - first.accepted) / seconds if seconds else 0.0,
+        accepted_per_s,
         ended_per_s,
         sum(each.state == FAILED for each in recent) / len(recent) if recent else None,
         ended_per_s * tokens,

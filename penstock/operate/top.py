@@ -14,8 +14,18 @@ from penstock.cli.figures import clock, duration_ns, show_duration, show_size, s
 from penstock.cli.terminal import Column, escape, fitting_table, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
-from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
-from penstock.operate.observe import DeploymentSnapshot, Observer, QueueView, Rates, WorkerView, tenant_rows, unsteady
+from penstock.log_tools.sources.open_log import LogSource, add_flags, open_cells, run_command
+from penstock.operate.observe import (
+    CellView,
+    DeploymentSnapshot,
+    Observer,
+    QueueView,
+    Rates,
+    WorkerView,
+    away,
+    tenant_rows,
+    unsteady,
+)
 
 BAR = 10  # characters
 FULL = 0.8  # shown in yellow from here on
@@ -39,10 +49,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _run(source: LogSource, console: Console, interval_s: float, *, once: bool, as_json: bool) -> None:
-    async with open_log(source, name="top", role="viewer", streams=()) as log:
-        if log.stopped:
+    async with open_cells(source, name="top", role="viewer", streams=()) as logs:
+        if all(log.stopped for log in logs):
             raise ValueError("the deployment is stopped: `penstock requests` shows what it did")
-        observer = Observer(log.bus)
+        running = [log for log in logs if not log.stopped]
+        observer = Observer(*(log.bus for log in running), numbers=[log.cell for log in running])
         try:
             if as_json or not console.is_terminal or once:
                 await _print(observer, console, interval_s, once=once, as_json=as_json)
@@ -81,8 +92,9 @@ def picture(snapshot: DeploymentSnapshot, width: int) -> Group:
         (f"penstock {snapshot.namespace}", "bold"),
         f"   {ready} of {len(snapshot.workers)} workers ready   {clock(snapshot.at_ns, snapshot.at_ns)[:8]}",
     )
-    problems = [Text(line, style="red") for line in unsteady(snapshot.workers)]
+    problems = [Text(line, style="red") for line in [*away(snapshot.cells), *unsteady(snapshot.workers)]]
     tables = (
+        *([_cells(snapshot.cells, width)] if snapshot.cells else []),
         _workers(snapshot.workers, width),
         _queues(snapshot.queues, width),
         _streams(snapshot, width),
@@ -107,7 +119,18 @@ def _rates(rates: Rates) -> Text:
     )
 
 
+_CELLS = (
+    Column("cell", right=True),
+    Column("workers", right=True),
+    Column("routers", 2, right=True),
+    Column("accepted/s", 3, right=True),
+    Column("ended/s", right=True),
+    Column("held", right=True),
+    Column("unread", 1, right=True),
+    Column("fullest stream", 4),
+)
 _WORKERS = (
+    Column("cell", 11, right=True),
     Column("worker"),
     Column("role", 3),
     Column("model", 7),
@@ -139,9 +162,29 @@ _ENDED = (
 )
 
 
+def _cells(cells: Sequence[CellView], width: int) -> Table:
+    rows = [
+        (
+            str(cell.number),
+            f"{cell.ready} of {cell.workers}",
+            str(cell.routers),
+            f"{cell.accepted_per_s:,.1f}",
+            f"{cell.ended_per_s:,.1f}",
+            str(cell.held),
+            str(cell.unread),
+            f"[{'yellow' if cell.full >= FULL else 'default'}]{cell.fullest} {cell.full:.0%}[/]",
+        )
+        if not cell.problem
+        else (str(cell.number), *["-"] * (len(_CELLS) - 1))
+        for cell in cells
+    ]
+    return fitting_table(_CELLS, rows, width)
+
+
 def _workers(workers: Sequence[WorkerView], width: int) -> Table:
     rows = [
         (
+            "" if worker.cell is None else str(worker.cell),
             escape(worker.name or worker.id),
             worker.role,
             escape(worker.model),
@@ -158,7 +201,9 @@ def _workers(workers: Sequence[WorkerView], width: int) -> Table:
         )
         for worker in workers
     ]
-    return fitting_table(_WORKERS, rows, width)
+    if any(worker.cell is not None for worker in workers):
+        return fitting_table(_WORKERS, rows, width)
+    return fitting_table(_WORKERS[1:], [row[1:] for row in rows], width)
 
 
 def latency(worker: WorkerView) -> str:
