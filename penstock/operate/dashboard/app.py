@@ -1,7 +1,8 @@
 """The dashboard's pages and its stream of changes, over HTTP."""
 
+import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 from penstock.cli.figures import clock, duration_ns, moment_ns
 from penstock.infra.bus.connection import refusals, why_unreachable
 from penstock.log_tools.requests import inspection_page
-from penstock.log_tools.requests.find_requests import ended, unfinished
+from penstock.log_tools.requests.find_requests import LoggedRequest, ended, merged, unfinished
 from penstock.log_tools.requests.inspection import inspect
 from penstock.log_tools.requests.leases import leases, stopped_ns
 from penstock.log_tools.sources.open_log import Log
@@ -25,6 +26,7 @@ from penstock.operate.dashboard import pages
 from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.live import Live, Moment
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import cell_in
 from penstock.schemas.summary import Criteria
 
 MAX_WATCHERS = 64
@@ -39,18 +41,18 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Dashboard:
-    """Answers from one open log.
+    """Answers from the open logs of a deployment's cells.
 
     Args:
         live: None for a stopped deployment.
     """
 
-    def __init__(self, log: Log, live: Live | None, access: Access) -> None:
-        self._bus = log.bus
-        self._stopped = log.stopped
+    def __init__(self, logs: Sequence[Log], live: Live | None, access: Access) -> None:
+        self._logs = logs
+        self._stopped = live is None
         self._live = live
         self._access = access
-        self._namespace = log.bus.subjects.namespace
+        self._namespace = logs[0].bus.subjects.namespace
 
     def application(self) -> Starlette:
         """The ASGI application."""
@@ -71,7 +73,9 @@ class Dashboard:
             if refusal is not None:
                 return refusal
             try:
-                with refusals(self._bus.on_refused, self._bus.user, "dashboard", "reader"):
+                with contextlib.ExitStack() as stack:
+                    for bus in (log.bus for log in self._logs):
+                        stack.enter_context(refusals(bus.on_refused, bus.user, "dashboard", "reader"))
                     response = await endpoint(request)
             except ServingError as error:
                 refused = error.code is Code.permission_denied
@@ -98,27 +102,39 @@ class Dashboard:
     async def _requests(self, request: Request) -> Response:
         query = {name: request.query_params.get(name, "").strip() for name in (*FILTERS, "before")}
         try:
-            criteria, before = _criteria(query), _sequence(query["before"])
+            criteria, before = _criteria(query), _sequences(query["before"], len(self._logs))
         except ValueError as error:
-            page = pages.requests([], query, older=0, error=str(error), namespace=self._namespace)
+            page = pages.requests([], query, older="", error=str(error), namespace=self._namespace)
             return HTMLResponse(page, 400)
-        running = [] if before else await unfinished(self._bus, criteria, stopped=self._stopped)
-        older = 0
-        async for seq, each in ended(self._bus, criteria, before=before):
-            if len(running) >= pages.PER_PAGE:
-                break
-            running.append(each)
-            older = seq
-        else:
-            older = 0
-        return HTMLResponse(pages.requests(running, query, older=older, error="", namespace=self._namespace))
+        found: list[LoggedRequest] = []
+        for log in self._logs if not query["before"] else ():
+            found += await unfinished(log.bus, criteria, stopped=log.stopped)
+        found.sort(key=lambda each: each.summary.created_ns, reverse=True)
+        older = ""
+        async with contextlib.AsyncExitStack() as stack:
+            parts = [_ended(at, log, criteria, before[at]) for at, log in enumerate(self._logs)]
+            for part in parts:
+                await stack.enter_async_context(contextlib.aclosing(part))
+            async for at, seq, each in merged(parts, lambda item: item[2].summary.ended_ns):
+                if len(found) >= pages.PER_PAGE:
+                    older = ".".join(map(str, before))
+                    break
+                found.append(each)
+                before[at] = seq
+        return HTMLResponse(pages.requests(found, query, older=older, error="", namespace=self._namespace))
 
     async def _request(self, request: Request) -> Response:
         request_id = request.path_params["id"]
-        try:
-            timeline = await read_timeline(self._bus, request_id, with_tokens=True)
-        except ValueError as error:
-            return self._problem("Not found", str(error), 404)
+        number = cell_in(request_id)
+        problem: ValueError | None = None
+        for log in sorted(self._logs, key=lambda log: log.cell != number):
+            try:
+                timeline = await read_timeline(log.bus, request_id, with_tokens=True)
+                break
+            except ValueError as error:
+                problem = problem or error
+        else:
+            return self._problem("Not found", str(problem), 404)
         body = inspection_page.body(inspect(timeline))
         return HTMLResponse(pages.request(request_id, Markup(body), namespace=self._namespace))
 
@@ -127,8 +143,8 @@ class Dashboard:
         return RedirectResponse(f"/requests/{request_id}" if request_id and "/" not in request_id else "/requests", 303)
 
     async def _leases(self, request: Request) -> Response:
-        now_ns = await stopped_ns(self._bus) if self._stopped else time.time_ns()
-        by_ticket = await leases(self._bus, now_ns)
+        now_ns = max([await stopped_ns(log.bus) for log in self._logs]) if self._stopped else time.time_ns()
+        by_ticket = {ticket: each for log in self._logs for ticket, each in (await leases(log.bus, now_ns)).items()}
         return HTMLResponse(pages.leases(by_ticket, now_ns, stopped=self._stopped, namespace=self._namespace))
 
     # --- changes ---
@@ -151,12 +167,23 @@ async def _events(live: Live) -> AsyncGenerator[bytes, None]:
         yield b"event: live\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
-def _sequence(text: str) -> int:
+async def _ended(
+    at: int, log: Log, criteria: Criteria, before: int
+) -> AsyncGenerator[tuple[int, int, LoggedRequest], None]:
+    """With the place of the cell among the logs, and the sequence of the record."""
+    async with contextlib.aclosing(ended(log.bus, criteria, before=before)) as found:
+        async for seq, each in found:
+            yield at, seq, each
+
+
+def _sequences(text: str, cells: int) -> list[int]:
+    """Of a record in each cell, with dots between."""
     if not text:
-        return 0
-    if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise ValueError(f"before: {text[:40]!r} is not a sequence")
-    return int(text)
+        return [0] * cells
+    parts = text.split(".")
+    if len(parts) != cells or not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
+        raise ValueError(f"before: {text[:40]!r} is not a sequence{'' if cells == 1 else ' for each cell'}")
+    return list(map(int, parts))
 
 
 def _criteria(query: Mapping[str, str]) -> Criteria:

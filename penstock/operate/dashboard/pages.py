@@ -15,7 +15,7 @@ from penstock.cli.figures import clock, show_duration, show_size, span
 from penstock.log_tools.requests.find_requests import LoggedRequest
 from penstock.log_tools.timeline.request_timeline import TicketLease
 from penstock.operate.dashboard.live import Moment
-from penstock.operate.observe import DeploymentSnapshot, tenant_rows, unsteady
+from penstock.operate.observe import DeploymentSnapshot, away, tenant_rows, unsteady
 from penstock.schemas.summary import STATES
 
 WIDTH, HEIGHT = 240, 48
@@ -105,7 +105,7 @@ def live_sections(moment: Moment) -> dict[str, str]:
     latest = moment.history[-1]
     values: dict[str, Any] = {"seen": latest, "rates": latest.rates, "charts": charts(moment.history)}
     values["tenants"] = tenant_rows(latest.queues)
-    values["unsteady"] = unsteady(latest.workers)
+    values["unsteady"] = [*away(latest.cells), *unsteady(latest.workers)]
     sections = {name: _render(f"live/{name}.html", **values) for name in _LIVE}
     return sections | {"problem": _render("live/problem.html", problem=moment.problem)}
 
@@ -134,12 +134,12 @@ def charts(history: Sequence[DeploymentSnapshot]) -> dict[str, Markup]:
     return {name: Markup(sparkline(values, label=f"{labels[name]}, lately")) for name, values in series.items()}
 
 
-def requests(found: Sequence[LoggedRequest], query: dict[str, str], *, older: int, error: str, namespace: str) -> str:
+def requests(found: Sequence[LoggedRequest], query: dict[str, str], *, older: str, error: str, namespace: str) -> str:
     """A page of the list.
 
     Args:
         query: the filters, by the names of the form's fields.
-        older: sequence before which the next page begins; 0: this is the last one.
+        older: sequences before which the next page begins; "": this is the last one.
     """
     return _render(
         "requests.html",

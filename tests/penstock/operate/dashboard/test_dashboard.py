@@ -55,7 +55,7 @@ async def serving(bus: Bus, *, stopped: bool = False) -> AsyncGenerator[Serving,
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
     live = Live(Observer(bus), 0.05)
-    app = Dashboard(Log(bus, stopped), None if stopped else live, Access(TOKEN, port)).application()
+    app = Dashboard([Log(bus, stopped)], None if stopped else live, Access(TOKEN, port)).application()
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
     running = [asyncio.create_task(server.serve([listener])), asyncio.create_task(live.run())]
     url = f"http://127.0.0.1:{port}"
