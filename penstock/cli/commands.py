@@ -266,6 +266,21 @@ class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     namespace: Annotated[
         str, msgspec.Meta(description="prefix of all subjects and streams; default: the data folder's, else ps")
     ] = ""
+    cells: Annotated[
+        int,
+        msgspec.Meta(
+            ge=0,
+            description="cells of the deployment: the first has this namespace, the others NAMESPACE-1, NAMESPACE-2, "
+            "..., and all together take as much room as one; default: as the data folder says, else 1",
+        ),
+    ] = 0
+    cell_nats_urls: Annotated[
+        tuple[str, ...],
+        msgspec.Meta(
+            description="brokers of the cells behind the first, as a gateway's flag, with the operator's credentials; "
+            "default: that of the first"
+        ),
+    ] = ()
     record: Annotated[
         bool, msgspec.Meta(description="keep tokens, jobs and KV events for 7 days, as records are, for replay")
     ] = False

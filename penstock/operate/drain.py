@@ -13,7 +13,7 @@ from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.connection import Bus
-from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import LogSource, add_flags, open_cells, run_command
 from penstock.operate.workers import alone, chosen, registrations
 from penstock.schemas import control, wire
 from penstock.schemas.fleet import Registration, WorkerState
@@ -48,21 +48,26 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
     source = LogSource.of(args)
     # Who types it has the data folder, so the audit log does not name the planner; a URL says itself who asks.
     role = "planner" if source.nats_url else "operator"
-    async with open_log(source, name="drain", role=role, streams=()) as log:
-        if log.stopped:
+    async with open_cells(source, name="drain", role=role, streams=()) as logs:
+        if all(log.stopped for log in logs):
             raise ValueError("the deployment is stopped: no worker runs")
-        registered = await registrations(log.bus)
-        leaving = [chosen(registered, name) for name in dict.fromkeys(args.workers)]
-        last = alone(registered, leaving)
-        if last is not None and not args.force:
-            raise ValueError(
-                f"{_shown(last)} is the last ready {last.role} worker of model {last.model!r}: its requests would wait "
-                "for another one; start one first, or use --force"
-            )
+        cells = [(log, await registrations(log.bus)) for log in logs if not log.stopped]
+        bus_of = {each.worker: log.bus for log, registered in cells for each in registered}
+        everybody = [each for _, registered in cells for each in registered]
+        leaving = [chosen(everybody, name) for name in dict.fromkeys(args.workers)]
+        for log, registered in cells:
+            last = alone(registered, [each for each in leaving if each in registered])
+            if last is not None and not args.force:
+                where = f" in cell {log.cell}" if len(cells) > 1 else ""
+                raise ValueError(
+                    f"{_shown(last)} is the last ready {last.role} worker of model {last.model!r}{where}: its requests "
+                    "would wait for another one; start one first, or use --force"
+                )
         for each in leaving:
-            async with recorded(log.bus.nc, log.bus.subjects, "drain", _shown(each), change_of(each)):
-                await ask(log.bus, each, control.Drain(stay_down=True))
-        waits = (gone(log.bus, each, timeout_s, console) for each in leaving)
+            bus = bus_of[each.worker]
+            async with recorded(bus.nc, bus.subjects, "drain", _shown(each), change_of(each)):
+                await ask(bus, each, control.Drain(stay_down=True))
+        waits = (gone(bus_of[each.worker], each, timeout_s, console) for each in leaving)
         failures = [each for each in await asyncio.gather(*waits, return_exceptions=True) if each is not None]
         if failures:  # of each that is late a line
             raise DrainFailed("; ".join(map(str, failures)))

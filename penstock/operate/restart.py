@@ -20,7 +20,7 @@ from penstock.infra.nats_server.datadir import holder
 from penstock.infra.process.signals import RESUME
 from penstock.launch.readiness import get_url
 from penstock.launch.state import DeploymentState, Running, read_state, start_of, write_resume
-from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import LogSource, add_flags, open_cells, run_command
 from penstock.operate.workers import registrations
 from penstock.schemas.fleet import WorkerState
 
@@ -59,10 +59,11 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
         raise ValueError(f"no `penstock up` runs on {data_dir}; the one that wrote its state.json was killed")
     processes = _ordered(state, args.names)
     timeout_s = duration_ns(args.timeout) / 1e9
-    async with open_log(LogSource.of(args), name="restart", role="viewer", streams=()) as log:
+    async with open_cells(LogSource.of(args), name="restart", role="viewer", streams=(), whole=True) as logs:
+        buses = {log.cell: log.bus for log in logs}
         for process in processes:
             began = time.monotonic()
-            await _restart(log.bus, data_dir, process, timeout_s)
+            await _restart(buses.get(process.cell, logs[0].bus), data_dir, process, timeout_s)
             console.print(f"{process.name}: ready again after {time.monotonic() - began:.1f} s", highlight=False)
 
 

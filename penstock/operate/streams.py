@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,7 @@ from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.retention import Loss, StreamUse
 from penstock.launch.nats import CLIENTS_PORT, apply_at
 from penstock.log_tools.sources.log_copy import recorded_max_age_s
-from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, open_log, run_command, running
+from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, cells_of, open_cells, run_command, running
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 
@@ -30,33 +30,48 @@ FULL = 0.8  # shown in yellow from here on
 
 
 def run_apply(settings: StreamsSettings) -> int:
-    """Create the streams on a broker and print the changes."""
+    """Create the streams of each cell on its broker and print the changes."""
     try:
-        url, namespace = _applied_at(settings)
-        subjects = Subjects(namespace)
-        work = apply_at(url, subjects, settings.replicas, record=settings.record, store_size=settings.store_size)
-        done = asyncio.run(work)
+        for url, subjects, cells in _applied_at(settings):
+            work = apply_at(
+                url,
+                subjects,
+                settings.replicas,
+                record=settings.record,
+                store_size=settings.store_size,
+                cells=cells,
+            )
+            for line in asyncio.run(work) or [
+                f"nothing to do: all streams of namespace {subjects.namespace!r} are there"
+            ]:
+                print(line)
     except (BrokerProblem, ValueError) as error:
         print(f"penstock streams apply: {error}", file=sys.stderr)
         return 1
-    for line in done or [f"nothing to do: all streams of namespace {namespace!r} are there"]:
-        print(line)
     return 0
 
 
-def _applied_at(settings: StreamsSettings) -> tuple[str, str]:
-    """URL and namespace.
+def _applied_at(settings: StreamsSettings) -> Iterator[tuple[str, Subjects, int]]:
+    """URL and subjects of each cell, and how many cells there are.
 
     Raises:
         ValueError: there is no deployment in the folder that a flag names.
     """
-    data_dir = Path(settings.data_dir)
-    try:
-        return running(LogSource(data_dir, settings.nats_url, settings.namespace), data_dir)
-    except ValueError:
-        if settings.data_dir != StreamsSettings().data_dir:
-            raise
-        return f"nats://127.0.0.1:{CLIENTS_PORT}", settings.namespace or "ps"
+    source = LogSource(
+        Path(settings.data_dir),
+        settings.nats_url,
+        settings.namespace,
+        cells=settings.cells,
+        cell_nats_urls=settings.cell_nats_urls,
+    )
+    for cell in cells_of(source):
+        try:
+            url, namespace = running(cell.source, cell.source.data_dir)
+        except ValueError:
+            if settings.data_dir != StreamsSettings().data_dir:
+                raise
+            url, namespace = f"nats://127.0.0.1:{CLIENTS_PORT}", cell.source.namespace or "ps"
+        yield url, Subjects(namespace), cell.cells
 
 
 def run_list(argv: Sequence[str]) -> int:
@@ -73,7 +88,8 @@ def run_set(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="penstock streams set",
         description="set how long a stream keeps its messages and how large it may become. Its oldest messages beyond "
-        "the new limits are deleted at once. Limits that are set here are not changed by later starts.",
+        "the new limits are deleted at once. Limits that are set here are not changed by later starts. In a deployment "
+        "with cells, each cell's stream gets an equal part; a name with its namespace is of one cell alone.",
     )
     parser.add_argument("stream", metavar="STREAM", help=f"one of {', '.join(retention.SETTABLE)}")
     parser.add_argument("--max-age", default="", metavar="TIME", help="such as 12h or 14d")
@@ -85,11 +101,16 @@ def run_set(argv: Sequence[str]) -> int:
 
 
 async def _list(source: LogSource, console: Console, *, as_json: bool) -> None:
-    async with open_log(source, name="streams", role="viewer", streams=retention.SETTABLE) as log:
-        uses = await _uses(log)
-    if log.stopped and not source.file:  # the copy that is read keeps its messages for good
-        data_dir = source.data_dir.resolve()
-        uses = [msgspec.structs.replace(use, max_age_s=recorded_max_age_s(data_dir, use.name)) for use in uses]
+    cells = cells_of(source)
+    uses: list[StreamUse] = []
+    async with open_cells(source, name="streams", role="viewer", streams=retention.SETTABLE) as logs:
+        for log in logs:
+            found = await _uses(log)
+            if log.stopped and not source.file:  # the copy that is read keeps its messages for good
+                folder = next(cell.source.data_dir for cell in cells if cell.number == log.cell).resolve()
+                ages = [recorded_max_age_s(folder, use.name) for use in found]
+                found = [msgspec.structs.replace(use, max_age_s=age) for use, age in zip(found, ages, strict=True)]
+            uses += found
     if as_json:
         for use in uses:
             console.file.write(msgspec.json.encode(use).decode() + "\n")
@@ -144,32 +165,58 @@ async def _set(args: argparse.Namespace, console: Console) -> None:
     max_age_s = duration_ns(args.max_age) / 1e9 if args.max_age else None
     max_bytes = parse_size(args.max_bytes) if args.max_bytes else None
     stream = args.stream.rpartition("_")[2]  # `streams list` shows names with the namespace
+    source = LogSource.of(args)
+    share = len(cells_of(source)) if args.stream == stream else 1  # else it is a cell's own
+    if max_bytes is not None:
+        max_bytes //= share
+        if share > 1 and max_bytes < retention.MIN_BYTES:
+            raise ValueError(
+                f"--max-bytes {args.max_bytes} is for {share} cells together, and each needs at least "
+                f"{show_size(retention.MIN_BYTES)}"
+            )
     retention.check(stream, max_age_s, max_bytes)
-    async with open_log(LogSource.of(args), name="streams", role="operator", streams=()) as log:
-        if log.stopped:
+    async with open_cells(source, name="streams", role="operator", streams=(), whole=True) as logs:
+        if any(log.stopped for log in logs):
             raise ValueError("the deployment is stopped: start it, then set the limits of its streams")
-        name = log.bus.subjects.stream(stream)
-        if args.stream not in (stream, name):
-            raise ValueError(f"{args.stream} is of another namespace: choose it with --namespace")
-        use = next((use for use in await _uses(log) if use.name == name), None)
-        if use is None:
-            raise ValueError(f"there is no stream {name}: run `penstock streams apply`")
-        lost = await retention.loss(log.bus, use, max_age_s, max_bytes)
-        if lost and not args.yes and not confirmed(f"{_what(lost, use)} Continue?"):
+        names = [log.bus.subjects.stream(stream) for log in logs]
+        if args.stream != stream:  # of one cell
+            logs = [log for log, name in zip(logs, names, strict=True) if name == args.stream]
+            if not logs:
+                raise ValueError(f"{args.stream} is of another namespace: choose it with --namespace")
+        limits = [await _limits(log, stream, max_age_s, max_bytes) for log in logs]
+        lost = [_what(each, use) for use, each in limits if each]
+        if lost and not args.yes and not confirmed(f"{' '.join(lost)} Continue?"):
             raise ValueError("nothing was changed; --yes deletes without asking")
-        try:
-            async with recorded(log.bus.nc, log.bus.subjects, "streams set", name, _changes(use, max_age_s, max_bytes)):
-                await retention.set_limits(log.bus.nc, name, max_age_s, max_bytes)
-        except BrokerProblem as error:
-            raise ValueError(str(error)) from error
-    if max_bytes is not None and 0 < use.max_bytes < max_bytes:
-        print(
-            f"warning: this raises the limit of {name} from {show_size(use.max_bytes)} to {show_size(max_bytes)}: the "
-            "broker's disk needs the room",
-            file=sys.stderr,
-        )
-    age = show_duration(max_age_s if max_age_s is not None else use.max_age_s)
-    console.print(f"{name} keeps messages for {age}, at most {show_size(max_bytes or use.max_bytes)}", highlight=False)
+        for log, (use, _) in zip(logs, limits, strict=True):
+            change = _changes(use, max_age_s, max_bytes)
+            try:
+                async with recorded(log.bus.nc, log.bus.subjects, "streams set", use.name, change):
+                    await retention.set_limits(log.bus.nc, use.name, max_age_s, max_bytes)
+            except BrokerProblem as error:
+                raise ValueError(str(error)) from error
+    for use, _ in limits:
+        if max_bytes is not None and 0 < use.max_bytes < max_bytes:
+            print(
+                f"warning: this raises the limit of {use.name} from {show_size(use.max_bytes)} to "
+                f"{show_size(max_bytes)}: the broker's disk needs the room",
+                file=sys.stderr,
+            )
+        age = show_duration(max_age_s if max_age_s is not None else use.max_age_s)
+        size = show_size(max_bytes or use.max_bytes)
+        console.print(f"{use.name} keeps messages for {age}, at most {size}", highlight=False)
+
+
+async def _limits(log: Log, stream: str, max_age_s: float | None, max_bytes: int | None) -> tuple[StreamUse, Loss]:
+    """A cell's stream as it is, and what new limits delete of it.
+
+    Raises:
+        ValueError: there is no such stream.
+    """
+    name = log.bus.subjects.stream(stream)
+    use = next((use for use in await _uses(log) if use.name == name), None)
+    if use is None:
+        raise ValueError(f"there is no stream {name}: run `penstock streams apply`")
+    return use, await retention.loss(log.bus, use, max_age_s, max_bytes)
 
 
 def _changes(use: StreamUse, max_age_s: float | None, max_bytes: int | None) -> str:

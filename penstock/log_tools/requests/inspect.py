@@ -242,8 +242,8 @@ async def _timeline(
         ValueError: not a request id, or no cell's log has this request.
     """
     unknown: ValueError | None = None
-    for _, cell in cells_for(source, request_id):
-        async with open_log(cell, name="inspect", streams=streams, files=True) as log:
+    for cell in cells_for(source, request_id):
+        async with open_log(cell.source, name="inspect", streams=streams, files=True) as log:
             try:
                 return await read_timeline(log.reader, request_id, with_tokens=with_tokens)
             except UnknownRequest as error:

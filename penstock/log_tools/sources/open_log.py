@@ -169,10 +169,16 @@ class Log(NamedTuple):
 
 
 class CellSource(NamedTuple):
-    """Where to read the log of one cell. ``number``: as ids of its requests have it."""
+    """Where to read the log of one cell.
+
+    Attributes:
+        number: as ids of its requests have it.
+        cells: how many the deployment has.
+    """
 
     number: int
     source: LogSource
+    cells: int = 1
 
 
 def cells_of(source: LogSource) -> list[CellSource]:
@@ -198,7 +204,7 @@ def cells_of(source: LogSource) -> list[CellSource]:
     if len(found) == 1 and source.cells > 1:
         places = [alone.nats_url, *(urls or [alone.nats_url] * (source.cells - 1))]
         return [
-            CellSource(cell, alone._replace(nats_url=url, namespace=cell_namespace(home, cell)))
+            CellSource(cell, alone._replace(nats_url=url, namespace=cell_namespace(home, cell)), source.cells)
             for cell, url in enumerate(places)
         ]
     if not source.namespace or source.namespace == home or len(found) == 1:
@@ -215,7 +221,7 @@ def _cells_of_folder(source: LogSource) -> list[CellSource]:
             return [CellSource(cells[0].number, source)]
         places = [{"data_dir": Path(each.data_dir)} if each.data_dir else {"nats_url": each.nats_url} for each in cells]
         return [
-            CellSource(each.number, source._replace(namespace=each.namespace, **place))
+            CellSource(each.number, source._replace(namespace=each.namespace, **place), len(cells))
             for each, place in zip(cells, places, strict=True)
         ]
     names = namespaces(data_dir)
@@ -233,7 +239,7 @@ def _cells_of_folder(source: LogSource) -> list[CellSource]:
             break
     if len(found) == 1 or shared != set(names):  # one deployment, or several that have nothing to do with each other
         return [CellSource(0, source)]
-    return [CellSource(cell, each) for cell, each in enumerate(found)]
+    return [CellSource(cell, each, len(found)) for cell, each in enumerate(found)]
 
 
 def cells_for(source: LogSource, request_id: str) -> list[CellSource]:
@@ -267,9 +273,9 @@ async def open_cells(
     async with contextlib.AsyncExitStack() as stack:
         logs: list[Log] = []
         failures: list[Exception] = []
-        for number, cell in cells:
+        for cell in cells:
             opening = open_log(
-                cell, name=name, role=role, streams=streams, timeout_s=timeout_s, files=files, patient=patient
+                cell.source, name=name, role=role, streams=streams, timeout_s=timeout_s, files=files, patient=patient
             )
             try:
                 log = await stack.enter_async_context(opening)
@@ -277,9 +283,9 @@ async def open_cells(
                 if whole or len(cells) == 1:
                     raise
                 failures.append(error)
-                print(f"cell {number} is left out: {error}", file=sys.stderr)
+                print(f"cell {cell.number} is left out: {error}", file=sys.stderr)
             else:
-                logs.append(log._replace(cell=number))
+                logs.append(log._replace(cell=cell.number))
         if not logs:
             raise failures[0]
         yield logs

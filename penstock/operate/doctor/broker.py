@@ -13,7 +13,7 @@ from penstock.infra.nats_server.apply_streams import check, stream_configs, wide
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_config, request
 from penstock.infra.nats_server.retention import StreamUse, uses
 from penstock.operate.doctor.finding import CheckResult, check_broker_certificate, ok, problem, warning
-from penstock.schemas.streams import topology
+from penstock.schemas.streams import Topology, divided, topology
 
 NEARLY_FULL = 0.8
 SKEW_S = 1.0
@@ -52,17 +52,21 @@ def _version(bus: Bus) -> str:
     return f"{version.major}.{version.minor}.{version.patch}"
 
 
-async def check_broker(bus: Bus) -> list[CheckResult]:
-    """All checks of a broker that is connected."""
+async def check_broker(bus: Bus, cells: int = 1) -> list[CheckResult]:
+    """All checks of a broker that is connected.
+
+    Args:
+        cells: of the deployment; the streams are those of one.
+    """
     findings = [ok("broker", f"connected to nats-server {_version(bus)}"), *check_broker_certificate(bus)]
-    expected = topology(bus.subjects)
+    expected = divided(topology(bus.subjects), cells)
     try:
         await check(bus.nc, expected)
     except BrokerProblem as error:
         return [*findings, problem("broker settings", str(error), "change the server's configuration as it says")]
     findings.append(ok("broker settings", "JetStream, limits and version are as needed"))
     try:
-        findings.append(await _streams(bus))
+        findings.append(await _streams(bus, expected))
         in_memory = {spec.name for spec in expected.streams if spec.memory}
         streams = await uses(bus, expected)
         findings += _fill(streams, bus.subjects.stream("REQUESTS"), in_memory)
@@ -73,9 +77,8 @@ async def check_broker(bus: Bus) -> list[CheckResult]:
     return findings
 
 
-async def _streams(bus: Bus) -> CheckResult:
+async def _streams(bus: Bus, expected: Topology) -> CheckResult:
     """Whether all streams and consumers are there, as this release wants them."""
-    expected = topology(bus.subjects)
     missing, other = [], []
     for config in stream_configs(expected):
         existing = await existing_config(bus.nc, f"STREAM.INFO.{config['name']}", STREAM_NOT_FOUND)

@@ -32,7 +32,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.retention import uses
 from penstock.launch.state import DeploymentState, read_state
-from penstock.log_tools.sources.open_log import FAILURES, LogSource, add_flags, open_log
+from penstock.log_tools.sources.open_log import FAILURES, CellSource, LogSource, add_flags, cells_of, open_log
 from penstock.operate.doctor.broker import check_address, check_broker
 from penstock.operate.doctor.finding import CheckResult, CheckStatus, ok, problem, skipped
 from penstock.operate.doctor.fleet import (
@@ -311,8 +311,27 @@ class _Seen(NamedTuple):
 
 
 async def _through_broker(source: LogSource, state: DeploymentState | None, files: dict[str, bytes]) -> _Seen:
-    """The checks that need the broker, or why it cannot be reached."""
-    url = source.nats_url or (state.nats_url if state is not None else "")
+    """The checks that need the brokers of all cells, or why they cannot be reached. Keys are in the first."""
+    try:
+        cells = cells_of(source)
+    except ValueError as error:
+        return _Seen([problem("deployment", str(error), _START)])
+    seen = []
+    for cell in cells:
+        one = await _through_broker_of(cell, state, files)
+        if cell.cells > 1:
+            told = [msgspec.structs.replace(each, what=f"cell {cell.number}: {each.what}") for each in one.findings]
+            one = one._replace(findings=told)
+        seen.append(one)
+    growths = [each.growth for each in seen if each.growth is not None]
+    growth = Growth(*map(sum, zip(*growths, strict=True))) if len(growths) == len(seen) else None
+    return _Seen([finding for each in seen for finding in each.findings], seen[0].keys, growth)
+
+
+async def _through_broker_of(cell: CellSource, state: DeploymentState | None, files: dict[str, bytes]) -> _Seen:
+    number, source = cell.number, cell.source
+    own = next((each.nats_url for each in state.all_cells if each.number == number), "") if state is not None else ""
+    url = source.nats_url or own
     if url:
         address = await asyncio.to_thread(check_address, url)
         if address.status is CheckStatus.problem:
@@ -321,10 +340,10 @@ async def _through_broker(source: LogSource, state: DeploymentState | None, file
         async with open_log(source, name="doctor", role="viewer", streams=()) as log:
             if log.stopped:
                 return _Seen([problem("deployment", f"nothing runs on {source.data_dir}", _START)])
-            findings = await check_broker(log.bus)
+            findings = await check_broker(log.bus, cell.cells)
             if not any(finding.status is CheckStatus.problem for finding in findings):
-                findings += await check_fleet(log.bus, state)
-                growth = await _collect(log.bus, files)
+                findings += await check_fleet(log.bus, state, number)
+                growth = await _collect(log.bus, files, f"-{number}" if cell.cells > 1 else "")
                 return _Seen(findings, await find_keys(log.bus), growth)
             return _Seen(findings)
     except (ServingError, BrokerProblem) as error:
@@ -333,13 +352,13 @@ async def _through_broker(source: LogSource, state: DeploymentState | None, file
         return _Seen([problem("deployment", str(error), _START)])
 
 
-async def _collect(bus: Bus, files: dict[str, bytes]) -> Growth:
+async def _collect(bus: Bus, files: dict[str, bytes], suffix: str) -> Growth:
     """Add to ``files``; what the streams take on the disk."""
     expected = topology(bus.subjects)
     usages = await uses(bus, expected)
-    files["streams.json"] = msgspec.json.format(msgspec.json.encode(usages), indent=2)
+    files[f"streams{suffix}.json"] = msgspec.json.format(msgspec.json.encode(usages), indent=2)
     workers = [msgspec.to_builtins(each, builtin_types=()) for each in await registrations(bus)]
-    files["workers.json"] = msgspec.json.format(msgspec.json.encode(workers), indent=2)
+    files[f"workers{suffix}.json"] = msgspec.json.format(msgspec.json.encode(workers), indent=2)
     in_memory = {spec.name for spec in expected.streams if spec.memory}
     stored = [use for use in usages if use.name not in in_memory]
     return Growth(sum(use.bytes for use in stored), sum(use.max_bytes for use in stored))

@@ -198,9 +198,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
-async def check_fleet(bus: Bus, state: DeploymentState | None) -> list[CheckResult]:
+async def check_fleet(bus: Bus, state: DeploymentState | None, cell: int = 0) -> list[CheckResult]:
     """Check routers, workers and the streams between them, as the broker sees them.
 
+    Args:
+        cell: whose broker it is, by its number.
     Raises:
         ServingError, BrokerProblem: the broker does not answer.
     """
@@ -209,7 +211,7 @@ async def check_fleet(bus: Bus, state: DeploymentState | None) -> list[CheckResu
     findings += check_workers(workers)
     findings += check_paces(workers)
     findings += check_leases(lost_leases(await routers(bus)), workers, time.time_ns())
-    findings += await _kv_events(bus, workers, state)
+    findings += await _kv_events(bus, workers, state, cell)
     return findings
 
 
@@ -380,7 +382,9 @@ def _load(worker: Registration) -> list[CheckResult]:
     return findings
 
 
-async def _kv_events(bus: Bus, workers: Sequence[Registration], state: DeploymentState | None) -> list[CheckResult]:
+async def _kv_events(
+    bus: Bus, workers: Sequence[Registration], state: DeploymentState | None, cell: int
+) -> list[CheckResult]:
     """Counts at each step: engine, stream, index. Where they end is where the chain is broken."""
     publishing = [each for each in workers if each.kv_events and each.role in ("aggregated", "prefill", "decode")]
     if not publishing:
@@ -390,7 +394,7 @@ async def _kv_events(bus: Bus, workers: Sequence[Registration], state: Deploymen
     counts = info["state"].get("subjects") or {}
     cached = sum(each.load.cached_blocks + each.load.used_blocks for each in publishing)
     messages = sum(counts.get(bus.subjects.kv(each.model, each.worker), 0) for each in publishing)
-    indexed = await _indexed(state)
+    indexed = await _indexed(state, cell)
     steps = f"{counted(cached, 'block')} in {counted(len(publishing), 'engine')}, "
     steps += f"{counted(messages, 'message')} in {stream}"
     if indexed is None:
@@ -408,9 +412,10 @@ async def _kv_events(bus: Bus, workers: Sequence[Registration], state: Deploymen
     return [ok("KV events", steps)]
 
 
-async def _indexed(state: DeploymentState | None) -> list[int] | None:
-    """Blocks in the index of each router that serves metrics; None: none does."""
-    routers = [each for each in state.processes if each.role == "router" and each.metrics_url] if state else []
+async def _indexed(state: DeploymentState | None, cell: int) -> list[int] | None:
+    """Blocks in the index of each router of a cell that serves metrics; None: none does."""
+    of_cell = [each for each in state.processes if each.cell == cell] if state else []
+    routers = [each for each in of_cell if each.role == "router" and each.metrics_url]
     blocks = [value for each in routers if (value := (await metrics(each)).get("penstock_router_index_blocks"))
              is not None]  # fmt: skip
     return [int(value) for value in blocks] or None
