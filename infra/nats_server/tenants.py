@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, unquote, urlsplit
@@ -368,6 +368,38 @@ async def limits_at(nc: Client, subjects: Subjects, name: str) -> Limits | None:
     except (KeyNotFoundError, BucketNotFoundError):
         return None
     return decode_limits(entry.value) if entry.value else None
+
+
+async def copy_limits(home: Client, subjects: Subjects, cell: Client, cell_subjects: Subjects) -> list[str]:
+    """Give a cell's routers the limits of tenants that home has: weights are per tenant, and keys are at home.
+
+    Returns:
+        The tenants whose limits were new to the cell, or are no longer there.
+    Raises:
+        NatsError, TimeoutError: a broker refuses it, or does not answer.
+    """
+    wanted, there = await _limits(home, subjects), await _limits(cell, cell_subjects)
+    changed = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
+    for name in changed:
+        headers = None if name in wanted else {"KV-Operation": "DEL"}
+        subject = f"$KV.{cell_subjects.bucket('tenants')}.{name}"
+        await cell.jetstream().publish(subject, wanted.get(name, b""), headers=headers)
+    return changed
+
+
+async def _limits(nc: Client, subjects: Subjects) -> dict[str, bytes]:
+    """What gateways and routers know of all tenants, encoded."""
+    js, bucket = nc.jetstream(), subjects.bucket("tenants")
+    try:
+        info = await js.stream_info(f"KV_{bucket}", subjects_filter=f"$KV.{bucket}.>")
+    except NotFoundError:
+        return {}
+    found = {}
+    for name in (subject.rpartition(".")[2] for subject in info.state.subjects or {}):
+        with suppress(KeyNotFoundError):  # the marker of a tenant that was removed
+            entry = await (await js.key_value(bucket)).get(name)
+            found[name] = entry.value or b""
+    return found
 
 
 _CHANGED = "another operator has changed tenant {!r} at the same time: look at `penstock tenants list`, and try again"

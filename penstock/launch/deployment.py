@@ -40,7 +40,7 @@ from penstock.infra.process.sockets import CannotListen, claim
 from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.launch.groups import PlanError, assign, fleet_of, with_name
 from penstock.launch.machine import Listeners, cores, free_port, gpus, held_run
-from penstock.launch.nats import apply_at, apply_if_lost, connect_operator
+from penstock.launch.nats import apply_at, apply_if_lost, connect_operator, copy_tenants
 from penstock.launch.plan import PlannedProcess, further, plan, routers_of, worker_state
 from penstock.launch.readiness import Readiness, registered_models, served_models
 from penstock.launch.recipes import catalogue
@@ -299,6 +299,9 @@ class Deployment:
             self._board.starting("streams")
             for cell, subjects in enumerate(self._subjects):
                 await apply_at(self._url("operator", cell), subjects, **self._stream_sizes())
+                if cell:
+                    home = self._url("operator"), self._subjects[0]
+                    await copy_tenants(*home, self._url("operator", cell), subjects)
             self._board.ready("streams")
             self._planned = plan(
                 up,

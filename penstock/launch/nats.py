@@ -26,6 +26,7 @@ from penstock.infra.nats_server.disk import DiskWatch
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.permissions import BROKER_ROLES, SECOND
 from penstock.infra.nats_server.server import MINIMUM, EmbeddedNats, NoServerBinary, ServerFailed, dotted
+from penstock.infra.nats_server.tenants import copy_limits
 from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen
 from penstock.infra.process.supervisor import USAGE, Keeper
@@ -201,6 +202,19 @@ async def apply_at(
             async with recorded(nc, subjects, "streams apply", f"namespace {subjects.namespace}", _told(done)):
                 pass
         return done
+
+
+async def copy_tenants(home_url: str, home: Subjects, url: str, subjects: Subjects) -> list[str]:
+    """Give a cell's routers the limits of home's tenants; the tenants whose limits are new there.
+
+    Raises:
+        BrokerProblem: as ``apply``, or no server answers at one of the two.
+    """
+    async with as_operator(home_url, "tenants") as nc, as_operator(url, "tenants") as cell:
+        try:
+            return await copy_limits(nc, home, cell, subjects)
+        except (NatsError, TimeoutError) as error:
+            raise BrokerProblem(f"the broker does not take the limits of tenants: {error}") from error
 
 
 async def apply_if_lost(

@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +13,10 @@ from rich.console import Console
 from penstock.cli.figures import clock, moment_ns
 from penstock.cli.terminal import escape, print_hanging, stdout
 from penstock.configs.flags import Parser
-from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.direct_get import Readable, read
 from penstock.infra.nats_server.datadir import users_of
 from penstock.infra.nats_server.permissions import role_of
-from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import LogSource, add_flags, open_cells, run_command
 from penstock.schemas.audit import AuditEntry, decode
 from penstock.schemas.keys import PREFIX
 
@@ -26,12 +26,16 @@ TOGETHER_NS = 30_000_000_000  # the longest time between an entry and what the b
 
 
 class AuditLine(NamedTuple):
-    """An entry and its user. The user "*" stands for everyone who may write to that bucket."""
+    """An entry and its user. The user "*" stands for everyone who may write to that bucket.
+
+    ``cell``: whose log has it; None: the deployment has only one.
+    """
 
     at_ns: int
     user: str
     entry: AuditEntry
     seen_by: str = ""  # the router that heard of it from the broker; "": the user wrote it
+    cell: int | None = None
 
 
 def run(argv: Sequence[str]) -> int:
@@ -68,26 +72,34 @@ def run(argv: Sequence[str]) -> int:
 async def _run(args: argparse.Namespace, console: Console) -> None:
     since_ns = moment_ns(args.since, time.time_ns())
     users = users_of(Path(args.nkeys)) if args.nkeys else {}
-    lines: list[AuditLine] = []
-    async with open_log(LogSource.of(args), name="audit", role="viewer", streams=("AUDIT",), files=True) as opened:
-        subjects = opened.reader.subjects
-        async for each in read(opened.reader, subjects.stream("AUDIT"), subjects.all("audit"), since_ns=since_ns):
-            try:
-                entry = decode(each.data)
-            except msgspec.MsgspecError as error:
-                log.warning("audit_entry_unreadable", seq=each.seq, error=str(error))
-                continue
-            writer = each.subject.rpartition(".")[2]
-            user = entry.user or writer
-            lines.append(AuditLine(each.time_ns, users.get(user, user), entry, writer if entry.user else ""))
-    shown = lines if args.all else unexplained(lines)
-    for line in shown:
+    shown: list[AuditLine] = []
+    async with open_cells(LogSource.of(args), name="audit", role="viewer", streams=("AUDIT",), files=True) as logs:
+        for opened in logs:
+            cell = opened.cell if len(logs) > 1 else None
+            lines = [line async for line in _lines(opened.reader, since_ns, users, cell)]
+            shown += lines if args.all else unexplained(lines)
+    for line in sorted(shown, key=lambda line: line.at_ns):
         if args.user and args.user not in (line.user, role_of(line.user), line.entry.key):
             continue
         if args.json:
             console.file.write(msgspec.json.encode(_fields(line)).decode() + "\n")
         else:
             _print(line, console)
+
+
+async def _lines(
+    reader: Readable, since_ns: int, users: Mapping[str, str], cell: int | None
+) -> AsyncGenerator[AuditLine, None]:
+    stream, subject = reader.subjects.stream("AUDIT"), reader.subjects.all("audit")
+    async for each in read(reader, stream, subject, since_ns=since_ns):
+        try:
+            entry = decode(each.data)
+        except msgspec.MsgspecError as error:
+            log.warning("audit_entry_unreadable", seq=each.seq, error=str(error))
+            continue
+        writer = each.subject.rpartition(".")[2]
+        user = entry.user or writer
+        yield AuditLine(each.time_ns, users.get(user, user), entry, writer if entry.user else "", cell)
 
 
 def unexplained(lines: Sequence[AuditLine]) -> list[AuditLine]:
@@ -116,7 +128,8 @@ def _explains(noted: AuditLine, seen: AuditLine) -> bool:
 
 
 def _fields(line: AuditLine) -> dict[str, object]:
-    return {"at_ns": line.at_ns, "user": line.user, "seen_by": line.seen_by} | {
+    cell = {} if line.cell is None else {"cell": line.cell}
+    return {"at_ns": line.at_ns, "user": line.user, "seen_by": line.seen_by, **cell} | {
         name: value for name, value in msgspec.structs.asdict(line.entry).items() if name != "user"
     }
 
@@ -130,6 +143,7 @@ def _print(line: AuditLine, console: Console) -> None:
         detail,
         f"{entry.count} times" if entry.count > 1 else "",
         f"by {entry.by}" if entry.by else "",
+        "" if line.cell is None else f"in cell {line.cell}",
         f"({entry.connection})" if entry.connection else "",
         f"failed: {entry.error}" if entry.error else "",
     )

@@ -19,7 +19,15 @@ from penstock.infra.bus.direct_get import get_last
 from penstock.log_tools.replay import replay
 from penstock.log_tools.requests import inspect
 from penstock.log_tools.requests.find_requests import ended, of_entry
-from penstock.log_tools.sources.open_log import REQUEST_STREAMS, Log, LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import (
+    REQUEST_STREAMS,
+    Log,
+    LogSource,
+    add_flags,
+    in_order,
+    open_cells,
+    run_command,
+)
 from penstock.log_tools.timeline.read import read_timeline
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas.errors import Code
@@ -83,8 +91,7 @@ def _selection(parser: argparse.ArgumentParser) -> None:
 
 
 async def _print_list(args: argparse.Namespace, console: Console) -> None:
-    async with open_log(LogSource.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as log:
-        requests = await dead_requests(log, args.since, args.model, args.limit)
+    requests = await _of_all_cells(args, args.limit)
     if args.json:
         for each in requests:
             console.file.write(msgspec.json.encode(each).decode() + "\n")
@@ -105,8 +112,15 @@ async def _print_list(args: argparse.Namespace, console: Console) -> None:
             print_hanging(console, "    ", f"{lost}; the log no longer has the jobs, which it keeps for a day")
 
 
+async def _of_all_cells(args: argparse.Namespace, limit: int) -> list[DeadRequest]:
+    async with open_cells(LogSource.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as logs:
+        found = [each for log in logs for each in await dead_requests(log, args.since, args.model, limit)]
+    found.sort(key=lambda each: each.summary.ended_ns, reverse=True)
+    return found[: limit or None]
+
+
 async def dead_requests(log: Log, since: str, model: str, limit: int) -> list[DeadRequest]:
-    """The requests, the last to end first.
+    """The requests of a cell, the last to end first.
 
     Raises:
         ServingError: the log cannot be read.
@@ -156,8 +170,7 @@ def _retry(argv: Sequence[str]) -> int:
     ids: list[str] = [request_of_answer(each) for each in args.ids]
 
     async def find() -> None:
-        async with open_log(LogSource.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as log:
-            ids.extend(each.summary.id for each in await dead_requests(log, args.since, args.model, 0))
+        ids.extend(each.summary.id for each in await _of_all_cells(args, 0))
 
     if args.all and (status := run_command("dead retry", find)):
         return status
@@ -171,21 +184,22 @@ def _retry(argv: Sequence[str]) -> int:
         print("penstock dead retry: nothing was run; --yes runs them without asking", file=sys.stderr)
         return 1
     flags = ["--speed", "max", "--concurrency", "1", "--fail-on", "errors", "--data-dir", args.data_dir]
-    for name in ("nats_url", "namespace"):
+    for name in ("nats_url", "namespace", "cells", "cell_nats_urls"):
         if value := getattr(args, name):
-            flags += [f"--{name.replace('_', '-')}", value]
+            flags += [f"--{name.replace('_', '-')}", str(value)]
     if args.worker:
         flags += ["--set", f"worker={args.worker}"]
     return replay.run([*ids, *flags])
 
 
 async def _check(args: argparse.Namespace, ids: Sequence[str]) -> None:
-    async with open_log(LogSource.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as log:
+    async with open_cells(LogSource.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as logs:
         for request_id in ids:
             time_of(request_id)
-            subjects = log.reader.subjects
-            entry = await get_last(log.reader, subjects.stream("DONE"), subjects.done_of(request_id))
-            summary = of_entry(entry) if entry is not None else None
+            summary = None
+            for bus in (log.reader for log in in_order(logs, request_id)):
+                entry = await get_last(bus, bus.subjects.stream("DONE"), bus.subjects.done_of(request_id))
+                summary = summary or (of_entry(entry) if entry is not None else None)
             if summary is None:
                 raise ValueError(
                     f"the log has no record of request {request_id}: it has not ended, was forgotten, or is older than "

@@ -6,7 +6,7 @@ end, which it would place again. The broker overwrites a deleted message's bytes
 
 import argparse
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.console import Console
@@ -19,7 +19,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.forget import Ended, Eraser, check_stores, find_ended, forget_messages
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, request
-from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, in_order, open_cells, run_command
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import request_of_answer, time_of
 from penstock.schemas.subjects import HEADER_NO_STORE
@@ -55,45 +55,55 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _run(args: argparse.Namespace, console: Console) -> None:
-    async with open_log(LogSource.of(args), name="forget", role="operator", streams=()) as log:
-        if log.stopped:
+    # A tenant's requests may be in any cell: none is left out.
+    async with open_cells(LogSource.of(args), name="forget", role="operator", streams=(), whole=True) as logs:
+        if any(log.stopped for log in logs):
             raise ValueError("the deployment is stopped: start it, then forget its requests")
-        ended = await _of_tenant(log.bus, args.tenant) if args.tenant else await _named(log.bus, args.ids)
-        if not ended:
+        ended: dict[int, list[Ended]] = {log.cell: [] for log in logs}
+        if args.tenant:
+            ended = {log.cell: await _of_tenant(log.bus, args.tenant) for log in logs}
+        for request_id in dict.fromkeys(map(request_of_answer, args.ids)):
+            cell, found = await _named(logs, request_id)
+            ended[cell].append(found)
+        count = sum(map(len, ended.values()))
+        if not count:
             raise ValueError(f"no request of tenant {args.tenant!r} has ended")
         whose = f" of tenant {args.tenant!r}" if args.tenant else ""
-        question = f"Delete everything that is stored of {counted(len(ended), 'request')}{whose}?"
+        question = f"Delete everything that is stored of {counted(count, 'request')}{whose}?"
         if not args.yes and not confirmed(question):
             raise ValueError("nothing was deleted; --yes deletes without asking")
-        what = f"tenant {args.tenant}" if args.tenant else " ".join(args.ids)[:WHAT]
-        try:
-            async with recorded(log.bus.nc, log.bus.subjects, "forget", what, counted(len(ended), "request")):
-                forgotten = await forget(log.bus, ended)
-        except (BrokerProblem, ServingError) as error:
-            raise ValueError(f"{error}; repeat the command to delete the rest") from error
+        forgotten = []
+        for log in logs:
+            if not (own := ended[log.cell]):
+                continue
+            what = f"tenant {args.tenant}" if args.tenant else " ".join(each.id for each in own)[:WHAT]
+            try:
+                async with recorded(log.bus.nc, log.bus.subjects, "forget", what, counted(len(own), "request")):
+                    forgotten.append(await forget(log.bus, own))
+            except (BrokerProblem, ServingError) as error:
+                raise ValueError(f"{error}; repeat the command to delete the rest") from error
     tokens = "their tokens, too"
-    if forgotten.tokens_gone_ns:
-        gone = datetime.datetime.fromtimestamp(forgotten.tokens_gone_ns / 1e9)
+    if tokens_gone_ns := max(each.tokens_gone_ns for each in forgotten):
+        gone = datetime.datetime.fromtimestamp(tokens_gone_ns / 1e9)
         tokens = f"the last of their tokens leave the log by {gone:%Y-%m-%d %H:%M:%S}"
     console.print(
-        f"deleted {counted(forgotten.messages, 'message')} of {counted(forgotten.requests, 'request')}; {tokens}",
+        f"deleted {counted(sum(each.messages for each in forgotten), 'message')} of {counted(count, 'request')}; "
+        f"{tokens}",
         highlight=False,
         soft_wrap=True,
     )
 
 
-async def _named(bus: Bus, ids: Iterable[str]) -> list[Ended]:
-    ended = []
-    for request_id in dict.fromkeys(map(request_of_answer, ids)):
-        time_of(request_id)
-        found = await find_ended(bus, request_id)
-        if found is None:
-            raise ValueError(
-                f"request {request_id} has not ended, or the log no longer has it; `penstock requests` lists those "
-                f"that run, and DELETE /v1/requests/{request_id} cancels one"
-            )
-        ended.append(found)
-    return ended
+async def _named(logs: Sequence[Log], request_id: str) -> tuple[int, Ended]:
+    """A request that has ended, and its cell."""
+    time_of(request_id)
+    for log in in_order(logs, request_id):
+        if (found := await find_ended(log.bus, request_id)) is not None:
+            return log.cell, found
+    raise ValueError(
+        f"request {request_id} has not ended, or the log no longer has it; `penstock requests` lists those "
+        f"that run, and DELETE /v1/requests/{request_id} cancels one"
+    )
 
 
 async def _of_tenant(bus: Bus, tenant: str) -> list[Ended]:

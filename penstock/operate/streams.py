@@ -19,7 +19,7 @@ from penstock.infra.bus.audit import recorded
 from penstock.infra.nats_server import retention
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.retention import Loss, StreamUse
-from penstock.launch.nats import CLIENTS_PORT, apply_at
+from penstock.launch.nats import CLIENTS_PORT, apply_at, copy_tenants
 from penstock.log_tools.sources.log_copy import recorded_max_age_s
 from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, cells_of, open_cells, run_command, running
 from penstock.schemas.streams import topology
@@ -31,6 +31,7 @@ FULL = 0.8  # shown in yellow from here on
 
 def run_apply(settings: StreamsSettings) -> int:
     """Create the streams of each cell on its broker and print the changes."""
+    home: tuple[str, Subjects] | None = None
     try:
         for url, subjects, cells in _applied_at(settings):
             work = apply_at(
@@ -45,6 +46,10 @@ def run_apply(settings: StreamsSettings) -> int:
                 f"nothing to do: all streams of namespace {subjects.namespace!r} are there"
             ]:
                 print(line)
+            if home is None:
+                home = url, subjects
+            elif copied := asyncio.run(copy_tenants(*home, url, subjects)):
+                print(f"limits of tenants for {subjects.namespace}: {', '.join(copied)}")
     except (BrokerProblem, ValueError) as error:
         print(f"penstock streams apply: {error}", file=sys.stderr)
         return 1

@@ -34,8 +34,9 @@ from penstock.infra.nats_server.config import USERS, second_tenant_user, tenant_
 from penstock.infra.nats_server.datadir import load_secrets
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_config, reload, running_pid
 from penstock.infra.nats_server.tenants import Accounts, Copies, Tenant, Tenants, client_passwords, user_in_use
-from penstock.launch.nats import as_operator
+from penstock.launch.nats import as_operator, copy_tenants
 from penstock.launch.state import read_state
+from penstock.log_tools.sources.open_log import LogSource, cells_of, running
 from penstock.schemas import wire
 from penstock.schemas.audit import KEYS_LOST, decode
 from penstock.schemas.streams import submissions
@@ -51,12 +52,13 @@ _JWTS = (
 
 @dataclass(frozen=True, slots=True)
 class TenantsPlace:
-    """Which deployment. ``own``: the broker is not that of the data folder."""
+    """Which deployment. ``own``: the broker is not that of the data folder; ``source``: names its cells."""
 
     data_dir: Path
     operator_url: str
     subjects: Subjects
     own: bool
+    source: LogSource
 
     @property
     def with_jwts(self) -> bool:
@@ -134,6 +136,7 @@ def _parser() -> Parser:
             one,
             folder="data folder of `penstock up` or `penstock nats`, or where credentials go",
             broker="your own broker, with operator's credentials",
+            cells=True,
         )
     return parser
 
@@ -159,20 +162,23 @@ def _place(args: argparse.Namespace) -> TenantsPlace:
     with contextlib.suppress(OSError, msgspec.DecodeError):
         namespace = namespace or read_state(data_dir / "state.json").namespace
     subjects = Subjects(namespace or "ps")
+    source = LogSource.of(argparse.Namespace(**vars(args), file="", skip_bad=False))
+    source = source._replace(namespace=subjects.namespace)
     if args.nats_url:
-        return TenantsPlace(data_dir, args.nats_url, subjects, own=True)
+        return TenantsPlace(data_dir, args.nats_url, subjects, own=True, source=source)
     try:
         running_pid(data_dir)
     except BrokerProblem:
         if url := os.environ.get(f"{PREFIX}NATS_URL"):  # the folder is the operator's, for credentials
-            return TenantsPlace(
-                data_dir, url, Subjects(namespace or os.environ.get(f"{PREFIX}NAMESPACE") or "ps"), own=True
-            )
+            subjects = Subjects(namespace or os.environ.get(f"{PREFIX}NAMESPACE") or "ps")
+            source = source._replace(nats_url=url, namespace=subjects.namespace)
+            return TenantsPlace(data_dir, url, subjects, own=True, source=source)
         raise
     secrets = load_secrets(data_dir / "secrets.json", USERS)
     user = user_in_use(secrets, "operator")
     port = int((data_dir / "nats.port").read_text())
-    return TenantsPlace(data_dir, f"nats://{user}:{secrets[user]}@127.0.0.1:{port}", subjects, own=False)
+    url = f"nats://{user}:{secrets[user]}@127.0.0.1:{port}"
+    return TenantsPlace(data_dir, url, subjects, own=False, source=source)
 
 
 async def _do(place: TenantsPlace, name: str, args: argparse.Namespace) -> None:
@@ -186,6 +192,25 @@ async def _do(place: TenantsPlace, name: str, args: argparse.Namespace) -> None:
             await _asked(nc, place, name, args)
         except (NatsError, TimeoutError) as error:
             raise BrokerProblem(f"the broker does not take it: {error}") from error
+        if args.verb in ("add", "remove", "restore"):
+            await _tell_cells(place)
+
+
+async def _tell_cells(place: TenantsPlace) -> None:
+    """Accounts and submissions are at home; the routers of every cell need the tenants' weights.
+
+    Raises:
+        BrokerProblem: a cell's broker does not take them.
+    """
+    for cell in cells_of(place.source)[1:]:
+        url, namespace = running(cell.source, cell.source.data_dir.resolve())
+        try:
+            await copy_tenants(place.operator_url, place.subjects, url, Subjects(namespace))
+        except BrokerProblem as error:
+            raise BrokerProblem(
+                f"done, but the routers of cell {cell.number} do not know the tenants' weights ({error}): repeat it "
+                "when its broker answers"
+            ) from error
 
 
 async def _asked(nc: Client, place: TenantsPlace, name: str, args: argparse.Namespace) -> None:

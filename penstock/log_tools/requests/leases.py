@@ -9,7 +9,7 @@ from penstock.cli.figures import counted
 from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import Readable, format_time, get_last, read
-from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import LogSource, add_flags, open_cells, run_command
 from penstock.log_tools.timeline.request_timeline import RequestTimeline, TicketLease
 from penstock.schemas import transfer
 
@@ -69,11 +69,15 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _run(source: LogSource, console: Console, everything: bool) -> None:
-    async with open_log(source, name="leases", streams=["HANDOFF"], files=True) as log:
-        now_ns = await stopped_ns(log.reader) if log.stopped else time.time_ns()
-        if log.stopped:
+    async with open_cells(source, name="leases", streams=["HANDOFF"], files=True) as logs:
+        stopped = all(log.stopped for log in logs)
+        now_ns = max([await stopped_ns(log.reader) for log in logs]) if stopped else time.time_ns()
+        if stopped:
             console.print(f"the deployment is stopped; leases as of {format_time(now_ns)}")
-        show(await leases(log.reader, now_ns), now_ns, console, everything=everything)
+        by_ticket: dict[str, TicketLease] = {}
+        for log in logs:
+            by_ticket |= await leases(log.reader, now_ns)
+        show(by_ticket, now_ns, console, everything=everything)
 
 
 async def stopped_ns(bus: Readable) -> int:

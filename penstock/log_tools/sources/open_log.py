@@ -243,10 +243,15 @@ def _cells_of_folder(source: LogSource) -> list[CellSource]:
 
 
 def cells_for(source: LogSource, request_id: str) -> list[CellSource]:
-    """All cells, those first that a request is looked for in first: the one in its id, then home, for older ids."""
+    """All cells, in the order in which a request is looked for: the one in its id, then home, for older ids."""
     number = cell_in(request_id)
-    cells = cells_of(source)
-    return sorted(cells, key=lambda each: each.number != number)
+    return sorted(cells_of(source), key=lambda cell: cell.number != number)
+
+
+def in_order(logs: Sequence[Log], request_id: str) -> list[Log]:
+    """The same of open logs."""
+    number = cell_in(request_id)
+    return sorted(logs, key=lambda log: log.cell != number)
 
 
 @contextlib.asynccontextmanager

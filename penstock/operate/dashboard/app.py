@@ -20,13 +20,12 @@ from penstock.log_tools.requests import inspection_page
 from penstock.log_tools.requests.find_requests import LoggedRequest, ended, merged, unfinished
 from penstock.log_tools.requests.inspection import inspect
 from penstock.log_tools.requests.leases import leases, stopped_ns
-from penstock.log_tools.sources.open_log import Log
+from penstock.log_tools.sources.open_log import Log, in_order
 from penstock.log_tools.timeline.read import read_timeline
 from penstock.operate.dashboard import pages
 from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.live import Live, Moment
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.requests import cell_in
 from penstock.schemas.summary import Criteria
 
 MAX_WATCHERS = 64
@@ -125,9 +124,8 @@ class Dashboard:
 
     async def _request(self, request: Request) -> Response:
         request_id = request.path_params["id"]
-        number = cell_in(request_id)
         problem: ValueError | None = None
-        for log in sorted(self._logs, key=lambda log: log.cell != number):
+        for log in in_order(self._logs, request_id):
             try:
                 timeline = await read_timeline(log.bus, request_id, with_tokens=True)
                 break
