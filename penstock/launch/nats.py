@@ -212,7 +212,11 @@ async def copy_tenants(home_url: str, home: Subjects, url: str, subjects: Subjec
     """
     async with as_operator(home_url, "tenants") as nc, as_operator(url, "tenants") as cell:
         try:
-            return await copy_limits(nc, home, cell, subjects)
+            copied = await copy_limits(nc, home, cell, subjects)
+            for name in copied:
+                async with recorded(cell, subjects, "tenants copy", name, f"from namespace {home.namespace}"):
+                    pass
+            return copied
         except (NatsError, TimeoutError) as error:
             raise BrokerProblem(f"the broker does not take the limits of tenants: {error}") from error
 

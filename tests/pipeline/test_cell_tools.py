@@ -1,0 +1,207 @@
+"""The operator's commands on a deployment in two cells: none of them needs to know about namespaces."""
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from penstock.infra.bus.connection import connect
+from penstock.infra.bus.direct_get import get_last
+from penstock.schemas.requests import cell_in
+from penstock.schemas.tenants import decode as decode_limits
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import ROOT, Deployment, until, words
+
+COUNT = 4  # requests, every other one in each cell
+
+
+class Site(NamedTuple):
+    """``ids``: of requests that have ended, the newest first."""
+
+    deployment: Deployment
+    ids: list[str]
+
+    def of_cell(self, cell: int) -> list[str]:
+        return [each for each in self.ids if cell_in(each) == cell]
+
+
+async def command(deployment: Deployment, *words: str, status: int = 0) -> str:
+    """What a command printed on standard output."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "penstock", *words, "--data-dir", str(deployment.data_dir)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "220", "NO_COLOR": "1"},
+    )
+    async with asyncio.timeout(60):
+        said, problems = await process.communicate()
+    assert process.returncode == status, (said + problems).decode()
+    return said.decode() if not status else problems.decode()
+
+
+async def listed(deployment: Deployment, *words: str) -> list[Any]:
+    return [json.loads(line) for line in (await command(deployment, *words, "--json")).splitlines()]
+
+
+@pytest.fixture(scope="module")
+def deployment(new_deployment: NewDeployment) -> Deployment:
+    return new_deployment("--cells", "2", "--gateways", "2", "--workers", "4", "--mock-speedup", "0")
+
+
+@pytest.fixture(scope="module")
+def site(deployment: Deployment) -> Site:
+    ids = []
+    with httpx.Client(trust_env=False, timeout=30) as http:
+        for number in range(COUNT):
+            url = deployment.urls[number % 2]  # each gateway is nearest to a cell
+            body = {"model": "tiny", "prompt": words(40, 900 + number), "max_tokens": 4, "temperature": 0}
+            answer = http.post(f"{url}/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            ids.append(answer.headers["x-request-id"])
+    return Site(deployment, ids[::-1])
+
+
+def test_the_state_lists_the_cells_and_whose_each_process_is(site: Site) -> None:
+    state = site.deployment.state
+    assert [(each.number, each.namespace) for each in state.cells] == [(0, "ps"), (1, "ps-1")]
+    assert state.cells[0].nats_url == state.nats_url != state.cells[1].nats_url
+    folders = [site.deployment.data_dir, site.deployment.data_dir / "cells" / "1"]
+    assert [each.data_dir for each in state.cells] == list(map(str, folders))
+    cells = {each.name: each.cell for each in state.processes}
+    assert [cells[name] for name in ("nats", "nats-1", "router-0", "router-1")] == [0, 1, 0, 1]
+    assert [cells[f"worker-{index}"] for index in range(4)] == [0, 1, 0, 1]
+
+
+async def test_requests_of_both_cells_are_listed_the_newest_first(site: Site) -> None:
+    assert [cell_in(each) for each in site.ids] == [1, 0, 1, 0]
+    found = await listed(site.deployment, "requests")
+    assert [each["id"] for each in found] == site.ids
+    assert [each["cell"] for each in found] == [1, 0, 1, 0]
+    assert [each["id"] for each in await listed(site.deployment, "requests", "-n", "3")] == site.ids[:3]
+    one = await listed(site.deployment, "requests", "--namespace", "ps-1")
+    assert [each["id"] for each in one] == site.of_cell(1)
+
+
+@pytest.mark.parametrize("cell", [0, 1])
+async def test_a_request_is_inspected_in_its_cell(site: Site, cell: int) -> None:
+    [seen] = await listed(site.deployment, "inspect", site.of_cell(cell)[0])
+    assert seen["request"]["id"] == site.of_cell(cell)[0]
+    assert seen["request"]["state"] == "done"
+
+
+async def test_messages_of_both_cells_are_printed_in_their_order(site: Site) -> None:
+    found = await listed(site.deployment, "tail", "done")
+    assert [each["subject"].rpartition(".")[2] for each in found] == site.ids[::-1]
+    assert [each["cell"] for each in found] == [0, 1, 0, 1]
+
+
+async def test_top_shows_all_cells(site: Site) -> None:
+    [seen] = await listed(site.deployment, "top", "--once", "--interval", "200ms")
+    assert {each["name"]: each["cell"] for each in seen["workers"]} == {f"worker-{at}": at % 2 for at in range(4)}
+    assert [(each["workers"], each["routers"]) for each in seen["cells"]] == [(2, 1), (2, 1)]
+    uses = {each["name"]: each["messages"] for each in seen["streams"]}
+    assert uses["ps_DONE"] == COUNT
+    assert "cell" in await command(site.deployment, "top", "--once", "--interval", "200ms")
+
+
+async def test_doctor_finds_nothing_wrong_with_any_cell(site: Site) -> None:
+    findings = await listed(site.deployment, "doctor", "--all")
+    assert {each["status"] for each in findings if "cell" in each["what"]} == {"ok"}
+    for cell in (0, 1):
+        found = {each["check"] for each in findings if each["what"].startswith(f"cell {cell}: ")}
+        assert found >= {"broker", "streams", "router", "workers", "KV events"}
+
+
+async def test_a_worker_of_any_cell_is_drained_and_restarted(site: Site) -> None:
+    assert "worker-1: drained" in await command(site.deployment, "drain", "worker-1")
+    refused = await command(site.deployment, "drain", "worker-3", status=1)
+    assert "the last ready aggregated worker of model 'tiny' in cell 1" in refused
+    said = await command(site.deployment, "restart", "worker-1", "worker-2", "router-1")
+    assert [line.partition(":")[0] for line in said.splitlines()] == ["worker-1", "worker-2", "router-1"]
+
+
+async def test_streams_of_all_cells_are_shown_and_set(site: Site) -> None:
+    uses = {each["name"]: each for each in await listed(site.deployment, "streams", "list")}
+    assert uses["ps_DONE"]["messages"] + uses["ps-1_DONE"]["messages"] == COUNT
+    assert uses["ps_DONE"]["max_bytes"] == uses["ps-1_DONE"]["max_bytes"] <= 2 << 30
+    await command(site.deployment, "streams", "set", "HANDOFF", "--max-age", "2h", "--max-bytes", "512MiB", "--yes")
+    uses = {each["name"]: each for each in await listed(site.deployment, "streams", "list")}
+    for name in ("ps_HANDOFF", "ps-1_HANDOFF"):
+        assert (uses[name]["max_age_s"], uses[name]["max_bytes"]) == (7200, 256 << 20)
+    said = await command(site.deployment, "streams", "apply")
+    assert said.splitlines() == [
+        f"nothing to do: all streams of namespace '{namespace}' are there" for namespace in ("ps", "ps-1")
+    ]
+
+
+async def test_routers_of_every_cell_know_a_tenants_weight(site: Site) -> None:
+    async def weight(cell: int) -> float | None:
+        place = site.deployment.state.cells[cell]
+        async with await connect(place.nats_url, role="operator", name="test", namespace=place.namespace) as bus:
+            bucket = bus.subjects.bucket("tenants")
+            entry = await get_last(bus, f"KV_{bucket}", f"$KV.{bucket}.acme")
+            return decode_limits(entry.data).weight if entry is not None and entry.data else None
+
+    await command(site.deployment, "tenants", "add", "acme", "--weight", "3")
+    assert [await weight(cell) for cell in (0, 1)] == [3, 3]
+    await command(site.deployment, "tenants", "add", "acme", "--weight", "2")
+    assert [await weight(cell) for cell in (0, 1)] == [2, 2]
+    await command(site.deployment, "tenants", "remove", "acme")
+    assert [await weight(cell) for cell in (0, 1)] == [None, None]
+
+
+async def test_audit_has_what_was_done_in_every_cell(site: Site) -> None:
+    found = await listed(site.deployment, "audit")
+    applied = [each["cell"] for each in found if each["action"] == "streams apply"]
+    assert applied == [0, 1]
+    assert [each["at_ns"] for each in found] == sorted(each["at_ns"] for each in found)
+
+
+async def test_leases_and_dead_requests_of_all_cells_are_listed(site: Site) -> None:
+    assert "0 open leases" in await command(site.deployment, "leases")
+    assert await listed(site.deployment, "dead", "list") == []
+
+
+async def test_the_dashboard_has_the_requests_of_both_cells(site: Site) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "penstock", "dashboard", "--port", "0", "--data-dir", str(site.deployment.data_dir)),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(30):
+            url = httpx.URL((await process.stdout.readline()).decode().split()[1])
+        async with httpx.AsyncClient(base_url=url.copy_with(query=None), trust_env=False, timeout=30) as http:
+            http.headers["Authorization"] = f"Bearer {url.params['token']}"
+            page = (await http.get("/requests")).text
+            places = [page.index(each) for each in site.ids]
+            assert places == sorted(places)
+            for cell in (0, 1):
+                assert (await http.get(f"/requests/{site.of_cell(cell)[0]}")).status_code == 200
+            assert (await http.get("/leases")).status_code == 200
+
+            async with http.stream("GET", "/live") as live:
+                lines = live.aiter_lines()
+
+                async def has_workers() -> bool:
+                    return "worker-3" in await anext(lines)
+
+                await until(has_workers, "the workers of both cells are shown")
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def test_requests_of_both_cells_are_forgotten(site: Site) -> None:
+    ids = [site.of_cell(cell)[-1] for cell in (0, 1)]
+    said = await command(site.deployment, "forget", "--yes", *ids)
+    assert "of 2 requests" in said
+    left = [each["id"] for each in await listed(site.deployment, "requests")]
+    assert set(left).isdisjoint(ids)
+    assert len(left) == COUNT - 2
