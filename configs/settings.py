@@ -579,6 +579,11 @@ class TraceSettings(Common, frozen=True, kw_only=True):
         ""
     )
     data_dir: Annotated[str, about("data folder of the deployment, running or stopped")] = ".penstock"
+    cells: Annotated[int, Meta(ge=0, description="cells of the deployment; 0: as the data folder says, else 1")] = 0
+    cell_nats_urls: Annotated[
+        tuple[str, ...],
+        about("brokers of the cells behind the first, as a gateway's flag; default: that of the first"),
+    ] = ()
     file: Annotated[str, about("an export (`penstock export`) instead of them")] = ""
     skip_bad: Annotated[bool, about("of --file: leave damaged lines out")] = False
     otlp_endpoint: Annotated[str, about("OTLP URL to send traces to, such as http://127.0.0.1:4318/v1/traces")] = ""

@@ -149,7 +149,7 @@ def plan(
         add("gateway", f"gateway-{index}", GatewaySettings, 0, **gateway, nearest_cell=nearest, http_port=port)
     if up.otlp_endpoint:
         for cell in range(up.cells):
-            add("trace", f"trace-{cell}", TraceSettings, cell)
+            add("trace", f"trace-{cell}", TraceSettings, cell, cells=1, cell_nats_urls=())
     return children
 
 

@@ -17,7 +17,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Readable, read
 from penstock.launch.readiness import metrics
 from penstock.launch.state import read_state
-from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import CellSource, LogSource, add_flags, cells_of, open_log, run_command
 from penstock.operate.workers import registrations
 from penstock.router.state.prefix_index import PrefixIndex
 from penstock.schemas import kv
@@ -75,24 +75,50 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> None:
-    async with open_log(LogSource.of(args), name="index", role="reader", streams=("KV",), files=True) as log:
+    """One cell after the other: each has an index of its own."""
+    cells = cells_of(LogSource.of(args))
+    if len(cells) > 1 and args.at.isdecimal():
+        raise ValueError(f"--at {args.at}: each cell counts the messages of its own KV stream: choose one, --namespace")
+    wrong, empty = [], list[EmptyStream]()
+    for cell in cells:
+        try:
+            result = await _index(args, cell, data_dir)
+        except EmptyStream as error:
+            empty.append(error)
+            if len(cells) > 1:
+                console.print(f"cell {cell.number}: {error}", highlight=False)
+            continue
+        if args.json:
+            told = msgspec.to_builtins(result) | ({"cell": cell.number} if cell.cells > 1 else {})
+            console.file.write(msgspec.json.encode(told).decode() + "\n")
+        else:
+            if len(cells) > 1:
+                console.print(f"[bold]cell {cell.number}[/]", highlight=False)
+            _print(result, console)
+        wrong += [check.router for check in result.routers if check.checksum != check.expected]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} has another index than the KV stream leads to")
+    if len(empty) == len(cells):
+        raise empty[0]
+
+
+class EmptyStream(ValueError):
+    """There is nothing to make an index of."""
+
+
+async def _index(args: argparse.Namespace, cell: CellSource, data_dir: Path) -> IndexReport:
+    async with open_log(cell.source, name="index", role="reader", streams=("KV",), files=True) as log:
         if args.check and log.stopped:
             raise ValueError("the deployment is stopped: there is no router to compare with")
         entries = [each async for each in _entries(log.reader)]
         if not entries:
-            raise ValueError("the KV stream is empty: it keeps an hour, or 7 days with --record")
+            raise EmptyStream("the KV stream is empty: it keeps an hour, or 7 days with --record")
         seq = _sequence(args.at, entries)
         result = report(seq, entries, args.max_blocks)
         if args.check:
-            checks = [check async for check in _checks(log.bus, data_dir, entries, args.max_blocks)]
+            checks = [check async for check in _checks(log.bus, data_dir, cell, entries, args.max_blocks)]
             result = msgspec.structs.replace(result, routers=tuple(checks))
-    if args.json:
-        console.file.write(msgspec.json.encode(result).decode() + "\n")
-    else:
-        _print(result, console)
-    wrong = [check.router for check in result.routers if check.checksum != check.expected]
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)} has another index than the KV stream leads to")
+        return result
 
 
 Entries = Sequence[tuple[int, int, bytes]]  # sequence, Unix time in ns, data
@@ -155,11 +181,13 @@ def report(seq: int, entries: Entries, max_blocks: int) -> IndexReport:
     return IndexReport(seq, at_ns, entries[0][0], index.blocks, index.checksum(), targets)
 
 
-async def _checks(bus: Bus, data_dir: Path, entries: Entries, max_blocks: int) -> AsyncGenerator[RouterCheck, None]:
+async def _checks(
+    bus: Bus, data_dir: Path, cell: CellSource, entries: Entries, max_blocks: int
+) -> AsyncGenerator[RouterCheck, None]:
     """Compare each router's last stored checksum with the stream's, for the workers that are registered now."""
     registered = {each.worker for each in await registrations(bus)}
     for process in read_state(data_dir / "state.json").processes:
-        if process.role != "router":
+        if process.role != "router" or (cell.cells > 1 and process.cell != cell.number):
             continue
         noted = await metrics(process)
         seq, checksum = (int(noted.get(f"penstock_router_index_{name}", 0)) for name in ("sequence", "checksum"))

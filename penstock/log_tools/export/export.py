@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
@@ -34,10 +35,19 @@ from penstock.log_tools.sources.log_line import (
     encode_line,
     header_line,
 )
-from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_log, run_command
+from penstock.log_tools.sources.open_log import (
+    CellSource,
+    Log,
+    LogSource,
+    add_flags,
+    add_verify_flag,
+    cells_of,
+    open_log,
+    run_command,
+)
 from penstock.schemas import fleet
 from penstock.schemas.errors import ServingError
-from penstock.schemas.requests import GenerateRequest, request_of_answer, time_of
+from penstock.schemas.requests import GenerateRequest, cell_in, request_of_answer, time_of
 
 SAMPLED = 200  # records from which the models are known
 
@@ -95,6 +105,33 @@ def add_selection_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from-seq", type=int, default=0, metavar="N", help="from this sequence of REQUESTS on")
 
 
+def parts_of(args: argparse.Namespace, source: LogSource) -> list[tuple[CellSource, argparse.Namespace]]:
+    """The cells of which the flags select requests, each with the flags for it alone: with the ids that are its own.
+
+    Raises:
+        ValueError: --from-seq counts the requests of one cell, and there are several.
+    """
+    cells = cells_of(source)
+    if len(cells) == 1:
+        return [(cells[0], args)]
+    if args.from_seq:
+        raise ValueError("--from-seq counts the requests of one cell: choose it with --namespace")
+    if not args.ids:
+        return [(cell, args) for cell in cells]
+    numbers = {cell.number for cell in cells}
+    parts = []
+    for cell in cells:
+        ids = [
+            each
+            for each in args.ids
+            if (number := cell_in(request_of_answer(each))) == cell.number
+            or (cell is cells[0] and number not in numbers)  # of the time before it had cells
+        ]
+        if ids:
+            parts.append((cell, argparse.Namespace(**{**vars(args), "ids": ids})))
+    return parts
+
+
 async def selection(args: argparse.Namespace, bus: Readable, *, everything: bool) -> Selection:
     """The selection by the flags of ``add_selection_flags``.
 
@@ -122,17 +159,51 @@ async def selection(args: argparse.Namespace, bus: Readable, *, everything: bool
 
 
 async def _run(args: argparse.Namespace) -> None:
+    parts = parts_of(args, LogSource.of(args))
+    if len(parts) > 1 and args.output == STDIO:
+        raise ValueError(
+            f"each of {len(parts)} cells has a log of its own: give --output, and each gets a file, or choose one cell "
+            "with --namespace"
+        )
+    nothing: list[Exception] = []
+    for cell, part in parts:
+        try:
+            if len(parts) == 1:
+                await _export(part, cell.source, args.output)
+            else:
+                print(f"cell {cell.number} → {(output := output_of(args.output, cell.number))}", file=sys.stderr)
+                await _export(part, cell.source, output)
+        except NothingChosen as error:
+            nothing.append(error)
+            if len(parts) > 1:
+                print(f"cell {cell.number}: {error}", file=sys.stderr)
+    if len(nothing) == len(parts):
+        raise nothing[0]
+
+
+def output_of(name: str, cell: int) -> str:
+    """The file of one cell: ``incident.cell-1.jsonl.gz``."""
+    path = Path(name)
+    stem = path.name.removesuffix("".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:]))
+    return str(path.with_name(f"{stem}.cell-{cell}{path.name.removeprefix(stem)}"))
+
+
+class NothingChosen(ValueError):
+    """The log has none of the requests."""
+
+
+async def _export(args: argparse.Namespace, source: LogSource, output: str) -> None:
     media_bytes = parse_size(args.media_bytes) if not args.redact else 0
-    async with open_log(LogSource.of(args), name="export", streams=STREAMS, role="reader", files=True) as log:
+    async with open_log(source, name="export", streams=STREAMS, role="reader", files=True) as log:
         chosen = await selection(args, log.reader, everything=args.all)
         chosen = chosen._replace(kv=not chosen.ids if args.kv is None else args.kv)
         redactor = Redactor(args.vocabulary) if args.redact else None
         header = await _header(log.reader, args, redacted=args.redact)
-        with writing(args.output) as file:
+        with writing(output) as file:
             exported = await _export_messages(log, chosen, header, file, redactor)
-            written = await _with_media(exported, log, LogSource.of(args), file, media_bytes)
+            written = await _with_media(exported, log, source, file, media_bytes)
             if not written.requests and not chosen.everything:  # no file is written
-                raise ValueError(
+                raise NothingChosen(
                     "the log has none of these requests" if chosen.ids else "no request was accepted in this time"
                 )
     if chosen.ids and written.requests < len(chosen.ids):

@@ -22,7 +22,7 @@ from penstock.log_tools.export.recording import RecordedRun, Recording, move_med
 from penstock.log_tools.replay.comparison import Changes, Comparison, NamingInputs, as_new, compare
 from penstock.log_tools.replay.report import Replayed
 from penstock.log_tools.sources.log_line import LogLine, Selection
-from penstock.log_tools.sources.open_log import Log, LogSource, open_log, running
+from penstock.log_tools.sources.open_log import CellSource, Log, LogSource, cells_of, open_log, running
 from penstock.schemas import control, wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.fleet import Registration
@@ -88,9 +88,11 @@ class NatsSender:
     Args:
         concurrency: requests at a time.
         timeout_s: a request without an end so long after it was sent is cancelled.
+        cell: for the ids of the requests; -1: the deployment has only one.
     """
 
-    def __init__(self, bus: Bus, publisher: Publisher, *, concurrency: int, timeout_s: float) -> None:
+    def __init__(self, bus: Bus, publisher: Publisher, *, concurrency: int, timeout_s: float, cell: int = -1) -> None:
+        self._cell = cell
         self._bus = bus
         self._publisher = publisher
         self._timeout_s = timeout_s
@@ -132,7 +134,7 @@ class NatsSender:
 
     async def _publish(self, each: PlannedReplay, ids: dict[str, str], refused: dict[str, str]) -> None:
         now_ns = time.time_ns()
-        request = each.make(new_request_id(now_ns), now_ns)
+        request = each.make(new_request_id(now_ns, cell=self._cell), now_ns)
         subjects = self._bus.subjects
         self._open[request.id] = subjects.done(request.tenant, request.model, request.id), time.monotonic()
         try:
@@ -199,6 +201,7 @@ async def collect(log: Log, chosen: Selection) -> Recording:
 
 async def replay_over_nats(
     args: argparse.Namespace,
+    cell: CellSource,
     log: Log,
     runs: Sequence[RecordedRun],
     skipped: Counter[str],
@@ -208,6 +211,7 @@ async def replay_over_nats(
     """Run recorded requests on the target that the flags name.
 
     Args:
+        cell: of the deployment that recorded them.
         log: where they were recorded.
         skipped: receives the requests whose images no longer exist.
         speed: times the recorded pace; 0: as fast as possible.
@@ -215,14 +219,14 @@ async def replay_over_nats(
         ValueError: there is no target, or it does not serve the model.
         ServingError: its broker does not answer.
     """
-    async with _target(args, log) as there:
+    async with _target(args, cell, log) as (there, number):
         missing = await move_media(log.bus, there.bus, runs, _keep_s(runs, speed, args.timeout_s))
         if missing:
             skipped["with images that are gone: deployments keep them for 2 h, exports for good"] += len(missing)
             runs = [run for run in runs if run.id not in missing]
             if not runs:
                 raise ValueError("no recorded request can run again: the images of all are gone")
-        sent = await _send(there.bus, runs, await workers(there.bus), changes, speed, args)
+        sent = await _send(there.bus, runs, await workers(there.bus), changes, speed, args, number)
         again = await collect(there, Selection(frozenset(sent.ids.values()), kv=False))
         where = f"namespace {there.bus.subjects.namespace}" + (f" of {args.target}" if args.target else "")
     pairs = [_pair(run, sent, again) for run in runs]
@@ -237,13 +241,14 @@ def _keep_s(runs: Sequence[RecordedRun], speed: float, timeout_s: float) -> floa
 
 
 @contextlib.asynccontextmanager
-async def _target(args: argparse.Namespace, log: Log) -> AsyncIterator[Log]:
-    """The deployment that runs the requests."""
-    source = LogSource.of(args)
+async def _target(args: argparse.Namespace, cell: CellSource, log: Log) -> AsyncIterator[tuple[Log, int]]:
+    """The cell that runs the requests, and its number for their ids; -1: its deployment has only one."""
+    source = cell.source
     where, namespace = args.target, args.target_namespace
     if not where and not log.stopped and namespace in ("", log.bus.subjects.namespace):
-        yield log
+        yield log, cell.number if cell.cells > 1 else -1
         return
+    number = -1
     if not where and log.stopped and not source.file:
         raise ValueError("the recorded deployment is stopped: name one that runs with --target")
     if where.startswith(("nats://", "tls://")):
@@ -253,12 +258,15 @@ async def _target(args: argparse.Namespace, log: Log) -> AsyncIterator[Log]:
     else:
         folder = Path(where) if where else source.data_dir
         try:
-            url, options = running(LogSource(folder), folder.resolve())
+            cells = cells_of(LogSource(folder))
+            there_is = next((each for each in cells if each.number == cell.number), cells[0])
+            url, options = running(there_is.source, there_is.source.data_dir.resolve())
+            number = there_is.number if len(cells) > 1 else -1
         except ValueError:
             raise ValueError(f"no deployment runs in {folder}: name one with --target") from None
         namespace = namespace or options
     async with open_log(LogSource(source.data_dir, url, namespace), name="replay", role="operator") as there:
-        yield there
+        yield there, number
 
 
 async def _send(
@@ -268,13 +276,14 @@ async def _send(
     changes: Changes,
     speed: float,
     args: argparse.Namespace,
+    cell: int,
 ) -> SentReplays:
     targets = {name: _model(name, fleet, changes) for name in {run.request.model for run in runs if run.request}}
     gateway = f"replay-{secrets.token_hex(4)}"
     planned = plan_replay(runs, changes, speed, gateway=gateway, inputs_of=lambda request: targets[request.model])
     concurrency = MAX_OPEN if speed else max(1, args.concurrency)
     async with Publisher(bus) as publisher:
-        sender = NatsSender(bus, publisher, concurrency=concurrency, timeout_s=args.timeout_s)
+        sender = NatsSender(bus, publisher, concurrency=concurrency, timeout_s=args.timeout_s, cell=cell)
         return await sender.send(planned)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from penstock.cli.figures import counted, show_duration
 from penstock.cli.terminal import fail, stdout
 from penstock.configs.flags import Parser
-from penstock.log_tools.export.export import add_selection_flags, selection
+from penstock.log_tools.export.export import add_selection_flags, parts_of, selection
 from penstock.log_tools.export.recording import RecordedRun, Recording
 from penstock.log_tools.replay.comparison import parse_changes
 from penstock.log_tools.replay.http import replay_over_http, unsupported
@@ -20,7 +20,7 @@ from penstock.log_tools.replay.report import ReplayReport, make_report, show, wi
 from penstock.log_tools.sources.export_file import write_json
 from penstock.log_tools.sources.log_copy import MEDIA
 from penstock.log_tools.sources.log_line import STREAMS
-from penstock.log_tools.sources.open_log import LogSource, add_flags, open_log, run_command
+from penstock.log_tools.sources.open_log import CellSource, LogSource, add_flags, open_log, run_command
 
 FAIL_ON = ("tokens", "errors", "never")
 MAX_SPEED = "max"
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     reports: list[ReplayReport] = []
 
     async def work() -> None:
-        reports.append(await _replay(args))
+        reports.extend(await _replay_cells(args))
 
     status = run_command("replay", work)
     if status:
@@ -48,16 +48,17 @@ def run(argv: Sequence[str]) -> int:
     if not reports:
         print("penstock replay: interrupted; requests that were sent still run", file=sys.stderr)
         return INTERRUPTED
-    report = reports[0]
-    if args.json != "-":
+    for report in reports if args.json != "-" else ():
+        if len(reports) > 1:
+            console.rule(f"cell {report.settings['cell']}")
         show(report, console)
     try:
         if args.json:
-            write_json(args.json, report)
+            write_json(args.json, reports[0] if len(reports) == 1 else reports)
     except ValueError as error:
         return fail("replay", error)
-    wrong = {"tokens": report.differences, "errors": report.errors, "never": 0}[args.fail_on]
-    return 1 if wrong else 0
+    wrong = {"tokens": "differences", "errors": "errors", "never": ""}[args.fail_on]
+    return int(bool(wrong) and any(getattr(report, wrong) for report in reports))
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +91,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout-s", type=float, default=300.0, metavar="SECONDS", help="a request without an end has failed"
     )
-    parser.add_argument("--limit", type=int, default=0, metavar="N", help="the first N requests only; 0: all")
+    parser.add_argument(
+        "--limit", type=int, default=0, metavar="N", help="the first N requests only, of each cell; 0: all"
+    )
     parser.add_argument(
         "--model-path", default="", metavar="FOLDER", help="tokenizer of the texts in the report; default: by name"
     )
@@ -106,10 +109,37 @@ class _Plan(NamedTuple):
     skipped: Counter[str]
 
 
-async def _replay(args: argparse.Namespace) -> ReplayReport:
+async def _replay_cells(args: argparse.Namespace) -> list[ReplayReport]:
+    """One cell after the other: a request runs again where it ran.
+
+    Raises:
+        NothingToReplay: of all cells.
+    """
+    parts = parts_of(args, LogSource.of(args))
+    reports: list[ReplayReport] = []
+    nothing: list[NothingToReplay] = []
+    for cell, part in parts:
+        if len(parts) > 1:
+            print(f"cell {cell.number}:", file=sys.stderr)
+        try:
+            reports.append(await _replay(part, cell))
+        except NothingToReplay as error:
+            nothing.append(error)
+            if len(parts) > 1:
+                print(f"cell {cell.number}: {error}", file=sys.stderr)
+    if not reports:
+        raise nothing[0]
+    return reports
+
+
+class NothingToReplay(ValueError):
+    """A log has no request that was chosen and can run again."""
+
+
+async def _replay(args: argparse.Namespace, cell: CellSource) -> ReplayReport:
     speed = _speed(args.speed)
     changes = parse_changes(args.set, model=args.model, seed=args.seed, logprobs=args.logprobs)
-    source = LogSource.of(args)
+    source = cell.source
     async with open_log(source, name="replay", streams=(*STREAMS, MEDIA), role="operator") as log:
         anything = args.ids or args.since or args.until or args.from_seq
         chosen = await selection(args, log.bus, everything=args.all or (bool(source.file) and not anything))
@@ -120,11 +150,11 @@ async def _replay(args: argparse.Namespace) -> ReplayReport:
         if args.target.startswith(("http://", "https://")):
             replayed = await replay_over_http(args, plan.runs, changes, speed)
         else:
-            replayed = await replay_over_nats(args, log, plan.runs, plan.skipped, changes, speed)
+            replayed = await replay_over_nats(args, cell, log, plan.runs, plan.skipped, changes, speed)
     report = make_report(
         replayed,
         source=source.file or source.nats_url or str(source.data_dir),
-        settings=_settings(args, began_ns),
+        settings=_settings(args, began_ns) | ({"cell": str(cell.number)} if cell.cells > 1 else {}),
         skipped=plan.skipped,
         tolerance=args.tolerance,
     )
@@ -160,11 +190,11 @@ def _plan(recorded: Recording, limit: int, *, over_http: bool) -> _Plan:
             runs.append(run)
     if not runs:
         if not skipped:
-            raise ValueError(
+            raise NothingToReplay(
                 "the log has none of these requests: it keeps them for a day, and their records for a week"
             )
         why = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
-        raise ValueError(f"no recorded request can run again: {why}")
+        raise NothingToReplay(f"no recorded request can run again: {why}")
     runs.sort(key=lambda run: run.request.created_ns if run.request is not None else 0)
     return _Plan(runs[: limit or None], skipped)
 

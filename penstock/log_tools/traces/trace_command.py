@@ -14,7 +14,7 @@ from penstock.cli.figures import moment_ns
 from penstock.cli.terminal import fail
 from penstock.configs import logs
 from penstock.configs.settings import TraceSettings
-from penstock.log_tools.sources.open_log import FAILURES, Log, LogSource, open_log
+from penstock.log_tools.sources.open_log import FAILURES, Log, LogSource, open_cells
 from penstock.log_tools.traces.export import Exporter, NoExporter, otlp
 from penstock.log_tools.traces.follow import BEFORE_NS, Following, PositionStore, TracePosition, begin
 from penstock.schemas.errors import ServingError
@@ -81,7 +81,15 @@ def since_ns(settings: TraceSettings, now_ns: int) -> int:
 
 
 def _source(settings: TraceSettings) -> LogSource:
-    return LogSource(Path(settings.data_dir), settings.nats_url, settings.namespace, settings.file, settings.skip_bad)
+    return LogSource(
+        Path(settings.data_dir),
+        settings.nats_url,
+        settings.namespace,
+        settings.file,
+        settings.skip_bad,
+        cells=settings.cells,
+        cell_nats_urls=settings.cell_nats_urls,
+    )
 
 
 async def _export(settings: TraceSettings) -> int:
@@ -89,14 +97,25 @@ async def _export(settings: TraceSettings) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     name = f"trace:{settings.name or 'trace'}"
-    async with open_log(_source(settings), name=name, role="reader", timeout_s=EXPORT_CONNECT_S) as opened:
-        if opened.stopped and not settings.once:
+    source = _source(settings)
+    async with open_cells(source, name=name, role="reader", timeout_s=EXPORT_CONNECT_S, whole=True) as cells:
+        if any(opened.stopped for opened in cells) and not settings.once:
             raise BadUse(f"the deployment in {settings.data_dir} is stopped: add --once to send what its log holds")
-        exporter = otlp(settings.otlp_endpoint, opened.bus.subjects.namespace)
+        tasks = [asyncio.create_task(_export_cell(settings, opened, stop), name="export") for opened in cells]
         try:
-            return await _follow(settings, opened, exporter, stop)
+            return max(await asyncio.gather(*tasks))
         finally:
-            exporter.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+
+async def _export_cell(settings: TraceSettings, opened: Log, stop: asyncio.Event) -> int:
+    exporter = otlp(settings.otlp_endpoint, opened.bus.subjects.namespace)
+    try:
+        return await _follow(settings, opened, exporter, stop)
+    finally:
+        exporter.close()
 
 
 async def _follow(settings: TraceSettings, opened: Log, exporter: Exporter, stop: asyncio.Event) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
@@ -15,7 +16,7 @@ from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import Readable, read
 from penstock.log_tools.requests.find_requests import of_entry
-from penstock.log_tools.sources.open_log import LogSource, add_flags, add_verify_flag, open_log, run_command
+from penstock.log_tools.sources.open_log import LogSource, add_flags, add_verify_flag, cells_of, open_log, run_command
 from penstock.log_tools.whatif.change import (
     PlacementChange,
     Redecided,
@@ -84,12 +85,27 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
         frozenset(args.kill),
         at_ns,
     )
-    async with open_log(LogSource.of(args), name="whatif", role="reader", streams=("WORK", "DONE"), files=True) as log:
-        decided = await decide_all(log.reader, change, since_ns=since_ns, until_ns=until_ns, model=args.model)
-    if args.json:
-        console.file.write(msgspec.json.encode(decided).decode() + "\n")
-        return
-    _print(decided, console)
+    cells = cells_of(LogSource.of(args))
+    problems: list[ValueError] = []
+    for cell in cells:  # one after the other: each has routers of its own, which chose among its workers
+        several = len(cells) > 1
+        try:
+            async with open_log(cell.source, name="whatif", role="reader", streams=("WORK", "DONE"), files=True) as log:
+                decided = await decide_all(log.reader, change, since_ns=since_ns, until_ns=until_ns, model=args.model)
+        except ValueError as error:
+            problems.append(error)
+            if several:
+                print(f"cell {cell.number}: {error}", file=sys.stderr)
+            continue
+        if args.json:
+            told = msgspec.to_builtins(decided) | ({"cell": cell.number} if several else {})
+            console.file.write(msgspec.json.encode(told).decode() + "\n")
+            continue
+        if several:
+            console.print(f"[bold]cell {cell.number}[/]", highlight=False)
+        _print(decided, console)
+    if len(problems) == len(cells):
+        raise problems[0]
 
 
 async def decide_all(
