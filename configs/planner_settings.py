@@ -115,4 +115,9 @@ class PlannerSettings(RuleSettings, frozen=True, kw_only=True, forbid_unknown_fi
     data_dir: Annotated[str, Meta(description="data folder of the deployment")] = NatsSettings().data_dir
     nats_url: Annotated[str, Meta(description="broker instead of the folder's, as the user planner")] = ""
     namespace: Annotated[str, Meta(description="prefix of all subjects; default: the data folder's, else ps")] = ""
+    cells: Annotated[int, Meta(ge=0, description="cells of the deployment; 0: as the data folder says, else 1")] = 0
+    cell_nats_urls: Annotated[
+        tuple[str, ...],
+        Meta(description="brokers of the cells behind the first, as a gateway's flag; default: that of the first"),
+    ] = ()
     log_format: Annotated[Literal["auto", "text", "json"], Meta(description="of log lines, on stderr")] = "auto"

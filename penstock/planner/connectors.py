@@ -186,12 +186,13 @@ class LocalWorkers:
     """
     Args:
         data_dir: of the `penstock up`.
+        others: buses of further cells, which have workers, too.
     """
 
     name: ClassVar[str] = "local"
 
-    def __init__(self, bus: Bus, data_dir: Path) -> None:
-        self._bus = bus
+    def __init__(self, bus: Bus, data_dir: Path, others: Sequence[Bus] = ()) -> None:
+        self._buses = [bus, *others]
         self._data_dir = data_dir
         self._leaving: set[str] = set()
 
@@ -218,14 +219,14 @@ class LocalWorkers:
         return sorted((name for name in names if _is(name, role)), key=_number)
 
     async def _drain(self, name: str) -> None:
-        fleet = await registrations(self._bus)
-        worker = next((each for each in fleet if each.name == name), None)
-        if worker is None:
+        fleet = [(bus, each) for bus in self._buses for each in await registrations(bus) if each.name == name]
+        bus, worker = fleet[0] if fleet else (None, None)
+        if bus is None or worker is None:
             raise ConnectorFailed(f"{name} is not registered, so it cannot be drained yet")
         try:
             detail = f"{change_of(worker)}, by a planner"
-            async with recorded(self._bus.nc, self._bus.subjects, "drain", name, detail):
-                await ask(self._bus, worker, control.Drain(stay_down=True))
+            async with recorded(bus.nc, bus.subjects, "drain", name, detail):
+                await ask(bus, worker, control.Drain(stay_down=True))
         except (DrainFailed, ServingError) as error:
             raise ConnectorFailed(str(error)) from error
         self._leaving.add(name)

@@ -9,7 +9,7 @@ that cannot renew in time stops deciding before its key expires.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import structlog
@@ -117,6 +117,7 @@ class PlannerLoop:
         planner_id: of this process.
         model: whose workers are planned.
         say: called with each decision.
+        others: buses of the cells behind the first, which has the lease and the decisions.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class PlannerLoop:
         planner_id: str,
         model: str,
         say: Callable[[Planned], None],
+        others: Sequence[Bus] = (),
     ) -> None:
         self._bus = bus
         self._planner = planner
@@ -137,7 +139,7 @@ class PlannerLoop:
         self._say = say
         self._lease = PlannerLease(bus, model, planner_id)
         self._state = planner.begin()
-        self._reader = LoadReader(bus, model)
+        self._reader = LoadReader(bus, model, others)
         self._why_not = "its lease could not be taken"
         self._until = math.inf
 

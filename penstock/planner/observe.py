@@ -7,7 +7,8 @@ Percentiles of what was seen in an interval.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 
 from penstock.cli.figures import quantile
 from penstock.infra.bus.connection import Bus
@@ -36,14 +37,15 @@ class LoadReader:
     """
     Args:
         model: whose requests and workers count; any of its names.
+        others: buses of further cells, whose requests and workers count, too.
     """
 
-    def __init__(self, bus: Bus, model: str) -> None:
-        self._bus = bus
+    def __init__(self, bus: Bus, model: str, others: Sequence[Bus] = ()) -> None:
+        self._buses = [bus, *others]
         self._model = model
         self._accepted = 0
         self._ended = 0
-        self._ends_seen = EndsFollower(bus, MOST)
+        self._ends_seen = [EndsFollower(each, MOST) for each in self._buses]
         self._at = 0.0
 
     async def begin(self) -> None:
@@ -52,8 +54,9 @@ class LoadReader:
         Raises:
             ServingError: a stream cannot be read.
         """
-        await self._ends_seen.open()
-        self._ends_seen.take()
+        for each in self._ends_seen:
+            await each.open()
+            each.take()
         self._accepted, self._ended = await self._ends()
         self._at = time.monotonic()
 
@@ -68,10 +71,10 @@ class LoadReader:
         """
         accepted, ended = await self._ends()
         now = time.monotonic()
-        fleet = await registrations(self._bus)
+        fleet = [worker for bus in self._buses for worker in await registrations(bus)]
         mine = [each for each in fleet if self._model in (each.model, *each.aliases)]
         names = {self._model, *(name for each in mine for name in (each.model, *each.aliases))}
-        seen_ended = self._ends_seen.take()
+        seen_ended = [end for follower in self._ends_seen for end in follower.take()]
         records = [each for each in seen_ended if each.model in names]
         others = len(seen_ended) - len(records)
         share = len(records) / (len(records) + others) if others else 1.0
@@ -87,16 +90,17 @@ class LoadReader:
         return seen
 
     async def _ends(self) -> tuple[int, int]:
-        stream = self._bus.subjects.stream
-        return (await stream_end(self._bus, stream("REQUESTS")))[0], (await stream_end(self._bus, stream("DONE")))[0]
+        accepted, ended = 0, 0
+        for bus in self._buses:
+            accepted += (await stream_end(bus, bus.subjects.stream("REQUESTS")))[0]
+            ended += (await stream_end(bus, bus.subjects.stream("DONE")))[0]
+        return accepted, ended
 
     async def _queued(self) -> int:
         """Requests of any model that no worker has."""
         total = 0
-        for priority in Priority:
-            consumer = await self._bus.js.consumer_info(
-                self._bus.subjects.stream("REQUESTS"), f"router-{priority.value}"
-            )
+        for bus, priority in product(self._buses, Priority):
+            consumer = await bus.js.consumer_info(bus.subjects.stream("REQUESTS"), f"router-{priority.value}")
             total += (consumer.num_pending or 0) + (consumer.num_ack_pending or 0)
         return total
 

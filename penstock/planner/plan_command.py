@@ -23,7 +23,7 @@ from penstock.configs.logs import setup
 from penstock.configs.planner_settings import BadRules, PlannerSettings, rules_of
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
-from penstock.log_tools.sources.open_log import FAILURES, LogSource, open_log
+from penstock.log_tools.sources.open_log import FAILURES, LogSource, open_cells, open_log
 from penstock.measure.profile.data import BadProfile, Profile, load
 from penstock.measure.profile.modelled import mock_profile
 from penstock.operate.workers import registrations
@@ -99,7 +99,13 @@ def run(settings: PlannerSettings) -> int:
     do not fit it.
     """
     setup(settings.log_format, "info", name="plan", stream=sys.stderr)
-    source = LogSource(Path(settings.data_dir), settings.nats_url, settings.namespace)
+    source = LogSource(
+        Path(settings.data_dir),
+        settings.nats_url,
+        settings.namespace,
+        cells=settings.cells,
+        cell_nats_urls=settings.cell_nats_urls,
+    )
     try:
         if settings.history:
             asyncio.run(show_history(source, settings.model, settings.since, as_json=settings.json))
@@ -115,18 +121,20 @@ def run(settings: PlannerSettings) -> int:
 
 
 async def _run(settings: PlannerSettings, source: LogSource) -> None:
-    async with open_log(source, name="plan", role="planner", streams=()) as opened:
-        if opened.stopped:
+    async with open_cells(source, name="plan", role="planner", streams=(), whole=True) as logs:
+        if any(opened.stopped for opened in logs):
             raise ValueError("the deployment is stopped: there is nothing to plan; --history shows earlier decisions")
-        model, roles = await _fleet(opened.bus, settings.model)
+        bus, *others = [opened.bus for opened in logs]
+        model, roles = await _fleet([bus, *others], settings.model)
         planner = Planner(rules_of(settings, roles, settings.predictor), timings(settings.profile, roles))
         loop = PlannerLoop(
-            opened.bus,
+            bus,
             planner,
-            connector_of(settings, opened.bus, roles),
+            connector_of(settings, bus, roles, others),
             planner_id=f"plan-{secrets.token_hex(4)}",
             model=model,
             say=_say_json if settings.json else _say,
+            others=others,
         )
         log.info("planning", model=model, roles=list(roles), connector=settings.connector)
         await _until_stopped(loop, settings.decisions)
@@ -141,9 +149,9 @@ async def _until_stopped(loop: PlannerLoop, decisions: int) -> None:
         await task
 
 
-async def _fleet(bus: Bus, model: str) -> tuple[str, tuple[Role, ...]]:
+async def _fleet(buses: Sequence[Bus], model: str) -> tuple[str, tuple[Role, ...]]:
     """The model, and the roles of its workers that are planned."""
-    fleet = [each for each in await registrations(bus) if each.role in ROLES]
+    fleet = [each for bus in buses for each in await registrations(bus) if each.role in ROLES]
     models = sorted({each.model for each in fleet if model in ("", each.model, *each.aliases)})
     if len(models) != 1:
         known = ", ".join(sorted({each.model for each in fleet})) or "none"
@@ -185,7 +193,7 @@ def _profile(text: str, role: Role) -> Profile:
         raise BadSettings(f"--profile {text}: give mock, or mock:2 with the workers' --mock-speedup") from None
 
 
-def connector_of(settings: PlannerSettings, bus: Bus, roles: Sequence[Role]) -> Connector:
+def connector_of(settings: PlannerSettings, bus: Bus, roles: Sequence[Role], others: Sequence[Bus] = ()) -> Connector:
     """
     Raises:
         BadSettings, BadCluster: it cannot be used here.
@@ -195,7 +203,7 @@ def connector_of(settings: PlannerSettings, bus: Bus, roles: Sequence[Role]) -> 
     if settings.connector == "local":
         if settings.nats_url:
             raise BadSettings("--connector local needs the --data-dir of a `penstock up` instead of --nats-url")
-        return LocalWorkers(bus, Path(settings.data_dir).resolve())
+        return LocalWorkers(bus, Path(settings.data_dir).resolve(), others)
     workloads: dict[Role, str] = {role: f"deployment/penstock-{role}" for role in roles}
     for text in settings.kubernetes_workloads:
         role, _, workload = text.partition("=")

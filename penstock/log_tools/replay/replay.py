@@ -92,7 +92,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--timeout-s", type=float, default=300.0, metavar="SECONDS", help="a request without an end has failed"
     )
     parser.add_argument(
-        "--limit", type=int, default=0, metavar="N", help="the first N requests only, of each cell; 0: all"
+        "--limit", type=int, default=0, metavar="N", help="the first N requests of each cell only; 0: all"
     )
     parser.add_argument(
         "--model-path", default="", metavar="FOLDER", help="tokenizer of the texts in the report; default: by name"
