@@ -35,6 +35,7 @@ from penstock.infra.nats_server.tenants import (
     write_passwords,
 )
 from penstock.launch.nats import as_operator, connect_operator
+from penstock.log_tools.sources.open_log import LogSource, cells_of
 from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects
 
@@ -70,16 +71,46 @@ def run(argv: Sequence[str]) -> int:
     try:
         if not (data_dir / "secrets.json").exists():
             raise ValueError(f"{data_dir} has no passwords: name the folder of `penstock up` or `nats` with --data-dir")
-        with held(data_dir):
-            place = _place(data_dir, args)
-            if args.verb == "list":
-                asyncio.run(_list(place))
-            else:
-                roles = _roles(args.roles)
-                asyncio.run(_rotate(place, roles) if args.verb == "rotate" else _retire(place, roles, force=args.force))
+        folders = {0: data_dir} if args.nats_url else _folders(data_dir)
+        with contextlib.ExitStack() as stack:
+            for folder in folders.values():
+                stack.enter_context(held(folder))
+            places = {cell: _place(folder, args) for cell, folder in folders.items()}
+            asyncio.run(_do(places, args))
     except (BrokerProblem, ValueError, OSError, NatsError, TimeoutError, ServingError) as error:
         return fail("passwords", error)
     return 0
+
+
+def _folders(data_dir: Path) -> dict[int, Path]:
+    """The folder of each cell's broker. A cell on the broker of another one has none of its own."""
+    folders: dict[int, Path] = {}
+    for cell in cells_of(LogSource(data_dir)):
+        folder = cell.source.data_dir.resolve()
+        if folder not in folders.values() and (folder / "secrets.json").exists():
+            folders[cell.number] = folder
+    return folders
+
+
+async def _do(places: Mapping[int, PasswordsPlace], args: argparse.Namespace) -> None:
+    """For every cell, or, if it would fail for one, for none."""
+    away = [cell for cell, place in places.items() if not place.running]
+    if away and len(away) < len(places):
+        raise ValueError(f"the broker of cell {away[0]} does not run, and others do: try again when all run")
+    roles = _roles(args.roles) if args.verb != "list" else ()
+    if args.verb == "retire" and not args.force:
+        for place in places.values():
+            await _check_unused(place, roles)
+    for cell, place in places.items():
+        if len(places) > 1:
+            print(f"cell {cell}:")
+        match args.verb:
+            case "list":
+                await _list(place)
+            case "rotate":
+                await _rotate(place, roles)
+            case "retire":
+                await _retire(place, roles)
 
 
 def _parser() -> Parser:
@@ -194,7 +225,31 @@ async def _rotate(place: PasswordsPlace, roles: Sequence[str]) -> None:
     print("2. run `penstock passwords retire`")
 
 
-async def _retire(place: PasswordsPlace, roles: Sequence[str], *, force: bool) -> None:
+async def _check_unused(place: PasswordsPlace, roles: Sequence[str]) -> None:
+    """
+    Raises:
+        ValueError: a connection uses a password that would end, or that is not known.
+    """
+    if ROUTE in roles:
+        return
+    secrets = _with_route(load_secrets(place.data_dir / "secrets.json", USERS))
+    ending = [other_user(secrets, role) for role in roles]
+    if not place.servers:
+        raise ValueError(
+            f"no broker runs on {place.data_dir}, so it is unknown whether connections still use passwords that "
+            "would end: name your servers with --nats-url, or use --force"
+        )
+    used = [each for each in await connections(place.servers, secrets) if each["authorized_user"] in ending]
+    if used:
+        names = ", ".join(_named(each) for each in used[:SHOWN])
+        more = f" and {len(used) - SHOWN} more" if len(used) > SHOWN else ""
+        how = "`penstock restart --rolling`" if place.running else "with the new users in their URLs"
+        raise ValueError(
+            f"still connected with a password that would end: {names}{more}; restart them first ({how}), or use --force"
+        )
+
+
+async def _retire(place: PasswordsPlace, roles: Sequence[str]) -> None:
     """End the passwords of the users that are no longer in use."""
     before = load_secrets(place.data_dir / "secrets.json", USERS)
     secrets = _with_route(before)
@@ -208,21 +263,6 @@ async def _retire(place: PasswordsPlace, roles: Sequence[str], *, force: bool) -
         print(f"the previous password is no longer in the configuration; now {RESTART}")
         return
     ending = [other_user(secrets, role) for role in roles]
-    if not force:
-        if not place.servers:
-            raise ValueError(
-                f"no broker runs on {place.data_dir}, so it is unknown whether connections still use passwords that "
-                "would end: name your servers with --nats-url, or use --force"
-            )
-        used = [each for each in await connections(place.servers, secrets) if each["authorized_user"] in ending]
-        if used:
-            names = ", ".join(_named(each) for each in used[:SHOWN])
-            more = f" and {len(used) - SHOWN} more" if len(used) > SHOWN else ""
-            how = "`penstock restart --rolling`" if place.running else "with the new users in their URLs"
-            raise ValueError(
-                f"still connected with a password that would end: {names}{more}; restart them first ({how}), or use "
-                "--force"
-            )
     for user in ending:
         secrets[user] = new_password()
     async with _noted(place, before, "retire", ending):
