@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from penstock.infra.bus.connection import Bus
+from penstock.infra.nats_server.retention import StreamUse
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.observe import (
     Count,
@@ -20,14 +21,16 @@ from penstock.operate.observe import (
     held_by_class,
     hit_rate,
     rates,
+    summed,
     tenant_rows,
     workers,
 )
 from penstock.operate.top import bar, picture, run
 from penstock.schemas import wire
+from penstock.schemas.errors import ServingError
 from penstock.schemas.fleet import Load, Registration
 from penstock.schemas.routers import TENANTS, HeldByTenant, LostLeases, Member
-from penstock.schemas.subjects import Subjects
+from penstock.schemas.subjects import Subjects, cell_namespace
 from penstock.schemas.summary import RequestSummary, State
 from tests.infra.bus.support import opened
 from tests.penstock.log_tools.requests.support import accept, end
@@ -164,6 +167,57 @@ async def test_a_look_sees_workers_queues_and_what_ended(bus: Bus) -> None:
     Console(file=text, width=150).print(picture(seen, 150))
     for part in ("w-1", "1 of 1 workers ready", "invalid_request", "REQUESTS", "failed 100%", "acme", "others"):
         assert part in text.getvalue()
+
+
+def test_rates_of_cells_add_up() -> None:
+    one, other = [Count(1.0, 10, 10), Count(3.0, 20, 14)], [Count(2.0, 5, 5), Count(3.0, 6, 8)]
+    assert (rates(one, []).accepted_per_s, rates(one, []).ended_per_s) == (5.0, 2.0)
+    both = rates(one, [summary(out=8)], other, [Count(9.0, 1, 1)])
+    assert (both.accepted_per_s, both.ended_per_s, both.output_tokens_per_s) == (6.0, 5.0, 40.0)
+
+
+def test_streams_of_cells_are_shown_as_one() -> None:
+    one = StreamUse("ps_DONE", "records", 3, 100, 1000, 50.0, 900.0, 2, last_seq=9)
+    other = StreamUse("ps-1_DONE", "records", 4, 300, 1000, 70.0, 900.0, 1, ("max_age",), 5)
+    bucket = StreamUse("KV_ps-1_workers", "", 1, 10, 20, 1.0, 0.0, 0)
+    done, workers_ = summed([("ps", [one]), ("ps-1", [other, bucket])])
+    assert (done.name, done.messages, done.bytes, done.max_bytes, done.oldest_s) == ("ps_DONE", 7, 400, 2000, 70.0)
+    assert (done.last_seq, done.consumers, done.operator_set) == (14, 3, ("max_age",))
+    assert workers_ == bucket
+
+
+async def test_a_look_sees_all_cells_and_names_those_that_do_not_answer(broker: EmbeddedNats, bus: Bus) -> None:
+    home, namespace = bus.subjects.namespace, cell_namespace(bus.subjects.namespace, 1)
+    async with opened(broker, Subjects(namespace)) as cell:
+        for worker, at in (("w-1", bus), ("w-2", cell)):
+            await at.js.publish(at.subjects.lease(worker), wire.encode(registration(worker)))
+        await holds(bus, ("acme", 7))
+        await holds(cell, ("acme", 3), others=1)
+        observer = Observer(bus, cell, numbers=(4, 5))
+        await observer.look()
+        requests = [await accept(at) for at in (bus, cell, cell)]
+        for at, request in zip((bus, cell), requests[:2], strict=True):
+            await end(at, request, 1)
+        seen = await observer.look()
+        assert {each.id: each.cell for each in seen.workers} == {"w-1": 4, "w-2": 5}
+        assert [(each.number, each.namespace, each.workers) for each in seen.cells] == [(4, home, 1), (5, namespace, 1)]
+        queues = {queue.priority: queue for queue in seen.queues}
+        assert queues[requests[0].priority.value].unread == 3
+        assert (queues["batch"].tenants, queues["batch"].others) == ((("acme", 10),), 1)
+        assert [each.id for each in seen.recent] == [requests[1].id, requests[0].id]
+        assert {each.name: each.messages for each in seen.streams}[bus.subjects.stream("REQUESTS")] == 3
+        assert seen.rates.accepted_per_s > seen.rates.ended_per_s > 0
+
+        await cell.js.delete_stream(f"KV_{cell.subjects.bucket('workers')}")
+        seen = await observer.look()
+        assert [each.id for each in seen.workers] == ["w-1"]
+        assert [bool(each.problem) for each in seen.cells] == [False, True]
+        text = io.StringIO()
+        Console(file=text, width=150).print(picture(seen, 150))
+        assert f"cell 5: {seen.cells[1].problem}"[:60] in text.getvalue()
+    await bus.js.delete_stream(f"KV_{bus.subjects.bucket('workers')}")
+    with pytest.raises(ServingError):
+        await observer.look()
 
 
 async def test_the_command_prints_one_object_per_look(

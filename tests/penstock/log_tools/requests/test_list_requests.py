@@ -4,16 +4,18 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import TINY, load_tokenizer
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.requests import find_requests
-from penstock.log_tools.requests.find_requests import ended, summaries, unfinished
+from penstock.log_tools.requests.find_requests import ended, merged, summaries, unfinished
 from penstock.log_tools.requests.list_requests import RequestLine, lines, run
 from penstock.log_tools.sources.data_folder import StoredLog
 from penstock.log_tools.sources.open_log import LogSource, open_log
@@ -45,6 +47,31 @@ async def listed(bus: Bus, broker: EmbeddedNats, *flags: str) -> list[dict[str, 
         status = await asyncio.to_thread(run, argv)
     assert status == 0, out.getvalue()
     return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+@given(st.lists(st.lists(st.integers(0, 50)), max_size=4), st.integers(0, 12))
+async def test_what_cells_have_comes_as_if_it_was_of_one_and_little_is_read_ahead(
+    parts: list[list[int]], wanted: int
+) -> None:
+    taken = 0
+
+    async def cell(items: list[int]) -> AsyncGenerator[int, None]:
+        nonlocal taken
+        for item in sorted(items, reverse=True):
+            taken += 1
+            yield item
+
+    found: list[int] = []
+    cells = [cell(items) for items in parts]
+    async for item in merged(cells, lambda item: item):
+        found.append(item)
+        if len(found) == wanted:
+            break
+    everything = sorted((item for items in parts for item in items), reverse=True)
+    assert found == (everything[:wanted] if wanted else everything)
+    assert taken <= len(found) + len(parts)
+    for each in cells:
+        await each.aclose()
 
 
 async def test_unfinished_requests_come_first_and_the_last_to_end_before_others(bus: Bus, broker: EmbeddedNats) -> None:
