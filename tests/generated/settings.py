@@ -27,7 +27,8 @@ A flag wins over its variable, and a variable over the file.
 
 Put secrets, such as a broker URL with a password, into the environment: other users can read command lines. Commands
 that read or change a deployment find its broker by the first of these: `--nats-url`, `--data-dir`, `PENSTOCK_NATS_URL`
-(with the namespace in `PENSTOCK_NAMESPACE`), the folder `.penstock`. Where `--data-dir` of `penstock tenants` names a
+(with the namespace in `PENSTOCK_NAMESPACE`, and with `PENSTOCK_CELLS` and `PENSTOCK_CELL_NATS_URLS` where there are
+[cells](cells.md#tools)), the folder `.penstock`. Where `--data-dir` of `penstock tenants` names a
 folder on which no broker runs, `PENSTOCK_NATS_URL` is the broker, and the folder gets the credentials.
 
 This page is generated from the code (`python -m tests.generated`). Commands that are not listed here have

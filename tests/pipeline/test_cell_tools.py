@@ -1,21 +1,25 @@
 """The operator's commands on a deployment in two cells: none of them needs to know about namespaces."""
 
 import asyncio
+import contextlib
+import io
 import json
 import os
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
+from penstock.cli.commands import main
 from penstock.infra.bus.connection import connect
 from penstock.infra.bus.direct_get import get_last
 from penstock.schemas.requests import cell_in
 from penstock.schemas.tenants import decode as decode_limits
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import ROOT, Deployment, until, words
+from tests.pipeline.support import ROOT, Deployment, words
 
 COUNT = 4  # requests, every other one in each cell
 
@@ -31,18 +35,34 @@ class Site(NamedTuple):
 
 
 async def command(deployment: Deployment, *words: str, status: int = 0) -> str:
-    """What a command printed on standard output."""
-    process = await asyncio.create_subprocess_exec(
+    """What a command printed on standard output, or, if it is to fail, what is wrong."""
+    out, problems = io.BytesIO(), io.StringIO()
+    argv = [*words, *([] if "--data-dir" in words else ["--data-dir", str(deployment.data_dir)])]
+    with contextlib.redirect_stdout(io.TextIOWrapper(out)) as lines, contextlib.redirect_stderr(problems):
+        async with asyncio.timeout(60):
+            ended = await asyncio.to_thread(main, argv)
+        lines.flush()
+        said = out.getvalue().decode()
+    assert ended == status, said + problems.getvalue()
+    return problems.getvalue() if status else said
+
+
+@contextlib.asynccontextmanager
+async def process(deployment: Deployment, *words: str) -> AsyncIterator[asyncio.StreamReader]:
+    """The standard output of a command in a process of its own, which is ended."""
+    running = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "penstock", *words, "--data-dir", str(deployment.data_dir)),
-        stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "220", "NO_COLOR": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    async with asyncio.timeout(60):
-        said, problems = await process.communicate()
-    assert process.returncode == status, (said + problems).decode()
-    return said.decode() if not status else problems.decode()
+    try:
+        assert running.stdout is not None
+        async with asyncio.timeout(60):
+            yield running.stdout
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            running.terminate()
+        await running.wait()
 
 
 async def listed(deployment: Deployment, *words: str) -> list[Any]:
@@ -175,15 +195,8 @@ async def test_leases_and_dead_requests_of_all_cells_are_listed(site: Site) -> N
 
 
 async def test_the_dashboard_has_the_requests_of_both_cells(site: Site) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock", "dashboard", "--port", "0", "--data-dir", str(site.deployment.data_dir)),
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(30):
-            url = httpx.URL((await process.stdout.readline()).decode().split()[1])
+    async with process(site.deployment, "dashboard", "--port", "0") as out:
+        url = httpx.URL((await out.readline()).decode().split()[1])
         async with httpx.AsyncClient(base_url=url.copy_with(query=None), trust_env=False, timeout=30) as http:
             http.headers["Authorization"] = f"Bearer {url.params['token']}"
             page = (await http.get("/requests")).text
@@ -192,17 +205,13 @@ async def test_the_dashboard_has_the_requests_of_both_cells(site: Site) -> None:
             for cell in (0, 1):
                 assert (await http.get(f"/requests/{site.of_cell(cell)[0]}")).status_code == 200
             assert (await http.get("/leases")).status_code == 200
-
             async with http.stream("GET", "/live") as live:
-                lines = live.aiter_lines()
-
-                async def has_workers() -> bool:
-                    return "worker-3" in await anext(lines)
-
-                await until(has_workers, "the workers of both cells are shown")
-    finally:
-        process.terminate()
-        await process.wait()
+                async for line in live.aiter_lines():
+                    if "worker-3" in line:
+                        assert "worker-0" in line
+                        break
+                else:
+                    pytest.fail("the workers of both cells are not shown")
 
 
 async def test_requests_run_again_in_the_cell_where_they_ran(site: Site) -> None:
@@ -237,19 +246,17 @@ async def test_every_cells_decisions_are_decided_again(site: Site) -> None:
 
 
 async def test_the_planner_counts_the_workers_of_all_cells(site: Site) -> None:
-    async def plan() -> Any:
-        url = site.deployment.urls[1]
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as http:
-            running = asyncio.create_task(
-                listed(site.deployment, "plan", "--connector", "dry-run", "--interval-s", "1", "--decisions", "1")
-            )
-            while not running.done():
-                body = {"model": "tiny", "prompt": "once more", "max_tokens": 2}
-                assert (await http.post("/v1/completions", json=body)).status_code == 200
-                await asyncio.wait([running], timeout=0.2)
-        return await running
-
-    [planned] = await plan()
+    flags = ("--connector", "dry-run", "--interval-s", "1", "--decisions", "1", "--json")
+    async with (
+        process(site.deployment, "plan", *flags) as out,
+        httpx.AsyncClient(base_url=site.deployment.urls[1], trust_env=False, timeout=30) as http,
+    ):
+        line = asyncio.create_task(out.readline())
+        while not line.done():
+            body = {"model": "tiny", "prompt": "once more", "max_tokens": 2}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+            await asyncio.wait([line], timeout=0.2)
+        planned = json.loads(line.result())
     assert planned["decision"]["observed"]["pools"]["aggregated"]["ready"] == 4
     assert planned["decision"]["observed"]["ended"] > 0
 
