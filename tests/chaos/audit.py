@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from penstock.schemas.requests import cell_in
 from tests.chaos.plan import BROKER, Act, Hit
 from tests.chaos.recipes import NO_STORE
 from tests.chaos.seen import Seen, Shown
@@ -18,7 +19,7 @@ REFUSED_S = 15.0  # within which a request is refused or accepted, whatever the 
 SLACK_S = 8.0  # of a loaded machine
 GRACE_S = 30.0  # for which the answer of a request with no_store can be read
 MINUTE_S = 60.0
-CELL = ("gateway", BROKER, "all")
+FRONT = ("gateway", BROKER, "all")
 
 
 class End(NamedTuple):
@@ -51,6 +52,7 @@ class Log(msgspec.Struct):
         leases: tickets that are still open.
         held: what workers say that they still hold.
         residue: consumers, queues and tasks that nobody needs.
+        astray: requests and terminal events in a cell that is not the one of their ids.
         on_disk: what must not be in the broker's files, and is.
     """
 
@@ -58,6 +60,7 @@ class Log(msgspec.Struct):
     ends: Sequence[End] = ()
     times: Mapping[str, float] = {}
     streamed: Mapping[str, Streamed] | None = None
+    astray: Sequence[str] = ()
     on_disk: Sequence[str] = ()
     leases: Sequence[str] = ()
     held: Sequence[str] = ()
@@ -93,10 +96,17 @@ class Circumstances(NamedTuple):
     Attributes:
         hits: what was done, in the order of time.
         rpm: requests that a limited client's key has in any minute.
+        cells: how many there are, each with a broker of its own.
     """
 
     hits: Sequence[Hit] = ()
     rpm: int = 0
+    cells: int = 1
+
+    def broker_of(self, request: str) -> str:
+        """How the names of the brokers begin that may have this request; of home, and of none, all."""
+        cell = cell_in(request) if request and self.cells > 1 else 0
+        return f"{BROKER}-{cell}" if cell else BROKER
 
     def hit(self, names: Sequence[str], since: float, until: float, acts: Sequence[Act] = tuple(Act)) -> bool:
         """Whether something whose name, or its beginning, is one of these was disturbed in that time."""
@@ -108,6 +118,8 @@ class Circumstances(NamedTuple):
 
     def servers(self, since: float, until: float) -> set[str]:
         """Servers of a cluster that were disturbed in that time; none: the broker has no cluster."""
+        if self.cells > 1:
+            return set()
         return {
             each.name
             for each in self.hits
@@ -119,7 +131,7 @@ class Circumstances(NamedTuple):
         return sum(
             max(0.0, min(until, each.at + each.hold_s) - max(since, each.at))
             for each in self.hits
-            if each.act in (Act.stop, Act.stall) and each.name.startswith(CELL)
+            if each.act in (Act.stop, Act.stall) and each.name.startswith(FRONT)
         )
 
 
@@ -187,7 +199,13 @@ def judge(
     strays = [(request, tag) for request, tag in log.accepted if tag not in by_tag]
     problems += [Problem("extra", "an accepted request of no client of ours", *stray) for stray in strays]
     problems += rate_problems(log, [tag for tag in by_tag if by_tag[tag][0].kind == "limited"], around.rpm)
-    for what, lines in (("lease", log.leases), ("held", log.held), ("residue", log.residue), ("kept", log.on_disk)):
+    for what, lines in (
+        ("lease", log.leases),
+        ("held", log.held),
+        ("residue", log.residue),
+        ("astray", log.astray),
+        ("kept", log.on_disk),
+    ):
         problems += [Problem(what, line) for line in lines]
     return Judgement(dict(rows), problems)
 
@@ -229,7 +247,7 @@ def outcome_problems(
     if seen.kind == "denied" and seen.outcome not in ("denied", "unknown"):
         yield Problem("admitted", f"without a valid key, it was {seen.outcome}", seen.request)
     # Its connection broke, which only a gateway's fault excuses; or its acceptance was not confirmed, the broker's.
-    causes = CELL if seen.left else ("gateway", "all")
+    causes = FRONT if seen.left else ("gateway", "all")
     if seen.outcome == "unknown" and not around.hit(causes, seen.ended - REFUSED_S - BEFORE_S, seen.ended):
         yield Problem("broken", f"nobody can tell its fate, and nothing was disturbed: {_so_far(seen)}", seen.request)
     allowed_s = REFUSED_S + SLACK_S + around.paused_s(seen.began, seen.ended)
@@ -255,7 +273,9 @@ def _died_together(seen: Seen, until: float, around: Circumstances) -> bool:
     deadly, since = (Act.kill, Act.restart, Act.roll, Act.crash, Act.fill), seen.began - BEFORE_S
     if around.hit(("all",), since, until, deadly):
         return True
-    if not around.hit((BROKER,), since, until, deadly) or not around.hit(("gateway",), since, until, deadly):
+    if not around.hit((around.broker_of(seen.request),), since, until, deadly) or not around.hit(
+        ("gateway",), since, until, deadly
+    ):
         return False
     return len(around.servers(since - BEFORE_S, until)) != 1
 
@@ -342,7 +362,7 @@ def explains_lateness(end: End, around: Circumstances) -> bool:
     return any(
         each.at <= until and each.at + each.hold_s >= since
         for each in around.hits
-        if each.name.startswith((BROKER, "all")) or end.worker.startswith(each.name)
+        if each.name.startswith((around.broker_of(end.request), "all")) or end.worker.startswith(each.name)
     )
 
 

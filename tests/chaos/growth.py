@@ -254,7 +254,7 @@ async def measure(
     try:
         bus = await connect(system.deployment.state.nats_url, role="client", name="chaos")
         try:
-            async with Run(system, bus, Options(0.0, each=each), say) as run:
+            async with Run(system, [bus], Options(0.0, each=each), say) as run:
                 growth = Growth(system, bus, run, say, limit_s)
                 await run.learn()
                 idle = await growth.look()

@@ -18,7 +18,7 @@ from tests.chaos.builds import ROOT, VARIABLE, OtherBuild, module_of, source_of
 
 CLOCKS = ROOT / "tests" / "chaos" / "clocks"
 CLOCK = "CHAOS_CLOCK_S"
-URLS = ("PENSTOCK_NATS_URL", "PENSTOCK_SYS_NATS_URL")
+URLS = ("PENSTOCK_NATS_URL", "PENSTOCK_CELL_NATS_URLS", "PENSTOCK_SYS_NATS_URL")
 
 
 class Starts(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class Starts(msgspec.Struct, frozen=True):
     Attributes:
         log: a file with one line per start: the process's name, "this" or "other", and its clock's shift in seconds.
         clock_s: clocks are up to so many seconds apart, each start's anew.
-        links: ports of links to the broker, by process name.
+        links: by process name, and by the port of a broker: the port of its link there.
         share: routers share their requests by turns (``tests.chaos.shared``).
     """
 
@@ -35,7 +35,7 @@ class Starts(msgspec.Struct, frozen=True):
     seed: int = 1
     other: OtherBuild | None = None
     clock_s: float = 0.0
-    links: dict[str, int] = {}
+    links: dict[str, dict[str, int]] = {}
     share: bool = False
 
     def shift_s(self, name: str, earlier: int) -> float:
@@ -44,12 +44,12 @@ class Starts(msgspec.Struct, frozen=True):
         return round(self.clock_s * rng.choice((-0.5, 0.5, rng.uniform(-0.5, 0.5))), 3)
 
 
-def linked(environ: Mapping[str, str], port: int) -> dict[str, str]:
-    """The environment of a process that reaches the broker over this port."""
+def linked(environ: Mapping[str, str], ports: Mapping[str, int]) -> dict[str, str]:
+    """The environment of a process that reaches brokers over other ports than their own."""
     found = dict(environ)
     for name in URLS:
         if url := found.get(name):
-            found[name] = re.sub(r":\d+$", f":{port}", url)
+            found[name] = re.sub(r":(\d+)(?=[,;]|$)", lambda at: f":{ports.get(at[1], at[1])}", url)
     return found
 
 
@@ -71,8 +71,8 @@ def _become(role: str, flags: list[str]) -> NoReturn:
     environ, root = source_of(ROOT), ROOT
     if turn and other is not None:
         environ, root, flags = other.environ(), Path(other.root), other.adapted(role, flags)
-    if port := starts.links.get(name):
-        environ = linked(environ, port)
+    if ports := starts.links.get(name):
+        environ = linked(environ, ports)
     if shift_s:
         environ |= {"PYTHONPATH": f"{CLOCKS}{os.pathsep}{environ['PYTHONPATH']}", CLOCK: f"{shift_s:g}"}
     module = "tests.chaos.shared" if starts.share and role == "router" else module_of(root)

@@ -1,14 +1,15 @@
 """Links between processes and the broker that can stall in one direction, in a process of their own.
 
-``python -m tests.chaos.links PORT NAME...`` listens on a port for each name, which it prints as JSON, and forwards to
-the broker's. A line ``NAME out|in SECONDS`` on its standard input stops one direction of all connections of that name,
-which stay open, and is repeated when that is done: what is sent waits in the kernel's buffers, then the sender does, as
-behind a router that drops all.
+``python -m tests.chaos.links NAME=PORT...`` listens on a port for each name, which it prints as JSON, and forwards to
+the broker's port. A line ``NAME out|in SECONDS`` on its standard input stops one direction of all connections of that
+name, which stay open, and is repeated when that is done: what is sent waits in the kernel's buffers, then the sender
+does, as behind a router that drops all.
 """
 
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -30,9 +31,9 @@ class Links:
         self._process, self.ports = process, ports
 
     @classmethod
-    def started(cls, port: int, names: list[str]) -> Self:
-        """``port``: of the broker, which need not run yet."""
-        command = [sys.executable, "-m", "tests.chaos.links", str(port), *names]
+    def started(cls, ports: Mapping[str, int]) -> Self:
+        """``ports``: of the broker behind each link, which need not run yet."""
+        command = [sys.executable, "-m", "tests.chaos.links", *(f"{name}={port}" for name, port in ports.items())]
         process = Popen(command, stdin=PIPE, stdout=PIPE, cwd=ROOT, preexec_fn=die_with_parent())
         assert process.stdout is not None
         return cls(process, json.loads(process.stdout.readline()))
@@ -104,8 +105,8 @@ class Link:
         writer.close()
 
 
-async def serve(port: int, names: list[str]) -> None:
-    links = {name: Link(port) for name in names}
+async def serve(ports: Mapping[str, int]) -> None:
+    links = {name: Link(port) for name, port in ports.items()}
     print(json.dumps({name: await link.serve() for name, link in links.items()}), flush=True)
     orders = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
@@ -116,4 +117,4 @@ async def serve(port: int, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1]), sys.argv[2:]))
+    asyncio.run(serve({name: int(port) for name, _, port in (each.rpartition("=") for each in sys.argv[1:])}))

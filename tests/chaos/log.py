@@ -10,6 +10,7 @@ from penstock.infra.bus.direct_get import get_last, read
 from penstock.launch.readiness import get_url
 from penstock.log_tools.requests.leases import leases
 from penstock.schemas import done, fleet, requests, tokens
+from penstock.schemas.requests import cell_in
 from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST, TokenItem
 from tests.chaos.audit import End, Log, Streamed
 from tests.pipeline.support import samples
@@ -18,22 +19,41 @@ POLL_S = 0.5
 GHOST_S = 10.0  # a registration that was not renewed for so long is of nobody; a lease is 3 s
 
 
-async def whole(bus: Bus, since_ns: int, urls: Sequence[str], *, within_s: float, gone: int) -> Log:
+async def whole(buses: Sequence[Bus], since_ns: int, urls: Sequence[str], *, within_s: float, gone: int) -> Log:
     """Everything since then; what is held is looked at until nothing is, for ``within_s`` at most.
 
     Args:
+        buses: of the cells, by their numbers.
         gone: workers that ended so lately that the server keeps their consumers.
     """
-    accepted = await accepted_since(bus, since_ns)
+    accepted = [await accepted_since(bus, since_ns) for bus in buses]
+    ends = [await ends_since(bus, since_ns) for bus in buses]
+    streamed: dict[str, Streamed] = {}
+    for bus in buses:
+        streamed |= await streamed_since(bus, since_ns)
     return Log(
-        accepted=[(request, tag) for request, (tag, _) in accepted.items()],
-        times={request: at for request, (_, at) in accepted.items()},
-        ends=await ends_since(bus, since_ns),
-        streamed=await streamed_since(bus, since_ns),
-        leases=await until_none(lambda: open_leases(bus), within_s),
-        held=await until_none(lambda: held(bus), within_s),
-        residue=await until_none(lambda: residue(bus, urls, gone), within_s),
+        accepted=[(request, tag) for cell in accepted for request, (tag, _) in cell.items()],
+        times={request: at for cell in accepted for request, (_, at) in cell.items()},
+        ends=[end for cell in ends for end in cell],
+        streamed=streamed,
+        astray=[
+            f"cell {cell} has {what} of {request}, whose cell is {cell_in(request)}"
+            for cell, found in enumerate(zip(accepted, ends, strict=True))
+            for what, requests in (
+                ("the request", [*found[0]]),
+                ("a terminal event", [end.request for end in found[1]]),
+            )
+            for request in requests
+            if len(buses) > 1 and cell_in(request) != cell
+        ],
+        leases=await until_none(lambda: _of_all(open_leases, buses), within_s),
+        held=await until_none(lambda: _of_all(held, buses), within_s),
+        residue=await until_none(lambda: _of_all(lambda bus: residue(bus, urls, gone), buses), within_s),
     )
+
+
+async def _of_all(look: Callable[[Bus], Awaitable[list[str]]], buses: Sequence[Bus]) -> list[str]:
+    return [line for bus in buses for line in await look(bus)]
 
 
 async def records_left(bus: Bus, requests: Sequence[str]) -> list[str]:

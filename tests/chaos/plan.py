@@ -70,12 +70,14 @@ def plan(
     *,
     every_s: float = 3.0,
     more: Collection[Act] = (),
+    several: bool = False,
 ) -> list[Disturbance]:
     """Disturbances in the order of their times, about one each ``every_s``.
 
     Args:
         targets: how often each kind of process is hit, by weight.
         more: of ``Act.stall`` and ``Act.fill``, those that this deployment can have.
+        several: there are several brokers: the links of all processes to one of them may stall.
     """
     rng = random.Random(f"plan-{seed}")
     found = []
@@ -89,7 +91,7 @@ def plan(
     for rare, each_s in ((Act.roll, ROLLS_EACH_S), (Act.crash, CRASHES_EACH_S)):
         count = int(seconds // each_s)
         found += [Disturbance(seconds * (n + rng.random()) / count, rare, "") for n in range(count)]
-    return sorted([*found, *_more(seed, seconds, targets, found, every_s, more)])
+    return sorted([*found, *_more(seed, seconds, targets, found, every_s, more, several)])
 
 
 def _more(
@@ -99,10 +101,11 @@ def _more(
     ordinary: Sequence[Disturbance],
     every_s: float,
     more: Collection[Act],
+    several: bool,
 ) -> list[Disturbance]:
     """What is drawn apart, so that the ordinary disturbances of a seed stay the same whatever else there is."""
     rng = random.Random(f"plan-more-{seed}")
-    own = {target: weight for target, weight in targets.items() if target != BROKER}
+    own = {target: weight for target, weight in targets.items() if several or target != BROKER}
     found = []
     for each in ordinary:
         others = {target: weight for target, weight in targets.items() if target != each.target}

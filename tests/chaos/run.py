@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -20,9 +21,11 @@ from penstock.log_tools.requests.inspection import inspect
 from penstock.log_tools.timeline.read import read_timeline
 from penstock.operate import key_store
 from penstock.schemas.keys import ApiKey, digest_of, new_key
+from penstock.schemas.requests import cell_in
+from penstock.schemas.subjects import cell_namespace
 from penstock.schemas.wire import pack_tokens
 from tests.chaos import audit, builds, log, recipes, table
-from tests.chaos.audit import Circumstances, Expected, Footprint, Judgement, Problem
+from tests.chaos.audit import Circumstances, End, Expected, Footprint, Judgement, Problem
 from tests.chaos.brokers import SETTLE_S, heap_problems
 from tests.chaos.builds import OtherBuild
 from tests.chaos.clients import PATIENCE_S, Failed, HttpClients
@@ -100,18 +103,20 @@ async def run(home: Path, options: Options, say: Callable[[str], None]) -> Repor
 
 async def run_on(system: System, options: Options, say: Callable[[str], None]) -> Report:
     """A run on a deployment that stays."""
-    bus = await connect(system.deployment.state.nats_url, role="client", name="chaos")
-    try:
-        return await Run(system, bus, options, say).whole()
-    finally:
-        await bus.close()
+    async with contextlib.AsyncExitStack() as opened:
+        buses = []
+        for cell, url in enumerate(system.nats_urls):
+            namespace = cell_namespace(system.deployment.state.namespace, cell)
+            bus = await connect(url, role="client", name="chaos", namespace=namespace)
+            buses.append(await opened.enter_async_context(bus))
+        return await Run(system, buses, options, say).whole()
 
 
 class Run:
     """Clients of one deployment, the answers that they must get, and what they saw."""
 
-    def __init__(self, system: System, bus: Bus, options: Options, say: Callable[[str], None]) -> None:
-        self._system, self._bus, self._options, self._say = system, bus, options, say
+    def __init__(self, system: System, buses: Sequence[Bus], options: Options, say: Callable[[str], None]) -> None:
+        self._system, self._buses, self._options, self._say = system, buses, options, say
         topology = system.topology
         needs = {"image": topology.images, "embed": topology.embed, "picture": topology.painter}
         needs |= dict.fromkeys(("limited", "denied"), topology.keys)
@@ -149,7 +154,7 @@ class Run:
         await self.learn()
         await asyncio.sleep(SETTLE_S)
         before, heaps = self._system.footprints(), await self._system.heaps()
-        there = await log.inventory(self._bus)
+        there = await self._inventory()
         since_ns = time.time_ns()
         await self._load()
         settled = await self._system.settle()
@@ -157,11 +162,11 @@ class Run:
         await self._erased()
         self._say("all is quiet; reading the log")
         gone = sum(hit.at > _kept_since(self._system.hits, time.time()) for hit in self._system.hits)
-        found = await log.whole(self._bus, since_ns, self._system.urls, within_s=QUIET_S, gone=gone)
+        found = await log.whole(self._buses, since_ns, self._system.urls, within_s=QUIET_S, gone=gone)
         found.on_disk = await self._kept()
         await log.until_none(lambda: self._left(before, heaps, len(found.accepted)), LEFT_S)
         after, heaps_after = self._system.footprints(), await self._system.heaps()
-        around = Circumstances(self._system.hits, self._most_a_minute())
+        around = Circumstances(self._system.hits, self._most_a_minute(), self._system.topology.cells)
         judgement = audit.judge(self._seen, found, self._expected, once=self._http.keys, around=around)
         judgement.problems += audit.memory_problems(before, after)
         judgement.problems += [
@@ -170,7 +175,7 @@ class Run:
         judgement.problems += await self._asked_again()
         judgement.problems += [
             Problem("residue", f"{name} is new in the broker, or gone from it")
-            for name in sorted(set(there) ^ set(await log.inventory(self._bus)))
+            for name in sorted(set(there) ^ set(await self._inventory()))
         ]
         judgement.problems += [Problem("late", line) for line in self._system.late]
         if not settled:
@@ -187,6 +192,16 @@ class Run:
         if judgement.problems:
             parts += [table.problems(judgement), await self._explained(judgement)]
         return Report(judgement, "\n\n".join(parts))
+
+    async def _inventory(self) -> list[str]:
+        return [name for bus in self._buses for name in await log.inventory(bus)]
+
+    async def _ends_since(self, since_ns: int) -> list[End]:
+        return [end for bus in self._buses for end in await log.ends_since(bus, since_ns)]
+
+    def _bus_of(self, request: str) -> Bus:
+        """The connection to the cell of a request."""
+        return self._buses[max(0, cell_in(request)) if len(self._buses) > 1 else 0]
 
     async def _left(self, before: Mapping[str, Footprint], heaps: Mapping[str, int], stored: int) -> list[str]:
         """Files and brokers' memory of what has ended. In a cluster, each consumer has a log, which is a file."""
@@ -273,7 +288,7 @@ class Run:
                 raise RuntimeError(f"undisturbed, {name} is not answered: {seen.code} {seen.message} {seen.notes}")
         tokens = {}
         for _ in range(40):  # an answer may come before its terminal event is stored
-            tokens = {end.request: end.tokens for end in await log.ends_since(self._bus, since_ns)}
+            tokens = {end.request: end.tokens for end in await self._ends_since(since_ns)}
             if all(seen.request in tokens for seen in found.values()):
                 break
             await asyncio.sleep(0.25)
@@ -289,7 +304,7 @@ class Run:
             for kind, rpm in (("", 0), ("limited", RPM)):
                 name, text = new_key()
                 key = ApiKey(name, digest_of(text.encode()), requests_per_minute=rpm, created_ns=time.time_ns())
-                await key_store.add(self._bus, key)
+                await key_store.add(self._buses[0], key)
                 self._http.bearers[kind] = text
             self._http.bearers["denied"] = new_key()[1]
         models = {topology.model, topology.embed, "painter" if topology.painter else ""} - {""}
@@ -315,7 +330,8 @@ class Run:
     async def _delete_left(self, since_ns: int) -> None:
         """Responses that their client would have deleted, had it known of them, and those that were learned."""
         deleted = {seen.request for seen in self._seen if seen.outcome == "deleted"}
-        for request, (tag, _) in (await log.accepted_since(self._bus, 0)).items():
+        accepted = [await log.accepted_since(bus, 0) for bus in self._buses]
+        for request, (tag, _) in [one for cell in accepted for one in cell.items()]:
             if "-delete-" in tag and request not in deleted:
                 with contextlib.suppress(Failed, TimeoutError):  # then it is found on the disk
                     async with asyncio.timeout(DELETE_S):
@@ -327,7 +343,9 @@ class Run:
     async def _erased(self) -> None:
         """What was deleted while a broker was away is erased once it is there again."""
         deleted = [seen.request for seen in self._seen if seen.outcome == "deleted" and seen.request]
-        await log.until_none(lambda: log.records_left(self._bus, deleted), ERASED_S)
+        for bus in self._buses:
+            own = [request for request in deleted if self._bus_of(request) is bus]
+            await log.until_none(partial(log.records_left, bus, own), ERASED_S)
 
     async def _kept(self) -> list[str]:
         """Words and tokens of private prompts and answers that some file of the broker has."""
@@ -379,7 +397,12 @@ class Run:
         options = self._options
         targets, more = self._system.topology.targets, self._system.more
         disturbances = list(options.disturbances) or plan(
-            options.seed, options.seconds, targets, every_s=options.every_s, more=more
+            options.seed,
+            options.seconds,
+            targets,
+            every_s=options.every_s,
+            more=more,
+            several=self._system.topology.cells > 1,
         )
         disturbances = [each for each in disturbances if each.act in options.acts]
         self._say(f"{options.clients} clients, {len(disturbances)} disturbances in {options.seconds:g} s")
@@ -423,6 +446,6 @@ class Run:
         for request in wrong[:EXPLAINED]:
             console.rule(request)
             with contextlib.suppress(ValueError):
-                found = inspect(await read_timeline(self._bus, request), with_tokens=False)
+                found = inspect(await read_timeline(self._bus_of(request), request), with_tokens=False)
                 show(found, console, now_ns=time.time_ns())
         return console.export_text()

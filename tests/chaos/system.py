@@ -13,6 +13,9 @@ from typing import Any, Self
 
 import msgspec
 
+from penstock.infra.nats_server.config import USERS
+from penstock.infra.nats_server.datadir import load_secrets
+from penstock.infra.nats_server.tenants import user_in_use
 from penstock.launch.machine import held_run
 from penstock.launch.readiness import get_url
 from penstock.launch.state import DeploymentState
@@ -34,7 +37,6 @@ SETTINGS = {"PENSTOCK_MAX_ATTEMPTS": "12"}
 STOPPED_S = DRAIN_S + 8.0  # within which a process that was asked to end has ended
 DOWN_S = 1.0  # between a crash of everything and the next start
 STARTS = "starts"
-ROLES = ("worker", "prefill", "decode", "encode", "embed", "diffusion", "router", "gateway")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -87,10 +89,12 @@ class System:
         """
         async with contextlib.AsyncExitStack() as opened:
             opened.enter_context(profiled(home))
-            held = held_run(0, 2 + topology.gateways)  # shared, one of each gateway, the broker's; same after a crash
+            # Shared, one of each gateway, the brokers'; the same after a crash.
+            held = held_run(0, 1 + topology.gateways + topology.cells)
             for each in held:
                 opened.enter_context(each)
             ports = [int(each.getsockname()[1]) for each in held]
+            broker_ports = dict(zip(topology.brokers, ports[1 + topology.gateways :], strict=True))
             flags = [*topology.flags, "--drain-s", f"{DRAIN_S:g}", "--http-port", str(ports[0])]
             if share:
                 flags += ["--routers", "3"]
@@ -104,12 +108,12 @@ class System:
                 opened.push_async_callback(brokers.stop)
                 flags += ["--nats-url", brokers.url]
             else:
-                flags += ["--nats-port", str(ports[-1])]
+                flags += ["--nats-port", str(broker_ports[BROKER])]
                 disk = Disk.mounted(home / "data") if small_disk else None
                 if disk is not None:
                     opened.callback(disk.unmount)
             if topology.links:
-                links = Links.started(ports[-1], [name for role in ROLES for name in topology.names(role)])
+                links = Links.started({name: broker_ports[to] for name, (_, to) in topology.links_of.items()})
                 opened.callback(links.stop)
             if topology.painter:
                 from tests.workers.engines.diffusion import pipelines  # late: it imports torch
@@ -120,7 +124,10 @@ class System:
                 flags = [*_without(flags, "--model"), "--model", str(model), "--served-model-name", topology.model]
                 if brokers is None:
                     await asyncio.to_thread(begin, other, home / "data")
-            ports_of = links.ports if links is not None else {}
+            ports_of: dict[str, dict[str, int]] = {}
+            for link, port in links.ports.items() if links is not None else ():
+                process, broker = topology.links_of[link]
+                ports_of.setdefault(process, {})[str(broker_ports[broker])] = port
             starts = Starts(str(home / STARTS), seed, other, topology.clock_s, ports_of, share)
             variables = {VARIABLE: msgspec.json.encode(starts).decode(), **SETTINGS}
 
@@ -141,7 +148,25 @@ class System:
     @property
     def store(self) -> Path:
         """Where the broker, or each of them, has its files."""
-        return self.deployment.data_dir / "nats" if self._brokers is None else self.deployment.home / "brokers"
+        if self._brokers is not None:
+            return self.deployment.home / "brokers"
+        return self.deployment.data_dir / ("nats" if self.topology.cells == 1 else "")
+
+    @property
+    def nats_urls(self) -> list[str]:
+        """Where the operator reaches the broker of each cell, home first."""
+        home = self.deployment.state.nats_url
+        found, port = [home], int(home.rpartition(":")[2])
+        for cell in range(1, self.topology.cells):
+            secrets = load_secrets(self._folder(cell) / "secrets.json", USERS)
+            user = user_in_use(secrets, "operator")
+            found.append(f"nats://{user}:{secrets[user]}@127.0.0.1:{port + cell}")
+        return found
+
+    def _folder(self, cell: int) -> Path:
+        """Of the broker of a cell."""
+        data = self.deployment.data_dir
+        return data / "cells" / str(cell) if cell else data
 
     @property
     def starts(self) -> Path:
@@ -188,7 +213,8 @@ class System:
 
     async def heaps(self) -> dict[str, int]:
         """Bytes in use of each broker that this started; of a deployment that was there before, brokers show none."""
-        lone = {BROKER: self.deployment.data_dir / "nats.log"} if self._profiled else {}
+        own = enumerate(self.topology.brokers) if self._profiled else ()
+        lone = {name: self._folder(cell) / "nats.log" for cell, name in own}
         return {name: await live_heap(path) for name, path in (self._brokers.logs if self._brokers else lone).items()}
 
     # -- disturbing it --------------------------------------------------------------------------------------------
@@ -225,10 +251,15 @@ class System:
         if each.act in (Act.stall, Act.fill):
             self._beside(each)
             return
-        name = each.victim(self.names)
-        pid = self.pids.get(name or "", 0)
+        groups = self.topology.groups
+        if (victim := each.victim([*self.names, *groups])) is not None:
+            for name in groups.get(victim, (victim,)):
+                self._signal(each, name)
+
+    def _signal(self, each: Disturbance, name: str) -> None:
+        pid = self.pids.get(name, 0)
         whole = self._brokers is None or name not in self._brokers.names or self._brokers.whole
-        if name is None or pid in self._stopped or not self._is_ours(pid) or not whole:
+        if pid in self._stopped or not self._is_ours(pid) or not whole:
             return
         sent = {Act.kill: signal.SIGKILL, Act.stop: signal.SIGSTOP, Act.restart: signal.SIGTERM}[each.act]
         if each.act is Act.stop:
@@ -251,10 +282,19 @@ class System:
             self.hits.append(Hit(time.time(), each.act, BROKER, each.hold_s))
             self._say(f"the disk is full for {each.hold_s:.1f} s")
             self._spawn(self._full(self._disk, each.hold_s))
-        elif self._links is not None and (name := each.victim(list(self._links.ports))) is not None:
-            self.hits.append(Hit(time.time(), each.act, name, each.hold_s))
+        elif self._links is not None and (name := each.victim(self._stallable)) is not None:
             self._say(f"the link of {name} carries nothing {each.way} for {each.hold_s:.1f} s")
-            self._links.stall(name, each.way, each.hold_s)
+            for link, (process, broker) in self.topology.links_of.items():
+                if link == name or broker == name or process in self.topology.groups.get(name, ()):
+                    self._links.stall(link, each.way, each.hold_s)
+            for one in self.topology.groups.get(name, (name,)):
+                self.hits.append(Hit(time.time(), each.act, one, each.hold_s))
+
+    @property
+    def _stallable(self) -> list[str]:
+        """Links by their names; those of all processes to a broker, and those of all workers of a cell, by its name."""
+        topology = self.topology
+        return [*topology.links_of, *topology.brokers, *topology.groups]
 
     async def _full(self, disk: Disk, seconds: float) -> None:
         disk.fill()

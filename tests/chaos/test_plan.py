@@ -60,6 +60,8 @@ def test_what_a_deployment_can_have_more_changes_nothing_of_the_ordinary_plan() 
     assert len(stalls) == 25
     assert {each.way for each in stalls} == set(Way)
     assert not any(each.target == BROKER for each in stalls), "its own link is everybody's"
+    several = plan(5, 300, TARGETS, more=(Act.stall,), several=True)
+    assert any(each.act is Act.stall and each.target == BROKER for each in several), "that of one of them is not"
     assert len(fills) == 4
     assert all(each.hold_s > 0 for each in (*stalls, *fills))
 

@@ -18,8 +18,8 @@ from tests.chaos.disk import BEFORE_BYTES, CHUNK_BYTES, Disk, found_in, requests
 from tests.chaos.launch import CLOCK, CLOCKS, Starts, linked
 from tests.chaos.links import Links
 from tests.chaos.nats_clients import connected
-from tests.chaos.plan import Way
-from tests.chaos.topology import TOPOLOGIES
+from tests.chaos.plan import BROKER, Way
+from tests.chaos.topology import ROLES, TOPOLOGIES
 
 MIB = 1 << 20
 
@@ -42,7 +42,7 @@ async def far() -> AsyncIterator[tuple[int, list[asyncio.StreamWriter]]]:
 
 @pytest.fixture
 def links(far: tuple[int, list[asyncio.StreamWriter]]) -> Iterator[Links]:
-    started = Links.started(far[0], ["worker-0", "worker-1"])
+    started = Links.started({"worker-0": far[0], "worker-1": far[0]})
     yield started
     started.stop()
 
@@ -86,7 +86,7 @@ async def test_an_end_of_one_side_is_the_end_of_the_other(
 
 
 async def test_a_broker_that_is_away_is_away_behind_a_link_too(unused_tcp_port: int) -> None:
-    links = Links.started(unused_tcp_port, ["worker-0"])
+    links = Links.started({"worker-0": unused_tcp_port})
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", links.ports["worker-0"])
         writer.write(b"x")
@@ -98,8 +98,12 @@ async def test_a_broker_that_is_away_is_away_behind_a_link_too(unused_tcp_port: 
 
 
 def test_a_process_reaches_the_broker_over_its_link_with_the_same_password() -> None:
-    environ = {"PENSTOCK_NATS_URL": "nats://worker:secret@127.0.0.1:4222", "HOME": "/root"}
-    assert linked(environ, 999) == {"PENSTOCK_NATS_URL": "nats://worker:secret@127.0.0.1:999", "HOME": "/root"}
+    url = "nats://worker:secret@127.0.0.1:{}"
+    environ = {"PENSTOCK_NATS_URL": url.format(4222), "HOME": "/root"}
+    assert linked(environ, {"4222": 999}) == {"PENSTOCK_NATS_URL": url.format(999), "HOME": "/root"}
+    cells = {"PENSTOCK_CELL_NATS_URLS": f"{url.format(4223)};{url.format(4224)},{url.format(4225)}"}
+    wanted = f"{url.format(1)};{url.format(2)},{url.format(4225)}"
+    assert linked(cells, {"4223": 1, "4224": 2}) == {"PENSTOCK_CELL_NATS_URLS": wanted}
 
 
 def test_every_process_of_a_topology_has_a_name_for_its_link() -> None:
@@ -108,6 +112,15 @@ def test_every_process_of_a_topology_has_a_name_for_its_link() -> None:
     assert pd.names("prefill") == ["prefill-0", "prefill-1"]
     assert pd.names("gateway") == ["gateway-0", "gateway-1"]
     assert pd.names("embed") == []
+    assert set(pd.links_of) == {name for role in ROLES for name in pd.names(role)}
+
+
+def test_gateways_have_a_link_to_the_broker_of_each_cell_and_others_to_that_of_their_own() -> None:
+    links = TOPOLOGIES["cells"].links_of
+    assert links["gateway-1"] == ("gateway-1", BROKER)
+    assert links["gateway-1>nats-1"] == ("gateway-1", "nats-1")
+    assert [links[name][1] for name in ("router-0", "router-1", "router-2")] == [BROKER, "nats-1", BROKER]
+    assert TOPOLOGIES["cells"].groups["cell-1"] == ["worker-1", "prefill-1", "decode-1"]
 
 
 def test_clocks_are_up_to_so_far_apart_and_each_start_has_its_own() -> None:

@@ -2,7 +2,12 @@
 
 from typing import NamedTuple
 
+from penstock.launch.plan import cell_of
 from tests.chaos.plan import BROKER
+
+WORKERS = ("worker", "prefill", "decode", "encode", "embed", "diffusion")
+ROLES = (*WORKERS, "router", "gateway")
+GROUP = "cell-"  # before the number of a cell: all of its workers
 
 
 class Topology(NamedTuple):
@@ -40,6 +45,36 @@ class Topology(NamedTuple):
     @property
     def gateways(self) -> int:
         return int(self.flags[self.flags.index("--gateways") + 1])
+
+    @property
+    def cells(self) -> int:
+        return int(self.flags[self.flags.index("--cells") + 1]) if "--cells" in self.flags else 1
+
+    @property
+    def brokers(self) -> list[str]:
+        """Those that ``penstock up`` starts: one for each cell, home first."""
+        return [BROKER, *(f"{BROKER}-{cell}" for cell in range(1, self.cells))]
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """The workers of each cell, which may be hit together, by the name of the group."""
+        workers = [name for role in WORKERS for name in self.names(role)]
+        return {
+            f"{GROUP}{cell}": [name for name in workers if cell_of(name, self.cells) == cell]
+            for cell in range(self.cells)
+        }
+
+    @property
+    def links_of(self) -> dict[str, tuple[str, str]]:
+        """By the name of a link: the process, and the broker that it reaches over it. Gateways reach all."""
+        found = {}
+        for name in [name for role in ROLES for name in self.names(role)]:
+            for cell, broker in enumerate(self.brokers):
+                if name.startswith("gateway"):
+                    found[f"{name}>{broker}" if cell else name] = name, broker
+                elif cell_of(name, self.cells) == cell:
+                    found[name] = name, broker
+        return found
 
 
 TOPOLOGIES = {
@@ -82,6 +117,17 @@ TOPOLOGIES = {
         "demo-vision",
         images=True,
         clock_s=30,
+    ),
+    # Two cells with a broker each: in both a pair and a worker for all stages, and a router; home has a second router.
+    "cells": Topology(
+        (
+            *("--cells", "2", "--mock-speedup", "1", "--prefill", "2", "--decode", "2", "--workers", "2"),
+            *("--gateways", "2", "--routers", "3", "--kv-blocks", "4000"),
+            *("--local-prefill-tokens", "64", "--handoff-lease-s", "10"),
+        ),
+        {"worker": 2, "prefill": 1, "decode": 1, "gateway": 2, "router": 2, BROKER: 3, GROUP: 3},
+        "tiny",
+        keys=True,
     ),
     # Images are made by a real pipeline of two tiny networks.
     "pictures": Topology(
