@@ -177,6 +177,7 @@ log = structlog.get_logger("gateway")
 POLL_S = 0.5
 HURRY_S = 0.1  # while work waits for the places that a poll shows
 INFO_TIMEOUT_S = 2.0
+MORE_S = 2.0  # for what is asked beyond whether routers are there
 
 
 class QueueMonitor:
@@ -191,6 +192,7 @@ class QueueMonitor:
     Attributes:
         queued: accepted requests that no router has placed, by model; "": of whichever.
         has_routers: some router takes requests; as of the last poll.
+        answered: the broker answered the last poll.
         lacks_consumer: of this stream routers' consumers are missing; "": none is.
         hurried: poll more often, since work waits for the next place.
     """
@@ -209,7 +211,7 @@ class QueueMonitor:
         self.queued: Mapping[str, int] = {}
         self._counted = counted
         self._shown = f"{bus.subjects.namespace}:" if cell else ""  # before the names of its consumers
-        self.has_routers = False
+        self.has_routers = self.answered = False
         self.lacks_consumer = ""
         self.hurried = False
         self._bus = bus
@@ -226,7 +228,7 @@ class QueueMonitor:
             try:
                 await self.poll()
             except Exception as error:
-                self.has_routers = False
+                self.has_routers = self.answered = False
                 log.debug("queue_unknown", error=repr(error))
 
     async def poll(self) -> None:
@@ -256,10 +258,12 @@ class QueueMonitor:
             has_routers |= bool(info.num_waiting) or delivered > self._delivered.get(name, delivered)
             self._delivered[name] = delivered
         self._queues.polled(queued, before)
-        self.has_routers = has_routers
-        await self._count_models()
-        unended = ((r.request.tenant, len(r.request.prompt)) for r in self._readers() if not r.ended)
-        await self._log_capacity.refresh(consumers, unended)
+        self.has_routers, self.answered = has_routers, True
+        with contextlib.suppress(TimeoutError):  # the next poll says whether the broker is there
+            async with asyncio.timeout(MORE_S):
+                await self._count_models()
+                unended = ((r.request.tenant, len(r.request.prompt)) for r in self._readers() if not r.ended)
+                await self._log_capacity.refresh(consumers, unended)
 
     async def _count_models(self) -> None:
         metrics, total = self._metrics, self._queues.total

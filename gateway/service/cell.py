@@ -9,7 +9,8 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 
 import structlog
 from nats.errors import Error as NatsError
@@ -38,6 +39,7 @@ from penstock.schemas.requests import GenerateRequest
 
 log = structlog.get_logger("gateway")
 
+SWEEP_S = 0.25
 LIMITS_S = 9.0  # of ACCEPT_S, what may have been spent before a request is sent
 ACCEPT_S = 14.0  # longer than an election in a cluster (4 to 9 s) and what follows it; a refusal comes within 15 s
 CANCEL_AGAIN_S = 1.0
@@ -63,6 +65,7 @@ class Cell:
 
     Attributes:
         opened: ``open`` has returned.
+        open_of: open requests by model, at the last sweep.
         stopped: open requests were left to other gateways.
     """
 
@@ -114,21 +117,31 @@ class Cell:
         self._memory = MemoryCheck(bus, self.unstored.streams, lambda: self.unstored.open)
         own = lambda: self._subscriptions.own_readers  # noqa: E731
         self.queues = QueueMonitor(bus, metrics, settings.max_queue, own, name_in, counted, cell=number)
+        self.open_of = Counter[str]()
+        self._left_to_open: list[Callable[[], Awaitable[None]]] = [
+            self.unstored.start,  # before what publishes to its streams after a reconnect
+            partial(self._own.start, new=True),
+            self.progress.open,
+            partial(self.verdicts.open, self.tasks),
+            partial(self._lookup.deleted.start, self.tasks),
+        ]
 
     async def open(self) -> None:
-        """
+        """If it fails, it can be called again, and goes on where it failed.
+
         Raises:
             ServingError: a stream or a bucket cannot be read.
         """
-        await self.unstored.start()  # before what publishes to its streams after a reconnect
-        await self._own.start(new=True)
-        await self.progress.open()
-        await self.verdicts.open(self.tasks)
-        await self._lookup.deleted.start(self.tasks)
+        while self._left_to_open:
+            await self._left_to_open[0]()
+            del self._left_to_open[0]
+        if self.opened:
+            return
         with contextlib.suppress(NatsError, TimeoutError):
             await self.queues.poll()
         self.tasks.spawn(self.queues.run(), name="poll")
         self.tasks.spawn(self.retention.run(), name="retention")
+        self.tasks.spawn(self._sweep_often(), name="sweep")
         self.opened = True
 
     async def close(self) -> None:
@@ -166,15 +179,19 @@ class Cell:
             reasons.append("no router takes requests; start one with 'penstock router'")
         return reasons
 
-    def takes(self, request: GenerateRequest) -> bool:
-        """Whether a new request would be accepted now."""
-        return (
-            self.opened
-            and self.bus.connected
-            and not self.store_check.failing
-            and self.queues.has_routers
-            and self.queues.has_room_for(request)
-        )
+    @property
+    def answers(self) -> bool:
+        """Whether its broker is there, as far as this gateway knows: one that hangs is noticed after 2.5 s."""
+        return self.opened and self.bus.connected and self.queues.answered
+
+    @property
+    def serves(self) -> bool:
+        """Whether its broker stores, and its routers take requests."""
+        return self.answers and not self.store_check.failing and self.queues.has_routers
+
+    def accepts(self, request: GenerateRequest) -> bool:
+        """Whether a new request would be accepted now; where no router is there, it waits for one."""
+        return self.answers and not self.store_check.failing and self.queues.has_room_for(request)
 
     # --- accepting ---
 
@@ -393,17 +410,25 @@ class Cell:
 
     # --- upkeep ---
 
-    async def sweep(self, now_ns: int, now: float, open_: Counter[str]) -> None:
-        """End what is overdue or whose record is there. Call it a few times a second.
+    async def _sweep_often(self) -> None:
+        """Each cell by itself: where a broker hangs, a sweep waits for it."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            try:
+                await self.sweep(self.bus.clock.now_ns(), time.monotonic())
+            except Exception:
+                log.exception("sweep_failed", cell=self.number)
+
+    async def sweep(self, now_ns: int, now: float) -> None:
+        """End what is overdue or whose record is there.
 
         Args:
             now_ns, now: Unix and monotonic time.
-            open_: takes the number of open requests by model.
         """
         with contextlib.suppress(ServingError):  # the broker is away; the next sweep asks again
             await self._completion.complete_idle(self._subscriptions.readers, now)
         self.store_check.look(now, quiet=self._quiet, position=self._own.tail.position)
-        quiet = False
+        quiet, open_ = False, Counter[str]()
         time_slice = TimeSlice()
         for inflight in self._subscriptions.readers:
             await time_slice.yield_if_spent()
@@ -422,7 +447,7 @@ class Cell:
                     self._spawn_cancel(inflight)
             elif late_ns > DEADLINE_GRACE_NS:
                 _end_overdue(inflight, late_ns)
-        self._quiet = quiet
+        self._quiet, self.open_of = quiet, open_
         await self._subscriptions.close_unused()
 
 

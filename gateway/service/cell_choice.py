@@ -160,8 +160,8 @@ class CellNews:
         home = self._buses[0]
         while self._sent:
             part, self._sent = self._sent[:MOST], self._sent[MOST:]
-            if home.connected:
-                await home.nc.publish(home.subjects.sent, encode(SentRequests(self._gateway, tuple(part))))
+            # Nothing waits for a broker that is away: what others do not hear costs little.
+            home.nc.post(home.subjects.sent, encode(SentRequests(self._gateway, tuple(part))))
 
     def _on_loads(self, cell: int) -> Any:
         async def handle(message: Any) -> None:

@@ -328,16 +328,16 @@ class FleetView:
     def _members(self) -> Iterator[RegisteredWorker]:
         return chain.from_iterable(watch.members.values() for watch in self.watches)
 
-    def serves_in(self, cell: int, name: str) -> bool:
+    def serves_in(self, cell: int, name: str = "") -> bool:
         """Whether a cell has workers that run requests for a model.
 
         Args:
-            name: canonical.
+            name: canonical; "": any.
         """
         served = self._served_in[cell]
         if served is None:
             served = self._served_in[cell] = _served(each.registration for each in self.watches[cell].members.values())
-        return name in served
+        return name in served if name else bool(served)
 
     def has_worker(self) -> bool:
         """Whether a worker takes requests for some model. Those of images and vectors count where all are learned."""

@@ -28,7 +28,7 @@ from penstock.gateway.media.loader import MediaLoader
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.listing import Page, page_of
 from penstock.gateway.request_log.lookup import StoredRequest
-from penstock.gateway.service.cell import Cell
+from penstock.gateway.service.cell import LIMITS_S, SWEEP_S, Cell
 from penstock.gateway.service.cell_choice import CellChoice, CellNews
 from penstock.gateway.service.conversations import Conversations
 from penstock.gateway.service.fleet import FleetView, ServedLately, named_in
@@ -49,8 +49,8 @@ log = structlog.get_logger("gateway")
 
 T = TypeVar("T")
 
-SWEEP_S = 0.25
 OPEN_AGAIN_S = 1.0
+LOOK_AGAIN_S = 0.05
 
 
 class CellLink(NamedTuple):
@@ -141,15 +141,15 @@ class Gateway:
         self.conversations = Conversations(
             self.look_up, self._answered, self.fleet.detokenizer, settings.max_body_bytes
         )
-        loader = MediaLoader(self._nearest.bus, settings, metrics, self._nearest.unstored.keep_medium)
+        loaders = [MediaLoader(cell.bus, settings, metrics, cell.unstored.keep_medium) for cell in self.cells]
         self._preparer = RequestPreparer(
             self.fleet,
-            loader,
+            lambda request_id: loaders[self._numbered(request_id)],
             self.conversations,
             self.id,
             settings,
             bus.clock.now_ns,
-            settings.cell if len(links) == 1 else self._first_cell + self._nearest.number,
+            self._first_number,
         )
 
     async def open(self) -> None:
@@ -158,9 +158,9 @@ class Gateway:
             ServingError: a stream or a bucket cannot be read.
         """
         for cell, link in zip(self.cells, self._links, strict=True):
-            if link.connecting is None or link.connecting.done():
+            if link.connecting is None:
                 await self._open_cell(cell)
-            else:
+            elif not (link.connecting.done() and await self._could_open(cell)):
                 self.tasks.spawn(self._open_later(cell, link.connecting), name=f"open-cell-{cell.number}")
         await self.guard.open(self.tasks)
         await self.limiter.open(self.tasks)
@@ -172,18 +172,20 @@ class Gateway:
         if len(self.cells) > 1:
             await self._news.follow(cell.number)
 
+    async def _could_open(self, cell: Cell) -> bool:
+        try:
+            await self._open_cell(cell)
+        except (ServingError, NatsError, TimeoutError, OSError) as error:
+            log.warning("cell_not_opened", cell=cell.number, error=repr(error), retry_in_s=OPEN_AGAIN_S)
+            return False
+        return True
+
     async def _open_later(self, cell: Cell, connecting: "asyncio.Task[None]") -> None:
         """Open a cell when its broker is there; until then the others do its work."""
         await asyncio.wait([connecting])
-        while True:
-            try:
-                await self._open_cell(cell)
-            except (ServingError, NatsError, TimeoutError, OSError) as error:
-                log.warning("cell_not_opened", cell=cell.number, error=repr(error), retry_in_s=OPEN_AGAIN_S)
-                await asyncio.sleep(OPEN_AGAIN_S)
-            else:
-                log.info("cell_opened", cell=cell.number)
-                return
+        while not await self._could_open(cell):  # noqa: ASYNC110 - another process
+            await asyncio.sleep(OPEN_AGAIN_S)
+        log.info("cell_opened", cell=cell.number)
 
     async def close(self) -> None:
         await self.tasks.aclose()
@@ -204,11 +206,8 @@ class Gateway:
         Raises:
             ServingError: broker_unavailable: this gateway has not reached the cell yet.
         """
-        if len(self.cells) == 1:
-            return self.cells[0]
-        number = cell_in(request_id) - self._first_cell
-        cell = self.cells[number] if 0 <= number < len(self.cells) else self.cells[0]
-        if not cell.opened:
+        cell = self.cells[self._numbered(request_id)]
+        if not cell.opened and len(self.cells) > 1:
             raise ServingError(
                 Code.broker_unavailable,
                 f"the broker of cell {cell.number}, where this request is, was not there since this gateway started; "
@@ -216,6 +215,19 @@ class Gateway:
                 retry_after=1.0,
             )
         return cell
+
+    def _numbered(self, request_id: str) -> int:
+        """The number of a request's cell within the deployment."""
+        number = cell_in(request_id) - self._first_cell if len(self.cells) > 1 else 0
+        return number if 0 <= number < len(self.cells) else 0
+
+    def _first_number(self) -> int:
+        """Of the cell that a request is prepared for, as ids have it. Its media are stored there."""
+        if len(self.cells) == 1:
+            return self.settings.cell
+        first = sorted(self.cells, key=lambda cell: cell is not self._nearest)
+        usable = (cell for cell in first if cell.serves and self.fleet.serves_in(cell.number))
+        return self._first_cell + next(usable, self._nearest).number
 
     @property
     def open_requests(self) -> int:
@@ -274,12 +286,33 @@ class Gateway:
             if error.code is Code.model_not_found and (without_tokens or self.fleet.learns):
                 named = await self.run_for(body, named_in, body)
                 if named and caller.may_name(named):
-                    for each in self._served_lately:
-                        await each.check(endpoint if without_tokens else "", named)
+                    for cell, lately in zip(self.cells, self._served_lately, strict=True):
+                        if cell.opened:
+                            await lately.check(endpoint if without_tokens else "", named)
             raise
-        if len(self.cells) == 1 or endpoint == COMPACTION or prepared.request.media:
-            return prepared  # its id, or its media, are in the nearest cell already
+        if len(self.cells) == 1:
+            return prepared
+        await self._wait_for_home()
+        if endpoint == COMPACTION or prepared.request.media:
+            return prepared  # its id, or its media, are in a cell already
         return self._placed(prepared)
+
+    async def _wait_for_home(self) -> None:
+        """Return when the home broker is there: it alone says which keys hold, and what their limits leave.
+
+        Raises:
+            ServingError: broker_unavailable: it is away for ``LIMITS_S``.
+        """
+        home, until = self.cells[0], time.monotonic() + LIMITS_S
+        while not home.answers:
+            if time.monotonic() > until:
+                raise ServingError(
+                    Code.broker_unavailable,
+                    "the broker of the first cell, which has API keys, limits and idempotency keys, is away: nothing "
+                    "new is accepted; try again later",
+                    retry_after=1.0,
+                )
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _check_room(self, body: bytes) -> None:
         """
@@ -302,17 +335,14 @@ class Gateway:
     def _placed(self, prepared: PreparedRequest) -> PreparedRequest:
         """The request in the cell that suits it best; its id says which that is."""
         request = prepared.request
-        usable = [
-            cell.number
-            for cell in self.cells
-            if cell.takes(request) and self.fleet.serves_in(cell.number, request.model)
-        ]
-        sent = self._choice.choose(request, usable)
+        accepting = [cell for cell in self.cells if cell.accepts(request)]
+        usable = [each for each in accepting if each.serves and self.fleet.serves_in(each.number, request.model)]
+        # Without one it waits for workers or routers, but for no broker if it need not.
+        sent = self._choice.choose(request, [cell.number for cell in usable or accepting])
         self._news.sent(sent)
-        chosen = sent.cell
-        if chosen == self._nearest.number:
+        if sent.cell == self._numbered(request.id):
             return prepared
-        moved = msgspec.structs.replace(request, id=in_cell(request.id, self._first_cell + chosen))
+        moved = msgspec.structs.replace(request, id=in_cell(request.id, self._first_cell + sent.cell))
         return prepared._replace(request=moved)
 
     async def input_tokens(self, body: bytes, caller: Caller = ANYONE) -> InputTokens:
@@ -419,16 +449,15 @@ class Gateway:
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
-                await self._sweep_once(self.bus.clock.now_ns(), time.monotonic())
+                self._sweep_once()
             except Exception:
                 log.exception("sweep_failed")
 
-    async def _sweep_once(self, now_ns: int, now: float) -> None:
+    def _sweep_once(self) -> None:
         self.fleet.refresh()
         open_ = Counter[str]()
         for cell in self.cells:
-            if cell.opened:
-                await cell.sweep(now_ns, now, open_)
+            open_.update(cell.open_of)
         for model in {*open_, *self.metrics.models}:
             if open_[model] or self.fleet.counted(model):
                 self.metrics.of(model).open.set(open_[model])

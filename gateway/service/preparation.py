@@ -137,6 +137,10 @@ _NAMES = {RESPONSE: chat.NAMES, MESSAGE: anthropic_chat.NAMES}  # of a chat's fi
 class RequestPreparer:
     """Owns the threads, and the processes that try constraints; ``close`` it.
 
+    Args:
+        loader_for: stores media in the cell of a request, by its id.
+        cell: number of the cell for the id of the next request.
+
     Attributes:
         fleet: the models that requests may name.
     """
@@ -144,15 +148,15 @@ class RequestPreparer:
     def __init__(
         self,
         fleet: FleetView,
-        media_loader: MediaLoader,
+        loader_for: Callable[[str], MediaLoader],
         conversations: Conversations,
         gateway: str,
         settings: GatewaySettings,
         now_ns: Callable[[], int] = time.time_ns,
-        cell: int = -1,
+        cell: Callable[[], int] = lambda: -1,
     ) -> None:
         self.fleet = fleet
-        self._media_loader = media_loader
+        self._loader_for = loader_for
         self._conversations = conversations
         self._gateway = gateway
         self._settings = settings
@@ -182,7 +186,7 @@ class RequestPreparer:
             ServingError: the body cannot be served.
         """
         now_ns = self._now_ns()
-        request_id = new_request_id(now_ns, cell=self._cell)
+        request_id = new_request_id(now_ns, cell=self._cell())
         if self._settings.strict_options:
             await self.run_for(body, check_options, endpoint, body, tenant=caller.tenant)
         if endpoint in IMAGE_PATHS:
@@ -382,8 +386,9 @@ class RequestPreparer:
                 if pending.no_store:
                     assert pending.request_id is not None
                     owner = pending.request_id
+                loader = self._loader_for(pending.request_id)
                 async with asyncio.timeout(PRIVATE_S if owner else None):
-                    media = await self._media_loader.load(pending.prompt.media, context.model.vision, left_s, owner)
+                    media = await loader.load(pending.prompt.media, context.model.vision, left_s, owner)
         except TimeoutError:
             raise ServingError(Code.deadline_exceeded, "the images did not arrive before the deadline") from None
         size_bytes = 8 * len(pending.prompt.tokens)

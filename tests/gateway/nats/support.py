@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import requests, wire
 from penstock.schemas.done import Done, Outcome
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.subjects import HEADER_ERROR, HEADER_FINAL, HEADER_MSG_ID, HEADER_SEQ, Subjects
+from penstock.schemas.subjects import HEADER_ERROR, HEADER_FINAL, HEADER_MSG_ID, HEADER_SEQ, Subjects, cell_namespace
 from penstock.schemas.tokens import Finish, TokenBatch, TokenItem
 from penstock.schemas.wire import pack_tokens
 from tests.infra.bus.support import eventually, opened
@@ -92,21 +92,41 @@ class Running(NamedTuple):
 
 @asynccontextmanager
 async def gateway_on(
-    broker: EmbeddedNats, subjects: Subjects, model: ModelDir, **settings: Any
+    broker: EmbeddedNats,
+    subjects: Subjects,
+    model: ModelDir,
+    *,
+    cells: Sequence[EmbeddedNats] = (),
+    change: Callable[[Gateway], object] = lambda gateway: None,
+    **settings: Any,
 ) -> AsyncIterator[Running]:
-    """One gateway, stopped at once in the end."""
+    """One gateway, stopped at once in the end.
+
+    Args:
+        cells: brokers of the cells behind the first.
+        change: called before the gateway is opened.
+    """
     async with AsyncExitStack() as stack:
-        bus = await stack.enter_async_context(opened(broker, subjects, skip_subject_validation=True))
-        publisher = Publisher(bus)
-        await publisher.open()
-        stack.push_async_callback(publisher.close)
+        links = []
+        for cell, server in enumerate((broker, *cells)):
+            own = Subjects(cell_namespace(subjects.namespace, cell))
+            bus = await stack.enter_async_context(opened(server, own, skip_subject_validation=True))
+            publisher = Publisher(bus)
+            await publisher.open()
+            stack.push_async_callback(publisher.close)
+            connecting = bus.tasks.spawn(asyncio.sleep(0), name="connected") if cell else None
+            if connecting is not None:
+                await connecting
+            links.append(CellLink(bus, publisher, connecting))
+        bus = links[0].bus
         gateway = Gateway(
-            [CellLink(bus, publisher)],
+            links,
             [model],
-            GatewaySettings(served_model_name="tiny", name=f"gw{id(bus)}", **settings),
+            GatewaySettings(served_model_name="tiny", name=f"gw{id(bus)}", cells=len(links), **settings),
             GatewayMetrics(MetricScope()),
         )
         one = Running(gateway, NatsApi(gateway, bus.tasks.group("nats-api")))
+        change(gateway)
         await gateway.open()
         stack.push_async_callback(gateway.close)
         await one.api.open()

@@ -1,15 +1,20 @@
 """The choice of a cell: cached beginnings of the prompt, the load of the least loaded worker, and the nearest cell."""
 
+import asyncio
 import time
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.service.cell_choice import NEAREST, PREFIXES, STEP_TOKENS, CellChoice, prefixes_of
+from penstock.gateway.service.cell_choice import NEAREST, PREFIXES, STEP_TOKENS, CellChoice, CellNews, prefixes_of
+from penstock.infra.bus.tasks import Tasks
 from penstock.schemas.block_hashes import chain, root
 from penstock.schemas.cells import CellLoads, ModelLoad, SentRequest
 from penstock.schemas.requests import GenerateRequest, Stop, new_request_id
+from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import pack_tokens
+from tests.infra.bus.support import eventually
 
 MODEL = "m"
 SHORT, LONG = 200, 4096  # tokens
@@ -28,6 +33,28 @@ def asked(tokens: int, seed: int = 0, block_size: int = 32) -> GenerateRequest:
 
 def loads(tokens: float, workers: int = 2) -> CellLoads:
     return CellLoads("router", (ModelLoad(MODEL, tokens, workers),))
+
+
+async def test_what_was_sent_is_told_to_others_without_waiting_for_the_broker() -> None:
+    """``publish`` waits for a link that is stalled, and what was sent meanwhile was kept without a limit."""
+    posted: list[bytes] = []
+
+    class Client:
+        def post(self, subject: str, payload: bytes) -> bool:
+            posted.append(payload)
+            return False
+
+        async def publish(self, *_: object) -> None:
+            await asyncio.Event().wait()
+
+    tasks = Tasks("test")
+    home = SimpleNamespace(nc=Client(), connected=True, subjects=Subjects("ps"))
+    news = CellNews([home], "gw", CellChoice(2, 0), tasks)  # type: ignore[list-item]
+    for _ in range(3):
+        news.sent(SentRequest(0, MODEL, 1, ()))
+        await eventually(lambda: not len(tasks))
+    assert len(posted) == 3
+    await tasks.aclose()
 
 
 def test_without_load_requests_stay_near() -> None:

@@ -72,7 +72,7 @@ async def test_only_large_bodies_are_prepared_in_a_thread(
 async def test_ids_have_the_cell_of_their_gateway_and_lie_in_all_shards(
     preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(preparer, "_cell", 42)
+    monkeypatch.setattr(preparer, "_cell", lambda: 42)
     body = {"model": "tiny", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
     ids = [(await preparer.prepare(kind, json.dumps(body).encode())).request.id for _ in range(8)]
     assert {each.rpartition("-")[2][:3] for each in ids} == {"02a"}

@@ -1,0 +1,131 @@
+"""A gateway of two cells while the broker of one hangs, is away, or cannot be read yet."""
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from penstock.gateway.service import gateway as gateway_module
+from penstock.gateway.service.cell import Cell
+from penstock.gateway.service.gateway import Gateway
+from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import cell_in
+from penstock.schemas.subjects import Subjects
+from tests.gateway.nats.support import gateway_on
+from tests.infra.bus.support import eventually
+
+BODY = b'{"model": "tiny", "prompt": "a b c", "max_tokens": 4}'
+SOON = b'{"model": "tiny", "prompt": "a b c", "max_tokens": 4, "timeout_s": 0.2}'
+
+
+async def cell(gateway: Gateway, endpoint: str = "completion", body: bytes = BODY) -> int:
+    """Which one a request would go to."""
+    return cell_in((await gateway.prepare(endpoint, body)).request.id)
+
+
+@pytest.fixture
+async def second(make_broker: Callable[..., EmbeddedNats]) -> AsyncIterator[EmbeddedNats]:
+    server = make_broker("second")
+    await server.start()
+    yield server
+    if server.pid:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+async def test_requests_wait_for_workers_but_not_for_a_broker_that_hangs(
+    broker: EmbeddedNats, second: EmbeddedNats, subjects: Subjects, model: ModelDir
+) -> None:
+    async with gateway_on(broker, subjects, model, cells=[second], nearest_cell=1) as running:
+        assert await cell(running.gateway) == 1, "no cell has workers or routers"
+        assert second.pid
+        os.kill(second.pid, signal.SIGSTOP)
+        await eventually(lambda: not running.gateway.cells[1].answers)
+        assert await cell(running.gateway) == 0
+        os.kill(second.pid, signal.SIGCONT)
+        await eventually(lambda: running.gateway.cells[1].answers)
+        assert await cell(running.gateway) == 1
+
+
+async def test_a_look_that_hangs_in_one_cell_delays_no_deadline_in_another(
+    broker: EmbeddedNats, subjects: Subjects, model: ModelDir
+) -> None:
+    async with gateway_on(broker, subjects, model, cells=[broker], nearest_cell=0) as running:
+        hanging = asyncio.Event()
+
+        async def hang(*_: Any) -> None:
+            hanging.set()
+            await asyncio.Event().wait()
+
+        running.gateway.cells[1]._completion.complete_idle = hang  # type: ignore[method-assign]
+        await hanging.wait()
+        request = (await running.gateway.prepare("completion", SOON)).request
+        inflight = await running.gateway.submit(request)
+        async with asyncio.timeout(20):
+            with pytest.raises(ServingError, match="deadline"):
+                await inflight.take()
+
+
+async def test_while_the_home_broker_is_away_nothing_new_is_accepted(
+    broker: EmbeddedNats, second: EmbeddedNats, subjects: Subjects, model: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_on(second, subjects, model, cells=[broker], nearest_cell=1) as running:
+        assert await cell(running.gateway) == 1
+        await second.stop()
+        await eventually(lambda: not running.gateway.cells[0].answers)
+        monkeypatch.setattr(gateway_module, "LIMITS_S", 0.2)
+        with pytest.raises(ServingError, match="broker of the first cell") as refused:
+            await running.gateway.prepare("completion", BODY)
+        assert refused.value.code is Code.broker_unavailable
+        monkeypatch.setattr(gateway_module, "LIMITS_S", 60.0)
+        waiting = asyncio.create_task(cell(running.gateway))
+        await second.start()
+        assert await waiting == 1, "a request waits for it"
+
+
+async def test_media_and_ids_that_are_needed_early_go_to_a_cell_that_serves(
+    broker: EmbeddedNats, subjects: Subjects, model: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_on(broker, subjects, model, cells=[broker], nearest_cell=1) as running:
+        compacted = "compaction", b'{"model": "tiny", "input": "a b c"}'
+        assert await cell(running.gateway, *compacted) == 1
+        monkeypatch.setattr(running.gateway.fleet, "serves_in", lambda cell, name="": True)
+        monkeypatch.setattr(Cell, "serves", property(lambda cell: cell.number == 0))
+        assert await cell(running.gateway, *compacted) == 0
+
+
+async def test_a_cell_that_cannot_be_read_at_first_is_opened_later_once(
+    broker: EmbeddedNats, subjects: Subjects, model: ModelDir
+) -> None:
+    failing = ["tokens", "workers"]
+
+    def fail_twice(gateway: Gateway) -> None:
+        tail, fleet = gateway.cells[1]._own.tail, gateway.fleet
+        start, follow = tail.start, fleet.follow
+
+        async def started(**options: Any) -> None:
+            _fail_at("tokens")
+            await start(**options)
+
+        async def followed(cell: int) -> None:
+            if cell:
+                _fail_at("workers")
+            await follow(cell)
+
+        tail.start = started  # type: ignore[method-assign]
+        fleet.follow = followed  # type: ignore[method-assign]
+
+    def _fail_at(what: str) -> None:
+        if what in failing:
+            failing.remove(what)
+            raise ServingError(Code.broker_unavailable, "it cannot be read yet")
+
+    async with gateway_on(broker, subjects, model, cells=[broker], change=fail_twice) as running:
+        await eventually(lambda: not failing and running.gateway.cells[1].opened)
+        names = Counter(task.get_name() for task in asyncio.all_tasks())
+        assert names["poll"] == names["sweep-others"] == len(running.gateway.cells), "each once in each cell"
