@@ -1,14 +1,19 @@
-"""What a request costs at one connection before anything is computed: its messages, and nothing else.
+"""What a request costs before anything is computed: its messages, and nothing else.
 
-python -m tests.perf.floor             # 10 s
+python -m tests.perf.floor             # 10 s, one connection
+python -m tests.perf.floor --connections 32 --request-bytes 12000 --by-sequence
 
 Three processes in place of gateway, router and worker pass the messages of a request, in their sizes, through the
 streams of a real broker: the request, its job, the first token, the other tokens with KV events and the end, and all
 acknowledgements. They are bare protocols of one event loop each, and neither tokenise, render, route nor schedule.
+
+With ``--by-sequence`` a job has no prompt: it names the sequence of its request, which the worker reads with a direct
+get.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -18,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -25,14 +31,17 @@ from urllib.parse import urlsplit
 from nats.js.api import AckPolicy, ConsumerConfig
 
 from penstock.infra.bus.client import Frame, FrameReader, publish_command
-from penstock.infra.bus.puller import ACK, pull_request
+from penstock.infra.bus.puller import ACK, pull_request, sequence
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.nats import apply_at, connect_operator
 from penstock.measure.generator.lag import loop_factory
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.perf.cpu import cpu_of
 
-REQUEST, JOB, FIRST, REST, KV, DONE = (os.urandom(size) for size in (1500, 2600, 120, 400, 350, 1600))
+REQUEST_BYTES = 1_500
+JOB_BYTES = 1_100  # of a job, without the prompt
+FIRST, REST, KV, DONE = (os.urandom(size) for size in (120, 400, 350, 1600))
+NUMBER = 8  # bytes at the beginning of each message: which request it is of; in a job, then the request's sequence
 HTTP_REQUEST, HTTP_BEGIN, HTTP_REST = (b"." * size for size in (1_600, 500, 14_000))
 PULLED = 20_000  # messages, at once; more than the benchmark sends
 PULL_S = 600.0
@@ -63,6 +72,7 @@ class Link(asyncio.Protocol):
         self._hello = b"CONNECT %b\r\n" % json.dumps(login).encode()
         self._handlers: dict[int, Callable[[Frame], object]] = {}  # by subscription
         self._frames = FrameReader()
+        self._unsent: list[bytes] = []
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -81,8 +91,15 @@ class Link(asyncio.Protocol):
         self._transport.write(f"SUB {subject} {sid}\r\n".encode())
 
     def send(self, subject: str, payload: bytes, reply: str = "", message_id: str = "") -> None:
+        """Send with everything else of this turn of the event loop."""
         headers = {HEADER_MSG_ID: message_id} if message_id else None
-        self._transport.write(publish_command(subject, payload, reply, headers) or b"")
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._unsent.append(publish_command(subject, payload, reply, headers) or b"")
+
+    def _write(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        self._transport.write(b"".join(unsent))
 
     def pull(self, stream: str, consumer: str, handler: Callable[[Frame], object]) -> None:
         inbox = f"{self.inbox}.pull"
@@ -91,15 +108,38 @@ class Link(asyncio.Protocol):
         self.send(subject, pull_request(PULLED, PULL_S), inbox)
 
 
-class Front(asyncio.Protocol):
-    """The connection of the client, in the gateway."""
+class Requests:
+    """The requests in the gateway whose answers are under way."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, request_bytes: int) -> None:
         self._link = link
-        self._left = len(HTTP_REQUEST)
-        self._sent = 0
+        self._content = os.urandom(request_bytes - NUMBER)
+        self._count = 0
+        self._waiting: dict[bytes, asyncio.WriteTransport] = {}
         link.subscribe(link.inbox, stored)
         link.subscribe(SUBJECTS.live(SUBJECTS.tokens("g")), self._on_tokens)
+
+    def begin(self, client: asyncio.WriteTransport) -> None:
+        self._count += 1
+        number, request = self._count.to_bytes(NUMBER, "little"), f"{self._count:03d}"
+        self._waiting[number] = client
+        subject = SUBJECTS.request("m", "interactive", request)
+        self._link.send(subject, number + self._content, self._link.inbox, request)
+
+    def _on_tokens(self, frame: Frame) -> None:
+        number = frame.data[:NUMBER]
+        if len(frame.data) == len(FIRST):
+            self._waiting[number].write(HTTP_BEGIN)
+        else:
+            self._waiting.pop(number).write(HTTP_REST)
+
+
+class Front(asyncio.Protocol):
+    """The connection of a client, in the gateway."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._left = len(HTTP_REQUEST)
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -107,12 +147,8 @@ class Front(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._left -= len(data)
         if not self._left:
-            self._left, self._sent = len(HTTP_REQUEST), self._sent + 1
-            request = f"{self._sent:03d}"
-            self._link.send(SUBJECTS.request("m", "interactive", request), REQUEST, self._link.inbox, request)
-
-    def _on_tokens(self, frame: Frame) -> None:
-        self._transport.write(HTTP_BEGIN if len(frame.data) == len(FIRST) else HTTP_REST)
+            self._left = len(HTTP_REQUEST)
+            self._requests.begin(self._transport)
 
 
 def stored(ack: Frame) -> None:
@@ -124,16 +160,19 @@ def stored(ack: Frame) -> None:
         raise RuntimeError(f"the broker refused a message: {ack.data!r}")
 
 
-def route(link: Link) -> None:
+def route(link: Link, *, by_sequence: bool) -> None:
     """Make a job of each request, and acknowledge it once that is stored."""
     waiting: list[str] = []
-    sent = 0
+    sent, decision = 0, os.urandom(JOB_BYTES - 2 * NUMBER)
 
     def on_request(frame: Frame) -> None:
         nonlocal sent
         sent += 1
-        waiting.append(frame.reply.decode())
-        link.send(SUBJECTS.work("aggregated", "w"), JOB, link.inbox, f"{sent}")
+        reply, number = frame.reply.decode(), frame.data[:NUMBER]
+        waiting.append(reply)
+        job = number + sequence(reply).to_bytes(NUMBER, "little") + decision
+        content = b"" if by_sequence else frame.data
+        link.send(SUBJECTS.work("aggregated", "w"), job + content, link.inbox, f"{sent}")
 
     def on_stored(ack: Frame) -> None:
         stored(ack)
@@ -145,42 +184,56 @@ def route(link: Link) -> None:
     link.pull("REQUESTS", "router-interactive", on_request)
 
 
-def work(link: Link) -> None:
+def work(link: Link, *, by_sequence: bool) -> None:
     """Answer each job: the first token, then everything else. The job is acknowledged once its end is stored."""
     loop = asyncio.get_running_loop()
     waiting: list[str] = []
-    sent = 0
+    begun, contents = 0, f"{link.inbox}.content"
 
     def on_job(frame: Frame) -> None:
-        nonlocal sent
-        sent += 1
         waiting.append(frame.reply.decode())
-        link.send(SUBJECTS.tokens("g"), FIRST, message_id=f"{sent}:1")
-        loop.call_soon(finish, sent)
+        if by_sequence:
+            seq = int.from_bytes(frame.data[NUMBER : 2 * NUMBER], "little")
+            link.send(f"$JS.API.DIRECT.GET.{SUBJECTS.stream('REQUESTS')}", b'{"seq":%d}' % seq, contents)
+        else:
+            begin(frame)
 
-    def finish(number: int) -> None:
-        link.send(SUBJECTS.tokens("g"), REST, message_id=f"{number}:2")
-        link.send(SUBJECTS.kv("m", "w"), KV, message_id=f"{number}:kv")
-        link.send(SUBJECTS.done("default", "m", f"{number}"), DONE, link.inbox, f"{number}")
+    def begin(frame: Frame) -> None:
+        """
+        Args:
+            frame: a job with its prompt, or its request.
+        """
+        nonlocal begun
+        begun += 1
+        number = frame.data[:NUMBER]
+        link.send(SUBJECTS.tokens("g"), number + FIRST[NUMBER:], message_id=f"{begun}:1")
+        loop.call_soon(finish, begun, number)
+
+    def finish(place: int, number: bytes) -> None:
+        link.send(SUBJECTS.tokens("g"), number + REST[NUMBER:], message_id=f"{place}:2")
+        link.send(SUBJECTS.kv("m", "w"), KV, message_id=f"{place}:kv")
+        link.send(SUBJECTS.done("default", "m", f"{place}"), DONE, link.inbox, f"{place}")
 
     def on_stored(ack: Frame) -> None:
         stored(ack)
         link.send(waiting.pop(0), ACK)
 
     link.subscribe(link.inbox, on_stored)
+    link.subscribe(contents, begin)
     link.pull("WORK", "w", on_job)
 
 
-async def serve(role: str, url: str) -> None:
+async def serve(role: str, url: str, request_bytes: int, *, by_sequence: bool) -> None:
     """One of the three processes, until it is terminated. The gateway prints its port."""
     loop, parts = asyncio.get_running_loop(), urlsplit(url)
     _, link = await loop.create_connection(lambda: Link(role, url), parts.hostname or "", parts.port or 0)
     port = 0
     if role == "gateway":
-        server = await loop.create_server(lambda: Front(link), "127.0.0.1")
+        requests = Requests(link, request_bytes)
+        server = await loop.create_server(lambda: Front(requests), "127.0.0.1")
         port = server.sockets[0].getsockname()[1]
     else:
-        (route if role == "router" else work)(link)
+        (route if role == "router" else work)(link, by_sequence=by_sequence)
     print(port, flush=True)
     await asyncio.Event().wait()
 
@@ -206,13 +259,16 @@ def load(client: socket.socket, requests: int) -> list[tuple[float, float]]:
     return took
 
 
-def measure(requests: int) -> Floor:
+def measure(
+    requests: int, *, connections: int = 1, request_bytes: int = REQUEST_BYTES, by_sequence: bool = False
+) -> Floor:
     """Start a broker and the three processes, and stop them when ``requests`` were answered."""
     with tempfile.TemporaryDirectory(prefix="floor-") as folder, asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_measure(requests, Path(folder)))
+        options = ["--request-bytes", str(request_bytes), *(["--by-sequence"] if by_sequence else [])]
+        return runner.run(_measure(requests, connections, options, Path(folder)))
 
 
-async def _measure(requests: int, folder: Path) -> Floor:
+async def _measure(requests: int, connections: int, options: list[str], folder: Path) -> Floor:
     broker = EmbeddedNats(folder)
     await broker.start()
     processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -226,15 +282,15 @@ async def _measure(requests: int, folder: Path) -> Floor:
         await nc.jetstream().add_consumer(SUBJECTS.stream("WORK"), durable)
         await nc.close()
         for role in ROLES:
-            command = [sys.executable, "-m", "tests.perf.floor", "--role", role, "--url", url]
+            command = [sys.executable, "-m", "tests.perf.floor", "--role", role, "--url", url, *options]
             processes[role] = subprocess.Popen(command, stdout=subprocess.PIPE)  # noqa: ASYNC220 - a few ms
         ports = [await asyncio.to_thread(process.stdout.readline) for process in processes.values()]  # type: ignore[union-attr]
         pids = {"broker": broker.pid or 0} | {role: process.pid for role, process in processes.items()}
-        with socket.create_connection(("127.0.0.1", int(ports[0])), timeout=10) as client:
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await asyncio.to_thread(load, client, WARM_UP)
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(connected(int(ports[0]))) for _ in range(connections)]
+            await _load_all(clients, WARM_UP)
             before = cpu_of(pids.values())
-            took = await asyncio.to_thread(load, client, requests)
+            took = await _load_all(clients, requests)
             after = cpu_of(pids.values())
     finally:
         for process in processes.values():
@@ -242,7 +298,21 @@ async def _measure(requests: int, folder: Path) -> Floor:
             process.communicate()
         await broker.stop()
     first, end = map(list, zip(*took, strict=True))
-    return Floor(first, end, {role: (after[pid] - before[pid]) / requests * 1e6 for role, pid in pids.items()})
+    return Floor(first, end, {role: (after[pid] - before[pid]) / len(took) * 1e6 for role, pid in pids.items()})
+
+
+def connected(port: int) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", port), timeout=10)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return client
+
+
+async def _load_all(clients: list[socket.socket], requests: int) -> list[tuple[float, float]]:
+    """As ``load``, over all connections at once."""
+    loop, each = asyncio.get_running_loop(), -(-requests // len(clients))
+    with ThreadPoolExecutor(len(clients)) as threads:
+        loaded = await asyncio.gather(*(loop.run_in_executor(threads, load, client, each) for client in clients))
+    return [times for part in loaded for times in part]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -252,13 +322,21 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--requests", type=int, default=3_000, metavar="N", help="to send (default: 3000)")
+    parser.add_argument("--connections", type=int, default=1, metavar="N", help="at once (default: 1)")
+    parser.add_argument("--request-bytes", type=int, default=REQUEST_BYTES, metavar="N", help="of a stored request")
+    parser.add_argument("--by-sequence", action="store_true", help="jobs name their request, and workers read it")
     parser.add_argument("--role", default="", help=argparse.SUPPRESS)
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.role:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(serve(args.role, args.url))
-    found = measure(args.requests)
+            runner.run(serve(args.role, args.url, args.request_bytes, by_sequence=args.by_sequence))
+    found = measure(
+        args.requests,
+        connections=args.connections,
+        request_bytes=args.request_bytes,
+        by_sequence=args.by_sequence,
+    )
     first, last = (statistics.quantiles(column, n=10) for column in (found.first_s, found.end_s))
     print(f"ms to the first token: {first[0] * 1e3:.2f} (p10), {first[4] * 1e3:.2f} (p50); last: {last[4] * 1e3:.2f}")
     parts = ", ".join(f"{role} {us:.0f}" for role, us in found.cpu_us.items())
