@@ -55,8 +55,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _run(args: argparse.Namespace, console: Console) -> None:
-    # A tenant's requests may be in any cell: none is left out.
-    async with open_cells(LogSource.of(args), name="forget", role="operator", streams=(), whole=True) as logs:
+    whole = bool(args.tenant)  # whose requests may be in any cell
+    async with open_cells(LogSource.of(args), name="forget", role="operator", streams=(), whole=whole) as logs:
         if any(log.stopped for log in logs):
             raise ValueError("the deployment is stopped: start it, then forget its requests")
         ended: dict[int, list[Ended]] = {log.cell: [] for log in logs}

@@ -9,9 +9,10 @@ The bodies hold prompts and answers. Who may see how a deployment does need not 
 """
 
 import asyncio
+import contextlib
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +24,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.nats_server import retention
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.retention import StreamUse
+from penstock.log_tools.sources.open_log import CellSource, Log, LogSource, open_cells
 from penstock.operate.workers import registrations, routers
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Registration, WorkerState
@@ -201,9 +203,11 @@ class Observer:
     Args:
         buses: of its cells.
         numbers: of these cells, if there are several.
+        away: further cells, which are not looked at.
     """
 
-    def __init__(self, *buses: Bus, numbers: Sequence[int] = ()) -> None:
+    def __init__(self, *buses: Bus, numbers: Sequence[int] = (), away: Sequence[CellView] = ()) -> None:
+        self._away = away
         self._cells = [CellObserver(bus) for bus in buses]
         self._numbers = numbers or range(len(buses))
         self._recent: list[RequestSummary] = []
@@ -227,7 +231,8 @@ class Observer:
         members = [member for _, look in found for member in look.members]
         registered = [each for _, look in found for each in look.registered]
         views = workers(registered, self._recent, now.output_tokens_per_s, lost_leases(members))
-        several = len(self._cells) > 1
+        several = len(self._cells) + len(self._away) > 1
+        cells = [*map(_cell_view, self._numbers, self._cells, seen), *self._away] if several else []
         streams = found[0][1].streams
         if several:
             views = _with_cells(views, zip(self._numbers, seen, strict=True))
@@ -240,8 +245,28 @@ class Observer:
             now,
             streams,
             tuple(reversed(self._recent)),
-            tuple(map(_cell_view, self._numbers, self._cells, seen)) if several else (),
+            tuple(sorted(cells, key=lambda cell: cell.number)),
         )
+
+
+@contextlib.asynccontextmanager
+async def observed(
+    source: LogSource, *, name: str, role: str, streams: Sequence[str] = (), patient: bool = False
+) -> AsyncIterator[tuple[list[Log], Observer | None]]:
+    """The logs of a deployment's cells, and who looks at those that run; None: the deployment is stopped.
+
+    Raises:
+        as ``open_cells``, if no cell can be opened.
+    """
+    away: list[CellView] = []
+
+    def note(cell: CellSource, error: Exception) -> None:
+        away.append(CellView(cell.number, cell.source.namespace, problem=str(error)))
+
+    async with open_cells(source, name=name, role=role, streams=streams, patient=patient, left_out=note) as logs:
+        running = [log for log in logs if not log.stopped]
+        numbers = [log.cell for log in running]
+        yield logs, Observer(*(log.bus for log in running), numbers=numbers, away=away) if running else None
 
 
 async def _look(cell: "CellObserver") -> CellLook | ServingError | BrokerProblem:

@@ -59,8 +59,12 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
         raise ValueError(f"no `penstock up` runs on {data_dir}; the one that wrote its state.json was killed")
     processes = _ordered(state, args.names)
     timeout_s = duration_ns(args.timeout) / 1e9
-    async with open_cells(LogSource.of(args), name="restart", role="viewer", streams=(), whole=True) as logs:
+    async with open_cells(LogSource.of(args), name="restart", role="viewer", streams=()) as logs:
         buses = {log.cell: log.bus for log in logs}
+        several = len(state.all_cells) > 1
+        away = [each for each in processes if several and each.role == "worker" and each.cell not in buses]
+        if away:
+            raise ValueError(f"{away[0].name} cannot register while the broker of cell {away[0].cell} is away")
         for process in processes:
             began = time.monotonic()
             await _restart(buses.get(process.cell, logs[0].bus), data_dir, process, timeout_s)

@@ -14,7 +14,7 @@ from penstock.cli.figures import clock, duration_ns, show_duration, show_size, s
 from penstock.cli.terminal import Column, escape, fitting_table, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
-from penstock.log_tools.sources.open_log import LogSource, add_flags, open_cells, run_command
+from penstock.log_tools.sources.open_log import LogSource, add_flags, run_command
 from penstock.operate.observe import (
     CellView,
     DeploymentSnapshot,
@@ -23,6 +23,7 @@ from penstock.operate.observe import (
     Rates,
     WorkerView,
     away,
+    observed,
     tenant_rows,
     unsteady,
 )
@@ -49,11 +50,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _run(source: LogSource, console: Console, interval_s: float, *, once: bool, as_json: bool) -> None:
-    async with open_cells(source, name="top", role="viewer", streams=()) as logs:
-        if all(log.stopped for log in logs):
+    async with observed(source, name="top", role="viewer") as (_, observer):
+        if observer is None:
             raise ValueError("the deployment is stopped: `penstock requests` shows what it did")
-        running = [log for log in logs if not log.stopped]
-        observer = Observer(*(log.bus for log in running), numbers=[log.cell for log in running])
         try:
             if as_json or not console.is_terminal or once:
                 await _print(observer, console, interval_s, once=once, as_json=as_json)

@@ -265,11 +265,13 @@ async def open_cells(
     files: bool = False,
     patient: bool = False,
     whole: bool = False,
+    left_out: Callable[[CellSource, Exception], None] | None = None,
 ) -> AsyncIterator[list[Log]]:
     """Open the logs of all cells, as ``open_log`` does each; home is the first, unless it cannot be opened.
 
     Args:
-        whole: every cell is needed; otherwise one that cannot be opened is named on standard error and left out.
+        whole: every cell is needed; otherwise one that cannot be opened is left out.
+        left_out: told of each; default: it is named on standard error.
     Raises:
         ServingError, ValueError, CopyFailed, NoServerBinary, ServerFailed, OSError: as ``open_log``, if no cell can be
             opened, or with ``whole``.
@@ -288,7 +290,10 @@ async def open_cells(
                 if whole or len(cells) == 1:
                     raise
                 failures.append(error)
-                print(f"cell {cell.number} is left out: {error}", file=sys.stderr)
+                if left_out is not None:
+                    left_out(cell, error)
+                else:
+                    print(f"cell {cell.number} is left out: {error}", file=sys.stderr)
             else:
                 logs.append(log._replace(cell=cell.number))
         if not logs:

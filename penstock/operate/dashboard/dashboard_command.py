@@ -13,11 +13,11 @@ from penstock.infra.nats_server.datadir import prepare
 from penstock.infra.process.sockets import CannotListen, bind
 from penstock.launch.readiness import base_url
 from penstock.launch.state import stored_token
-from penstock.log_tools.sources.open_log import REQUEST_STREAMS, LogSource, add_flags, open_cells, run_command
+from penstock.log_tools.sources.open_log import REQUEST_STREAMS, LogSource, add_flags, run_command
 from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.app import Dashboard
 from penstock.operate.dashboard.live import Live
-from penstock.operate.observe import Observer
+from penstock.operate.observe import observed
 
 PORT = 8480
 INTERVAL_S = 1.0
@@ -51,10 +51,9 @@ async def _run(args: argparse.Namespace) -> None:
     port = listener.getsockname()[1]
     with contextlib.closing(listener):
         token = args.token or (secrets.token_urlsafe(18) if args.nats_url else _token_of(source))
-        async with open_cells(source, name="dashboard", role="reader", streams=STREAMS, patient=True) as logs:
-            running = [log for log in logs if not log.stopped]
-            observer = Observer(*(log.bus for log in running), numbers=[log.cell for log in running])
-            live = Live(observer, INTERVAL_S) if running else None
+        opening = observed(source, name="dashboard", role="reader", streams=STREAMS, patient=True)
+        async with opening as (logs, observer):
+            live = Live(observer, INTERVAL_S) if observer is not None else None
             app = Dashboard(logs, live, Access(token, port)).application()
             config = uvicorn.Config(
                 app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=CLOSE_S

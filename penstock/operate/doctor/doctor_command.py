@@ -303,11 +303,12 @@ def _state(data_dir: Path) -> DeploymentState | None:
 
 
 class _Seen(NamedTuple):
-    """Through the broker. ``keys``, ``growth``: None: not known."""
+    """Through the broker. ``keys``, ``growth``: None: not known. ``runs``: False: the deployment is stopped."""
 
     findings: list[CheckResult]
     keys: Keys | None = None
     growth: Growth | None = None
+    runs: bool = True
 
 
 async def _through_broker(source: LogSource, state: DeploymentState | None, files: dict[str, bytes]) -> _Seen:
@@ -323,6 +324,8 @@ async def _through_broker(source: LogSource, state: DeploymentState | None, file
             told = [msgspec.structs.replace(each, what=f"cell {cell.number}: {each.what}") for each in one.findings]
             one = one._replace(findings=told)
         seen.append(one)
+    if not any(each.runs for each in seen):
+        return _Seen([problem("deployment", f"nothing runs on {source.data_dir}", _START)], runs=False)
     growths = [each.growth for each in seen if each.growth is not None]
     growth = Growth(*map(sum, zip(*growths, strict=True))) if len(growths) == len(seen) else None
     return _Seen([finding for each in seen for finding in each.findings], seen[0].keys, growth)
@@ -339,7 +342,7 @@ async def _through_broker_of(cell: CellSource, state: DeploymentState | None, fi
     try:
         async with open_log(source, name="doctor", role="viewer", streams=()) as log:
             if log.stopped:
-                return _Seen([problem("deployment", f"nothing runs on {source.data_dir}", _START)])
+                return _Seen([problem("deployment", f"nothing runs on {source.data_dir}", _START)], runs=False)
             findings = await check_broker(log.bus, cell.cells)
             if not any(finding.status is CheckStatus.problem for finding in findings):
                 findings += await check_fleet(log.bus, state, number)
