@@ -18,8 +18,9 @@ from penstock.infra.bus.connection import connect
 from penstock.infra.bus.direct_get import get_last
 from penstock.schemas.requests import cell_in
 from penstock.schemas.tenants import decode as decode_limits
+from tests.penstock.log_tools.traces.collector import Collector
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import ROOT, Deployment, words
+from tests.pipeline.support import ROOT, Deployment, until, words
 
 COUNT = 4  # requests, every other one in each cell
 
@@ -261,6 +262,18 @@ async def test_the_planner_counts_the_workers_of_all_cells(site: Site) -> None:
     assert planned["decision"]["observed"]["ended"] > 0
 
 
+async def test_the_requests_of_all_cells_are_traced(site: Site) -> None:
+    collector = Collector()
+    collector.start()
+    try:
+        flags = ("--once", "--since", "1h", "--otlp-endpoint", collector.url)
+        async with process(site.deployment, "trace", *flags) as out:
+            await out.read()  # until it ends
+        assert {span.trace_id for span in collector.spans} >= {each.replace("-", "") for each in site.ids}
+    finally:
+        collector.stop()
+
+
 async def test_the_passwords_of_every_broker_are_listed(site: Site) -> None:
     said = await command(site.deployment, "passwords", "list")
     heads = [line for line in said.splitlines() if line.startswith("cell ")]
@@ -269,15 +282,20 @@ async def test_the_passwords_of_every_broker_are_listed(site: Site) -> None:
     assert workers == [["worker", "worker", "2", "0"]] * 2
 
 
-async def test_streams_of_cells_on_one_external_broker_are_named_by_flags(site: Site, tmp_path: Path) -> None:
-    there = ("--nats-url", site.deployment.state.nats_url, "--namespace", "apart", "--cells", "2")
+@pytest.mark.parametrize("apart", [False, True], ids=["one-broker", "two-brokers"])
+async def test_streams_of_cells_on_brokers_of_ones_own_are_named_by_flags(site: Site, *, apart: bool) -> None:
+    home, other = (each.nats_url for each in site.deployment.state.cells)
+    name = f"own{int(apart)}"
+    there: tuple[str, ...] = ("--nats-url", home, "--namespace", name, "--cells", "2")
+    there += ("--cell-nats-urls", other) if apart else ()
     said = await command(site.deployment, "streams", "apply", *there)
-    assert "created apart_REQUESTS" in said
-    assert "created apart-1_REQUESTS" in said
+    assert f"created {name}_REQUESTS" in said
+    assert f"created {name}-1_REQUESTS" in said
     uses = {each["name"]: each for each in await listed(site.deployment, "streams", "list", *there)}
     own = {each["name"]: each for each in await listed(site.deployment, "streams", "list")}
-    for name in ("apart_DONE", "apart-1_DONE"):
-        assert uses[name]["max_bytes"] == own["ps_DONE"]["max_bytes"]
+    for stream in (f"{name}_DONE", f"{name}-1_DONE"):
+        assert uses[stream]["max_bytes"] == own["ps_DONE"]["max_bytes"]
+    assert f"{name}-1_DONE" not in await command(site.deployment, "streams", "list", *there[:4])
 
 
 async def test_requests_of_both_cells_are_forgotten(site: Site) -> None:
@@ -287,3 +305,16 @@ async def test_requests_of_both_cells_are_forgotten(site: Site) -> None:
     assert "of 2 requests" in said
     left = {each["id"] for each in await listed(site.deployment, "requests", "-n", "0")}
     assert before - left == set(ids)
+
+
+async def test_a_key_is_made_at_home_and_demanded_by_gateways_of_every_cell(site: Site) -> None:
+    key = (await command(site.deployment, "keys", "create", "--quiet")).strip()
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as http:
+        for url in site.deployment.urls:
+
+            async def is_demanded(url: str = url) -> bool:
+                return (await http.get(f"{url}/v1/models")).status_code == 401
+
+            await until(is_demanded, "the gateway knows of the key")
+            answer = await http.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == 200

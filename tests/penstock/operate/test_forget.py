@@ -124,3 +124,15 @@ async def test_nothing_is_deleted_without_a_yes(
     assert await stored(bus) == [request.id] * 2
     assert await forget(bus, broker, "no-id", "--yes") == 1
     assert "is not a request id" in capsys.readouterr().err
+
+
+async def test_no_request_of_a_tenant_is_forgotten_while_one_may_be_in_a_cell_that_is_away(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = await accept(bus)
+    await assign(bus, mine)
+    await end(bus, mine, 1)
+    cells = ("--cells", "2", "--cell-nats-urls", "nats://127.0.0.1:1")
+    assert await forget(bus, broker, "--tenant", mine.tenant, "--yes", *cells) == 1
+    assert "127.0.0.1:1" in capsys.readouterr().err
+    assert await stored(bus) == [mine.id] * 3

@@ -220,6 +220,18 @@ async def test_a_look_sees_all_cells_and_names_those_that_do_not_answer(broker: 
         await observer.look()
 
 
+async def test_a_cell_whose_broker_is_away_is_shown_as_such(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = ["--nats-url", broker.url(), "--namespace", bus.subjects.namespace]
+    there += ["--cells", "2", "--cell-nats-urls", "nats://127.0.0.1:1"]
+    assert await asyncio.to_thread(run, ["--once", "--json", "--interval", "200ms", *there]) == 0
+    home, away = json.loads(capsys.readouterr().out)["cells"]
+    assert (home["number"], home["problem"]) == (0, "")
+    assert (away["number"], away["namespace"]) == (1, cell_namespace(bus.subjects.namespace, 1))
+    assert "127.0.0.1:1" in away["problem"]
+
+
 async def test_the_command_prints_one_object_per_look(
     bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
 ) -> None:

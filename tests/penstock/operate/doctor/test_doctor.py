@@ -52,6 +52,7 @@ from penstock.schemas.subjects import Subjects
 from penstock.schemas.transfer import Endpoint
 from tests.cluster_support import three_nodes
 from tests.infra.bus.support import opened
+from tests.penstock.log_tools.sources.test_cells import streams_of
 from tests.tls_support import DAYS, TlsNats, issue
 
 
@@ -592,3 +593,10 @@ def test_a_worker_that_is_much_slower_than_its_peers_is_named_with_both_times_an
     assert "90.0 ms for a prompt, and they 10.0 ms (1 peer, 1x NVIDIA L4)" in slow.what
     assert statuses(check_paces(peers)) == {"slow worker": CheckStatus.ok}
     assert check_paces([paced("w-1", 20)]) == []
+
+
+async def test_of_a_stopped_deployment_with_cells_it_is_said_once(tmp_path: Path) -> None:
+    streams_of(tmp_path, "ps")
+    streams_of(tmp_path / "cells" / "1", "ps-1")
+    found = [each.what for each in (await examine(LogSource(tmp_path))).findings if each.check == "deployment"]
+    assert found == [f"nothing runs on {tmp_path}"]
