@@ -14,16 +14,16 @@ import asyncio
 import random
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Coroutine, Iterable, Sequence
 from functools import partial
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from penstock.gateway.request_log.inflight import ITEM_BYTES, InflightRequest
+from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.lookup import Records
 from penstock.gateway.request_log.subscriptions import TokenSubscription, TokenSubscriptions
 from penstock.infra.bus import memory_storage
@@ -32,12 +32,13 @@ from penstock.infra.bus.jetstream import ApiError
 from penstock.infra.bus.memory_storage import MemoryStreams
 from penstock.infra.bus.publisher import Ack, Publisher
 from penstock.infra.bus.tasks import Tasks
-from penstock.schemas import contents
+from penstock.infra.process.turns import TimeSlice
+from penstock.schemas import contents, requests
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import MEMORY
 from penstock.schemas.tokens import Logprob, TokenBatch, TokenItem
-from penstock.schemas.wire import encode
+from penstock.schemas.wire import decoder, encode
 
 REMEMBERED = 4096  # ended requests; what is left of others expires
 
@@ -55,7 +56,9 @@ class _Floor(msgspec.Struct, gc=False):
     contents: int
     tokens: int
     since: float
-    first: tuple[int, int, float]  # these as they were at its beginning: no later request had lower ones
+    first_contents: int  # these as they were at its beginning: no later request had lower ones
+    first_tokens: int
+    began: float
     has_parts: bool = False  # stored before the request's content
 
 
@@ -64,7 +67,8 @@ class MemoryLedger:
 
     def __init__(self) -> None:
         self._live: dict[str, _Floor] = {}
-        self._dead: dict[str, None] = {}  # ended, and perhaps not deleted yet
+        # Ended, and perhaps not deleted yet. The first one of a ``dict`` is behind all that were deleted before it.
+        self._dead: OrderedDict[str, None] = OrderedDict()
         self._contents = 0  # the last sequences known
         self._tokens = 0
         self._deleted = Fronts(1, 1)
@@ -77,28 +81,30 @@ class MemoryLedger:
         """A request is about to be stored, or a part of it; then again."""
         floor = self._live.get(request)
         if floor is None:
-            first = self._contents, self._tokens, now
-            self._live[request] = _Floor(*first, first)
+            contents, tokens = self._contents, self._tokens
+            self._live[request] = _Floor(contents, tokens, now, contents, tokens, now)
         else:
             floor.has_parts = True
 
     def stored(self, request: str, seq: int) -> None:
         """Its content was stored, before anything else of it."""
-        self._contents = max(self._contents, seq)
+        if seq > self._contents:
+            self._contents = seq
         floor = self._live.get(request)
-        if floor is not None and seq and not floor.has_parts:
-            floor.contents = max(floor.contents, seq - 1)
+        if floor is not None and seq > floor.contents and not floor.has_parts:
+            floor.contents = seq - 1
 
     def read(self, seq: int) -> None:
         """A message of tokens was read; later ones have higher sequences."""
-        self._tokens = max(self._tokens, seq)
+        if seq > self._tokens:
+            self._tokens = seq
 
     def over(self, request: str) -> None:
         """Nobody needs it any more."""
         if self._live.pop(request, None) is not None:
             self._dead[request] = None
             if len(self._dead) > REMEMBERED:
-                del self._dead[next(iter(self._dead))]
+                self._dead.popitem(last=False)
 
     def renewed(self) -> None:
         """The streams were lost: sequences begin again, and what is open is stored again."""
@@ -106,8 +112,7 @@ class MemoryLedger:
         self._deleted = Fronts(1, 1)
         self._dead.clear()
         for floor in self._live.values():
-            floor.contents = floor.tokens = 0
-            floor.first = 0, 0, floor.first[2]
+            floor.contents = floor.tokens = floor.first_contents = floor.first_tokens = 0
 
     @property
     def busy(self) -> bool:
@@ -118,7 +123,7 @@ class MemoryLedger:
         """What can be deleted by now; call ``deleted`` once it is."""
         contents, tokens = self._contents, self._tokens
         for floor in self._live.values():
-            if floor.first[0] >= contents and floor.first[1] >= tokens:
+            if floor.first_contents >= contents and floor.first_tokens >= tokens:
                 break  # nor has any later one a lower floor: tens of thousands may be in their grace period
             contents, tokens = min(contents, floor.contents), min(tokens, floor.tokens)
         deleted = self._deleted
@@ -138,7 +143,7 @@ class MemoryLedger:
             return []
         late = []
         for name, floor in self._live.items():
-            if now - floor.first[2] <= after_s:
+            if now - floor.began <= after_s:
                 break
             if now - floor.since > after_s:
                 late.append((floor.tokens, name))
@@ -195,24 +200,26 @@ class _Open(msgspec.Struct):
     inflight: InflightRequest
     content: bytes
 
-    @property
-    def size(self) -> int:
-        """Bytes kept to be put again."""
-        size = len(self.content)
-        for item in self.inflight.kept or ():
-            size += ITEM_BYTES + len(item.tokens) + sum(16 + 16 * len(each.top) for each in item.logprobs or ())
-        return size
 
+class _Ended(msgspec.Struct, gc=False):
+    """A request in its grace period. Thousands are, so nothing here makes work for garbage collection.
 
-class _Ended(msgspec.Struct):
-    """``until``: when it is deleted, monotonic. ``kept``: what is put again; None: it was too much."""
+    ``until``: when it is deleted, monotonic. ``content`` and ``items`` are put again, after a restart of the broker;
+    empty: it was too much. ``items``: encoded, of its last ``attempt``.
+    """
 
     until: float
-    kept: _Open | None
-    size: int
+    content: bytes
+    items: bytes
+    attempt: int
+
+    @property
+    def size(self) -> int:
+        return len(self.content) + len(self.items)
 
 
 _purged = msgspec.json.Decoder(_Purged).decode
+_items = decoder(list[TokenItem])
 
 
 class UnstoredRequests:
@@ -237,7 +244,7 @@ class UnstoredRequests:
         self._tasks = tasks.group("unstored")
         self._key = secrets.token_bytes(32)
         self._open: dict[str, _Open] = {}
-        self._ended: dict[str, _Ended] = {}
+        self._ended: OrderedDict[str, _Ended] = OrderedDict()  # the first one is the first to be deleted
         self._ended_bytes = 0
         self._ledger = MemoryLedger()
         self._media: dict[str, _Media] = {}
@@ -310,18 +317,20 @@ class UnstoredRequests:
     async def put(self, inflight: InflightRequest, content: bytes, timeout: float) -> "asyncio.Future[Ack]":
         """Send the content of a new request to memory storage; the returned future is its acknowledgement.
 
+        Once it has come, call ``stored``.
+
         Raises:
             ServingError: it is too large for a message.
         """
         request = inflight.request
         inflight.kept = []
-        for owner in {medium.private for medium in request.media if medium.private}:
-            if owner in self._media:
-                self._media[owner].request = request.id
+        for medium in request.media:
+            if medium.private in self._media:
+                self._media[medium.private].request = request.id
         # A repeat of one whose acceptance was not confirmed: what is there of that one stays until it has ended.
         self._open.setdefault(request.id, _Open(inflight, content))
         self._ledger.began(request.id, time.monotonic())
-        future = await memory_storage.put(
+        return await memory_storage.put(
             self._bus,
             self._publisher,
             request,
@@ -331,12 +340,14 @@ class UnstoredRequests:
             timeout=timeout,
             insist=False,
         )
-        future.add_done_callback(partial(self._stored, request.id))
-        return future
+
+    def stored(self, request_id: str, ack: Ack) -> None:
+        """Its content was. What is never said to be stored is deleted behind what was stored later, or in the end."""
+        self._ledger.stored(request_id, ack.seq)
 
     def _stored(self, request_id: str, done: "asyncio.Future[Ack]") -> None:
         if not done.cancelled() and done.exception() is None:
-            self._ledger.stored(request_id, done.result().seq)
+            self.stored(request_id, done.result())
 
     def drop(self, inflight: InflightRequest) -> None:
         """It was not accepted, or is another one."""
@@ -348,21 +359,23 @@ class UnstoredRequests:
 
     def _over(self, request_id: str) -> None:
         self._ledger.over(request_id)
-        for owner in [owner for owner, media in self._media.items() if media.request == request_id]:
-            self._drop_media(owner)
-            self._ledger.over(owner)
+        if self._media:
+            for owner in [owner for owner, media in self._media.items() if media.request == request_id]:
+                self._drop_media(owner)
+                self._ledger.over(owner)
 
-    def holds(self, inflight: InflightRequest) -> bool:
-        """Whether it is followed until its end, although nobody reads it."""
+    def release(self, inflight: InflightRequest) -> bool:
+        """Nobody reads it any more. If it has ended, only its grace period is left.
+
+        False: it is followed on until its end.
+        """
         found = self._open.get(inflight.request.id)
-        return found is not None and found.inflight is inflight and not inflight.ended
-
-    def released(self, inflight: InflightRequest) -> None:
-        """Nobody reads it any more. If it has ended, only its grace period is left."""
-        request_id = inflight.request.id
-        found = self._open.get(request_id)
-        if found is not None and found.inflight is inflight and inflight.ended:
-            self._end(request_id, time.monotonic())
+        if found is None or found.inflight is not inflight:
+            return True
+        if not inflight.ended:
+            return False
+        self._end(found, time.monotonic())
+        return True
 
     # --- ending and deleting ---
 
@@ -373,35 +386,43 @@ class UnstoredRequests:
                 await _until_refused(self.sweep(time.monotonic()))
 
     async def sweep(self, now: float) -> None:
-        for request_id, each in list(self._open.items()):
-            if each.inflight.ended:
-                self._end(request_id, now)
-        for request_id, ended in list(takewhile(lambda each: each[1].until <= now, self._ended.items())):  # in order
+        time_slice = TimeSlice()
+        for inflight in self.open:
+            if inflight.ended and (each := self._open.get(inflight.request.id)) is not None:
+                self._end(each, now)
+            await time_slice.yield_if_spent()
+        while self._ended:
+            request_id, ended = next(iter(self._ended.items()))
+            if ended.until > now:
+                break
             del self._ended[request_id]
-            self._drop_kept(ended)
+            self._ended_bytes -= ended.size
             self._over(request_id)
+            await time_slice.yield_if_spent()
         for owner in [owner for owner, media in self._media.items() if not media.request and media.until < now]:
             self._drop_media(owner)  # its request was never accepted
             self._ledger.over(owner)
         await self._store_late_again(now)
         await self._delete(self._ledger.fronts())
 
-    def _end(self, request_id: str, now: float) -> None:
-        each = self._open.pop(request_id)
-        ended = _Ended(now + self._grace_s, each, each.size)
+    def _end(self, each: _Open, now: float) -> None:
+        inflight, request_id = each.inflight, each.inflight.request.id
+        del self._open[request_id]
+        ended = _Ended(now + self._grace_s, each.content, encode(inflight.kept or ()), inflight.fold.attempt)
+        inflight.kept = None
+        if (before := self._ended.pop(request_id, None)) is not None:
+            self._ended_bytes -= before.size
         self._ended[request_id] = ended
         self._ended_bytes += ended.size
         if self._ended_bytes > MOST_ENDED_BYTES:
-            for older in self._ended.values():
-                self._drop_kept(older)
-                if self._ended_bytes <= MOST_ENDED_BYTES // 2:
-                    break
+            self._shorten()
 
-    def _drop_kept(self, ended: _Ended) -> None:
-        if ended.kept is not None:
-            ended.kept.inflight.kept = None
-            ended.kept = None
-            self._ended_bytes -= ended.size
+    def _shorten(self) -> None:
+        for older in self._ended.values():
+            self._ended_bytes -= older.size
+            older.content = older.items = b""
+            if self._ended_bytes <= MOST_ENDED_BYTES // 2:
+                break
 
     async def _store_late_again(self, now: float) -> None:
         position = self._ledger.position
@@ -409,7 +430,7 @@ class UnstoredRequests:
         for request_id in late:
             each = self._open.get(request_id)
             if each is not None:
-                await self._put_tokens([each.inflight])
+                await self._put_tokens(so_far(each.inflight))
             self._ledger.moved(request_id, position, now)
         if late or not len(self._ledger):
             for request_id in (dead := self._ledger.left(SINGLY)):
@@ -474,34 +495,31 @@ class UnstoredRequests:
     async def put_again(self) -> None:
         self._ledger.renewed()
         now_ns = self._bus.clock.now_ns()
-        ended = [each.kept for each in self._ended.values() if each.kept is not None]
-        open_ = [*self._open.values(), *ended]
+        open_ = list(self._open.values())
+        ended = [each for each in self._ended.values() if each.content]
+        wanted = [(each.inflight.request, each.content) for each in open_]
+        wanted += [(requests.decode(each.content), each.content) for each in ended]
         waits = [
             await memory_storage.put(
-                self._bus,
-                self._publisher,
-                each.inflight.request,
-                contents.REQUEST,
-                each.content,
-                now_ns=now_ns,
-                again=True,
+                self._bus, self._publisher, request, contents.REQUEST, content, now_ns=now_ns, again=True
             )
-            for each in open_
+            for request, content in wanted
         ]
-        for each, future in zip(open_, waits, strict=True):
-            future.add_done_callback(partial(self._stored, each.inflight.request.id))
+        for (request, _), future in zip(wanted, waits, strict=True):
+            future.add_done_callback(partial(self._stored, request.id))
         for owner, media in list(self._media.items()):
             for part, data in media.parts.items():
                 await memory_storage.put_file(
                     self._bus, self._publisher, self._gateway, owner, part, data, keep_s=LATE_S, again=True
                 )
-        waits += await self._put_tokens([each.inflight for each in open_])
+        items = [item for each in open_ for item in so_far(each.inflight)]
+        items += [item for each in ended if each.items for item in merged(_items(each.items), each.attempt)]
+        waits += await self._put_tokens(items)
         results = await asyncio.gather(*waits, return_exceptions=True)
         failed = [result for result in results if isinstance(result, BaseException)]
-        log.info("contents_put_again", requests=len(open_), failed=len(failed))
+        log.info("contents_put_again", requests=len(wanted), failed=len(failed))
 
-    async def _put_tokens(self, inflights: Sequence[InflightRequest]) -> "list[asyncio.Future[Ack]]":
-        items = [item for inflight in inflights for item in so_far(inflight)]
+    async def _put_tokens(self, items: Iterable[TokenItem]) -> "list[asyncio.Future[Ack]]":
         return [await self._put_batch(part) for part in _portions(items, self._bus.max_message // 2)]
 
     async def _put_batch(self, items: Sequence[TokenItem]) -> "asyncio.Future[Ack]":
@@ -521,24 +539,26 @@ async def _until_refused(sweep: Coroutine[Any, Any, None]) -> None:
 
 
 def so_far(inflight: InflightRequest) -> list[TokenItem]:
+    """What a gateway has read of an open request."""
+    return merged(inflight.kept or (), inflight.fold.attempt)
+
+
+def merged(items: Iterable[TokenItem], attempt: int) -> list[TokenItem]:
     """What a gateway has read of a request, as items of its present attempt: one a choice."""
-    fold, items = inflight.fold, inflight.kept or []
-    if fold.attempt < 0:
-        return []
     found: dict[int, list[TokenItem]] = {}
     for item in items:
         found.setdefault(item.choice, []).append(item)
     # The fence of the present attempt comes first, so that nothing of earlier ones counts.
-    merged = []
+    whole = []
     for choice, parts in found.items():
         last = parts[-1]
         logprobs: list[Logprob] | None = None
         if any(part.logprobs is not None for part in parts):
             logprobs = [each for part in parts for each in part.logprobs or ()]
-        merged.append(
+        whole.append(
             TokenItem(
                 last.request,
-                fold.attempt,
+                attempt,
                 choice,
                 parts[0].first,
                 b"".join(part.tokens for part in parts),
@@ -546,7 +566,7 @@ def so_far(inflight: InflightRequest) -> list[TokenItem]:
                 None if logprobs is None else tuple(logprobs),
             )
         )
-    return merged
+    return whole
 
 
 def _portions(items: Iterable[TokenItem], limit: int) -> Iterable[list[TokenItem]]:

@@ -240,7 +240,7 @@ class Cell:
                 insist=False,  # clients can retry; otherwise requests would pile up behind a full disk
             )
             if kept is not None:
-                await kept
+                self.unstored.stored(request.id, await kept)
             await self._turns.resume()  # hundreds may be acknowledged together
         except BaseException:
             # It may be stored nevertheless: the acknowledgement may have been lost, and then a repeat reads its answer.
@@ -279,13 +279,11 @@ class Cell:
 
     def release(self, inflight: InflightRequest) -> None:
         """Stop reading, without cancelling."""
-        if inflight.request.no_store and self.unstored.holds(inflight):  # what was streamed may have to be put again
+        if inflight.request.no_store and not self.unstored.release(inflight):  # what it has may have to be put again
             inflight.cancelling = "released"  # never sent
             inflight.cancel_sent = math.inf
         else:
             self._subscriptions.unsubscribe(inflight)
-            if inflight.request.no_store:
-                self.unstored.released(inflight)
         self.verdicts.released(inflight)
         if inflight.paid is not None:
             self._charges.ended(inflight)

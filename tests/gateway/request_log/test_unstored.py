@@ -1,6 +1,7 @@
 """Requests with ``no_store`` whose acceptance the broker does not confirm, on a real nats-server."""
 
 import asyncio
+import gc
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus import memory_storage
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Ack, Refused
+from penstock.infra.process import turns
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.tokens import Finish, TokenItem
@@ -138,3 +140,38 @@ async def test_what_has_ended_is_put_again_until_its_grace_is_over(bus: Bus, run
         await gateway.cells[0].unstored.put_again()
         assert bool(await content(bus, gateway, prepared.request)) is again
         await gateway.cells[0].unstored.sweep(now + gateway.settings.no_store_grace_s + 1)
+
+
+async def ended(gateway: Gateway) -> GenerateRequest:
+    """A request that has ended, of which its client has everything."""
+    inflight = await gateway.submit((await gateway.prepare("completion", BODY)).request)
+    inflight.feed(TokenItem(inflight.request.id, 1, 0, 0, pack_tokens([1, 2]), Finish("length")), 1)
+    gateway.release(inflight)
+    return inflight.request
+
+
+async def test_garbage_collection_has_nothing_to_visit_of_requests_in_their_grace_period(running: Running) -> None:
+    """Tens of thousands are, at a thousand requests a second."""
+    asked = [(await ended(running.gateway)).id for _ in range(20)]
+    assert len(running.gateway.cells[0].unstored) == len(asked)
+    gc.collect()
+    found = [each for each in gc.get_objects() if isinstance(each, InflightRequest | GenerateRequest)]
+    assert not [each for each in found if (each if isinstance(each, GenerateRequest) else each.request).id in asked]
+
+
+async def test_other_tasks_run_while_many_grace_periods_end(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway, unstored = running.gateway, running.gateway.cells[0].unstored
+    monkeypatch.setattr(turns, "SLICE_S", 0.0)
+    for _ in range(20):
+        await ended(gateway)
+    seen = set()
+
+    async def look() -> None:
+        while len(unstored):
+            seen.add(len(unstored))
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    await unstored.sweep(asyncio.get_running_loop().time() + gateway.settings.no_store_grace_s + 1)
+    await looking
+    assert len(seen) > 5
