@@ -355,7 +355,8 @@ class UnstoredRequests:
         found = self._open.get(request_id)
         if found is not None and found.inflight is inflight:
             del self._open[request_id]
-            self._over(request_id)
+            if request_id not in self._ended:
+                self._over(request_id)
 
     def _over(self, request_id: str) -> None:
         self._ledger.over(request_id)

@@ -175,3 +175,15 @@ async def test_other_tasks_run_while_many_grace_periods_end(running: Running, mo
     await unstored.sweep(asyncio.get_running_loop().time() + gateway.settings.no_store_grace_s + 1)
     await looking
     assert len(seen) > 5
+
+
+async def test_a_repeat_of_what_has_ended_does_not_end_its_grace_period(bus: Bus, running: Running) -> None:
+    """The repeat reads the first one's answer, out of memory storage."""
+    gateway = running.gateway
+    request = await ended(gateway)
+    gateway.release(await gateway.submit(request))
+    now = asyncio.get_running_loop().time()
+    await gateway.cells[0].unstored.sweep(now)
+    assert await content(bus, gateway, request)
+    await gateway.cells[0].unstored.sweep(now + gateway.settings.no_store_grace_s + 1)
+    assert await content(bus, gateway, request) is None
