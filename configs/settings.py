@@ -298,7 +298,7 @@ class RouterSettings(Common, frozen=True, kw_only=True):
         ),
     ] = ""
     cells: Annotated[
-        Positive, about("cells of the deployment; with several, routers tell gateways how loaded their workers are")
+        Positive, about("cells of the deployment; with several, routers tell gateways what requests cost in theirs")
     ] = 1
     mode: Annotated[RouterMode, about("how a worker is chosen; kv: by cached blocks and load")] = "kv"
     overlap_weight: Annotated[

@@ -1,8 +1,25 @@
-"""What routers and gateways tell each other so that gateways can choose the cell of a request. Never stored."""
+"""What routers tell gateways so that these can choose the cell of a request. Never stored."""
 
 import msgspec
 
 from penstock.schemas.wire import decoder
+
+
+class TargetLoad(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How loaded a worker is, or one attention data-parallel rank of it.
+
+    Attributes:
+        uncomputed: prompt tokens that it has yet to compute.
+        computing: sequences whose prompt it has yet to compute.
+        decoding: sequences that it is decoding.
+        waiting: in prompt tokens of work, what a further request waits for besides: steps that read the context of
+            all sequences, sequences beyond its slots, and the prompts that it was sent lately.
+    """
+
+    uncomputed: int = 0
+    computing: int = 0
+    decoding: int = 0
+    waiting: int = 0
 
 
 class ModelLoad(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -10,13 +27,13 @@ class ModelLoad(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         model: canonical name.
-        tokens: of the least loaded worker, in prompt tokens of work.
-        workers: how many take requests.
+        held: prompt tokens of requests that no worker has room for.
+        targets: that compute prompts.
     """
 
     model: str
-    tokens: float
-    workers: int
+    held: int = 0
+    targets: tuple[TargetLoad, ...] = ()
 
 
 class CellLoads(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -26,27 +43,19 @@ class CellLoads(msgspec.Struct, frozen=True, omit_defaults=True):
     models: tuple[ModelLoad, ...] = ()
 
 
-class SentRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A request that a gateway sent to a cell.
+class CellCost(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a request costs in a cell, as its router would place it now.
 
     Attributes:
-        cell: its number within the deployment.
-        tokens: of the prompt, that the cell had not cached.
-        prefixes: names of the prompt's beginnings, each longer than the one before by as much.
+        tokens: of work, at the worker where it costs least; 0 if none has room.
+        full: no worker has room: it would be held.
+        held: prompt tokens of requests that are held already, for each worker.
     """
 
-    cell: int
-    model: str
-    tokens: int
-    prefixes: tuple[int, ...] = ()
-
-
-class SentRequests(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a gateway sent since its last message of this kind."""
-
-    gateway: str
-    requests: tuple[SentRequest, ...] = ()
+    tokens: float = 0.0
+    full: bool = False
+    held: float = 0.0
 
 
 decode_loads = decoder(CellLoads)
-decode_sent = decoder(SentRequests)
+decode_cost = decoder(CellCost)

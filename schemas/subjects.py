@@ -218,9 +218,9 @@ class Subjects:
         return f"{self.namespace}.loads"
 
     @property
-    def sent(self) -> str:
-        """Where gateways tell each other which cells they sent requests to; in the first cell's namespace only."""
-        return f"{self.namespace}.sent"
+    def cost(self) -> str:
+        """Where gateways that choose between cells ask a cell's router what a request would cost there."""
+        return f"{self.namespace}.cost"
 
     def lease(self, worker: str) -> str:
         """The worker's key in the ``workers`` bucket, as a subject."""

@@ -29,7 +29,7 @@ from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.listing import Page, page_of
 from penstock.gateway.request_log.lookup import StoredRequest
 from penstock.gateway.service.cell import LIMITS_S, SWEEP_S, Cell
-from penstock.gateway.service.cell_choice import CellChoice, CellNews
+from penstock.gateway.service.cell_choice import CellChooser
 from penstock.gateway.service.conversations import Conversations
 from penstock.gateway.service.fleet import FleetView, ServedLately, named_in
 from penstock.gateway.service.preparation import RequestPreparer
@@ -135,8 +135,7 @@ class Gateway:
         ]
         self._first_cell = max(0, settings.cell)
         self._nearest = self.cells[_nearest(settings, len(links))]
-        self._choice = CellChoice(len(links), self._nearest.number)
-        self._news = CellNews(buses, self.id, self._choice, self.tasks)
+        self._chooser = CellChooser(buses, self._nearest.number)
         self._served_lately = [ServedLately(each) for each in buses]
         self.conversations = Conversations(
             self.look_up, self._answered, self.fleet.detokenizer, settings.max_body_bytes
@@ -170,7 +169,7 @@ class Gateway:
         await cell.open()
         await self.fleet.follow(cell.number)
         if len(self.cells) > 1:
-            await self._news.follow(cell.number)
+            await self._chooser.follow(cell.number)
 
     async def _could_open(self, cell: Cell) -> bool:
         try:
@@ -295,7 +294,7 @@ class Gateway:
         await self._wait_for_home()
         if endpoint == COMPACTION or prepared.request.media:
             return prepared  # its id, or its media, are in a cell already
-        return self._placed(prepared)
+        return await self._placed(prepared)
 
     async def _wait_for_home(self) -> None:
         """Return when the home broker is there: it alone says which keys hold, and what their limits leave.
@@ -332,17 +331,16 @@ class Gateway:
         assert refused is not None
         raise refused
 
-    def _placed(self, prepared: PreparedRequest) -> PreparedRequest:
+    async def _placed(self, prepared: PreparedRequest) -> PreparedRequest:
         """The request in the cell that suits it best; its id says which that is."""
         request = prepared.request
         accepting = [cell for cell in self.cells if cell.accepts(request)]
         usable = [each for each in accepting if each.serves and self.fleet.serves_in(each.number, request.model)]
         # Without one it waits for workers or routers, but for no broker if it need not.
-        sent = self._choice.choose(request, [cell.number for cell in usable or accepting])
-        self._news.sent(sent)
-        if sent.cell == self._numbered(request.id):
+        chosen = await self._chooser.choose(request, [cell.number for cell in usable or accepting])
+        if chosen == self._numbered(request.id):
             return prepared
-        moved = msgspec.structs.replace(request, id=in_cell(request.id, self._first_cell + sent.cell))
+        moved = msgspec.structs.replace(request, id=in_cell(request.id, self._first_cell + chosen))
         return prepared._replace(request=moved)
 
     async def input_tokens(self, body: bytes, caller: Caller = ANYONE) -> InputTokens:

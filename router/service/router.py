@@ -34,7 +34,7 @@ from penstock.router.placement.routing import LOCAL_PREFILL_TOKENS, RoutingDecis
 from penstock.router.recovery.recovery import Recovery
 from penstock.router.recovery.stalled_requests import resteer, watch
 from penstock.router.recovery.terminal_events import TerminalPublisher
-from penstock.router.service.cell_loads import LoadPublisher
+from penstock.router.service.cell_costs import CellCosts
 from penstock.router.service.deletion import Deletion
 from penstock.router.service.maintenance import Maintenance
 from penstock.router.state.cluster_state import ClusterListener, ClusterState
@@ -177,9 +177,15 @@ class Router:
             resteering = resteer(self._bus, self.cluster, self._settings.resteer_after_s, recovery.on_late)
             self.tasks.spawn(resteering, name="resteering")
         if self._settings.cells > 1:
-            owns = self.intake.owns
-            loads = LoadPublisher(self._bus, self.id, self.cluster.tracker, self.held, owns)
-            self.tasks.spawn(loads.run(), name="loads")
+            costs = CellCosts(
+                self._bus,
+                self.id,
+                tracker=self.cluster.tracker,
+                decider=self.decider,
+                held=self.held,
+                owns=self.intake.owns,
+            )
+            self.tasks.spawn(costs.run(), name="cell-costs")
         await self.intake.start(self.tasks)
         await self.deletion.start(self.tasks)
         log.info("router_open", router=self.id, mode=self._settings.mode)

@@ -374,13 +374,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         fleet.decode,
     ),
     "cell_loads": (
-        cells.CellLoads("router-1", (cells.ModelLoad("tiny", 512.0, 3),)),
+        cells.CellLoads("router-1", (cells.ModelLoad("tiny", 900, (cells.TargetLoad(512, 2, 3, 40),)),)),
         cells.decode_loads,
     ),
-    "sent_requests": (
-        cells.SentRequests("gateway-1", (cells.SentRequest(2, "tiny", 300, (2**63, 7)),)),
-        cells.decode_sent,
-    ),
+    "cell_cost": (cells.CellCost(512.5, True, 300.0), cells.decode_cost),
     "router_with_queues_by_model": (
         routers.Member("router-2", 1, queued=routers.HeldByModel((("tiny", 3), ("demo", 1)), 2)),
         routers.decode,

@@ -1,0 +1,123 @@
+"""Tells gateways what requests cost in this cell, so that they choose between cells.
+
+For a long prompt it matters which worker has its beginning, and what that one has to do: the gateway asks, and the
+answer is what the decision would be. For others the loads of the workers suffice, which are published at intervals.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import structlog
+
+from penstock.infra.bus.connection import Bus
+from penstock.router.held.held_requests import HeldRequests
+from penstock.router.placement.cost import OCCUPANCY, SERVED_COST, SLOT_TOKENS
+from penstock.router.placement.decision_inputs import Decider
+from penstock.router.placement.pending import PendingRequest
+from penstock.router.state.holders import keys_view
+from penstock.router.state.load_tracker import LoadTracker
+from penstock.router.state.target_loads import ENCODE, RoutingTarget
+from penstock.schemas import requests
+from penstock.schemas.cells import CellCost, CellLoads, ModelLoad, TargetLoad
+from penstock.schemas.fleet import WorkerState
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.wire import encode
+
+log = structlog.get_logger("router")
+
+PUBLISH_S = 0.02
+REPEAT_S = 1.0  # unchanged loads are published again, for gateways that have just started
+SHARE = 25.0  # of the time, computing loads takes at most one part in so many
+
+
+class CellCosts:
+    """
+    Args:
+        router: its id.
+        owns: whether this router places the requests of a model.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        router: str,
+        *,
+        tracker: LoadTracker,
+        decider: Decider,
+        held: HeldRequests,
+        owns: Callable[[str], bool],
+    ) -> None:
+        self._bus = bus
+        self._router = router
+        self._tracker = tracker
+        self._decider = decider
+        self._held = held
+        self._owns = owns
+
+    async def run(self) -> None:
+        """Answer, and publish loads, until it is cancelled."""
+        await self._bus.nc.subscribe(self._bus.subjects.cost, cb=self._answer)
+        published, at, took = b"", 0.0, 0.0
+        while True:
+            await asyncio.sleep(max(PUBLISH_S, SHARE * took))
+            began = time.monotonic()
+            loads = encode(self.loads(self._bus.clock.now_ns()))
+            took = time.monotonic() - began
+            if self._bus.connected and (loads != published or began - at >= REPEAT_S):
+                await self._bus.nc.publish(self._bus.subjects.loads, loads)
+                published, at = loads, began
+
+    async def _answer(self, message: Any) -> None:
+        try:
+            request = requests.decode(message.data)
+        except msgspec.MsgspecError as error:  # of a later release
+            log.debug("cost_not_known", error=str(error))
+            return
+        if message.reply and self._owns(request.model):
+            await self._bus.nc.publish(message.reply, encode(self.cost(request, self._bus.clock.now_ns())))
+
+    def cost(self, request: GenerateRequest, now_ns: int) -> CellCost:
+        """What a request costs here now. Nothing is placed."""
+        pending = PendingRequest(request, b"", "", now_ns)
+        decision, _ = self._decider.decide(pending, keys_view(request.digests), now_ns, waited_s=0.0)
+        costs = [each.score for each in decision.candidates if not each.excluded]
+        targets = [each for each in self._tracker.targets(now_ns, request.model) if _computes(each)]
+        held = self._held_tokens().get(request.model, 0) / max(1, len(targets))
+        return CellCost(min(costs, default=0.0), not costs, held)
+
+    def loads(self, now_ns: int) -> CellLoads:
+        """As they are now."""
+        held = self._held_tokens()
+        found = []
+        for model in sorted(set(self._tracker.models().values())):
+            if not self._owns(model):
+                continue
+            targets = [each for each in self._tracker.targets(now_ns, model) if _computes(each)]
+            if targets:
+                found.append(ModelLoad(model, held.get(model, 0), tuple(map(load_of, targets))))
+        return CellLoads(self._router, tuple(found))
+
+    def _held_tokens(self) -> dict[str, int]:
+        held: dict[str, int] = {}
+        for pending in self._held:
+            model = pending.request.model
+            held[model] = held.get(model, 0) + pending.request.prompt_tokens
+        return held
+
+
+def _computes(target: RoutingTarget) -> bool:
+    """Whether a target takes new prompts."""
+    return target.registration.state is WorkerState.ready and target.registration.role not in (ENCODE, "decode")
+
+
+def load_of(target: RoutingTarget) -> TargetLoad:
+    """What the cost of a request at a target depends on (``penstock.router.placement.cost``), in whole tokens."""
+    load, registration = target.load, target.registration
+    read = load.context_blocks * registration.block_size * OCCUPANCY
+    over = max(0, load.sequences - registration.slots)
+    waiting = load.decode_slowness * (read + SLOT_TOKENS * over) + load.served_tokens * SERVED_COST
+    uncomputed = round(load.slowness * load.prefill_tokens)
+    return TargetLoad(uncomputed, load.computing, max(0, load.sequences - load.computing), round(waiting))
