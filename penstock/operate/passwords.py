@@ -84,6 +84,9 @@ def run(argv: Sequence[str]) -> int:
 
 def _folders(data_dir: Path) -> dict[int, Path]:
     """The folder of each cell's broker. A cell on the broker of another one has none of its own."""
+    if not (data_dir / "state.json").exists():
+        others = {int(path.parent.name): path.parent for path in (data_dir / "cells").glob("*/secrets.json")}
+        return {0: data_dir} | dict(sorted(others.items()))
     folders: dict[int, Path] = {}
     for cell in cells_of(LogSource(data_dir)):
         folder = cell.source.data_dir.resolve()

@@ -151,12 +151,16 @@ async def merged(parts: Sequence[AsyncIterator[T]], when: Callable[[T], int]) ->
         when: a time of an item. At most one item of each part is read ahead.
     """
     heads = [(part, item) for part in parts if (item := await anext(part, None)) is not None]
-    while heads:
+    while len(heads) > 1:
         at = max(range(len(heads)), key=lambda at: when(heads[at][1]))
         part, item = heads[at]
         yield item
         following = await anext(part, None)
         heads[at : at + 1] = [(part, following)] if following is not None else []
+    for part, item in heads:  # the others have no more
+        yield item
+        async for following in part:
+            yield following
 
 
 def of_entry(entry: Entry) -> LoggedRequest | None:

@@ -225,7 +225,8 @@ def _cells_of_folder(source: LogSource) -> list[CellSource]:
             for each, place in zip(cells, places, strict=True)
         ]
     names = namespaces(data_dir)
-    home = min(names, key=len, default="")
+    chosen = source.namespace in names
+    home = source.namespace if chosen else min(names, key=len, default="")
     found, shared = [source._replace(namespace=home)], {home}
     while home:
         cell = len(found)
@@ -237,7 +238,7 @@ def _cells_of_folder(source: LogSource) -> list[CellSource]:
             shared.add(namespace)
         else:
             break
-    if len(found) == 1 or shared != set(names):  # one deployment, or several that have nothing to do with each other
+    if len(found) == 1 or not (chosen or shared == set(names)):  # one cell, or several deployments
         return [CellSource(0, source)]
     return [CellSource(cell, each, len(found)) for cell, each in enumerate(found)]
 

@@ -74,6 +74,9 @@ def test_cells_may_share_the_broker_of_a_folder_and_strangers_are_no_cells(tmp_p
     assert seen(LogSource(tmp_path)) == [(0, "ps", "", tmp_path.name), (1, "ps-1", "", tmp_path.name)]
     streams_of(tmp_path, "blue")
     assert seen(LogSource(tmp_path)) == [(0, "", "", tmp_path.name)]
+    chosen = seen(LogSource(tmp_path, namespace="ps"))
+    assert chosen == [(0, "ps", "", tmp_path.name), (1, "ps-1", "", tmp_path.name)]
+    assert seen(LogSource(tmp_path, namespace="blue")) == [(0, "blue", "", tmp_path.name)]
 
 
 def test_a_url_has_as_many_cells_as_the_flags_say(tmp_path: Path) -> None:
