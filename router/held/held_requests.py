@@ -420,7 +420,7 @@ class HeldRequests:
         """Whether a request is held. Its latest delivery counts: the broker ignores rejections of earlier ones."""
         entry = self._queue.get(request_id)
         if entry is not None and entry.item.item.reply:
-            entry.item.item.reply, entry.item.item.claimed = reply, 0.0
+            entry.item.item.reply = reply
         return entry is not None
 
     def remove(self, request_id: str) -> PendingRequest | None:

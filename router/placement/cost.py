@@ -20,9 +20,9 @@ u counts twice: once for this request, once for those that come behind it; and a
 holds up, so that no prompt waits behind more than that to spare them. A counts up to twice for a long prompt: long ones
 have the longest TTFT anyway, so they avoid each other, and short ones go where work waits. A target has room for a
 request if it is idle, or if the blocks of all its active prompts, one for the answer of each sequence included, fill at
-most ``FILL`` of its KV cache, and it accepts another sequence. With more than ``MOST_UNCOMPUTED`` tokens to compute it
-has room only for a prompt of which it has most (``STAYS``): an engine takes what waits there first come, first served,
-a router by classes, tenants and lengths.
+most ``FILL`` of its KV cache, and it accepts another sequence. With more than ``MOST_UNCOMPUTED`` tokens to compute, by
+its KV events, it has room only for a prompt of which it has most (``STAYS``): an engine takes what waits there first
+come, first served, a router by classes, tenants and lengths.
 """
 
 import math
@@ -265,7 +265,7 @@ def target_terms(at: Any, sequences: Any, ops: Any, prefill_weight: float = 1.0)
         backlog / PASS_TOKENS,
         block * sequences,
         ops.where(running == 0, math.inf, room),
-        (at.prefill_tokens > MOST_UNCOMPUTED) & (running > 0),
+        (at.prefill_tokens > MOST_UNCOMPUTED) & (computing > 0),  # an estimate alone would limit a fast target
     )
 
 

@@ -53,7 +53,6 @@ class PendingRequest(msgspec.Struct, eq=False):
         since_ns: when this router got it.
         resume, finished, endings, scored, logprobs, scores, streamed_ns: as in ``Job``, from earlier attempts.
         reason: why it is placed: "new", "worker_lost", "worker_lost: ..." (how its process ended), "returned: ...".
-        claimed: monotonic time when the broker was told last that it is held.
         revision: of the model that earlier attempts ran in.
         share: the share of its class's space that it counts in, while it is held.
         lost: attempts that were lost with their worker, and that worker.
@@ -71,7 +70,6 @@ class PendingRequest(msgspec.Struct, eq=False):
     finished: tuple[int, ...] = ()
     endings: tuple[Finish, ...] = ()
     reason: str = "new"
-    claimed: float = 0.0
     scored: int = 0
     revision: str = ""
     logprobs: tuple[tuple[Logprob, ...], ...] = ()

@@ -23,7 +23,7 @@ from penstock.configs.settings import RouterSettings
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get
 from penstock.infra.bus.publisher import Publisher
-from penstock.infra.bus.puller import ACK, NAK, sequence
+from penstock.infra.bus.puller import ACK, IN_PROGRESS, sequence
 from penstock.infra.bus.stream_fill import WARN, StreamWatch
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.process.turns import TimeSlice
@@ -40,12 +40,7 @@ from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STOR
 
 log = structlog.get_logger("router")
 
-CLAIM_S = ROUTER_ACK_WAIT_S / 3  # between two looks at what is held, before the broker delivers it again
-# So long the broker keeps a held request from other routers; one that takes over does not wait for it. Thousands may be
-# held: to extend the ack_wait of each every half second would keep this process and the broker busy.
-HOLD_S = 10.0
-AGAIN_AFTER_S = HOLD_S / 3
-HELD = NAK + b' {"delay": %d}' % (HOLD_S * 1e9)
+CLAIM_S = ROUTER_ACK_WAIT_S / 3  # between two extensions of a held message's ack_wait
 SWEEP_S = 0.1
 RETENTION_S = 1.0
 SNAPSHOT_S = 10.0
@@ -82,7 +77,7 @@ class Maintenance:
         self._metrics = metrics
         self._place = place
         self._place_held = place_held
-        self._claimed = 0.0  # when what is held was looked at last
+        self._claimed = 0.0  # monotonic time of the last look at what is held
         self._jobs = JobRetention(bus, publisher)
         self._requests = RequestRetention(bus, publisher)
         self._time_slice = TimeSlice()
@@ -126,8 +121,7 @@ class Maintenance:
                 if self._held.remove(pending.request.id) is not None:
                     self._end_without_revision(pending)
                 continue
-            if pending.reply and now - pending.claimed > AGAIN_AFTER_S and self._bus.connected:
-                pending.claimed = now
+            if pending.reply and self._bus.connected:
                 await self._claim(pending.reply)
             await self._time_slice.yield_if_spent()
 
@@ -155,7 +149,7 @@ class Maintenance:
     async def _claim(self, reply: str) -> None:
         """Keep the broker from delivering a held request to another router."""
         try:
-            await self._bus.nc.publish(reply, HELD)
+            await self._bus.nc.publish(reply, IN_PROGRESS)
         except (NatsError, OSError) as error:  # the connection has just failed
             log.debug("claim_failed", error=repr(error))
 

@@ -149,11 +149,3 @@ def test_requests_are_read_from_the_log_as_far_as_those_that_are_held_leave_spac
         assert held.space(STANDARD) == (16 - 2 * each - 2) // 2, "each takes the space of two"
     assert made(1 << 20).space(STANDARD) == READ_AHEAD
     assert made(0).space(STANDARD) == 1, "one is read, however large"
-
-
-def test_a_redelivered_request_is_claimed_anew() -> None:
-    held, asked = made(8), pending()
-    held.hold(asked, 1, 1)
-    asked.claimed = 1e9
-    assert held.delivered_again(asked.request.id, "later")
-    assert (asked.reply, asked.claimed) == ("later", 0.0)

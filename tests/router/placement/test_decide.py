@@ -108,7 +108,7 @@ QUEUED = Load(1, 1, 1000, MOST_UNCOMPUTED + 1.0, computing=1)
     [
         (330, 0, QUEUED, False),
         (330, 0, Load(1, 1, 1000, float(MOST_UNCOMPUTED), computing=1), True),
-        (330, 0, Load(prefill_tokens=MOST_UNCOMPUTED + 1.0), True),  # what is left of others' estimates; it is idle
+        (330, 0, Load(1, 1, 1000, MOST_UNCOMPUTED + 1.0), True),  # an estimate, of a worker without KV events
         (640, 9, QUEUED, False),
         (640, 10, QUEUED, True),  # half of its 20 blocks
         (32 * 600, 600 - PASS_TOKENS // 32 - 1, QUEUED, False),
