@@ -15,6 +15,7 @@ from penstock.schemas.control import DRAINED
 log = structlog.get_logger("up")
 
 USAGE = 2  # a child's exit status for settings that it cannot use: a restart would not help
+CANCEL_AGAIN_S = 0.1  # a cancellation can get lost: asyncio.wait_for before Python 3.12
 LOOK_S = 0.25  # between two checks of a child that must not be stopped
 
 
@@ -169,7 +170,9 @@ class Keeper:
         try:
             return await self._ended()
         finally:
-            beside.cancel()
+            while not beside.done():
+                beside.cancel()
+                await asyncio.wait([beside], timeout=CANCEL_AGAIN_S)
             await asyncio.gather(beside, return_exceptions=True)
 
     async def _ended(self) -> int:

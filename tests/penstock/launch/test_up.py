@@ -1,6 +1,7 @@
 """The local supervisor: real processes, a real broker, small stand-ins for the roles."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -311,6 +312,27 @@ async def test_a_child_at_a_standstill_is_killed_and_started_again_if_it_must_no
     await until(lambda: keeper.child.pid not in (None, first))
     assert keeper.last_status == -signal.SIGKILL
     await keeper.stop(timeout_s=5)
+
+
+async def test_a_child_is_started_again_although_what_runs_beside_it_loses_a_cancellation(tmp_path: Path) -> None:
+    """A broker that was killed twice within a second stayed away: nats-py's connect may lose a cancellation."""
+
+    running = asyncio.Event()
+
+    async def beside() -> None:
+        running.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    keeper = Keeper(process(tmp_path, "import signal; signal.pause()"), restarted=beside)
+    await keeper.start()
+    keeper.child.kill()
+    await asyncio.wait_for(running.wait(), 30)
+    keeper.child.kill()
+    await until(lambda: keeper.exits == 2 and keeper.child.pid is not None)
+    async with asyncio.timeout(10):
+        await keeper.stop(timeout_s=5)
 
 
 async def test_output_is_echoed_and_kept_when_asked(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
