@@ -1,0 +1,140 @@
+"""Two cells while the broker of one is away: what runs in the other goes on, and nothing runs twice."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.schemas.requests import cell_in
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, until, words
+
+HOME, OTHER = "nats", "nats-1"
+REFUSED_S = 15.0  # within which a request is accepted or refused
+COUNT = 300
+
+
+@pytest.fixture(scope="module")
+def deployment(new_deployment: NewDeployment) -> Deployment:
+    return new_deployment("--cells", "2", "--gateways", "2", "--workers", "4", "--mock-speedup", "1")
+
+
+@pytest.fixture
+async def gateways(deployment: Deployment) -> AsyncIterator[list[httpx.AsyncClient]]:
+    """Clients of the two gateways, each of which uses its own nearest cell."""
+    made = [httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) for url in deployment.urls]
+
+    async def settled() -> bool:
+        found = [await asked(http, chat(900)) for http in made]
+        return [cell_in(_id_of(each)) for each in found if each.status_code == 200] == [0, 1]
+
+    await until(settled, "each gateway uses its nearest cell", 60)
+    yield made
+    for each in made:
+        await each.aclose()
+
+
+def chat(seed: int, count: int = 4, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": words(20, seed)}]
+    return {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": count, "ignore_eos": True, **more}
+
+
+async def asked(http: httpx.AsyncClient, body: dict[str, Any], **headers: str) -> httpx.Response:
+    return await http.post("/v1/chat/completions", json=body, headers=headers)
+
+
+def _id_of(answer: httpx.Response) -> str:
+    return str(answer.json()["id"]).removeprefix("chatcmpl-")
+
+
+def pid_of(deployment: Deployment, name: str) -> int:
+    return next((each.pid or 0 for each in deployment.state.processes if each.name == name), 0)
+
+
+@contextlib.asynccontextmanager
+async def away(deployment: Deployment, name: str) -> AsyncIterator[None]:
+    """A broker is killed whenever it is started again, before it listens."""
+    folder = deployment.data_dir / "cells" / "1" if name == OTHER else deployment.data_dir
+    killed = asyncio.Event()
+
+    async def kill() -> None:
+        pid, before = pid_of(deployment, name), 0
+        while True:
+            if pid != before:  # once: a pid may be anyone's later
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                before = pid
+                killed.set()
+            await asyncio.sleep(0.005)
+            with contextlib.suppress(OSError, ValueError):
+                pid = int((folder / "nats.pid").read_text())
+
+    killing = asyncio.create_task(kill())
+    try:
+        await killed.wait()
+        yield
+    finally:
+        killing.cancel()
+        await asyncio.gather(killing, return_exceptions=True)
+
+
+async def test_while_home_is_away_running_answers_go_on_elsewhere_also_when_their_worker_dies(
+    deployment: Deployment, gateways: list[httpx.AsyncClient], oracle: Oracle
+) -> None:
+    body = chat(1, COUNT)
+    async with gateways[1].stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+        parts = answer.aiter_bytes()
+        raw = await anext(parts)
+        assert cell_in(answer.headers["x-request-id"]) == 1
+        async with away(deployment, HOME):
+            for name in ("worker-1", "worker-3"):  # all that could go on with it, until they are started again
+                os.kill(pid_of(deployment, name), signal.SIGKILL)
+            async for part in parts:
+                raw += part
+    assert joined(parse_sse(raw)).strip() == oracle.answer(body, COUNT).strip()
+
+    async def accepted() -> bool:
+        return (await asked(gateways[1], chat(3))).status_code == 200
+
+    await until(accepted, "home is back")
+
+
+@pytest.mark.slow
+async def test_while_the_broker_of_a_cell_is_away_its_keys_wait_for_it_and_gateways_use_the_other(
+    deployment: Deployment, gateways: list[httpx.AsyncClient]
+) -> None:
+    key = {"Idempotency-Key": "of cell 1"}
+    first = await asked(gateways[1], chat(10), **key)
+    assert cell_in(_id_of(first)) == 1
+    pid = pid_of(deployment, "gateway-1")
+    async with away(deployment, OTHER):
+        async with asyncio.timeout(REFUSED_S + 3):
+            for answer in await asyncio.gather(*(asked(http, chat(10), **key) for http in gateways)):
+                assert answer.status_code == 503, answer.text
+                assert answer.json()["error"]["code"] == "broker_unavailable"
+        os.kill(pid, signal.SIGTERM)
+
+        async def serves() -> bool:
+            if pid_of(deployment, "gateway-1") in (0, pid):
+                return False
+            with contextlib.suppress(httpx.HTTPError):
+                answer = await asked(gateways[1], chat(20))
+                return answer.status_code == 200 and cell_in(_id_of(answer)) == 0
+            return False
+
+        await until(serves, "the gateway has ended, and another one serves without that cell")
+    said = deployment.logs("gateway-1")
+    assert "stop_timeout" not in said
+    assert "stop_incomplete" not in said
+
+    async def answered() -> bool:
+        again = await asked(gateways[0], chat(10), **key)
+        assert again.status_code == 503 or _id_of(again) == _id_of(first)
+        return again.status_code == 200
+
+    await until(answered, "its cell is back")
