@@ -13,9 +13,6 @@ from typing import Any, Self
 
 import msgspec
 
-from penstock.infra.nats_server.config import USERS
-from penstock.infra.nats_server.datadir import load_secrets
-from penstock.infra.nats_server.tenants import user_in_use
 from penstock.launch.machine import held_run
 from penstock.launch.readiness import get_url
 from penstock.launch.state import DeploymentState
@@ -159,13 +156,7 @@ class System:
     @property
     def nats_urls(self) -> list[str]:
         """Where the operator reaches the broker of each cell, home first."""
-        home = self.deployment.state.nats_url
-        found, port = [home], int(home.rpartition(":")[2])
-        for cell in range(1, self.topology.cells):
-            secrets = load_secrets(self._folder(cell) / "secrets.json", USERS)
-            user = user_in_use(secrets, "operator")
-            found.append(f"nats://{user}:{secrets[user]}@127.0.0.1:{port + cell}")
-        return found
+        return [cell.nats_url for cell in self.deployment.state.all_cells]
 
     def _folder(self, cell: int) -> Path:
         """Of the broker of a cell."""
