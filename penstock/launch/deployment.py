@@ -339,7 +339,8 @@ class Deployment:
         port = up.nats_port + cell if up.nats_port else 0
         broker = EmbeddedNats(folder, subjects.namespace, port, durability=up.durability, name=name)
         self._brokers.append(broker)
-        again = partial(apply_if_lost, broker.url, subjects, **self._stream_sizes())
+        home = (self._brokers[0].url, self._subjects[0]) if cell else None
+        again = partial(apply_if_lost, broker.url, subjects, **self._stream_sizes(), home=home)
         await self._keep(Keeper(broker, self._on_change, give_up=self._give_up, restarted=again))
         await self._watches.enter_async_context(DiskWatch(broker))
         self._board.ready(name, f"ready on port {broker.port}")

@@ -222,20 +222,31 @@ async def copy_tenants(home_url: str, home: Subjects, url: str, subjects: Subjec
 
 
 async def apply_if_lost(
-    url: Callable[[], str], subjects: Subjects, *, record: bool = False, store_size: float = 0.0, cells: int = 1
+    url: Callable[[], str],
+    subjects: Subjects,
+    *,
+    record: bool = False,
+    store_size: float = 0.0,
+    cells: int = 1,
+    home: tuple[Callable[[], str], Subjects] | None = None,
 ) -> None:
     """After a restart of a broker, apply the streams if its store has been lost. Repeated until the broker takes them.
 
     Args:
         url: the operator's; its password may have been changed meanwhile.
         record, store_size, cells: as ``apply_at``.
+        home: the first cell's, if this is another one: its routers need the weights of home's tenants again.
     """
+    lost: list[str] = []
     while True:
         try:
             async with as_operator(url(), "streams apply") as nc:
-                lost = await lost_streams(nc, topology(subjects, record=record))
-            if lost:
+                now = await lost_streams(nc, topology(subjects, record=record))
+            if now:
+                lost = now
                 await apply_at(url(), subjects, record=record, store_size=store_size, cells=cells)
+            if lost and home is not None:
+                await copy_tenants(home[0](), home[1], url(), subjects)
         except (BrokerProblem, NatsError, TimeoutError, OSError) as error:
             log.warning("streams_not_applied", error=str(error) or repr(error), retry_in_s=APPLY_AGAIN_S)
             await asyncio.sleep(APPLY_AGAIN_S)

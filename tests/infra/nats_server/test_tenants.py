@@ -20,9 +20,10 @@ from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.jetstream_api import reload
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.nats_server.tenants import Accounts, Tenant
+from penstock.launch.nats import apply_if_lost
 from penstock.schemas.audit import KEYS_LOST, AuditEntry
 from penstock.schemas.streams import topology
-from penstock.schemas.subjects import Subjects
+from penstock.schemas.subjects import Subjects, cell_namespace
 from penstock.schemas.tenants import Limits
 from tests.conftest import Connect
 
@@ -362,3 +363,32 @@ async def test_a_list_writes_nothing_and_a_change_needs_a_folder_that_it_may_wri
     assert not (tmp_path / "none").exists()
     assert await ran("add", "blue", *broker, str(tmp_path / "file" / "none")) == 1
     assert "name a folder for credentials with --data-dir" in capsys.readouterr().err
+
+
+async def test_cells_get_the_limits_of_homes_tenants_when_they_change_and_when_a_cell_lost_its_store(
+    ready: EmbeddedNats, tmp_path: Path, connect: Connect
+) -> None:
+    url, nc = ready.url("operator"), await connect(ready)
+    cell = Subjects(cell_namespace(ready.subjects.namespace, 1))
+    await apply(nc, topology(cell))
+    place = ("--nats-url", url, "--data-dir", str(tmp_path), "--cells", "2")
+
+    async def weight(tenant: str) -> float | None:
+        found = await tenants.limits_at(nc, cell, tenant)
+        return None if found is None else found.weight
+
+    assert await ran("add", "acme", "--weight", "3", *place) == 0
+    assert await ran("add", "zenith", "--weight", "2", *place[:4]) == 0  # before the deployment had cells
+    assert [await weight(name) for name in ("acme", "zenith")] == [3, None]
+    assert await ran("add", "acme", "--weight", "4", *place) == 0
+    assert [await weight(name) for name in ("acme", "zenith")] == [4, 2]
+    assert await ran("remove", "zenith", *place) == 0
+    assert [await weight(name) for name in ("acme", "zenith")] == [4, None]
+
+    for name in [each.config.name for each in await nc.jetstream().streams_info()]:
+        if name and cell.namespace in name:
+            await nc.jetstream().delete_stream(name)
+    home = (lambda: url), ready.subjects
+    async with asyncio.timeout(30):
+        await apply_if_lost(lambda: url, cell, cells=2, home=home)
+    assert [await weight(name) for name in ("acme", "zenith")] == [4, None]
