@@ -454,18 +454,22 @@ class UnstoredRequests:
         while True:
             await asyncio.sleep(OTHERS_S * random.uniform(0.5, 1.0))
             if self._bus.connected and not self.streams.settling:
-                await _until_refused(self._sweep_others(self._bus.clock.now_ns()))
+                await _until_refused(self.sweep_others(self._bus.clock.now_ns()))
 
-    async def _sweep_others(self, now_ns: int) -> None:
+    async def sweep_others(self, now_ns: int) -> None:
         """Delete what gateways that are gone have left of ended requests. The rest expires after its deadline."""
         requests: dict[str, set[str]] = {}
         prefix = f"{self._bus.subjects.namespace}.{MEMORY}."
+        own = f"{prefix}contents.{self._gateway}.", f"{prefix}tokens.{self._gateway}"  # tens of thousands
+        time_slice = TimeSlice()
         for subject in await self.streams.subjects():
+            if subject.startswith(own):
+                continue
             kind, gateway, *rest = subject.removeprefix(prefix).split(".")
             of = requests.setdefault(gateway, set())
             if kind == "contents":
                 of.add(rest[0])
-        requests.pop(self._gateway, None)
+            await time_slice.yield_if_spent()
         for gateway, names in requests.items():
             if not await memory_storage.answers(self._bus, gateway):
                 await self._delete_left(gateway, sorted(names), now_ns)

@@ -187,3 +187,37 @@ async def test_a_repeat_of_what_has_ended_does_not_end_its_grace_period(bus: Bus
     assert await content(bus, gateway, request)
     await gateway.cells[0].unstored.sweep(now + gateway.settings.no_store_grace_s + 1)
     assert await content(bus, gateway, request) is None
+
+
+async def test_other_tasks_run_while_contents_of_other_gateways_are_gone_through(
+    bus: Bus, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own are passed over: tens of thousands may be in memory storage."""
+    unstored = running.gateway.cells[0].unstored
+    asked: list[str] = []
+    turns_between = 0
+
+    async def subjects() -> list[str]:
+        own = [bus.subjects.contents(running.gateway.id, f"r{number}", "request") for number in range(50)]
+        others = [bus.subjects.contents("other-1", f"r{number}", "request") for number in range(50)]
+        return [*own, bus.subjects.tokens(f"memory.{running.gateway.id}"), *others]
+
+    async def answers(_: Bus, gateway: str) -> bool:
+        asked.append(gateway)
+        return True
+
+    async def look() -> None:
+        nonlocal turns_between
+        while not asked:
+            turns_between += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(turns, "SLICE_S", 0.0)
+    monkeypatch.setattr(unstored.streams, "subjects", subjects)
+    monkeypatch.setattr(memory_storage, "answers", answers)
+    looking = asyncio.create_task(look())
+    await asyncio.sleep(0)
+    await unstored.sweep_others(bus.clock.now_ns())
+    await looking
+    assert asked == ["other-1"]
+    assert turns_between > 10
