@@ -53,6 +53,7 @@ log = structlog.get_logger("router")
 CANCELS_REMEMBERED = 50_000
 LONGEST_REASON = 200  # characters
 DRAIN_S = 3.0
+READ_AT_ONCE = 16  # requests that were left in the log; each may be as large as a message
 DEFERRAL_NS = 2_000_000_000  # until the broker delivers a request again for which there is no space
 
 
@@ -80,6 +81,7 @@ class Router:
         self._cancels: OrderedDict[str, str] = OrderedDict()  # request -> reason
         self._time_slice = TimeSlice()
         self._placing_held = False
+        self._reading = asyncio.Semaphore(READ_AT_ONCE)
         self._placed = 0  # jobs sent by this router
         self.tasks = bus.tasks.group("router")
         self._background = BackgroundTasks(bus, self.tasks)
@@ -386,7 +388,9 @@ class Router:
         """Send the job of a request that was left in the log while it was held."""
         request = pending.request
         try:
-            if await read_again(self._bus, pending):
+            async with self._reading:
+                found = await read_again(self._bus, pending)
+            if found:
                 job = msgspec.structs.replace(job, request=msgspec.Raw(pending.raw))
                 await self._publish_job(pending, decision, job, load, keys)
                 return

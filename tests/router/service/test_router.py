@@ -17,7 +17,7 @@ from penstock.router.placement.decision_inputs import Decisions
 from penstock.router.placement.routing import RoutingDecision, RoutingRequest
 from penstock.router.service import router as router_module
 from penstock.router.service.maintenance import CLAIM_S
-from penstock.router.service.router import Router
+from penstock.router.service.router import READ_AT_ONCE, Router
 from penstock.router.state.holders import keys_view
 from penstock.router.state.prefix_index import PrefixIndex
 from penstock.schemas import contents, control, fleet, jobs, kv, wire
@@ -178,6 +178,33 @@ async def test_a_request_whose_prompt_was_left_in_the_log_is_placed_as_it_was_st
             assert bytes(job.request) == wire.encode(each)
         await clients.acknowledged(3)
         assert one.unfinished == {each.id: (1, "w1") for each in asked}
+
+
+async def test_few_requests_are_read_again_at_once(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker with room for all of them comes: a thousand questions at once would be answered too late."""
+    reading: set[str] = set()
+    go_on = asyncio.Event()
+    read_again = router_module.read_again
+
+    async def waiting(bus: Any, pending: Any) -> bool:
+        reading.add(pending.request.id)
+        await go_on.wait()
+        return await read_again(bus, pending)
+
+    monkeypatch.setattr(router_module, "read_again", waiting)
+    async with routing(broker, pipeline, max_held_bytes=room(30)) as one:
+        asked = [request(**LONG) for _ in range(25)]
+        await clients.ask(*asked)
+        await eventually(lambda: len(one.waiting) == 25)
+        assert sum(not pending.raw for pending in one.router.held) > READ_AT_ONCE
+        await clients.stub("w1", **BIG)
+        await eventually(lambda: not one.waiting and len(reading) >= READ_AT_ONCE)
+        assert len(reading) == READ_AT_ONCE
+        go_on.set()
+        for each in asked:
+            await clients.placed(each)
 
 
 async def test_a_cancelled_request_whose_prompt_was_left_in_the_log_is_whole_in_its_record(
