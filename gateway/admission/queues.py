@@ -227,6 +227,8 @@ class QueueMonitor:
             await asyncio.sleep(HURRY_S if self.hurried else POLL_S)
             try:
                 await self.poll()
+            except NotFoundError:  # ``lacks_consumer`` names the stream
+                pass
             except Exception as error:
                 self.has_routers = self.answered = False
                 log.debug("queue_unknown", error=repr(error))
@@ -245,7 +247,7 @@ class QueueMonitor:
         try:
             consumers = await asyncio.gather(*(ask(stream, name, timeout=INFO_TIMEOUT_S) for name in names))
         except NotFoundError:
-            self.lacks_consumer, self.has_routers = stream, False
+            self.lacks_consumer, self.has_routers, self.answered = stream, False, True
             raise
         self.lacks_consumer = ""
         has_routers = False

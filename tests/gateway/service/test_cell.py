@@ -88,6 +88,18 @@ async def test_while_the_home_broker_is_away_nothing_new_is_accepted(
         assert await waiting == 1, "a request waits for it"
 
 
+async def test_a_consumer_that_is_missing_at_home_does_not_pass_for_a_broker_that_is_away(
+    broker: EmbeddedNats, subjects: Subjects, model: ModelDir
+) -> None:
+    async with gateway_on(broker, subjects, model, cells=[broker], nearest_cell=1) as running:
+        home = running.gateway.cells[0]
+        await home.bus.js.delete_consumer(subjects.stream("REQUESTS"), "router-standard")
+        await eventually(lambda: home.queues.lacks_consumer)
+        home.queues.answered = False
+        await eventually(lambda: home.answers)
+        assert await cell(running.gateway) == 1
+
+
 async def test_media_and_ids_that_are_needed_early_go_to_a_cell_that_serves(
     broker: EmbeddedNats, subjects: Subjects, model: ModelDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
