@@ -83,12 +83,24 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     logits_processor: Annotated[tuple[str, ...], _OF_WORKER] = _WORKER.logits_processor
     default_logits_processors: Annotated[str, _OF_WORKER] = _WORKER.default_logits_processors
     gateways: Annotated[
-        Positive, about("gateway processes, which share --http-port; the ports after it are one gateway's each")
-    ] = 1
+        int,
+        Meta(
+            ge=0,
+            description="gateway processes, which share --http-port; the ports after it are one gateway's each; 0: as "
+            "many as suit the cores and the workers",
+        ),
+    ] = 0
     routers: Annotated[
         Positive, about("router processes, dealt over the cells: at least one for each; more are standbys")
     ] = 1
-    cells: Annotated[int, _OF_GATEWAY] = _GATEWAY.cells
+    cells: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="cells, each with streams, routers, workers and a broker of its own; 0: as many as suit the "
+            "cores and the workers, or as many as the data folder has",
+        ),
+    ] = 0
     cell_nats_urls: Annotated[
         tuple[str, ...],
         about(

@@ -39,9 +39,9 @@ from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen, claim
 from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.launch.groups import PlanError, assign, fleet_of, with_name
-from penstock.launch.machine import Listeners, cores, free_port, gpus, held_run
+from penstock.launch.machine import Listeners, all_cores, cores, free_port, gpus, held_run
 from penstock.launch.nats import apply_at, apply_if_lost, connect_operator, copy_tenants
-from penstock.launch.plan import PlannedProcess, further, plan, routers_of, worker_state
+from penstock.launch.plan import PlannedProcess, further, plan, routers_of, sized, worker_state
 from penstock.launch.readiness import Readiness, registered_models, served_models
 from penstock.launch.recipes import catalogue
 from penstock.launch.show import Board, readable, welcome
@@ -219,6 +219,16 @@ def _makes_vectors(model: str) -> bool:
     return path.is_dir() and makes_vectors(path)
 
 
+def cells_in(data_dir: Path) -> int:
+    """The cells whose stores a data folder has; 0: it is new, or cannot be read."""
+    try:
+        if not (data_dir / "nats").is_dir():
+            return 0
+        return 1 + sum((each / "nats").is_dir() for each in (data_dir / "cells").glob("*"))
+    except OSError:  # starting the broker says why
+        return 0
+
+
 def command(planned: PlannedProcess) -> list[str]:
     """The command line of one process."""
     return [sys.executable, "-m", "penstock", *planned.argv]
@@ -234,9 +244,11 @@ class Deployment:
     def __init__(self, settings: UpSettings, *, command: Callable[[PlannedProcess], Sequence[str]] = command) -> None:
         self.settings = settings = with_name(settings)
         self.data_dir = Path(settings.data_dir).resolve()
-        self._subjects = [Subjects(cell_namespace(settings.namespace, cell)) for cell in range(settings.cells)]
         members = catalogue.select(settings.recipe, catalogue.members()) if settings.recipe else ()
         self._fleet = fleet_of(settings, members, read_args, _makes_vectors)
+        self._chosen = not settings.gateways
+        self.settings = settings = sized(settings, self._fleet, all_cores(), cells_in(self.data_dir))
+        self._subjects = [Subjects(cell_namespace(settings.namespace, cell)) for cell in range(settings.cells)]
         self._gpus = gpus(settings.gpus, os.environ)
         assign(self._fleet.groups, self._gpus)  # raises before anything starts
         self._ready_s = settings.ready_s or (3600.0 if self._fleet.slow or settings.diffusion else 120.0)
@@ -289,7 +301,7 @@ class Deployment:
 
     async def _start(self) -> None:
         up = self.settings
-        self._listeners.open(up.http_port, up.gateways)
+        self._listeners.open(up.http_port, up.gateways, chosen=self._chosen)
         workers = sum(group.number for group in self._fleet.groups)
         metrics_ports = self._metrics_ports(up.metrics_port, workers + routers_of(up))
         with self._board:
@@ -337,7 +349,8 @@ class Deployment:
         folder.mkdir(parents=True, exist_ok=True)
         self._board.starting(name)
         port = up.nats_port + cell if up.nats_port else 0
-        broker = EmbeddedNats(folder, subjects.namespace, port, durability=up.durability, name=name)
+        options: dict[str, Any] = {"durability": up.durability, "name": name, "beside": up.cells - 1}
+        broker = EmbeddedNats(folder, subjects.namespace, port, **options)
         self._brokers.append(broker)
         home = (self._brokers[0].url, self._subjects[0]) if cell else None
         again = partial(apply_if_lost, broker.url, subjects, **self._stream_sizes(), home=home)

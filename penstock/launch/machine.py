@@ -14,7 +14,7 @@ from pathlib import Path
 from penstock.infra.process.sockets import CannotListen, bind, claim, held_ports, listening, own_sockets
 from penstock.launch.groups import PlanError
 from penstock.launch.readiness import base_url
-from penstock.workers.engines.budgets import usable_cores
+from penstock.workers.engines.budgets import available_cores, usable_cores
 
 _HOST = "127.0.0.1"
 # Below the ports that Linux gives to outgoing connections (ip_local_port_range): those may be taken before a worker
@@ -65,6 +65,11 @@ def free_port(preferred: int) -> int:
     return 0
 
 
+def all_cores() -> int:
+    """CPU cores that this process may use, whoever else does."""
+    return available_cores()
+
+
 def cores() -> int:
     """CPU cores that native workers may compute on: those that are neither limited nor busy now."""
     return usable_cores()
@@ -88,18 +93,21 @@ class Listeners:
         self.port = 0
         self.ports: list[int] = []  # one per gateway
 
-    def open(self, port: int, gateways: int) -> None:
+    def open(self, port: int, gateways: int, *, chosen: bool = False) -> None:
         """
+        Args:
+            chosen: the number of gateways was not set: where the ports behind the shared one are not free, their own
+                are any.
         Raises:
             CannotListen: an address or a port cannot be used.
         """
         own = gateways if gateways > 1 else 0
         try:
             if port:
-                self._claim(range(port, port + own + 1))
+                self._claim([port])
             self._shared = listening(self._host, port)
             self.port = int(self._shared.getsockname()[1])
-            self._own = own_sockets(self._host, port and port + 1, own)
+            self._own = self._own_ports(port and port + 1, own, chosen=chosen)
             self.ports = [int(each.getsockname()[1]) for each in self._own] or [self.port]
             if not port:
                 self._claim({self.port, *self.ports})
@@ -108,6 +116,18 @@ class Listeners:
             raise
         if own:
             self._counts = os.memfd_create("penstock-connections")
+
+    def _own_ports(self, first: int, count: int, *, chosen: bool) -> list[socket.socket]:
+        try:
+            if first:
+                self._claim(range(first, first + count))
+            return own_sockets(self._host, first, count)
+        except CannotListen:
+            if not chosen:
+                raise
+            sockets = own_sockets(self._host, 0, count)
+            self._claim(int(each.getsockname()[1]) for each in sockets)
+            return sockets
 
     def _claim(self, ports: Iterable[int]) -> None:
         for port in ports:

@@ -158,6 +158,47 @@ def urls_of_cells(url: BrokerUrl, user: str, cells: int) -> tuple[str, ...]:
     return tuple(url(user, cell).replace(",", ";") for cell in range(1, cells))
 
 
+CORES_PER_GATEWAY = 2  # beside routers, workers and brokers, which take as much together
+GATEWAYS_PER_WORKER = 2
+CORES_PER_CELL = 4  # 2 for its gateways, 0.8 each for its router and its workers, 0.5 for its broker
+# What a request waits for is chosen in its cell only. On a recorded trace the mean time to the first token of eight
+# workers is 1.4 % longer in four cells than in one, that of four workers 6 % in two, so these get one.
+FEWEST_WORKERS = 8
+WORKERS_PER_CELL = 2
+
+
+def sized(up: UpSettings, fleet: WorkerFleet, cores: int, there: int) -> UpSettings:
+    """With numbers of gateways and cells, where none are set.
+
+    Measured on 16 cores (``python -m tests.perf.scale``): docs/results/pipeline.md. Where engines take their time, a
+    part of that is enough, and the rest is idle. More cells than are chosen carry more requests/s of few, fast workers.
+
+    Args:
+        cores: that this machine has for the deployment.
+        there: cells that the data folder has; 0: it is new.
+    Raises:
+        PlanError: there would be fewer cells than the data folder has, or cells without workers.
+    """
+    roles = ("aggregated", "prefill", "decode")
+    counts = [sum(group.number for group in fleet.groups if group.role == role) for role in roles]
+    workers = min((count for count in counts if count), default=1)
+    chosen = min(cores // CORES_PER_CELL, workers // WORKERS_PER_CELL) if workers >= FEWEST_WORKERS else 1
+    cells = up.cells or there or (1 if up.nats_url else max(1, chosen))
+    if cells < there:
+        raise PlanError(
+            f"--cells {cells}: the data folder {up.data_dir} has requests of {there} cells, which would not be found; "
+            "leave --cells out, or take another --data-dir"
+        )
+    if up.cells > workers > 0 and any(counts):
+        raise PlanError(
+            f"--cells {cells}: each cell needs a worker of each role, and a role has {workers}; start more workers, or "
+            "fewer cells"
+        )
+    total = sum(group.number for group in fleet.groups)
+    gateways = up.gateways or max(1, min(cores // CORES_PER_GATEWAY, GATEWAYS_PER_WORKER * max(1, total)))
+    return msgspec.structs.replace(up, cells=cells, gateways=gateways)
+
+
 def routers_of(up: UpSettings) -> int:
     """How many routers there are: each cell has one."""
     return max(up.routers, up.cells)

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 
@@ -98,6 +99,13 @@ def curl_line(http_url: str, model: str, makes: str = "text", *, key: bool = Fal
     return f"curl {options}{http_url}/v1/{path} {headers} -d '{quoted}'"
 
 
+def sizes(state: DeploymentState) -> str:
+    """How many processes of each role there are, and in how many cells."""
+    counts = Counter(process.role for process in state.processes)
+    parts = [f"{counts[role]} {role}{'s' if counts[role] > 1 else ''}" for role in ("gateway", "router", "worker")]
+    return ", ".join(parts) + (f" in {len(state.all_cells)} cells" if len(state.all_cells) > 1 else "")
+
+
 def welcome(state: DeploymentState, data_dir: Path, seconds: float, *, closed: bool = False) -> str:
     """What the user needs next. The only secret in it is the dashboard's token, which is read-only.
 
@@ -114,6 +122,7 @@ Penstock serves {", ".join(state.models) or state.model} on {state.http_url} (re
   OpenAI base URL   {state.http_url}/v1
   in the browser    {state.http_url}
   NATS              {state.nats_url.rpartition("@")[2]}, namespace {state.namespace}
+  processes         {sizes(state)}
   dashboard         {state.dashboard_url or "none (--dashboard-port -1)"}
   logs              {data_dir / "logs"}
   state, passwords  {data_dir / "state.json"}

@@ -145,6 +145,7 @@ class Deployment:
         self._up = Process(
             home / "up.log",
             *("up", "--engine", "mock", "--http-port", "0", "--data-dir", str(self.data_dir), "--drain-s", "3"),
+            *("--gateways", "1", "--cells", "1"),  # on any machine
             *("--log-format", "text", "--dashboard-port", "-1", *flags),
             module=module,
             **variables,

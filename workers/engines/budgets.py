@@ -32,6 +32,12 @@ def thread_count(cores: int, *, allowed: int, quota: float, load: float) -> int:
     return max(1, round(min(allowed, quota, idle)))
 
 
+def available_cores() -> int:
+    """Cores that this process may use, whoever else does: by its affinity, and by the container's limit."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, round(min(allowed, _cgroup_cores())))
+
+
 def usable_cores() -> int:
     """``thread_count`` of this machine now."""
     cores = os.cpu_count() or 1

@@ -18,7 +18,7 @@ from penstock.infra.process.sockets import CannotListen, listening
 from penstock.launch.deployment import read_args
 from penstock.launch.groups import PlanError, WorkerFleet, WorkerGroup, assign, fleet_of, gpus_of
 from penstock.launch.machine import gpus, held_run
-from penstock.launch.plan import PlannedProcess, passed, plan
+from penstock.launch.plan import PlannedProcess, passed, plan, sized
 from penstock.launch.recipes import catalogue
 
 KNOWN = catalogue.members()
@@ -30,7 +30,7 @@ def fleet(**given: Any) -> WorkerFleet:
 
 
 def workers(*, gpus: tuple[str, ...] | None = None, **given: Any) -> dict[str, PlannedProcess]:
-    up = UpSettings(**given)
+    up = sized(UpSettings(**given), fleet(**given), 2, 0)
     children = plan(
         up, fleet(**given), ports=[8000], url=lambda role, cell: "nats://h:1", sys_url=lambda cell: "", cores=8,
         gpus=gpus, metrics_ports=range(9100, 9200),
@@ -317,6 +317,7 @@ def test_an_embedding_model_gets_workers_of_the_role_that_serves_it() -> None:
     def found(**given: Any) -> dict[str, PlannedProcess]:
         up = UpSettings(**given)
         whole = fleet_of(up, makes_vectors=lambda model: model == "/bert")
+        up = sized(up, whole, 2, 0)
         children = plan(up, whole, ports=[8000], url=lambda role, cell: "nats://h:1", sys_url=lambda cell: "", cores=8)
         return {child.name: child for child in children}
 
@@ -393,3 +394,43 @@ def test_a_model_that_makes_vectors_stands_beside_one_for_text() -> None:
 def test_what_is_said_of_one_model_is_refused_with_several(given: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=re.escape(said)):
         fleet(**({"model": ("/a", "/b"), "engine": "mock"} | given))
+
+
+# -- numbers of gateways and cells ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "there", "gateways", "cells"),
+    [
+        ({"workers": 4}, 16, 0, 8, 1),
+        ({"workers": 8}, 16, 0, 8, 4),
+        ({"workers": 8}, 8, 0, 4, 2),
+        ({"workers": 8}, 128, 0, 16, 4),
+        ({"workers": 32}, 32, 0, 16, 8),
+        ({"workers": 1}, 16, 0, 2, 1),
+        ({"workers": 4}, 2, 0, 1, 1),
+        ({"workers": 4}, 1, 0, 1, 1),
+        ({"prefill": 2, "decode": 14}, 32, 0, 16, 1),
+        ({"prefill": 8, "decode": 8}, 32, 0, 16, 4),
+        ({"workers": 4, "gateways": 3}, 16, 0, 3, 1),
+        ({"workers": 4, "cells": 2}, 16, 0, 8, 2),
+        ({"workers": 8}, 16, 1, 8, 1),
+        ({"workers": 4}, 2, 4, 1, 4),
+        ({"workers": 8, "nats_url": "nats://h:4222"}, 16, 0, 8, 1),
+    ],
+)
+def test_gateways_and_cells_suit_the_cores_and_the_workers(
+    given: dict[str, Any], cores: int, there: int, gateways: int, cells: int
+) -> None:
+    up = UpSettings(engine="mock", **given)
+    chosen = sized(up, fleet_of(up), cores, there)
+    assert (chosen.gateways, chosen.cells) == (gateways, cells)
+
+
+def test_a_folder_keeps_its_cells_and_each_cell_has_workers() -> None:
+    up = UpSettings(engine="mock", workers=4, cells=2)
+    with pytest.raises(PlanError, match="has requests of 4 cells"):
+        sized(up, fleet_of(up), 16, 4)
+    up = UpSettings(engine="mock", prefill=1, decode=3, cells=2)
+    with pytest.raises(PlanError, match="a role has 1"):
+        sized(up, fleet_of(up), 16, 0)

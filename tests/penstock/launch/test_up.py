@@ -26,7 +26,7 @@ from penstock.infra.process.child import Process
 from penstock.infra.process.supervisor import Keeper, RestartBackoff
 from penstock.launch.deployment import Deployment, UpFailed
 from penstock.launch.groups import fleet_of
-from penstock.launch.plan import PlannedProcess, plan
+from penstock.launch.plan import PlannedProcess, plan, sized
 from penstock.launch.readiness import get
 from penstock.launch.show import curl_line, readable, welcome
 from penstock.launch.state import DeploymentState, read_state, write_state
@@ -356,6 +356,7 @@ def test_pauses_double_up_to_ten_seconds_and_start_again_after_a_lasting_run(liv
 
 
 def planned(up: UpSettings, ports: list[int] | None = None) -> dict[str, PlannedProcess]:
+    up = sized(up, fleet_of(up), 2, 0)
     children = plan(
         up, fleet_of(up), ports=ports or [8000], url=lambda role, cell: f"nats://{role}:secret@h:1",
         sys_url=lambda cell: "nats://sys:x@h:1", cores=8,
