@@ -283,6 +283,8 @@ _BURST_BYTES = 64 << 10  # after reading more than this, there is no pause
 
 Handler = Callable[[Frame], None]
 
+_LATE_LOGIN = "authentication timeout"  # the server waits two seconds for it
+
 
 class BusClient(Client):  # type: ignore[misc]  # untyped
     """Sends everything that is published in one turn of the event loop in a single write, at the end of the turn.
@@ -370,6 +372,16 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         self._ended = self._ended or status == Client.CLOSED  # not when nats-py closes between two attempts
         await super()._close(status, do_cbs)
+
+    async def _process_err(self, err_msg: str) -> None:
+        if _LATE_LOGIN not in err_msg.lower():
+            await super()._process_err(err_msg)
+            return
+        # The login was late, over a link that stalled: another link may do. nats-py closes the connection for good.
+        error = Error(f"nats: {err_msg.strip()}")
+        if not self.is_connected:
+            raise error  # this attempt to connect has failed; the next one follows
+        await self._process_op_err(error)
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         if initial_connection and self._current_server.uri.scheme == "tls" and not info.get("tls_required"):

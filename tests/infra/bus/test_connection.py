@@ -11,7 +11,7 @@ from penstock.infra.bus.connection import connect
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects
-from tests.infra.bus.support import opened
+from tests.infra.bus.support import eventually, opened
 
 
 async def test_errors_of_one_kind_are_one_line_in_the_log(broker: EmbeddedNats, subjects: Subjects) -> None:
@@ -50,3 +50,29 @@ async def test_the_wait_for_a_broker_ends_although_its_connect_loses_the_cancell
         with pytest.raises(ServingError, match=r"within 0\.2 s"):
             await connect("nats://127.0.0.1:1", role="worker", name="test", timeout=0.2)
         await ended.wait()  # and no attempt goes on
+
+
+async def test_a_login_that_comes_too_late_over_a_stalled_link_is_repeated() -> None:
+    """nats-py closed the connection for good, and the process ended: a gateway, for the stalled link to one cell."""
+    answers = iter((b"PONG\r\n", b"PING\r\n-ERR 'Authentication Timeout'\r\n", b"PONG\r\n"))
+    links: list[asyncio.StreamWriter] = []
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        links.append(writer)
+        writer.write(b'INFO {"server_id": "s", "version": "2.15.1", "max_payload": 1048576, "headers": true}\r\n')
+        while b"PING" not in await reader.readline():
+            pass
+        answer = next(answers)
+        writer.write(answer)  # it pings before it has seen the login
+        if b"ERR" in answer:
+            writer.close()
+
+    ended: list[int] = []
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        bus = await connect(url, role="operator", name="test", end_process=ended.append)  # type: ignore[arg-type]
+        links[0].close()
+        await eventually(lambda: ended or (len(links) == 3 and bus.connected))
+        assert not ended
+        await bus.close()
+        links[-1].close()
