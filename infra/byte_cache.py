@@ -1,4 +1,4 @@
-"""A cache whose entries take bounded memory, whatever clients send, and what is worth a place in one. Pure."""
+"""A cache whose entries take bounded memory, whatever clients send. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -52,23 +52,3 @@ class ByteCache(Generic[K, V]):
         found = self._entries.pop(key, None)
         if found is not None:
             self.size_bytes -= found[1]
-
-
-class RecurringKeys:
-    """Tells which keys come more than once. One that comes once would only drive others out of a cache.
-
-    Args:
-        slots: bytes that this takes; a key is forgotten once about so many others came.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self._marks = bytearray(slots)  # by some bits of a key's hash, 7 others of the key that came last; 0: none did
-
-    def again(self, key: Hashable) -> bool:
-        """Whether this key came before, hardly ever wrong. Notes that it came."""
-        number, slots = hash(key), len(self._marks)
-        at, mark = number % slots, (number // slots) & 0x7F | 0x80
-        if self._marks[at] == mark:
-            return True
-        self._marks[at] = mark
-        return False

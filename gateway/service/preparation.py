@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.authentication import ANYONE, Caller, Sight
 from penstock.gateway.apis.chat.prepare_chat import (
-    KnownOptions,
     PendingMediaRequest,
     PreparedRequest,
     attach_media,
@@ -164,7 +163,6 @@ class RequestPreparer:
         self._cell = cell
         self._constraints = ConstraintCheck()
         self._threads = FairThreads(THREADS, PER_TENANT, "prepare")
-        self._known = KnownOptions()
 
     async def close(self) -> None:
         self._threads.close()
@@ -218,7 +216,7 @@ class RequestPreparer:
             elif endpoint == MESSAGE:
                 prepared = await self._message(body, context, now_ns=now_ns, request_id=request_id)
             else:
-                work = partial(prepare_chat, known=self._known) if endpoint == CHAT else prepare_completion
+                work = prepare_chat if endpoint == CHAT else prepare_completion
                 found = await self._render_for(
                     body, work, body, context, now_ns=now_ns, request_id=request_id, tenant=context.tenant
                 )

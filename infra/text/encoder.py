@@ -26,7 +26,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from penstock.infra.byte_cache import ByteCache, RecurringKeys
+from penstock.infra.byte_cache import ByteCache
 
 
 def longest_of(texts: Collection[str]) -> str:
@@ -56,7 +56,7 @@ CACHED_TEXT = 8_192  # characters; longer texts would keep the interpreter for l
 CACHED_BYTES = 16 << 20
 CACHED_PIECES_BYTES = 8 << 20  # of pieces and their ids: 6,000 of them, 600,000 tokens
 PIECE = 512  # characters of a piece, or a few more; to look one up takes a tenth of what its words take
-_NOTED = 1 << 18  # pieces
+_NOTED = 1 << 18  # pieces, as one byte each
 _WORD = 32  # characters of a word that is kept
 _WORD_BYTES = 200  # of a word, its ids' head and their place
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of ByteLevel itself
@@ -128,20 +128,28 @@ class TextEncoder:
 
 
 class _Pieces:
-    """Token ids of pieces of texts, kept from the second time on that they come. May be used from several threads."""
+    """Token ids of pieces of texts, kept from the second time on that a piece comes. May be used from several threads.
+
+    What comes once, as most of what users write does, would only drive out what comes again.
+    """
 
     def __init__(self) -> None:
         self._ids: ByteCache[str, bytes] = ByteCache(CACHED_PIECES_BYTES, _piece_bytes)
         self._lock = Lock()
-        self._recurring = RecurringKeys(_NOTED)
+        self._noted = bytearray(_NOTED)  # by some bits of a piece's hash, 7 others of the piece that came last
 
     @property
     def size_bytes(self) -> int:
         return self._ids.size_bytes
 
     def comes_again(self, piece: str) -> bool:
-        """Whether this piece was asked about before. Notes that it was."""
-        return self._recurring.again(piece)
+        """Whether this piece was asked about before. Notes that it was; hardly ever wrong."""
+        number = hash(piece)
+        at, mark = number % _NOTED, (number // _NOTED) & 0x7F | 0x80
+        if self._noted[at] == mark:
+            return True
+        self._noted[at] = mark
+        return False
 
     def get(self, piece: str) -> bytes | None:
         with self._lock:

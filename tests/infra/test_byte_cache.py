@@ -5,7 +5,7 @@ from collections import OrderedDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.infra.byte_cache import ENTRY_BYTES, ByteCache, RecurringKeys
+from penstock.infra.byte_cache import ENTRY_BYTES, ByteCache
 
 steps = st.lists(st.tuples(st.sampled_from(["get", "put", "pop"]), st.integers(0, 5), st.integers(0, 2_000)))
 
@@ -39,14 +39,3 @@ def test_an_entry_that_can_never_fit_leaves_the_others_alone() -> None:
     cache.put("large", bytes(1_000))
     assert cache.get("small") == b"x"
     assert cache.get("large") is None
-
-
-def test_a_key_recurs_once_it_has_come_and_is_forgotten_after_many_others() -> None:
-    keys = RecurringKeys(64)
-    assert not keys.again("text")
-    assert keys.again("text")
-    assert keys.again("text")
-    for other in range(2_000):
-        keys.again(f"other {other}")
-    assert not keys.again("text")
-    assert sum(RecurringKeys(1 << 16).again(number << 20) for number in range(1_000)) == 0

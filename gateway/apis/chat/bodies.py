@@ -270,13 +270,10 @@ class ChatMessage(Struct, frozen=True):
     reasoning: str | None = None
 
 
-Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-
-
 class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Messages
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[Count, Meta(description="new name of max_tokens, and wins")] | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
@@ -348,8 +345,6 @@ class CompletionRequest(TextOptions, frozen=True, kw_only=True):
 
 _decode_chat = msgspec.json.Decoder(ChatCompletionRequest).decode
 _decode_completion = msgspec.json.Decoder(CompletionRequest).decode
-_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_messages = msgspec.json.Decoder(Messages).decode
 
 
 def parse_chat(data: bytes) -> ChatCompletionRequest:
@@ -361,31 +356,6 @@ def parse_chat(data: bytes) -> ChatCompletionRequest:
     body: ChatCompletionRequest = decode_body(_decode_chat, data)
     check_chat(body)
     return body
-
-
-def fields_of(data: bytes) -> tuple[dict[str, msgspec.Raw], msgspec.Raw] | None:
-    """The fields of a chat body without its messages, and these, undecoded; None: it is no chat."""
-    try:
-        fields = _decode_fields(data)
-        return fields, fields.pop("messages")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
-        return None
-
-
-def with_messages(body: ChatCompletionRequest, messages: msgspec.Raw) -> ChatCompletionRequest | None:
-    """A chat with other messages; None: ``parse_chat`` says what is wrong with them.
-
-    Args:
-        body: a chat that was parsed before.
-    """
-    try:
-        parsed = _decode_messages(messages)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    for message in parsed:
-        if message.role not in ROLES and not _is_word(message.role):
-            return None
-    return msgspec.structs.replace(body, messages=parsed)
 
 
 def check_chat(body: ChatCompletionRequest) -> None:

@@ -6,7 +6,6 @@ that names the media, and ``attach_media`` completes it once they are stored.
 """
 
 from collections.abc import Callable, Sequence
-from threading import Lock
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -18,10 +17,8 @@ from penstock.gateway.apis.chat.bodies import (
     TextOptions,
     TranslatedChat,
     check_chat,
-    fields_of,
     parse_chat,
     parse_completion,
-    with_messages,
 )
 from penstock.gateway.apis.chat.constraint import Wanted, resolve_constraint
 from penstock.gateway.apis.chat.prompt import Prompt, chat_prompt, completion_prompt, expand_media, truncated
@@ -39,7 +36,6 @@ from penstock.gateway.base.request_bodies import (
     resolve_seed,
     unsupported,
 )
-from penstock.infra.byte_cache import ByteCache, RecurringKeys
 from penstock.infra.model.defaults import BARRED
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.parsers.families import TABLE
@@ -103,9 +99,6 @@ def with_trace(prepared: PreparedRequest, trace: Trace | None) -> PreparedReques
     return prepared._replace(request=msgspec.structs.replace(prepared.request, trace=trace))
 
 
-KNOWN_BYTES = 4 << 20  # of options of chats and what they were resolved to: 900 different ones
-_RESOLVED_BYTES = 4_096  # of a body and a request without their texts
-_NOTED = 1 << 16  # different options
 MAX_PROMPT_LOGPROBS = 131_072  # values in one answer: prompt tokens x (1 + alternatives) x times they are shown
 MAX_STREAMED_LOGPROBS = 8_192  # of them in one event of a stream
 RESERVED = CONSTRAINT_MARKS  # names that clients cannot use
@@ -120,64 +113,6 @@ class GenerationOptions(NamedTuple):
     parsing: Parsing | None = None
 
 
-class _Resolved(NamedTuple):
-    """A chat whose options are resolved. Others that differ in their messages only are made after it.
-
-    Attributes:
-        context: that it was prepared for.
-        root: parent of its first block's digest.
-    """
-
-    context: PrepareContext
-    body: ChatCompletionRequest
-    request: GenerateRequest
-    root: bytes
-
-
-_Fields = tuple[int, tuple[str, ...], tuple[bytes, ...]]  # identity of the context; names and JSON of a body's fields
-
-
-class KnownOptions:
-    """Options of chats that were resolved before: most clients send the same with each of their messages.
-
-    Kept from the second time on that they come. May be used from several threads.
-    """
-
-    def __init__(self, most_bytes: int = KNOWN_BYTES) -> None:
-        self._resolved: ByteCache[_Fields, _Resolved] = ByteCache(most_bytes, _size_of)
-        self._recurring = RecurringKeys(_NOTED)
-        self._lock = Lock()
-
-    @property
-    def size_bytes(self) -> int:
-        return self._resolved.size_bytes
-
-    def find(self, key: _Fields, context: PrepareContext) -> _Resolved | None:
-        with self._lock:
-            found = self._resolved.get(key)
-        return found if found is not None and found.context is context else None
-
-    def keep(
-        self, key: _Fields, body: ChatCompletionRequest, prepared: PreparedRequest, context: PrepareContext
-    ) -> None:
-        """Keep the options of a chat, unless they depend on its messages."""
-        request = prepared.request
-        free = prepared.wanted is None and not (body.tools or body.tool_choice or body.reasoning_effort)
-        unlimited = body.max_thinking_tokens is None and body.thinking_token_budget is None
-        plain = not request.sampling.logits_processors and request.sampling.prompt_logprobs is None
-        if free and unlimited and plain and not request.media and self._recurring.again(key):
-            bare = msgspec.structs.replace(request, prompt=b"", digests=b"")
-            resolved = _Resolved(
-                context, msgspec.structs.replace(body, messages=[]), bare, _root(request.salt, context)
-            )
-            with self._lock:
-                self._resolved.put(key, resolved)
-
-
-def _size_of(key: _Fields, resolved: _Resolved) -> int:
-    return _RESOLVED_BYTES + sum(map(len, key[1])) + 2 * sum(map(len, key[2]))
-
-
 def prepare_chat(
     body: bytes | ChatCompletionRequest,
     context: PrepareContext,
@@ -185,23 +120,14 @@ def prepare_chat(
     now_ns: int,
     request_id: str,
     seed: Callable[[], int] = random_seed,
-    known: KnownOptions | None = None,
 ) -> PreparedRequest | PendingMediaRequest:
     """
     Args:
         body: as it came; or a chat that ``check_chat`` accepts, in whichever API it was written.
-        known: of bodies as they came; what is resolved here is kept there.
     Raises:
         ServingError: the body cannot be served; names the field and the limit.
     """
-    key: _Fields | None = None
     if not isinstance(body, ChatCompletionRequest):
-        if known is not None and (found := fields_of(body)) is not None:
-            fields, messages = found
-            key = id(context), tuple(fields), tuple(map(bytes, fields.values()))
-            like = known.find(key, context)
-            if like is not None and (chat := with_messages(like.body, messages)) is not None:
-                return _prepare_like(like, chat, seed, now_ns=now_ns, request_id=request_id)
         body = parse_chat(body)
     context.check_model(body.model)
     prompt = truncated(chat_prompt(body, context), body, context)
@@ -212,42 +138,7 @@ def prepare_chat(
         deadline_s = resolve_deadline_s(body, context.default_deadline_s)
         no_store = context.no_store or bool(body.no_store)
         return PendingMediaRequest(body, prompt, deadline_s, now_ns, request_id, no_store)
-    prepared = _prepared(body, CHAT, prompt.tokens, options, context, now_ns=now_ns, request_id=request_id)
-    if known is not None and key is not None:
-        known.keep(key, body, prepared, context)
-    return prepared
-
-
-def _prepare_like(
-    like: _Resolved, body: ChatCompletionRequest, seed: Callable[[], int], *, now_ns: int, request_id: str
-) -> PreparedRequest | PendingMediaRequest:
-    """What ``prepare_chat`` makes of a body that differs from another in its messages only.
-
-    Raises:
-        ServingError: the body cannot be served; names the field and the limit.
-    """
-    context, example = like.context, like.request
-    prompt = truncated(chat_prompt(body, context), body, context)
-    if prompt.media:
-        return prepare_chat(body, context, now_ns=now_ns, request_id=request_id, seed=seed)
-    max_tokens, stop, sampling = _max_tokens(body, prompt.min_tokens, context), example.stop, example.sampling
-    if max_tokens != stop.max_tokens:
-        stop = _stop(body, max_tokens, context.model)
-    if body.seed is None:
-        sampling = msgspec.structs.replace(sampling, seed=resolve_seed(body, seed))
-    packed = pack_tokens(prompt.tokens)
-    request = msgspec.structs.replace(
-        example,
-        id=request_id,
-        prompt=packed,
-        stop=stop,
-        created_ns=now_ns,
-        deadline_ns=now_ns + example.deadline_ns - example.created_ns,
-        digests=chain(packed, example.block_size, like.root),
-        sampling=sampling,
-        parsing=_parsing(body, prompt.tokens, context),
-    )
-    return _with_answer(request, body, len(prompt.tokens))
+    return _prepared(body, CHAT, prompt.tokens, options, context, now_ns=now_ns, request_id=request_id)
 
 
 def count_prompt(body: ChatCompletionRequest, context: PrepareContext) -> int:
@@ -356,7 +247,7 @@ def _prepared(
         stop=options.stop,
         created_ns=now_ns,
         deadline_ns=now_ns + int(resolve_deadline_s(body, context.default_deadline_s) * 1e9),
-        digests=chain(prompt, context.block_size, _root(salt, context), extra),
+        digests=chain(prompt, context.block_size, root(context.revision or model.revision, salt=salt), extra),
         block_size=context.block_size,
         sampling=options.sampling,
         n=body.n or 1,
@@ -379,23 +270,8 @@ def _prepared(
         shown=_shown(body),
         api_key=context.api_key,
     )
-    return _with_answer(request, body, len(tokens), options.wanted)
-
-
-def _root(salt: str, context: PrepareContext) -> bytes:
-    """The parent of a prompt's first block's digest."""
-    return root(context.revision or context.model.revision, salt=salt)
-
-
-def _with_answer(
-    request: GenerateRequest,
-    body: ChatCompletionRequest | CompletionRequest,
-    prompt_tokens: int,
-    wanted: Wanted | None = None,
-) -> PreparedRequest:
-    """The request with how its client wants the answer."""
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return PreparedRequest(request, prompt_tokens, bool(body.stream), usage, wanted=wanted)
+    return PreparedRequest(request, len(tokens), bool(body.stream), usage, wanted=options.wanted)
 
 
 def _shown(body: ChatCompletionRequest | CompletionRequest) -> Shown:

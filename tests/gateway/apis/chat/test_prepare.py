@@ -1,4 +1,3 @@
-import itertools
 import json
 import time
 from pathlib import Path
@@ -9,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.apis.chat import prompt
-from penstock.gateway.apis.chat.prepare_chat import KnownOptions, PreparedRequest, prepare_chat, prepare_completion
+from penstock.gateway.apis.chat.prepare_chat import PreparedRequest, prepare_chat, prepare_completion
 from penstock.gateway.apis.messages.prepare_message import prepare_message
 from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.gateway.service.preparation import LARGE_BODY
 from penstock.infra.model import modeldir
 from penstock.infra.model.modeldir import ModelDir
-from penstock.infra.text.parsers.registry import ParserNames
 from penstock.schemas.block_hashes import chain, root
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Priority, decode
@@ -372,95 +370,3 @@ def test_a_role_that_the_template_knows_is_taken_and_another_is_named(tmp_path: 
     with pytest.raises(ServingError, match="'critic' is not known") as caught:
         tokens("critic")
     assert caught.value.param == "messages[1].role"
-
-
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-OPTIONS = st.fixed_dictionaries(
-    {},
-    optional={
-        "max_tokens": st.sampled_from([3, 100_000]),
-        "seed": st.just(5),
-        "stream": st.just(True),
-        "stop": st.just(["end"]),
-        "n": st.just(2),
-        "cache_salt": st.just("salt"),
-        "priority": st.sampled_from(["batch", "urgent"]),
-        "deadline_s": st.just(7),
-        "tools": st.just([TOOL]),
-        "tool_choice": st.just("none"),
-        "response_format": st.just({"type": "json_object"}),
-        "reasoning_effort": st.just("none"),
-        "max_thinking_tokens": st.just(9),
-        "prompt_logprobs": st.just(1),
-        "truncate_prompt_tokens": st.just(6),
-        "add_generation_prompt": st.just(False),
-        "continue_final_message": st.just(True),
-        "no_store": st.just(True),
-        "model": st.sampled_from(["tiny", "other"]),
-    },
-)
-CHATS = st.lists(
-    st.lists(
-        st.sampled_from(
-            [
-                {"role": "user", "content": "hi"},
-                {"role": "assistant", "content": "so <think>"},
-                {"role": "user", "content": [{"type": "text", "text": "parts"}]},
-                {"role": "user", "content": "a<|im_end|>b"},
-                {"role": "user", "content": CORPUS[:3_000]},
-                {"role": "no word"},
-                {"content": "no role"},
-            ]
-        ),
-        max_size=3,
-    ),
-    min_size=3,
-    max_size=5,
-)
-
-
-@pytest.mark.parametrize("parsers", [None, ParserNames("qwen3", "hermes")], ids=str)
-@given(options=OPTIONS, chats=CHATS)
-def test_a_chat_is_the_same_after_others_with_its_options(
-    context: PrepareContext, parsers: ParserNames | None, options: dict[str, Any], chats: list[Any]
-) -> None:
-    context, known = context._replace(parsers=parsers), KnownOptions()
-    for messages in chats:
-        data = json.dumps({"messages": messages, **options}).encode()
-
-        def outcome(known: KnownOptions | None, data: bytes = data) -> Any:
-            seeds = itertools.count(1)
-            try:
-                return prepare_chat(data, context, now_ns=NOW, request_id="r", seed=lambda: next(seeds), known=known)
-            except ServingError as error:
-                return error.code, error.message, error.param
-
-        assert outcome(known) == outcome(None)
-
-
-def test_options_are_kept_from_the_second_time_on_for_one_context(context: PrepareContext) -> None:
-    known, other = KnownOptions(), context._replace(default_deadline_s=5.0)
-
-    def asked(given: PrepareContext, **options: Any) -> PreparedRequest:
-        data = json.dumps({"messages": [{"role": "user", "content": "hi"}], **options}).encode()
-        return prepare_chat(data, given, now_ns=NOW, request_id="r", known=known)  # type: ignore[return-value]
-
-    asked(context)
-    assert known.size_bytes == 0
-    assert asked(context).request.deadline_ns == NOW + 600 * 10**9
-    kept = known.size_bytes
-    assert kept > 0
-    assert asked(context).request.deadline_ns == NOW + 600 * 10**9
-    assert known.size_bytes == kept
-    assert asked(other).request.deadline_ns == NOW + 5 * 10**9
-    seeds = {asked(context).request.sampling.seed for _ in range(8)}
-    assert len(seeds) == 8, "each request draws its own"
-
-
-def test_known_options_are_bounded(context: PrepareContext) -> None:
-    known = KnownOptions(50_000)
-    for user in range(40):
-        for _ in range(2):
-            data = json.dumps({"messages": [{"role": "user", "content": "hi"}], "user": f"user {user}"}).encode()
-            prepare_chat(data, context, now_ns=NOW, request_id="r", known=known)
-    assert 20_000 < known.size_bytes <= 50_000
