@@ -200,6 +200,7 @@ REFRESH_NS = SECOND_NS
 REFRESH_EACH_NS = 1_000_000  # per held request, if that is longer: lookups take a few percent of the time
 REFRESHED = 64  # looked up again at once, at most
 TRIED = 8  # requests of a lane for which ``candidates`` cannot compute targets in advance
+FIRST_TRIED = 4  # of a window: where a target has room, one of the first requests mostly fits
 
 
 class Held(Generic[T]):
@@ -310,14 +311,15 @@ class HeldOrder(Generic[T]):
 
     def _ready(self, window: Sequence[QueueEntry[Held[T]]], now_ns: int) -> Iterator[QueueEntry[Held[T]]]:
         """The requests that have a target with room and need not wait for a better one."""
-        requests = (self._held_request(entry, now_ns) for entry in window)
         if self._arrays is not None:
-            for at in self._arrays.ready(list(requests), now_ns):
-                yield window[at]
+            for part in (window[:FIRST_TRIED], window[FIRST_TRIED:]):
+                requests = [self._held_request(entry, now_ns) for entry in part]
+                for at in self._arrays.ready(requests, now_ns) if requests else ():
+                    yield part[at]
             return
         targets = self._tracker.targets(now_ns, window[0].item.request.model)
-        for entry, request in zip(window, requests, strict=True):
-            if is_ready(request, targets):
+        for entry in window:
+            if is_ready(self._held_request(entry, now_ns), targets):
                 yield entry
 
     def _held_request(self, entry: QueueEntry[Held[T]], now_ns: int) -> HeldRequest:
@@ -443,10 +445,10 @@ class HeldRequests:
         """Whether requests are held that wait for the same workers as ``pending``."""
         return len(self._queue) > 0 and self._queue.turn(self._lane(pending)) is not None
 
-    def candidates(self, lane_name: str, now_ns: int) -> list[PendingRequest]:
-        """The requests of a lane to decide on, next first; after one was placed, the list is void."""
+    def candidates(self, lane_name: str, now_ns: int) -> Iterator[PendingRequest]:
+        """The requests of a lane to decide on, next first; after one was placed, ask again."""
         self._order.refresh(now_ns)
-        return [entry.item.item for entry in self._order.candidates(lane_name, now_ns)]
+        return (entry.item.item for entry in self._order.candidates(lane_name, now_ns))
 
     def take(self, request_id: str) -> PendingRequest | None:
         """Remove and return a held request to place it."""

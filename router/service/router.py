@@ -495,9 +495,9 @@ class Router:
     async def _place_held(self) -> None:
         """Place held requests, the next of all lanes first, and from each lane until none has a worker."""
         self._placing_held = False
-        heads = self.held.heads() if self.cluster.tracker.has_capacity() else []
+        heads = self.held.heads()
         heapq.heapify(heads)
-        while heads:
+        while heads and self.cluster.tracker.has_capacity():
             _, lane = heapq.heappop(heads)
             if await self._place_next(lane):
                 turn = self.held.turn(lane)

@@ -91,7 +91,7 @@ def test_space_is_free_again_however_a_request_leaves() -> None:
     assert gone[2].request.id in held
     held.release(gone[2].request.id, "reply")
     ((_, lane),) = held.heads()
-    assert held.candidates(lane, now_ns) == [gone[3]]
+    assert list(held.candidates(lane, now_ns)) == [gone[3]]
     assert held.take(gone[3].request.id) is gone[3]
     assert (held.space(STANDARD), len(held), held.heads()) == (16, 0, [])
     assert fill(held, MODEL, 10, serving=1, registered=2) == 8, "the share of the model, too"
