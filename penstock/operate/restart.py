@@ -102,20 +102,31 @@ async def _restart(bus: Bus, data_dir: Path, process: Running, timeout_s: float)
     if old is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(old, signal.SIGTERM)
-    elif process.drained:
-        up = holder(data_dir / "up.lock")
-        if up is None:
-            raise RestartFailed(f"no `penstock up` runs on {data_dir}")
-        write_resume(data_dir, [process.name])
-        os.kill(up, RESUME)
+    resumed = False
     deadline = time.monotonic() + timeout_s
     while not await _ready(bus, data_dir, process.name, old):
+        # One that has just ended is known to be drained a moment later, when what it ran was returned.
+        if old is None and not resumed and _is_drained(data_dir, process.name):
+            _resume(data_dir, process.name)
+            resumed = True
         if time.monotonic() > deadline:
             raise RestartFailed(
                 f"{process.name} is not ready {timeout_s:g} s after its restart began; see "
                 f"{data_dir / 'logs' / process.name}.log. The processes after it were not restarted."
             )
         await asyncio.sleep(POLL_S)
+
+
+def _is_drained(data_dir: Path, name: str) -> bool:
+    return any(each.name == name and each.drained and each.pid is None for each in _state(data_dir).processes)
+
+
+def _resume(data_dir: Path, name: str) -> None:
+    up = holder(data_dir / "up.lock")
+    if up is None:
+        raise RestartFailed(f"no `penstock up` runs on {data_dir}")
+    write_resume(data_dir, [name])
+    os.kill(up, RESUME)
 
 
 async def _ready(bus: Bus, data_dir: Path, name: str, old: int | None) -> bool:

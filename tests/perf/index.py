@@ -31,7 +31,7 @@ from penstock.schemas.requests import GenerateRequest, Stop
 
 WORKERS = (2, 8, 64, 512)
 PROMPT_TOKENS = 2_000
-ACTIVE = 15  # requests at each worker, with prompts of their own
+ACTIVE = 15  # requests at each worker, with prompts of their own: of a thousand tokens at most, so that it has room
 _BLOCKS = PROMPT_TOKENS // DEFAULT_BLOCK_SIZE
 HELD: dict[str, Callable[[int, int], int]] = {
     "no worker has it": lambda worker, workers: 0,
@@ -59,7 +59,7 @@ class Fleet:
             own = Stored(os.urandom(16 * 64))
             self.index.apply(KvBatch(name, 1, 0, (own, Stored(blocks)) if blocks else (own,)))
             for active in range(ACTIVE):
-                load = LoadHeader(draw.randrange(100, 4000), 0, "gateway", 1 << 62, "standard", 1)
+                load = LoadHeader(draw.randrange(100, 1000), 0, "gateway", 1 << 62, "standard", 1)
                 keys = keys_view(os.urandom(16 * 20))
                 self.tracker.admit(
                     f"{number}-{active}", 1, name, load, now_ns=1, role="aggregated", echoed=True, keys=keys

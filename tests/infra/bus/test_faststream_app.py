@@ -311,9 +311,7 @@ async def test_a_job_that_comes_in_the_moment_of_the_start_is_handled(
     async def publish_until_answered(subject: str, *args: Any, **kwargs: Any) -> None:
         await publish(subject, *args, **kwargs)
         if ".MSG.NEXT." in subject:
-            await bus.nc.flush()  # the job is behind its request
-            for _ in range(5):  # so that its subscription's task takes it
-                await asyncio.sleep(0)
+            await eventually(lambda: bool(seen))
 
     await publish_jobs(bus, 1)
     monkeypatch.setattr(bus.nc, "publish", publish_until_answered)

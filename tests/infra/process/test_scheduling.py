@@ -9,7 +9,7 @@ import pytest
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.process import scheduling
 from penstock.launch.groups import fleet_of
-from penstock.launch.plan import plan
+from penstock.launch.plan import BrokerUrl, plan
 
 BATCH_PARENT = """
 import os, subprocess, sys
@@ -48,6 +48,7 @@ def test_timers_of_a_child_may_be_late_on_few_cores_only(monkeypatch: pytest.Mon
     ("engine", "gpus", "driving"), [("mock", None, []), ("native", ["0"], ["worker-0"]), ("vllm", None, ["worker-0"])]
 )
 def test_only_workers_on_gpus_are_scheduled_normally(engine: str, gpus: list[str] | None, driving: list[str]) -> None:
-    up = UpSettings(engine=engine, model=("/models/a",))  # type: ignore[arg-type]
-    children = plan(up, fleet_of(up), ports=[8000], url=str, sys_url="", cores=2, gpus=gpus)
+    up = UpSettings(engine=engine, model=("/models/a",), cells=1)  # type: ignore[arg-type]
+    url: BrokerUrl = lambda user, cell: user  # noqa: E731
+    children = plan(up, fleet_of(up), ports=[8000], url=url, sys_url=lambda cell: "", cores=2, gpus=gpus)
     assert [child.name for child in children if child.drives_gpu] == driving

@@ -69,3 +69,32 @@ async def test_a_process_that_has_a_pid_since_later_is_not_signalled(
     finally:
         lock.release()
     assert other.poll() is None
+
+
+async def test_a_worker_that_is_known_to_be_drained_a_moment_later_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it ran is returned first, which takes a moment; until then it is only gone."""
+    from penstock.operate import restart
+
+    def note(*, drained: bool) -> None:
+        running = Running("worker-0", "worker", None, drained=drained)
+        state = DeploymentState("http://127.0.0.1:1", "nats://127.0.0.1:1", "", "", "ps", "tiny", (running,))
+        write_state(tmp_path / "state.json", state)
+
+    note(drained=False)
+    (process,) = restart._ordered(restart._state(tmp_path), [])
+    looks, signals = 0, list[int]()
+
+    async def ready(*_: object) -> bool:
+        nonlocal looks
+        looks += 1
+        note(drained=looks > 1 and not signals)
+        return bool(signals)
+
+    monkeypatch.setattr(restart, "_ready", ready)
+    monkeypatch.setattr(restart, "holder", lambda path: 1)
+    monkeypatch.setattr(restart.os, "kill", lambda pid, number: signals.append(number))
+    await restart._restart(None, tmp_path, process, 10.0)  # type: ignore[arg-type]
+    assert signals == [restart.RESUME]
+    assert (tmp_path / "resume").read_text() == "worker-0"

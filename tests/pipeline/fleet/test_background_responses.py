@@ -214,8 +214,8 @@ async def test_a_deleted_response_whose_record_is_stored_again_stays_deleted(
     secret = "sesame-open-19"
     made = await clients[0].responses.create(**asked(f"{words(10, 12)} {secret}"))
     request_id = made.id.removeprefix("resp_")
-    record = await get_last(fleet_bus, fleet_bus.subjects.stream("DONE"), fleet_bus.subjects.done_of(request_id))
-    assert record is not None
+    stream, subject = fleet_bus.subjects.stream("DONE"), fleet_bus.subjects.done_of(request_id)
+    record = await until(lambda: get_last(fleet_bus, stream, subject), "its record is stored")
     await clients[0].responses.delete(made.id)
     assert secret.encode() not in on_disk(fleet)
     headers = {HEADER_MSG_ID: f"{request_id}:later", "Nats-Expected-Last-Subject-Sequence": "0"}
