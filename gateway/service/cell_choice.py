@@ -6,8 +6,8 @@ Each cell costs, in prompt tokens of work, and the cheapest one takes the reques
 
 The cost of a worker is the one by which routers choose (``penstock.router.placement.cost``). For a prompt that is long
 enough for it to matter what a cell has cached, the routers of all cells are asked. Simulated on a recorded trace, the
-mean time to the first token is then within 2 % of one router's for all workers, with four cells as with two; from what
-gateways can see by themselves it is 5 to 9 % longer. For short prompts the loads suffice that routers publish.
+mean time to the first token of eight workers is then within 2 % of one router's, with four cells as with two; from what
+gateways can see by themselves it was 5 to 9 % longer. For short prompts the loads suffice that routers publish.
 
 h: tokens that the cell's router holds for each worker, since no worker has room. The nearest cell is preferred so that
 short prompts stay in one cell, and what a gateway sends goes to few brokers.
@@ -132,7 +132,6 @@ class CellChooser:
 
     def __init__(self, buses: Sequence[Bus], nearest: int) -> None:
         self._buses = buses
-        self._nearest = nearest
         self._choice = CellChoice(len(buses), nearest)
 
     async def follow(self, cell: int) -> None:

@@ -55,6 +55,7 @@ class CellCosts:
         self._tracker = tracker
         self._decider = decider
         self._held = held
+        self._held_tokens: dict[str, int] = {}  # by model, when loads were computed last: thousands may be held
         self._owns = owns
 
     async def run(self) -> None:
@@ -85,12 +86,12 @@ class CellCosts:
         decision, _ = self._decider.decide(pending, keys_view(request.digests), now_ns, waited_s=0.0)
         costs = [each.score for each in decision.candidates if not each.excluded]
         targets = [each for each in self._tracker.targets(now_ns, request.model) if _computes(each)]
-        held = self._held_tokens().get(request.model, 0) / max(1, len(targets))
+        held = self._held_tokens.get(request.model, 0) / max(1, len(targets))
         return CellCost(min(costs, default=0.0), not costs, held)
 
     def loads(self, now_ns: int) -> CellLoads:
         """As they are now."""
-        held = self._held_tokens()
+        self._held_tokens = held = self._count_held()
         found = []
         for model in sorted(set(self._tracker.models().values())):
             if not self._owns(model):
@@ -100,7 +101,7 @@ class CellCosts:
                 found.append(ModelLoad(model, held.get(model, 0), tuple(map(load_of, targets))))
         return CellLoads(self._router, tuple(found))
 
-    def _held_tokens(self) -> dict[str, int]:
+    def _count_held(self) -> dict[str, int]:
         held: dict[str, int] = {}
         for pending in self._held:
             model = pending.request.model

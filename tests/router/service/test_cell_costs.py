@@ -1,5 +1,7 @@
 """What a router answers when a gateway asks what a request would cost in its cell, on a real nats-server."""
 
+import asyncio
+
 import msgspec
 import pytest
 from nats.errors import NoRespondersError
@@ -48,7 +50,9 @@ async def test_without_room_a_request_costs_what_is_held(
         await clients.placed(running)
         await clients.ask(held)
         await eventually(lambda: one.waiting == [held.id])
-        assert await cost(log, request()) == CellCost(0.0, True, held.prompt_tokens)
+        async with asyncio.timeout(10):
+            while await cost(log, request()) != CellCost(0.0, True, held.prompt_tokens):
+                pass  # what is held is counted 50 times a second
 
 
 async def test_loads_are_published_while_there_are_several_cells(
