@@ -1,4 +1,8 @@
-"""What routers tell gateways so that these can choose the cell of a request. Never stored."""
+"""What routers and gateways tell each other so that a request runs in the cell that suits it. Never stored.
+
+A router that cannot place what it holds asks a gateway, which sees all cells, for others that have room. What it then
+gives to another cell, it stores in WORK as a job, at a role and under the name of that cell instead of a worker's.
+"""
 
 import msgspec
 
@@ -57,5 +61,47 @@ class CellCost(msgspec.Struct, frozen=True, omit_defaults=True):
     held: float = 0.0
 
 
+class RoomQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which other cells would take requests that a router holds.
+
+    Attributes:
+        model: canonical name.
+        prompt_tokens: of each request, in the order in which they are held.
+        stranded: no worker is here for them; False: there are too few, so only a cell with room helps.
+    """
+
+    model: str
+    prompt_tokens: tuple[int, ...]
+    stranded: bool = False
+
+
+class RoomAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``cells``: for the first requests of the question, the numbers of cells within the deployment, from 0 on."""
+
+    cells: tuple[int, ...] = ()
+
+
+CELL = "cell"  # role, in WORK, of what runs in another cell
+
+
+def cell_target(number: int) -> str:
+    """The name of a cell in place of a worker's, by its number within the deployment."""
+    return f"{CELL}-{number}"
+
+
+def number_of(target: str) -> int:
+    """Inverse of ``cell_target``.
+
+    Raises:
+        ValueError: it is no name of a cell.
+    """
+    kind, _, number = target.partition("-")
+    if kind != CELL:
+        raise ValueError(f"{target!r} names no cell")
+    return int(number)
+
+
+decode_room_question = decoder(RoomQuestion)
+decode_room_answer = decoder(RoomAnswer)
 decode_loads = decoder(CellLoads)
 decode_cost = decoder(CellCost)

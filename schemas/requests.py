@@ -208,6 +208,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_length: int = 0  # tokens of the prompt, where it is left out (``penstock.schemas.contents.without_content``)
     watched: bool = False  # others of its tenant crashed every worker within an hour: after one crash it runs alone
     api_key: str = ""  # the part that names it, such as "pst-0a1b2c3d4e5f"; "": none, or it came over NATS
+    origin: str = ""  # id of the request of another cell that runs here under this id; "": it is of this cell
+    resumes: bool = False  # behind what its origin had streamed, which attempt 0 has in the token stream of this cell
+    ran_as: str = ""  # in records: its id in the cell that ran it; "": its own cell did
 
     @property
     def prompt_tokens(self) -> int:

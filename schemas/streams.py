@@ -8,6 +8,7 @@ Clients publish to SUBMIT directly, so it is a queue: the server refuses message
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.schemas.cells import CELL
 from penstock.schemas.subjects import DEFAULT_TENANT, MEMORY, Subjects
 from penstock.schemas.tenants import MAX_PENDING
 
@@ -25,6 +26,8 @@ HEADROOM = 4096  # the server counts headers too, and closes the connection beyo
 # How long the unplaced requests of a lost router wait before another router gets them. Short, because a redelivered
 # request costs little: its job is stored once, whichever router publishes it.
 ROUTER_ACK_WAIT_S = 1.5
+# How long what a lost gateway carried between cells waits before another gateway goes on with it.
+MIGRATION_ACK_WAIT_S = 3.0
 LONGEST_DEADLINE_S = HOUR  # nothing unfinished is older than this
 # Beyond its deadline, how long the content of a request with no_store stays in memory storage if no gateway deletes it.
 MEMORY_GRACE_S = 60.0
@@ -199,7 +202,7 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
             ObjectSpec(s.bucket("snapshots"), DAY, GIB),
             ObjectSpec(s.bucket("results"), 6 * HOUR, 8 * GIB),  # images and videos, until they are fetched
         ),
-        consumers=(*_router_consumers(s), gateways),
+        consumers=(*_router_consumers(s), gateways, _migrating(s)),
         subjects=s,
     )
 
@@ -307,6 +310,11 @@ def _streams(s: Subjects, record: bool) -> tuple[StreamSpec, ...]:
             description="terminal events, each the record of its request",
         ),
     )
+
+
+def _migrating(s: Subjects) -> ConsumerSpec:
+    """Of jobs that run in other cells: gateways take them there."""
+    return ConsumerSpec(s.stream("WORK"), "gateway", (s.work(CELL, "*"),), MIGRATION_ACK_WAIT_S)
 
 
 def _router_consumers(s: Subjects) -> tuple[ConsumerSpec, ...]:

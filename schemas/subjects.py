@@ -222,6 +222,11 @@ class Subjects:
         """Where gateways that choose between cells ask a cell's router what a request would cost there."""
         return f"{self.namespace}.cost"
 
+    @property
+    def room(self) -> str:
+        """Where a cell's router asks gateways which other cells have room for what it holds."""
+        return f"{self.namespace}.room"
+
     def lease(self, worker: str) -> str:
         """The worker's key in the ``workers`` bucket, as a subject."""
         return f"$KV.{self.bucket('workers')}.{worker}"

@@ -35,6 +35,8 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
         attempts: number of the last one; 0: none yet.
         worker: of the last attempt.
         api_key: the part of its key that names it; "": it had none.
+        ran_as: its id in the cell that ran it; "": it ran in its own.
+        origin: the request of another cell that it is in this one; "": it is one of its own, which lists show.
     """
 
     id: str
@@ -58,6 +60,8 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     code: str = ""
     message: str = ""
     api_key: str = ""
+    ran_as: str = ""
+    origin: str = ""
 
     @property
     def ttft_ms(self) -> float | None:
@@ -94,6 +98,7 @@ def of_request(
         request.prompt_tokens,
         routed_ns=routed_ns,
         api_key=request.api_key,
+        origin=request.origin,
     )
 
 
@@ -157,6 +162,8 @@ class _Origin(msgspec.Struct):
     endpoint: str = ""
     client_request_id: str = ""
     api_key: str = ""
+    origin: str = ""
+    ran_as: str = ""
 
 
 _decode_record = decoder(_Record | _Returned)  # type: ignore[arg-type]
@@ -193,6 +200,8 @@ def _of_record(event: Done | _Record, request: GenerateRequest | _Origin | None,
         event.code,
         event.message,
         request.api_key if request is not None else "",
+        request.ran_as if request is not None else "",
+        request.origin if request is not None else "",
     )
 
 
@@ -279,7 +288,8 @@ class Criteria(msgspec.Struct, frozen=True):
     def accepts(self, summary: RequestSummary) -> bool:
         """Whether a list with these criteria shows this request."""
         return (
-            summary.created_ns >= self.since_ns
+            not summary.origin
+            and summary.created_ns >= self.since_ns
             and (not self.until_ns or summary.created_ns < self.until_ns)
             and self.model in ("", summary.model)
             and (not self.models or summary.model in self.models)

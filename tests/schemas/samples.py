@@ -378,6 +378,16 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         cells.decode_loads,
     ),
     "cell_cost": (cells.CellCost(512.5, True, 300.0), cells.decode_cost),
+    "room_question": (cells.RoomQuestion("tiny", (512, 900), True), cells.decode_room_question),
+    "room_answer": (cells.RoomAnswer((2, 0)), cells.decode_room_answer),
+    "request_of_another_cell": (
+        msgspec.structs.replace(REQUEST, origin="01982f4c-7c00-7abc-8def-001456789abc", resumes=True),
+        requests.decode,
+    ),
+    "request_that_ran_in_another_cell": (
+        msgspec.structs.replace(REQUEST, ran_as="01982f4c-7c00-7abc-8def-001456789abc"),
+        requests.decode,
+    ),
     "router_with_queues_by_model": (
         routers.Member("router-2", 1, queued=routers.HeldByModel((("tiny", 3), ("demo", 1)), 2)),
         routers.decode,
