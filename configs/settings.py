@@ -330,6 +330,13 @@ class RouterSettings(Common, frozen=True, kw_only=True):
         ),
     ] = 64 << 20
     max_attempts: Annotated[Positive, about("attempts of one request before it fails with worker_lost")] = 4
+    migrate_after_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="with --cells: seconds without a worker for a request until it runs in another cell; 0: never",
+        ),
+    ] = 3.0
     stalled_after_s: Annotated[
         float,
         Meta(

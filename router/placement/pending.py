@@ -304,12 +304,16 @@ def build_job(
     )
 
 
-def build_load(pending: PendingRequest, decision: RoutingDecision, prefill: Registration) -> LoadHeader:
-    """What other routers fold of the job without reading its body; ``prefill``: the worker that computes the prompt."""
+def build_load(pending: PendingRequest, decision: RoutingDecision, prefill: Registration | None = None) -> LoadHeader:
+    """What other routers fold of the job without reading its body.
+
+    Args:
+        prefill: the worker that computes the prompt; None: it is in another cell.
+    """
     request, route = pending.request, decision.route
     return LoadHeader(
         request.prompt_tokens,
-        decision.overlap_blocks * prefill.block_size,
+        decision.overlap_blocks * prefill.block_size if prefill is not None else 0,
         request.token_address,
         request.deadline_ns,
         request.priority.value,

@@ -24,6 +24,7 @@ from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.router_metrics import Metrics
 from penstock.schemas import jobs, requests, tokens, wire
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS
 from penstock.schemas.subjects import HEADER_MSG_ID, in_memory
 from penstock.schemas.token_dedup import replay, scores
@@ -248,6 +249,24 @@ def _next_attempt(attempt: InterruptedAttempt, reason: str, now_ns: int) -> Pend
     )
 
 
+async def resume(bus: Bus, pending: PendingRequest) -> PendingRequest:
+    """A request from another cell, behind what it had streamed there: attempt 0 of the token stream has that.
+
+    Raises:
+        ServingError: it cannot be read (yet).
+    """
+    request = pending.request
+    since_ns = time_of(request.id) - CLOCK_SKEW_NS
+    # Attempt 0 is the fence of this one.
+    before = InterruptedAttempt(
+        request.id, -1, "", request.token_address, 0, pending.raw, request, revision=request.revision, since_ns=since_ns
+    )
+    await _read_progress(bus, request.token_address, [before], None)
+    behind = _next_attempt(before, pending.reason, pending.since_ns)
+    behind.attempt, behind.reply = pending.attempt, pending.reply
+    return behind
+
+
 async def fence(
     bus: Bus, publisher: Publisher, router: str, attempts: list[InterruptedAttempt]
 ) -> list[InterruptedAttempt]:
@@ -308,7 +327,7 @@ async def _publish_fences(
     return max(ack.seq for ack in await asyncio.gather(*waits))
 
 
-async def _read_progress(bus: Bus, gateway: str, group: list[InterruptedAttempt], until_seq: int) -> None:
+async def _read_progress(bus: Bus, gateway: str, group: list[InterruptedAttempt], until_seq: int | None) -> None:
     items: dict[str, list[TokenItem]] = {attempt.request_id: [] for attempt in group}
     streamed_ns: dict[str, int] = {}
     since = min(attempt.since_ns for attempt in group)

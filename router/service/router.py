@@ -31,7 +31,8 @@ from penstock.router.placement.cost import describe
 from penstock.router.placement.decision_inputs import Decider
 from penstock.router.placement.pending import PendingRequest, Standing, build_job, build_load, sends_keys, standing
 from penstock.router.placement.routing import LOCAL_PREFILL_TOKENS, RoutingDecision
-from penstock.router.recovery.recovery import Recovery
+from penstock.router.recovery.migration import Migration
+from penstock.router.recovery.recovery import Recovery, resume
 from penstock.router.recovery.stalled_requests import resteer, watch
 from penstock.router.recovery.terminal_events import TerminalPublisher
 from penstock.router.service.cell_costs import CellCosts
@@ -43,8 +44,9 @@ from penstock.router.state.router_metrics import Metrics
 from penstock.router.state.target_loads import ENCODE
 from penstock.schemas import contents, jobs, requests, wire
 from penstock.schemas.block_hashes import keys_text
+from penstock.schemas.cells import CELL, cell_target
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.jobs import DecisionInputs, LoadHeader
+from penstock.schemas.jobs import DecisionInputs, LoadHeader, Stage
 from penstock.schemas.requests import GenerateRequest, Priority, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS
 
@@ -188,6 +190,17 @@ class Router:
                 owns=self.intake.owns,
             )
             self.tasks.spawn(costs.run(), name="cell-costs")
+            if self._settings.migrate_after_s:
+                migration = Migration(
+                    self._bus,
+                    self._settings.migrate_after_s,
+                    cluster=self.cluster,
+                    held=self.held,
+                    terminal=self.terminal,
+                    owns=self.intake.owns,
+                    send=self.migrate,
+                )
+                self.tasks.spawn(migration.run(), name="migration")
         await self.intake.start(self.tasks)
         await self.deletion.start(self.tasks)
         log.info("router_open", router=self.id, mode=self._settings.mode)
@@ -231,7 +244,14 @@ class Router:
             return
         if request.id in self.terminal.ending or self.held.delivered_again(request.id, message.reply):
             return
-        await self.place(PendingRequest(request, message.data, message.reply, self._bus.clock.now_ns()))
+        pending = PendingRequest(request, message.data, message.reply, self._bus.clock.now_ns())
+        if request.resumes:
+            try:
+                pending = await resume(self._bus, pending)
+            except ServingError as error:  # it is delivered again
+                log.warning("resumption_postponed", request=request.id, error=error.message)
+                return
+        await self.place(pending)
         await self._time_slice.yield_if_spent()
 
     async def place(self, pending: PendingRequest, *, held: bool = False) -> bool:
@@ -293,6 +313,40 @@ class Router:
             what = f"the router could not place the request ({type(error).__name__}); its log has the details"
             self.terminal.end(pending, Code.internal, what)
             return True
+
+    async def migrate(self, pending: PendingRequest, cell: int, why: str) -> None:
+        """Give a request to another cell: its job is stored here first, so nothing here runs it any more.
+
+        Args:
+            cell: its number within the deployment.
+        """
+        request, now_ns = pending.request, self._bus.clock.now_ns()
+        if self._is_over(pending, now_ns):
+            return
+        decision = RoutingDecision((Stage(CELL, cell_target(cell)),), (), how=why)
+        job = build_job(
+            pending,
+            decision,
+            mode=self._settings.mode,
+            router=self.id,
+            revision=pending.pinned_revision,
+            prompt_blocks=0,
+            positions=self.cluster.positions(),
+            now_ns=now_ns,
+            inputs=DecisionInputs(),
+        )
+        load = build_load(pending, decision)
+        suspect = pending.suspect.value
+        self.cluster.admit(request.id, pending.attempt, decision.route, load, (), now_ns, suspect=suspect)
+        try:
+            if pending.raw:
+                await self._publish_job(pending, decision, job, load, ())
+            else:
+                await self._publish_left(pending, decision, job, load, ())
+        except (NatsError, OSError, TimeoutError) as error:  # the connection has just failed
+            log.warning("migration_postponed", request=request.id, error=repr(error))
+            self.cluster.tracker.release(request.id, pending.attempt)
+            self._hold(pending)
 
     def _misses_content(self, pending: PendingRequest) -> bool:
         """Whether a broker without a cluster has just restarted, and this request is from before."""

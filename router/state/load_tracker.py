@@ -27,6 +27,7 @@ from penstock.router.state.target_loads import (
     serves,
 )
 from penstock.schemas.block_hashes import DEFAULT_BLOCK_SIZE
+from penstock.schemas.cells import CELL
 from penstock.schemas.fleet import Registration, Revisions, WorkerState, revisions
 from penstock.schemas.jobs import ALONE, LoadHeader, Stage
 
@@ -373,8 +374,12 @@ class LoadTracker:
         return self._at(sorted(target_id for target_id in self._targets.by_target if target_id[0] == worker))
 
     def orphans(self) -> list[ActiveRequest]:
-        """Requests with a stage left at a worker that is not registered: this attempt cannot finish."""
-        return self._at(target_id for target_id in self._targets.by_target if target_id[0] not in self._registrations)
+        """Requests with a stage left at a worker that is not registered: this attempt cannot finish.
+
+        What another cell runs is none: a gateway ends or returns it.
+        """
+        lost = self._at(target_id for target_id in self._targets.by_target if target_id[0] not in self._registrations)
+        return [entry for entry in lost if entry.role != CELL or not entry.worker]
 
     def expire(self, before_ns: int, limit: int) -> None:
         """Remove requests whose deadline was at ``before_ns`` or earlier: their terminal event was missed.
@@ -413,7 +418,7 @@ class LoadTracker:
 
     def _orphaned(self, entry: ActiveRequest) -> ActiveRequest:
         """As it is found again after a restart: at no worker, if its own is alive and has returned it."""
-        alive = entry.worker in self._registrations
+        alive = entry.worker in self._registrations or entry.role == CELL
         return msgspec.structs.replace(entry, worker="", later=()) if alive else entry
 
     def restore(self, state: LoadState) -> None:

@@ -1,0 +1,49 @@
+"""When a cell has no worker for a request, and who looks after what another cell runs."""
+
+import pytest
+
+from penstock.router.recovery.migration import can_run
+from penstock.router.state.load_tracker import LoadTracker, merge
+from penstock.schemas.cells import CELL, cell_target, number_of
+from penstock.schemas.fleet import Registration, WorkerState
+from penstock.schemas.jobs import LoadHeader
+
+LOAD = LoadHeader(100, 0, "gateway", 600_000_000_000, "standard")
+
+
+def worker(role: str = "aggregated", state: WorkerState = WorkerState.ready, **more: object) -> Registration:
+    return Registration(role, "m", role, "mock", 1, 32, 100, 4, 4096, state=state, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("workers", "runs"),
+    [
+        ([], False),
+        ([worker()], True),
+        ([worker(state=WorkerState.draining)], False),
+        ([worker("encode")], False),
+        ([worker("prefill")], True),
+        ([worker("prefill", pair_only=True)], False),
+        ([worker("prefill", pair_only=True), worker("decode", pair_only=True)], True),
+    ],
+)
+def test_a_cell_runs_requests_if_its_ready_workers_do_together(workers: list[Registration], runs: bool) -> None:
+    assert can_run(workers, "m") is runs
+    assert not can_run(workers, "another")
+
+
+def test_what_another_cell_runs_is_no_orphan_until_it_is_returned() -> None:
+    tracker = LoadTracker()
+    tracker.admit("r", 1, cell_target(2), LOAD, now_ns=1, role=CELL, echoed=True, seq=7)
+    tracker.admit("s", 1, "w", LOAD, now_ns=1, role="aggregated", echoed=True, seq=8)
+    assert [entry.request for entry in tracker.orphans()] == ["s"]
+    tracker.requeue("r", 1)
+    again = LoadTracker()
+    again.restore(merge(tracker.parts()))
+    assert {entry.request for entry in again.orphans()} == {"r", "s"}, "no router remembers that it was returned"
+
+
+def test_cells_have_names_in_place_of_workers() -> None:
+    assert number_of(cell_target(12)) == 12
+    with pytest.raises(ValueError, match="no cell"):
+        number_of("worker-1")
