@@ -525,7 +525,7 @@ class UnstoredRequests:
         log.info("contents_put_again", requests=len(wanted), failed=len(failed))
 
     async def _put_tokens(self, items: Iterable[TokenItem]) -> "list[asyncio.Future[Ack]]":
-        return [await self._put_batch(part) for part in _portions(items, self._bus.max_message // 2)]
+        return [await self._put_batch(part) for part in portions(items, self._bus.max_message // 2)]
 
     async def _put_batch(self, items: Sequence[TokenItem]) -> "asyncio.Future[Ack]":
         self._batch += 1
@@ -574,7 +574,7 @@ def merged(items: Iterable[TokenItem], attempt: int) -> list[TokenItem]:
     return whole
 
 
-def _portions(items: Iterable[TokenItem], limit: int) -> Iterable[list[TokenItem]]:
+def portions(items: Iterable[TokenItem], limit: int) -> Iterable[list[TokenItem]]:
     """Of about ``limit`` bytes at most; an item is larger only if it alone is."""
     portion: list[TokenItem] = []
     size = 0

@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 
 import structlog
@@ -27,7 +27,7 @@ from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.listing import ProgressReader, RequestListing, progress_of
 from penstock.gateway.request_log.lookup import Records, RequestFinder, RequestLookup, StoredRequest, is_whole
 from penstock.gateway.request_log.subscriptions import TokenSubscription, TokenSubscriptions
-from penstock.gateway.request_log.unstored import UnstoredRequests
+from penstock.gateway.request_log.unstored import UnstoredRequests, portions
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.forget import check_stores
 from penstock.infra.bus.publisher import Ack, Publisher, Refused
@@ -36,6 +36,7 @@ from penstock.infra.process.turns import TimeSlice, TurnBudget
 from penstock.schemas import control, done, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import TokenBatch, TokenItem
 
 log = structlog.get_logger("gateway")
 
@@ -195,11 +196,14 @@ class Cell:
 
     # --- accepting ---
 
-    async def submit(self, request: GenerateRequest, *, owner: bool = True) -> InflightRequest:
+    async def submit(
+        self, request: GenerateRequest, *, owner: bool = True, streamed: Sequence[TokenItem] = ()
+    ) -> InflightRequest:
         """Put a request into the log; returns when it is durable.
 
         Args:
             owner: the request has no other reader: it is cancelled if its acceptance is not confirmed.
+            streamed: what it goes on behind, if it comes from another cell.
         Raises:
             ServingError: it could not be stored, or too much of its tenant or class waits; it will not run.
         """
@@ -232,6 +236,13 @@ class Cell:
                 kept = await self.unstored.put(inflight, content, timeout)
                 if self.bus.clustered:  # its stream may have no leader when that of requests has one
                     await kept
+            for number, part in enumerate(portions(streamed, self.bus.max_message // 2)):
+                await self.publisher.publish(
+                    self.bus.subjects.tokens(request.token_address),
+                    wire.encode(TokenBatch(self._gateway, 0, number, tuple(part))),
+                    f"{request.id}:{number}:streamed",
+                    timeout=timeout,
+                )
             ack = await self.publisher.publish(
                 self.bus.subjects.request(request.model, request.priority.value, request.id),
                 payload,

@@ -22,7 +22,15 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
-from penstock.schemas.cells import CellCost, CellLoads, ModelLoad, decode_cost, decode_loads
+from penstock.schemas.cells import (
+    CellCost,
+    CellLoads,
+    ModelLoad,
+    RoomAnswer,
+    RoomQuestion,
+    decode_cost,
+    decode_loads,
+)
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.wire import encode
 
@@ -36,6 +44,7 @@ HELD_UP = 1 / 40
 HELD_UP_COMPUTING = 1 / 8
 MOST_HELD_UP = 2.5
 PASS_TOKENS = 8192
+SLOT_TOKENS = 3000
 
 
 class _Target(msgspec.Struct, gc=False):
@@ -64,6 +73,13 @@ class _Cell:
         if not targets:  # nothing is known of them yet
             return OWN_WORK * tokens
         return min(target.cost(tokens) for target in targets) + self.held.get(model, 0.0)
+
+    def is_idle(self, model: str) -> bool:
+        """Whether nothing is held, and a worker has a free slot and no prompt to compute."""
+        if self.held.get(model, 0.0):
+            return False
+        targets = self.targets.get(model, ())
+        return any(not (each.uncomputed or each.computing) and each.waiting < SLOT_TOKENS for each in targets)
 
     def sent(self, model: str, tokens: int) -> None:
         if targets := self.targets.get(model):
@@ -114,6 +130,26 @@ class CellChoice:
         self._cells[best].sent(model, tokens)
         return best
 
+    def room(self, model: str, prompt_tokens: Sequence[int], others: Sequence[int], *, stranded: bool) -> list[int]:
+        """Cells that take requests of another one, for the first of these; they count as sent there.
+
+        Args:
+            prompt_tokens: of each request.
+            others: cells with workers of the model that accept requests.
+            stranded: their own cell has no worker, so a cell without room takes them, too. Otherwise one takes a
+                request for each worker that has no prompt to compute and nothing that waits: more would leave it with
+                what it then holds itself.
+        """
+        chosen: list[int] = []
+        for tokens in prompt_tokens:
+            usable = [each for each in others if stranded or self._cells[each].is_idle(model)]
+            if not usable:
+                break
+            best = min(usable, key=lambda each: self._cells[each].cost(model, tokens))
+            self._cells[best].sent(model, tokens)
+            chosen.append(best)
+        return chosen
+
     def observe(self, cell: int, loads: CellLoads) -> None:
         """A router of a cell says how loaded the workers of its models are."""
         for each in loads.models:
@@ -159,6 +195,11 @@ class CellChooser:
             answers = await asyncio.gather(*(self._ask(cell, asked) for cell in usable))
             costs = {cell: answer for cell, answer in zip(usable, answers, strict=True) if answer is not None}
         return self._choice.choose(request.model, request.prompt_tokens, usable, costs)
+
+    def room(self, question: RoomQuestion, others: Sequence[int]) -> RoomAnswer:
+        """See ``CellChoice.room``."""
+        tokens = question.prompt_tokens
+        return RoomAnswer(tuple(self._choice.room(question.model, tokens, others, stranded=question.stranded)))
 
     async def _ask(self, cell: int, request: bytes) -> CellCost | None:
         """None: the cell's router did not answer."""

@@ -27,11 +27,12 @@ from penstock.gateway.base.request_bodies import BOM, COMPACTION, PrepareContext
 from penstock.gateway.media.loader import MediaLoader
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.listing import Page, page_of
-from penstock.gateway.request_log.lookup import StoredRequest
+from penstock.gateway.request_log.lookup import StoredRequest, request_of_record
 from penstock.gateway.service.cell import LIMITS_S, SWEEP_S, Cell
 from penstock.gateway.service.cell_choice import CellChooser
 from penstock.gateway.service.conversations import Conversations
 from penstock.gateway.service.fleet import FleetView, ServedLately, named_in
+from penstock.gateway.service.migration import Carrier
 from penstock.gateway.service.preparation import RequestPreparer
 from penstock.infra.bus.audit import Auditor
 from penstock.infra.bus.connection import Bus
@@ -136,6 +137,11 @@ class Gateway:
         self._first_cell = max(0, settings.cell)
         self._nearest = self.cells[_nearest(settings, len(links))]
         self._chooser = CellChooser(buses, self._nearest.number)
+        self._carriers = [
+            Carrier(cell, self.cells, self.id, self._first_cell, self.fleet, self._chooser, cell.tasks)
+            for cell in self.cells
+            if len(links) > 1
+        ]
         self._served_lately = [ServedLately(each) for each in buses]
         self.conversations = Conversations(
             self.look_up, self._answered, self.fleet.detokenizer, settings.max_body_bytes
@@ -170,6 +176,7 @@ class Gateway:
         await self.fleet.follow(cell.number)
         if len(self.cells) > 1:
             await self._chooser.follow(cell.number)
+            await self._carriers[cell.number].open()
 
     async def _could_open(self, cell: Cell) -> bool:
         try:
@@ -188,6 +195,7 @@ class Gateway:
 
     async def close(self) -> None:
         await self.tasks.aclose()
+        await asyncio.gather(*(carrier.close() for carrier in self._carriers))
         await asyncio.gather(*(cell.close() for cell in self.cells))
         await self._preparer.close()
         await self.fleet.close()
@@ -430,6 +438,10 @@ class Gateway:
 
     async def erase(self, request_id: str) -> None:
         """Have everything deleted that the log holds of a request that has ended; see ``Cell.erase``."""
+        record = await self._record_of(request_id)
+        request = request_of_record(record) if record is not None else None
+        if request is not None and request.ran_as:
+            await self.cell_of(request.ran_as).erase(request.ran_as)
         await self.cell_of(request_id).erase(request_id)
 
     async def _answered(self, request: GenerateRequest) -> bool:

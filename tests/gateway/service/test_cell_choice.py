@@ -69,3 +69,17 @@ def test_only_usable_cells_are_chosen_and_without_one_the_request_waits_near() -
     choice = choice_of(3, 0)
     assert choice.choose(MODEL, SHORT, (2,)) == 2
     assert choice.choose(MODEL, SHORT, ()) == 0
+
+
+def test_a_cell_with_room_takes_one_held_request_for_each_worker_without_a_prompt() -> None:
+    choice = choice_of(3, 0)
+    assert sorted(choice.room(MODEL, [LONG] * 9, (1, 2), stranded=False)) == [1, 1, 2, 2]
+    assert choice.room(MODEL, [LONG], (1, 2), stranded=False) == [], "what was sent counts until it is known"
+
+
+def test_a_cell_that_holds_requests_itself_takes_none_but_those_without_any_worker() -> None:
+    choice = choice_of(2, 0)
+    choice.observe(1, loads(0, 0, held=1))
+    assert choice.room(MODEL, [LONG], (1,), stranded=False) == []
+    assert choice.room(MODEL, [LONG], (1,), stranded=True) == [1]
+    assert choice.room(MODEL, [LONG], (), stranded=True) == []
