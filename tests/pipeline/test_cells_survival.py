@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -12,7 +13,8 @@ import pytest
 
 from penstock.schemas.requests import cell_in
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, until, words
+from tests.pipeline.support import Deployment, Event, Oracle, joined, parse_sse, until, words
+from tests.pipeline.test_cell_tools import command
 
 HOME, OTHER = "nats", "nats-1"
 REFUSED_S = 15.0  # within which a request is accepted or refused
@@ -103,6 +105,110 @@ async def test_while_home_is_away_running_answers_go_on_elsewhere_also_when_thei
         return (await asked(gateways[1], chat(3))).status_code == 200
 
     await until(accepted, "home is back")
+
+
+@contextlib.asynccontextmanager
+async def without_workers(deployment: Deployment, *names: str) -> AsyncIterator[None]:
+    """Workers are killed whenever they are started again."""
+
+    async def kill() -> None:
+        killed: set[int] = set()
+        while True:
+            for pid in {pid_of(deployment, name) for name in names} - killed - {0}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            await asyncio.sleep(0.05)
+
+    killing = asyncio.create_task(kill())
+    try:
+        yield
+    finally:
+        killing.cancel()
+        await asyncio.gather(killing, return_exceptions=True)
+
+
+def events_of(raw: bytes) -> list[Event]:
+    kept = (part + b"\n\n" for part in raw.split(b"\n\n") if part.startswith((b"id: ", b"data: ")))
+    return parse_sse(b"".join(kept))
+
+
+@pytest.mark.parametrize("no_store", [False, True], ids=["stored", "no_store"])
+async def test_an_answer_whose_cell_has_lost_all_workers_goes_on_in_another_cell(
+    deployment: Deployment, gateways: list[httpx.AsyncClient], oracle: Oracle, no_store: bool
+) -> None:
+    body = chat(5 + no_store, COUNT)
+    more = {"stream": True, "no_store": no_store, "stream_options": {"include_usage": True}}
+    async with gateways[1].stream("POST", "/v1/chat/completions", json=body | more) as answer:
+        parts = answer.aiter_bytes()
+        raw = await anext(parts)
+        request_id = answer.headers["x-request-id"]
+        assert cell_in(request_id) == 1
+        async with without_workers(deployment, "worker-1", "worker-3"):
+            async for part in parts:
+                raw += part
+    events = events_of(raw)
+    assert joined(events).strip() == oracle.answer(body, COUNT).strip()
+    usages = [each.body["usage"] for each in events if each.data != "[DONE]" and each.body.get("usage")]
+    assert [each["completion_tokens"] for each in usages] == [COUNT]
+    for http in gateways:
+        found = (await http.get(f"/v1/requests/{request_id}")).json()
+        assert found["state"] == "done", found
+
+
+async def test_it_also_goes_on_when_all_gateways_are_killed_meanwhile(
+    deployment: Deployment, gateways: list[httpx.AsyncClient], oracle: Oracle
+) -> None:
+    """Whoever carries it is replaced: the request is found in the other cell under the same id."""
+    body = chat(7, COUNT)
+    before = deployment.logs("router-1").count("requests_migrated")
+    async with without_workers(deployment, "worker-1", "worker-3"):
+        async with gateways[1].stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+            request_id = answer.headers["x-request-id"]
+            await anext(answer.aiter_bytes())
+
+            async def migrated() -> bool:
+                return deployment.logs("router-1").count("requests_migrated") > before
+
+            await until(migrated, "the request has left its cell")
+            for name in ("gateway-0", "gateway-1"):
+                os.kill(pid_of(deployment, name), signal.SIGKILL)
+
+        async def done() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                return (await gateways[0].get(f"/v1/requests/{request_id}")).json().get("state") == "done"
+            return False
+
+        await until(done, "its end is in the log of its own cell")
+    again = await gateways[1].get(f"/v1/requests/{request_id}/stream")
+    assert joined(parse_sse(again.content)).strip() == oracle.answer(body, COUNT).strip()
+    async with asyncio.timeout(60):
+        shown = json.loads(await command(deployment, "inspect", request_id, "--json"))
+    assert cell_in(shown["request"]["ran_as"]) == 0
+    listed = [json.loads(line) for line in (await command(deployment, "requests", "--json")).splitlines()]
+    assert [each["id"] for each in listed].count(request_id) == 1
+    assert shown["request"]["ran_as"] not in {each["id"] for each in listed}, "it is no request of its own"
+
+
+async def test_a_request_without_a_worker_in_its_cell_can_be_cancelled_where_it_runs(
+    deployment: Deployment, gateways: list[httpx.AsyncClient]
+) -> None:
+    body = chat(8, 4000)
+    before = deployment.logs("router-1").count("requests_migrated")
+    async with without_workers(deployment, "worker-1", "worker-3"):
+        async with gateways[1].stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+            request_id = answer.headers["x-request-id"]
+            await anext(answer.aiter_bytes())
+
+            async def migrated() -> bool:
+                return deployment.logs("router-1").count("requests_migrated") > before
+
+            await until(migrated, "the request has left its cell")
+
+        async def cancelled() -> bool:
+            return (await gateways[0].get(f"/v1/requests/{request_id}")).json()["state"] == "cancelled"
+
+        await until(cancelled, "the other cell has stopped it")
 
 
 @pytest.mark.slow

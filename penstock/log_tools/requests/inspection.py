@@ -32,9 +32,9 @@ from penstock.log_tools.timeline.events import (
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.log_tools.traces.span import in_order
 from penstock.log_tools.traces.spans import spans
-from penstock.schemas.done import Done
+from penstock.schemas.done import Done, request_of
 from penstock.schemas.jobs import Candidate
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, cell_in
 from penstock.schemas.summary import QUEUED, RUNNING, RequestSummary, of_done, of_request
 from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST
 
@@ -366,7 +366,9 @@ def _handed_off(event: BlocksHandedOff) -> str:
 def _ended(done: Done, request: GenerateRequest) -> str:
     usage = done.usage
     verdict = f"with {done.code}" if done.code else "ok"
-    text = f"ended {verdict} on attempt {done.attempt} at {done.worker or 'the router'}: "
+    recorded = request_of(done)
+    where = f" in cell {cell_in(recorded.ran_as)} as {recorded.ran_as}" if recorded and recorded.ran_as else ""
+    text = f"ended {verdict} on attempt {done.attempt} at {done.worker or 'the router'}{where}: "
     if request.diffusion is not None:
         files = ", ".join(file.name for choice in done.choices for file in choice.files) or "no files"
         text += f"{usage.completion} denoising steps, {files}"
