@@ -8,6 +8,15 @@ import msgspec
 
 from penstock.schemas.wire import decoder
 
+# What a request costs at a worker: ``penstock.router.placement.cost`` has the formula and the letters. Gateways estimate
+# it by the same figures, from the loads below.
+OWN_WORK = 2.0
+HELD_UP = 1 / 40  # of each sequence: with 1 / 64 answers at the knee take 5 % longer, with 1 / 32 the p99 is 5 % higher
+HELD_UP_COMPUTING = 1 / 8  # of each that is not computed; many of them are in the running pass, where u delays none
+MOST_HELD_UP = 2.5  # of all these: a higher end lengthens the p99, a lower one the mean
+PASS_TOKENS = 8192  # for prompts of this length A counts twice; an engine computes about as many tokens in a pass
+SLOT_TOKENS = 3000.0  # prompt tokens that a target computes in the time in which one of its slots becomes free
+
 
 class TargetLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """How loaded a worker is, or one attention data-parallel rank of it.

@@ -23,6 +23,12 @@ from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
 from penstock.schemas.cells import (
+    HELD_UP,
+    HELD_UP_COMPUTING,
+    MOST_HELD_UP,
+    OWN_WORK,
+    PASS_TOKENS,
+    SLOT_TOKENS,
     CellCost,
     CellLoads,
     ModelLoad,
@@ -38,13 +44,6 @@ NEAREST = 1024.0  # prompt tokens; without it, short prompts and the flushes of 
 ASK_TOKENS = 512  # in shorter prompts, what is cached cannot outweigh ``NEAREST``
 ASK_S = 0.02  # then what gateways can see by themselves decides
 FULL = 1e7  # prompt tokens; a cell without room is taken when all are
-# As ``penstock.router.placement.cost`` has them.
-OWN_WORK = 2.0
-HELD_UP = 1 / 40
-HELD_UP_COMPUTING = 1 / 8
-MOST_HELD_UP = 2.5
-PASS_TOKENS = 8192
-SLOT_TOKENS = 3000
 
 
 class _Target(msgspec.Struct, gc=False):

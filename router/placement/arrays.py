@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.router.placement.cost import (
-    PASS_TOKENS,
     HeldRequest,
     RequestSize,
     Scalars,
@@ -33,6 +32,7 @@ from penstock.router.placement.routing import PATIENCE_S, TIE, RoutingDecision, 
 from penstock.router.state.holders import Depths, TargetBits, TargetId
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.target_loads import Load, RoutingTarget, TargetColumns, TargetLoads
+from penstock.schemas.cells import PASS_TOKENS
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import Candidate, Stage
 

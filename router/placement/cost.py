@@ -33,6 +33,7 @@ from penstock.router.placement.routing import PATIENCE_S, RoutingContext, Routin
 from penstock.router.state.holders import TargetId
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.target_loads import ENCODE, RoutingTarget, TargetColumns, serves
+from penstock.schemas.cells import HELD_UP, HELD_UP_COMPUTING, MOST_HELD_UP, OWN_WORK, PASS_TOKENS, SLOT_TOKENS
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import APART, Registration, WorkerState, reads
 from penstock.schemas.requests import CONSTRAINT_MARKS
@@ -125,11 +126,6 @@ def describe(reason: str) -> str:
 
 
 FILL = 0.95
-OWN_WORK = 2.0
-HELD_UP = 1 / 40  # of each sequence: with 1 / 64 answers at the knee take 5 % longer, with 1 / 32 the p99 is 5 % higher
-HELD_UP_COMPUTING = 1 / 8  # of each that is not computed; many of them are in the running pass, where u delays none
-MOST_HELD_UP = 2.5  # of all these: a higher end lengthens the p99, a lower one the mean
-PASS_TOKENS = 8192  # for prompts of this length A counts twice; an engine computes about as many tokens in a pass
 OCCUPANCY = 1 / 32  # with 1 / 16 the p99 of overload is 5 % higher where prompts share a long prefix
 SERVED_COST = 1 / 256  # with 1 / 128 answers take 3 % longer where long prompts come among short ones
 # With 32,768 the p99 of chats beside documents is 10 to 20 % higher. Without the exception for prompts that a target
@@ -138,7 +134,6 @@ SERVED_COST = 1 / 256  # with 1 / 128 answers take 3 % longer where long prompts
 MOST_UNCOMPUTED = 2 * PASS_TOKENS
 STAYS = 1 / 2  # of a prompt, at least; the rest is computed in a pass
 FAVOUR = 256.0  # prompt tokens of work, at most, that a session's last target is ahead
-SLOT_TOKENS = 3000.0  # prompt tokens that a target computes in the time in which one of its slots becomes free
 
 
 class RequestSize(NamedTuple):

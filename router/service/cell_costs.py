@@ -14,14 +14,14 @@ import structlog
 
 from penstock.infra.bus.connection import Bus
 from penstock.router.held.held_requests import HeldRequests
-from penstock.router.placement.cost import OCCUPANCY, SERVED_COST, SLOT_TOKENS
+from penstock.router.placement.cost import OCCUPANCY, SERVED_COST
 from penstock.router.placement.decision_inputs import Decider
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.state.holders import keys_view
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.target_loads import ENCODE, RoutingTarget
 from penstock.schemas import requests
-from penstock.schemas.cells import CellCost, CellLoads, ModelLoad, TargetLoad
+from penstock.schemas.cells import SLOT_TOKENS, CellCost, CellLoads, ModelLoad, TargetLoad
 from penstock.schemas.fleet import WorkerState
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.wire import encode

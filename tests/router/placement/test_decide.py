@@ -7,19 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.configs.settings import RouterMode
-from penstock.router.placement.cost import (
-    HELD_UP,
-    MOST_UNCOMPUTED,
-    OCCUPANCY,
-    OWN_WORK,
-    PASS_TOKENS,
-    rejection,
-    target_costs,
-    utilization,
-)
+from penstock.router.placement.cost import MOST_UNCOMPUTED, OCCUPANCY, rejection, target_costs, utilization
 from penstock.router.placement.decide import STORED_CANDIDATES, decide
 from penstock.router.placement.routing import PATIENCE_S, RoutingContext, RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.target_loads import Load, RoutingTarget
+from penstock.schemas.cells import HELD_UP, OWN_WORK, PASS_TOKENS
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Registration, WorkerState
 from tests.properties import examples

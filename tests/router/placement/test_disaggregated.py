@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.configs.settings import RouterMode
 from penstock.router.placement import decide as encoders
-from penstock.router.placement.cost import OCCUPANCY, OWN_WORK, describe, rejection, target_costs, utilization
+from penstock.router.placement.cost import OCCUPANCY, describe, rejection, target_costs, utilization
 from penstock.router.placement.decide import (
     FAR,
     MEDIUM,
@@ -19,6 +19,7 @@ from penstock.router.placement.decide import (
 )
 from penstock.router.placement.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.target_loads import Load, RoutingTarget
+from penstock.schemas.cells import OWN_WORK
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.jobs import Stage

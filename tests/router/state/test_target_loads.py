@@ -3,7 +3,7 @@
 import time
 from random import Random
 
-from penstock.router.placement.cost import SLOT_TOKENS, RequestSize, target_cost
+from penstock.router.placement.cost import RequestSize, target_cost
 from penstock.router.state.target_loads import (
     SERVED_REQUESTS,
     LearnedCosts,
@@ -11,6 +11,7 @@ from penstock.router.state.target_loads import (
     TargetLoads,
     Task,
 )
+from penstock.schemas.cells import SLOT_TOKENS
 
 
 def test_a_step_reads_shared_blocks_once_for_every_sequence_and_memory_holds_them_once() -> None:
