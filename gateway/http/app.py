@@ -387,9 +387,10 @@ class _Api:
 
     async def ready(self, request: Request) -> Response:
         reasons = self._gateway.not_ready()
-        return _reply(
-            {"status": "not ready" if reasons else "ready", "reasons": reasons}, status=503 if reasons else 200
-        )
+        answer: dict[str, Any] = {"status": "not ready" if reasons else "ready", "reasons": reasons}
+        if cells := self._gateway.cells_not_ready():
+            answer["cells"] = cells
+        return _reply(answer, status=503 if reasons else 200)
 
     async def metrics(self, request: Request) -> Response:
         page = await asyncio.to_thread(generate_latest, self._gateway.metrics.registry)  # 2 to 4 ms

@@ -265,6 +265,17 @@ class Gateway:
             reasons.append(f"no worker serves {names}; start one with 'penstock worker'")
         return reasons
 
+    def cells_not_ready(self) -> dict[int, str]:
+        """The cells of a deployment of several that take no new request now, with the reason."""
+        found = {}
+        for cell in self.cells if len(self.cells) > 1 else ():
+            reasons = cell.not_ready()
+            if not reasons and not self.fleet.serves_in(cell.number):
+                reasons = ["it has no worker"]
+            if reasons:
+                found[cell.number] = reasons[0]
+        return found
+
     # --- accepting ---
 
     async def prepare(

@@ -417,17 +417,18 @@ class Deployment:
         workers = [planned.name for planned in self._planned if planned.role == "worker"]
         gateways = [planned.name for planned in self._planned if planned.role == "gateway"]
         urls = dict(zip(gateways, self._listeners.urls, strict=True))
-        readiness = Readiness(workers, urls, self._board.ready)
+        cells = {planned.cell for planned in self._planned if planned.role == "worker"}
+        readiness = Readiness(workers, urls, self._board.ready, cells)
         async with contextlib.AsyncExitStack() as stack:
-            cells = []
+            brokers = []
             for cell, subjects in enumerate(self._subjects):
                 nc = await connect_operator(self._url("operator", cell))
                 stack.push_async_callback(nc.close)
-                cells.append((nc, subjects))
+                brokers.append((nc, subjects))
             while readiness.waiting:
                 if self._failed.done():
                     self._failed.result()
-                await readiness.look(cells)
+                await readiness.look(brokers)
                 if readiness.waiting and time.monotonic() > deadline:
                     raise UpFailed(
                         f"not ready after {self._ready_s:g} s (--ready-s):\n"
@@ -438,7 +439,7 @@ class Deployment:
             served = await served_models(self._listeners.urls[0])
             self._closed = served is None
             if served is None:
-                served = await registered_models(cells)
+                served = await registered_models(brokers)
         for name in names:
             self._board.ready(name)
         first = next((each for each in served if bool(self._fleet.model) == (each.makes == "text")), None)

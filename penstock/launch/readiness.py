@@ -10,7 +10,7 @@ import contextlib
 import re
 import ssl
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import msgspec
@@ -101,9 +101,10 @@ async def metrics(process: Running) -> dict[str, float]:
 
 
 class _Health(msgspec.Struct, frozen=True):
-    """Of a gateway's ``/health/ready``."""
+    """Of a gateway's ``/health/ready``; ``cells``: those that take no request, with the reason."""
 
     status: str
+    cells: dict[int, str] = {}
 
 
 _decode_health = msgspec.json.Decoder(_Health).decode
@@ -116,6 +117,7 @@ class Readiness:
         workers: names of the workers to wait for.
         gateways: the URL of each, by its name.
         ready: called once for each process that is.
+        cells: numbers of those that gateways are to use; others may have no workers.
     """
 
     def __init__(
@@ -123,12 +125,14 @@ class Readiness:
         workers: list[str],
         gateways: Mapping[str, str],
         ready: Callable[[str], None],
+        cells: Collection[int] = (),
     ) -> None:
         self.waiting = dict.fromkeys(gateways, "does not answer yet")
         self.waiting |= dict.fromkeys(workers, "is not registered yet")
         self._workers = frozenset(workers)
         self._gateways = gateways
         self._ready = ready
+        self._cells = frozenset(cells)
 
     async def look(self, cells: Sequence[tuple[Client, Subjects]]) -> None:
         """Ask once; processes that are ready are removed from ``waiting``."""
@@ -141,16 +145,18 @@ class Readiness:
                 continue
             status, body = await get_url(url, "/health/ready")
             try:
-                health = _decode_health(body).status
+                health = _decode_health(body)
             except msgspec.DecodeError:  # a metrics page, for one, answers every path with 200
                 if status:
                     self.waiting[name] = f"another process answers on {url}"
                 continue
             # Without workers of our own, others' may come later: gateways then only have to answer.
-            if health == "ready" or not self._workers:
-                self._done(name)
-            else:
+            if health.status != "ready" and self._workers:
                 self.waiting[name] = body.decode(errors="replace")[:300]
+            elif away := self._cells & health.cells.keys():
+                self.waiting[name] = ", ".join(f"cell {each}: {health.cells[each]}" for each in sorted(away))
+            else:
+                self._done(name)
 
     def _done(self, name: str) -> None:
         del self.waiting[name]

@@ -11,6 +11,7 @@ from penstock.launch.readiness import Readiness
 from penstock.schemas.subjects import Subjects
 
 READY = b'{"status": "ready", "reasons": [], "components": [], "endpoints": []}'
+ONE_CELL = b'{"status": "ready", "reasons": [], "cells": {"1": "no router takes requests"}}'
 WAITS = b'{"status": "not ready", "reasons": ["no worker"], "components": [], "endpoints": []}'
 PAGE = b"# HELP python_gc_objects_collected_total Objects collected during gc\n"
 
@@ -50,3 +51,13 @@ async def test_a_gateway_is_ready_when_it_says_so_itself(
         await readiness.look([(cast(Any, None), Subjects("ps"))])
     assert ready == ([] if waits else ["gateway-0"])
     assert (waits or "") in readiness.waiting.get("gateway-0", "")
+
+
+@pytest.mark.parametrize(("cells", "waits"), [((0, 1), "cell 1: no router takes requests"), ((0,), None), ((), None)])
+async def test_a_gateway_is_ready_when_it_uses_every_cell_that_has_workers(
+    cells: tuple[int, ...], waits: str | None
+) -> None:
+    async with answering(b"200 OK", ONE_CELL) as url:
+        readiness = Readiness([], {"gateway-0": url}, lambda name: None, cells)
+        await readiness.look([(cast(Any, None), Subjects("ps"))])
+    assert readiness.waiting.get("gateway-0") == waits
