@@ -8,8 +8,8 @@ import msgspec
 
 from penstock.schemas.wire import decoder
 
-# What a request costs at a worker: ``penstock.router.placement.cost`` has the formula and the letters. Gateways estimate
-# it by the same figures, from the loads below.
+# What a request costs at a worker: ``penstock.router.placement.cost`` has the formula and the letters. Gateways
+# estimate it by the same figures, from the loads below.
 OWN_WORK = 2.0
 HELD_UP = 1 / 40  # of each sequence: with 1 / 64 answers at the knee take 5 % longer, with 1 / 32 the p99 is 5 % higher
 HELD_UP_COMPUTING = 1 / 8  # of each that is not computed; many of them are in the running pass, where u delays none
