@@ -265,7 +265,7 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
             ge=-1,
             le=4095,
             description="number of this cell, if a load balancer is in front of several: ids of requests have it "
-            "behind their last hyphen, as three hexadecimal digits; -1: none",
+            "behind their last hyphen, as three hexadecimal digits; -1: none is, and ids have 0",
         ),
     ] = -1
     block_size: Annotated[Positive, about("tokens per KV block, until a worker has registered with its own")] = 32

@@ -231,7 +231,7 @@ class Gateway:
     def _first_number(self) -> int:
         """Of the cell that a request is prepared for, as ids have it. Its media are stored there."""
         if len(self.cells) == 1:
-            return self.settings.cell
+            return self._first_cell  # also where no other cell is: one may come while the request is kept
         first = sorted(self.cells, key=lambda cell: cell is not self._nearest)
         usable = (cell for cell in first if cell.serves and self.fleet.serves_in(cell.number))
         return self._first_cell + next(usable, self._nearest).number

@@ -111,6 +111,13 @@ async def test_media_and_ids_that_are_needed_early_go_to_a_cell_that_serves(
         assert await cell(running.gateway, *compacted) == 0
 
 
+async def test_ids_name_the_only_cell_so_that_they_are_found_there_when_others_have_come(
+    broker: EmbeddedNats, subjects: Subjects, model: ModelDir
+) -> None:
+    async with gateway_on(broker, subjects, model) as running:
+        assert {await cell(running.gateway) for _ in range(8)} == {0}
+
+
 async def test_a_cell_that_cannot_be_read_at_first_is_opened_later_once(
     broker: EmbeddedNats, subjects: Subjects, model: ModelDir
 ) -> None:
