@@ -37,7 +37,7 @@ from penstock.infra.bus.direct_get import Entry, get_last, read
 from penstock.infra.bus.jetstream import ApiError, decode_publish_reply
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.tasks import Tasks
-from penstock.schemas import deletions, wire
+from penstock.schemas import deletions, done, wire
 from penstock.schemas.deletions import Deletion
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import time_of
@@ -274,12 +274,14 @@ class Ended(NamedTuple):
         subject: where its record is stored.
         ended_ns: Unix time.
         no_store: its content and tokens are in memory storage only.
+        ran_as: its id in another cell, which ran it; "": its own did, or that was not looked up.
     """
 
     id: str
     subject: str
     ended_ns: int
     no_store: bool
+    ran_as: str = ""
 
 
 async def find_ended(bus: Bus, request_id: str) -> Ended | None:
@@ -291,7 +293,12 @@ async def find_ended(bus: Bus, request_id: str) -> Ended | None:
     last = await get_last(bus, bus.subjects.stream("DONE"), bus.subjects.done_of(request_id), newest=True)
     if last is None:
         return None
-    return Ended(request_id, last.subject, last.time_ns, HEADER_NO_STORE in last.headers)
+    request = None
+    with contextlib.suppress(msgspec.MsgspecError):  # of a later release: nothing of it can be read
+        event = done.decode(last.data)
+        request = done.request_of(event) if isinstance(event, done.Done) else None
+    ran_as = request.ran_as if request is not None else ""
+    return Ended(request_id, last.subject, last.time_ns, HEADER_NO_STORE in last.headers, ran_as)
 
 
 class _Stored(NamedTuple):

@@ -5,6 +5,7 @@ end, which it would place again. The broker overwrites a deleted message's bytes
 """
 
 import argparse
+import contextlib
 import datetime
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -66,6 +67,10 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
             cell, found = await _named(logs, request_id)
             ended[cell].append(found)
         count = sum(map(len, ended.values()))
+        for each in [each for found in ended.values() for each in found if each.ran_as]:
+            with contextlib.suppress(ValueError):  # it was deleted there
+                cell, there = await _named(logs, each.ran_as)
+                ended[cell].append(there)
         if not count:
             raise ValueError(f"no request of tenant {args.tenant!r} has ended")
         whose = f" of tenant {args.tenant!r}" if args.tenant else ""

@@ -10,6 +10,7 @@ which returns it to its own.
 """
 
 import asyncio
+import heapq
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -119,8 +120,9 @@ class Migration:
         ]
         if not movable:
             return
-        movable.sort(key=lambda each: (each.request.priority.rank, each.request.created_ns))
-        movable = movable[:AT_ONCE]
+        movable = heapq.nsmallest(
+            AT_ONCE, movable, key=lambda each: (each.request.priority.rank, each.request.created_ns)
+        )
         question = RoomQuestion(model, tuple(each.prompt_tokens for each in movable), stranded)
         answer = await self._ask(question)
         why = f"no worker in this cell for {self._after_s:g} s" if stranded else "another cell has room"

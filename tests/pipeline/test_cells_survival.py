@@ -184,10 +184,14 @@ async def test_it_also_goes_on_when_all_gateways_are_killed_meanwhile(
     assert joined(parse_sse(again.content)).strip() == oracle.answer(body, COUNT).strip()
     async with asyncio.timeout(60):
         shown = json.loads(await command(deployment, "inspect", request_id, "--json"))
-    assert cell_in(shown["request"]["ran_as"]) == 0
+    assert cell_in(shown["request"]["ran_as"]) == 0, shown["request"]
     listed = [json.loads(line) for line in (await command(deployment, "requests", "--json")).splitlines()]
     assert [each["id"] for each in listed].count(request_id) == 1
-    assert shown["request"]["ran_as"] not in {each["id"] for each in listed}, "it is no request of its own"
+    ran_as = shown["request"]["ran_as"]
+    assert ran_as not in {each["id"] for each in listed}, "it is no request of its own"
+    await command(deployment, "forget", "--yes", request_id)
+    for gone in (request_id, ran_as):
+        assert (await gateways[0].get(f"/v1/requests/{gone}")).status_code == 404
 
 
 async def test_a_request_without_a_worker_in_its_cell_can_be_cancelled_where_it_runs(
@@ -245,3 +249,35 @@ async def test_while_the_broker_of_a_cell_is_away_its_keys_wait_for_it_and_gatew
         return again.status_code == 200
 
     await until(answered, "its cell is back")
+
+
+async def test_in_overload_a_cell_with_room_takes_what_another_one_holds(
+    new_deployment: NewDeployment, oracle: Oracle
+) -> None:
+    flags = ("--cells", "2", "--gateways", "2", "--workers", "2", "--max-running", "2", "--mock-speedup", "1")
+    deployment = new_deployment(*flags)
+    bodies = [chat(20 + number, 100) for number in range(16)]
+    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as http:
+        async with without_workers(deployment, "worker-0"):
+
+            async def is_alone() -> bool:
+                answer = await asked(http, chat(19))
+                return answer.status_code == 200 and cell_in(_id_of(answer)) == 1
+
+            await until(is_alone, "one cell has no worker")
+            asking = [asyncio.create_task(asked(http, body)) for body in bodies]
+
+            async def are_there() -> bool:
+                lines = (await command(deployment, "requests", "-n", "100", "--json")).splitlines()
+                states = [json.loads(line)["state"] for line in lines]
+                return states.count("queued") + states.count("running") == len(bodies)
+
+            await until(are_there, "the other cell has them all")
+        answers = await asyncio.gather(*asking)
+    for body, answer in zip(bodies, answers, strict=True):
+        assert cell_in(_id_of(answer)) == 1
+        assert answer.json()["choices"][0]["message"]["content"].strip() == oracle.answer(body, 100).strip()
+    listed = [json.loads(line) for line in (await command(deployment, "requests", "-n", "100", "--json")).splitlines()]
+    moved = [each for each in listed if each["ran_as"]]
+    assert {cell_in(each["ran_as"]) for each in moved} == {0}
+    assert all(each["attempts"] == 1 for each in moved), "no worker had got them before"
