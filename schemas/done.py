@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.schemas import requests
+from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.requests import Embedding, GenerateRequest
 from penstock.schemas.subjects import HEADER_CRASHED, HEADER_RETURNED
 from penstock.schemas.tokens import FAILURES, PROMPT, WHOLE_REQUEST, File, Finish, Logprob, TokenItem
@@ -48,6 +49,7 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     first_token_ns: int = 0
     ended_ns: int = 0
     streamed_ns: int = 0  # first token of an earlier attempt, behind which this one went on
+    earlier_workers: tuple[EarlierWorker, ...] = ()  # that had it before
 
     @property
     def client_first_token_ns(self) -> int:

@@ -9,6 +9,7 @@ from penstock.schemas.tokens import Finish, Logprob
 from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.schemas.wire import decoder
 
+WORKER_LOST = "worker_lost"  # how the reason for an attempt begins after the worker of the one before was lost
 SUSPECT = "suspect"  # a worker that ran it crashed
 ALONE = "alone"  # two did: its worker runs nothing else meanwhile
 
@@ -77,6 +78,19 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
     rdma: bool = False
 
 
+class EarlierWorker(NamedTuple):
+    """A worker that had a request before the one that has it now. ``ended``: why it no longer had it; "": handed on."""
+
+    attempt: int
+    worker: str
+    ended: str = ""
+
+    @property
+    def lost(self) -> bool:
+        """Whether the attempt ended with its worker."""
+        return self.ended.startswith(WORKER_LOST)
+
+
 class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
     """Inputs of a decision besides the request, the clock and the logs that the router had folded by then."""
 
@@ -90,6 +104,7 @@ class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
     pair_only: tuple[int, ...] = ()  # positions of the candidates that run a request only as one of a pair
     session: tuple[tuple[str, int], ...] = ()  # worker and rank of each stage of its session's last request
     on_gpu: tuple[int, ...] = ()  # positions of the candidates whose KV is in the memory of a GPU
+    earlier_workers: tuple[EarlierWorker, ...] = ()  # that had the request in earlier attempts
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
@@ -112,6 +127,11 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
     streamed_ns: int = 0  # when the first token in ``resume`` was stored, Unix time
     suspect: str = ""  # SUSPECT or ALONE: it may be what ended the workers of earlier attempts; "": it is not suspected
     lost: tuple[tuple[int, str], ...] = ()  # earlier attempts whose worker was lost, and that worker
+
+
+def earlier_workers(job: Job) -> tuple[EarlierWorker, ...]:
+    """The workers of earlier attempts."""
+    return job.inputs.earlier_workers if job.inputs is not None else ()
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke"):

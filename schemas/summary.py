@@ -11,6 +11,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from penstock.schemas.done import Done, Outcome, Timings, Usage, request_of
+from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.requests import GenerateRequest, Priority
 from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_SUMMARY
 from penstock.schemas.tokens import FAILURES
@@ -34,6 +35,8 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
         reason: why its first choice ended ("stop", "length", ...).
         attempts: number of the last one; 0: none yet.
         worker: of the last attempt.
+        earlier_workers: those that had it before, of this attempt and of those before it; records of releases up to
+            0.1 do not have them.
         api_key: the part of its key that names it; "": it had none.
         ran_as: its id in the cell that ran it; "": it ran in its own.
         origin: the request of another cell that it is in this one; "": it is one of its own, which lists show.
@@ -62,6 +65,17 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     api_key: str = ""
     ran_as: str = ""
     origin: str = ""
+    earlier_workers: tuple[EarlierWorker, ...] = ()
+
+    @property
+    def workers(self) -> list[str]:
+        """Every worker that had it, the first one first."""
+        return list(dict.fromkeys(filter(None, (*(each.worker for each in self.earlier_workers), self.worker))))
+
+    @property
+    def lost_workers(self) -> list[str]:
+        """Those that were lost while they had it."""
+        return list(dict.fromkeys(each.worker for each in self.earlier_workers if each.lost))
 
     @property
     def ttft_ms(self) -> float | None:
@@ -75,12 +89,23 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def as_dict(summary: RequestSummary) -> dict[str, object]:
-    """All fields, as commands and the gateway write them in JSON; with ``ttft_ms`` and ``duration_ms``."""
-    return msgspec.structs.asdict(summary) | {"ttft_ms": summary.ttft_ms, "duration_ms": summary.duration_ms}
+    """All fields, as commands write them in JSON; with the properties, which are computed."""
+    return msgspec.structs.asdict(summary) | {
+        "ttft_ms": summary.ttft_ms,
+        "duration_ms": summary.duration_ms,
+        "workers": summary.workers,
+        "lost_workers": summary.lost_workers,
+    }
 
 
 def of_request(
-    request: GenerateRequest, *, state: State = QUEUED, attempt: int = 0, worker: str = "", routed_ns: int = 0
+    request: GenerateRequest,
+    *,
+    state: State = QUEUED,
+    attempt: int = 0,
+    worker: str = "",
+    routed_ns: int = 0,
+    earlier_workers: tuple[EarlierWorker, ...] = (),
 ) -> RequestSummary:
     """A request that has not ended."""
     return RequestSummary(
@@ -99,6 +124,7 @@ def of_request(
         routed_ns=routed_ns,
         api_key=request.api_key,
         origin=request.origin,
+        earlier_workers=earlier_workers,
     )
 
 
@@ -188,7 +214,7 @@ def _of_record(event: Done | _Record, request: GenerateRequest | _Origin | None,
         request.endpoint if request is not None else "",
         event.user,
         request.client_request_id if request is not None else "",
-        event.attempt,
+        _attempts(event),
         event.worker,
         usage.prompt,
         usage.cached,
@@ -202,7 +228,15 @@ def _of_record(event: Done | _Record, request: GenerateRequest | _Origin | None,
         request.api_key if request is not None else "",
         request.ran_as if request is not None else "",
         request.origin if request is not None else "",
+        event.timings.earlier_workers,
     )
+
+
+def _attempts(event: Done | _Record) -> int:
+    """The number of the last attempt that a worker had: one that no worker got is not counted."""
+    if event.worker or not event.timings.earlier_workers:
+        return event.attempt
+    return max(each.attempt for each in event.timings.earlier_workers)
 
 
 def header_of(event: Done, request: GenerateRequest) -> str:
@@ -265,7 +299,8 @@ class Criteria(msgspec.Struct, frozen=True):
 
     Attributes:
         since_ns, until_ns: Unix time between which it was accepted.
-        worker: id of its last worker, or the beginning of it.
+        worker: id of one of its workers, or the beginning of it.
+        lost: a worker was lost while it had it.
         code: of a failure; "any" for all failures.
         models: it ran on one of these.
         api_key: the part of its key that names it.
@@ -284,6 +319,7 @@ class Criteria(msgspec.Struct, frozen=True):
     min_ttft_ms: float = 0.0
     models: frozenset[str] = frozenset()
     api_key: str = ""
+    lost: bool = False
 
     def accepts(self, summary: RequestSummary) -> bool:
         """Whether a list with these criteria shows this request."""
@@ -294,7 +330,8 @@ class Criteria(msgspec.Struct, frozen=True):
             and self.model in ("", summary.model)
             and (not self.models or summary.model in self.models)
             and self.tenant in ("", summary.tenant)
-            and summary.worker.startswith(self.worker)
+            and self._ran_on(summary)
+            and (not self.lost or bool(summary.lost_workers))
             and self.user in ("", summary.user)
             and self.api_key in ("", summary.api_key)
             and (not self.states or summary.state in self.states)
@@ -302,3 +339,8 @@ class Criteria(msgspec.Struct, frozen=True):
             and (summary.duration_ms or 0.0) >= self.min_ms
             and (summary.ttft_ms or 0.0) >= self.min_ttft_ms
         )
+
+    def _ran_on(self, summary: RequestSummary) -> bool:
+        if summary.worker.startswith(self.worker):
+            return True
+        return any(each.worker.startswith(self.worker) for each in summary.earlier_workers)

@@ -23,7 +23,7 @@ from penstock.router.placement.routing import RoutingDecision, RoutingRequest
 from penstock.router.state.attempts import Positions, count_crashes
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import Registration, Revisions, WorkerState
-from penstock.schemas.jobs import ALONE, SUSPECT, Decision, DecisionInputs, Job, LoadHeader
+from penstock.schemas.jobs import ALONE, SUSPECT, Decision, DecisionInputs, EarlierWorker, Job, LoadHeader
 from penstock.schemas.requests import GenerateRequest, LogitsProcessor
 from penstock.schemas.tokens import Finish, Logprob
 
@@ -56,6 +56,7 @@ class PendingRequest(msgspec.Struct, eq=False):
         revision: of the model that earlier attempts ran in.
         share: the share of its class's space that it counts in, while it is held.
         lost: attempts that were lost with their worker, and that worker.
+        earlier_workers: those of all earlier attempts.
         suspect: how it may run, as of the last look.
         gone: the worker of the attempt before, if its process has ended and it may be registered yet.
         missing_since: monotonic time since when its revision has had no worker; 0: it has one.
@@ -78,6 +79,7 @@ class PendingRequest(msgspec.Struct, eq=False):
     missing_since: float = 0.0
     streamed_ns: int = 0
     lost: tuple[tuple[int, str], ...] = ()
+    earlier_workers: tuple[EarlierWorker, ...] = ()
     suspect: Standing = Standing.free
     gone: str = ""
 
@@ -297,7 +299,9 @@ def build_job(
         scored=pending.scored,
         logprobs=pending.logprobs,
         scores=pending.scores,
-        inputs=inputs,
+        inputs=msgspec.structs.replace(inputs, earlier_workers=pending.earlier_workers)
+        if pending.earlier_workers
+        else inputs,
         streamed_ns=pending.streamed_ns,
         suspect=pending.suspect.value,
         lost=pending.lost,

@@ -24,6 +24,7 @@ from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.router_metrics import Metrics
 from penstock.schemas import jobs, requests, tokens, wire
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.jobs import WORKER_LOST, EarlierWorker
 from penstock.schemas.requests import time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS
 from penstock.schemas.subjects import HEADER_MSG_ID, in_memory
@@ -36,7 +37,7 @@ SCAN_S = 1.0
 SCANS_LEFT = 2
 RETURNS_REMEMBERED = 50_000
 UNKNOWN_S = 30.0  # a return of an unknown request is remembered for so long: its job may be read later
-WORKER_LOST = "worker_lost"
+LONGEST_REASON = 200  # characters
 LATE = "resteered"  # begins the reason of a request that waited at a worker that is late
 STALLED = "stalled"  # begins the reason of a request whose worker's engine makes no steps
 
@@ -96,7 +97,7 @@ class Recovery:
     def on_returned(self, request_id: str, attempt: int, why: str) -> None:
         """A worker returned an attempt, or someone reported that it ended while it ran that."""
         ended = self._cluster.returned.of(request_id).get(attempt)
-        reason = f"{WORKER_LOST if ended else 'returned'}: {why}"[:200]
+        reason = f"{WORKER_LOST if ended else 'returned'}: {why}"[:LONGEST_REASON]
         self._returned[request_id] = (attempt, reason, time.monotonic())
         if len(self._returned) > RETURNS_REMEMBERED:
             self._returned.popitem(last=False)
@@ -192,11 +193,18 @@ class Recovery:
         dead = self._cluster.returned.of(attempt.request_id).get(attempt.attempt)  # although it may be registered yet
         pending = _next_attempt(attempt, reason, self._bus.clock.now_ns())
         pending.gone = attempt.worker if dead else ""
+        had_it, ended_at = [stage.worker for stage in entry.stages] or [attempt.worker], [attempt.worker]
         if reason == WORKER_LOST:
             known = self._cluster.tracker.worker
-            lost = [stage.worker for stage in entry.stages if known(stage.worker) is None] or [attempt.worker]
-            pending.lost += tuple((attempt.attempt, worker) for worker in lost)
+            ended_at = [stage.worker for stage in entry.stages if known(stage.worker) is None] or [attempt.worker]
+            pending.lost += tuple((attempt.attempt, worker) for worker in ended_at)
+        why = reason[:LONGEST_REASON]
+        pending.earlier_workers += tuple(
+            EarlierWorker(attempt.attempt, worker, why if worker in ended_at else "")
+            for worker in dict.fromkeys((*had_it, *ended_at))
+        )
         if len(pending.finished) == pending.request.n:
+            attempt.earlier_workers = pending.earlier_workers
             self._terminal.complete(attempt)
         elif stalled and attempt.reason.startswith(STALLED):
             message = f"{reason}; the attempt before {attempt.reason}"
@@ -246,6 +254,7 @@ def _next_attempt(attempt: InterruptedAttempt, reason: str, now_ns: int) -> Pend
         scored=len(attempt.scores) + 1 if attempt.scores else 0,
         streamed_ns=attempt.streamed_ns,
         lost=attempt.lost,
+        earlier_workers=attempt.earlier_workers,
     )
 
 
@@ -302,6 +311,7 @@ async def _load_job(bus: Bus, attempt: InterruptedAttempt) -> bool:
             attempt.revision = job.decision.revision
             attempt.reason = job.decision.reason
             attempt.lost = job.lost
+            attempt.earlier_workers = jobs.earlier_workers(job)
             attempt.request = request = requests.decode(attempt.raw)
             attempt.since_ns = request.created_ns - CLOCK_SKEW_NS
             if attempt.since_ns > entry.time_ns:  # the gateway's clock is ahead of the broker's

@@ -17,6 +17,7 @@ from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.router_metrics import Metrics
 from penstock.schemas import done, summary, wire
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
 from penstock.schemas.token_dedup import ChoiceProgress
@@ -37,6 +38,7 @@ class InterruptedAttempt(msgspec.Struct):
         scores: log-probabilities of the prompt's tokens 1 .., as far as they were streamed.
         streamed_ns: when its first token was stored, Unix time; 0: none was.
         lost: earlier attempts that were lost with their worker, and that worker.
+        earlier_workers: those of all earlier attempts.
         since_ns: no token of the request was stored earlier.
     """
 
@@ -54,6 +56,7 @@ class InterruptedAttempt(msgspec.Struct):
     streamed_ns: int = 0
     since_ns: int = 0
     lost: tuple[tuple[int, str], ...] = ()
+    earlier_workers: tuple[EarlierWorker, ...] = ()
 
 
 _FAILED = ("error", "cancelled")
@@ -75,6 +78,7 @@ def refused(
     message: str,
     now_ns: int,
     streamed_ns: int = 0,
+    earlier_workers: tuple[EarlierWorker, ...] = (),
 ) -> done.Done:
     """The terminal event of a request that gets no worker, or no further one.
 
@@ -89,7 +93,9 @@ def refused(
         attempt=attempt,
         choices=tuple(done.Outcome(tokens, _reason(code)) for tokens in streamed),
         usage=done.usage_of(request, streamed),
-        timings=done.Timings(created_ns=request.created_ns, ended_ns=now_ns, streamed_ns=streamed_ns),
+        timings=done.Timings(
+            created_ns=request.created_ns, ended_ns=now_ns, streamed_ns=streamed_ns, earlier_workers=earlier_workers
+        ),
         code=code.value,
         message=message,
         user=request.user,
@@ -108,6 +114,7 @@ def completed(
     scores: Sequence[Logprob],
     now_ns: int,
     streamed_ns: int = 0,
+    earlier_workers: tuple[EarlierWorker, ...] = (),
 ) -> done.Done:
     """The terminal event that a lost worker did not publish: all choices had finished in the token log."""
     finishes = [part.finish or Finish("") for part in progress]
@@ -126,7 +133,9 @@ def completed(
             [part.tokens for part in progress],
             max((finish.cached_tokens for finish in finishes), default=0),
         ),
-        timings=done.Timings(created_ns=request.created_ns, ended_ns=now_ns, streamed_ns=streamed_ns),
+        timings=done.Timings(
+            created_ns=request.created_ns, ended_ns=now_ns, streamed_ns=streamed_ns, earlier_workers=earlier_workers
+        ),
         code=failed.code,
         message=failed.message,
         user=request.user,
@@ -208,6 +217,7 @@ class TerminalPublisher:
             message=message,
             now_ns=self._bus.clock.now_ns(),
             streamed_ns=pending.streamed_ns,
+            earlier_workers=pending.earlier_workers,
         )
         try:
             subject, msg_id = self._bus.subjects.tokens(request.token_address), f"{request.id}:{attempt}:end"
@@ -233,6 +243,7 @@ class TerminalPublisher:
                 scores=attempt.scores,
                 now_ns=self._bus.clock.now_ns(),
                 streamed_ns=attempt.streamed_ns,
+                earlier_workers=attempt.earlier_workers,
             )
             await self._publish_event(attempt.request, event)
         finally:

@@ -109,6 +109,7 @@ DECISION = jobs.Decision(
     how="split",
     revision="abc",
 )
+EARLIER_WORKERS = (jobs.EarlierWorker(1, "w-1", "worker_lost: SIGKILL"), jobs.EarlierWorker(2, "w-2"))
 JOB = jobs.Job(
     request=msgspec.Raw(encode(REQUEST)),
     attempt=2,
@@ -314,6 +315,14 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "done_behind_streamed_tokens": (
         done.Done(REQUEST.id, "tiny", 2, timings=done.Timings(1, 2, 3, 4, 5, 6)),
         done.decode,
+    ),
+    "done_at_the_third_worker": (
+        done.Done(REQUEST.id, "tiny", 2, "w-3", timings=done.Timings(earlier_workers=EARLIER_WORKERS)),
+        done.decode,
+    ),
+    "job_at_the_third_worker": (
+        jobs.Job(JOB.request, 2, DECISION, inputs=jobs.DecisionInputs(earlier_workers=EARLIER_WORKERS)),
+        jobs.decode,
     ),
     "router": (routers.Member("router-1-0a1b2c3d", 1_700_000_000_000_000_000, ("tiny",), "NSERVER", 7), routers.decode),
     "deletion": (

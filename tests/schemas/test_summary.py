@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.schemas.done import Done, Outcome, Timings, Usage
+from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_SUMMARY, Subjects
-from penstock.schemas.summary import header_of, of_done, of_headers
+from penstock.schemas.summary import Criteria, RequestSummary, header_of, of_done, of_encoded_done, of_headers
 from penstock.schemas.wire import encode
 from tests.schemas.samples import REQUEST
 
@@ -43,3 +44,21 @@ def test_other_headers_are_no_summary() -> None:
     for text in ("", "1", "2 done 1 1 1 1 1 1 1 1 standard - - - - m", "1 done 1 1 1 1 x 1 1 1 standard - - - - m"):
         assert of_headers("ps.live.done.t.m.r", {HEADER_SUMMARY: text}) is None
     assert of_headers("ps.live.done.t.m.r", {}) is None
+
+
+def test_a_request_is_found_by_each_of_its_workers_and_by_those_that_it_lost() -> None:
+    earlier = (EarlierWorker(1, "w-1", "worker_lost: SIGKILL"), EarlierWorker(2, "w-2", "returned: draining"))
+    event = Done(REQUEST.id, "tiny", 3, "w-3", submitted=encode(REQUEST), timings=Timings(earlier_workers=earlier))
+    moved = of_done(event)
+    assert moved.workers == ["w-1", "w-2", "w-3"]
+    assert moved.lost_workers == ["w-1"]
+    assert of_encoded_done(encode(event), RequestSummary) == moved
+    assert [Criteria(worker=name).accepts(moved) for name in ("w-1", "w-2", "w-3", "w-4")] == [True, True, True, False]
+    calm = of_done(Done(REQUEST.id, "tiny", 1, "w-3", submitted=encode(REQUEST)))
+    assert [Criteria(lost=True).accepts(each) for each in (moved, calm)] == [True, False]
+
+
+def test_an_attempt_that_no_worker_got_is_not_counted() -> None:
+    earlier = tuple(EarlierWorker(number, "w-1", "worker_lost") for number in (1, 2, 3, 4))
+    ended = of_done(Done(REQUEST.id, "tiny", 5, code="worker_lost", timings=Timings(earlier_workers=earlier)))
+    assert (ended.attempts, ended.workers) == (4, ["w-1"])

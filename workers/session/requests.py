@@ -22,7 +22,7 @@ from penstock.infra.text.detokenizer import Detokenizer
 from penstock.infra.text.parsers.registry import stop_search
 from penstock.schemas import block_hashes, done, wire
 from penstock.schemas.errors import Code
-from penstock.schemas.jobs import ALONE, Job, Stage, rank_of
+from penstock.schemas.jobs import ALONE, EarlierWorker, Job, Stage, earlier_workers, rank_of
 from penstock.schemas.requests import CONSTRAINT_MARKS, GenerateRequest, Sampling, Stop
 from penstock.schemas.tokens import Finish, Logprob, carried
 from penstock.schemas.trace import Stamps, headers, stage_name
@@ -314,6 +314,7 @@ def terminal(running: RunningRequest, worker: str, now_ns: int) -> done.Done:
             first_token_ns=running.first_token_ns,
             ended_ns=now_ns,
             streamed_ns=running.job.streamed_ns if running.job is not None else 0,
+            earlier_workers=_earlier_workers(running, worker),
         ),
         code=code,
         message=message,
@@ -322,6 +323,17 @@ def terminal(running: RunningRequest, worker: str, now_ns: int) -> done.Done:
         submitted=bytes(running.job.request) if running.job is not None else wire.encode(request),
         scores=scores,
         left_out=left_out,
+    )
+
+
+def _earlier_workers(running: RunningRequest, worker: str) -> tuple[EarlierWorker, ...]:
+    """Of earlier attempts, and of this one's earlier stages."""
+    job = running.job
+    if job is None:
+        return ()
+    route = job.decision.route[: len(job.decision.route) - len(job.route)]
+    return earlier_workers(job) + tuple(
+        EarlierWorker(job.attempt, stage.worker) for stage in route if stage.worker != worker
     )
 
 

@@ -230,7 +230,14 @@ def _running(subject: str, data: bytes) -> LoggedRequest | None:
         return None
     job = message if isinstance(message, Job) else jobs.decode_job(message.job)
     request = requests.decode(job.request)
-    state = of_request(request, state=RUNNING, attempt=job.attempt, worker=worker, routed_ns=job.decision.at_ns)
+    state = of_request(
+        request,
+        state=RUNNING,
+        attempt=job.attempt,
+        worker=worker,
+        routed_ns=job.decision.at_ns,
+        earlier_workers=jobs.earlier_workers(job),
+    )
     return LoggedRequest(state, request)
 
 

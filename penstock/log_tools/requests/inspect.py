@@ -79,6 +79,8 @@ def _show_request(inspection: Inspection, console: Console, now_ns: int) -> None
         parts += [f"first token after {span(request.ttft_ms)}"] if request.ttft_ms is not None else []
         parts.append(f"{span(request.duration_ms)} in all")
     parts += [f"{request.attempts} attempts"] if request.attempts > 1 else []
+    parts += [f"workers {escape(' → '.join(request.workers))}"] if len(request.workers) > 1 else []
+    parts += [f"lost {escape(', '.join(request.lost_workers))}"] if request.lost_workers else []
     console.print(", ".join(parts), highlight=False, soft_wrap=broken)
     if request.message:
         console.print(escape(request.message), style="red", highlight=False, soft_wrap=broken)

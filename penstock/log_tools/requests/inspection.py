@@ -33,7 +33,7 @@ from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.log_tools.traces.span import in_order
 from penstock.log_tools.traces.spans import spans
 from penstock.schemas.done import Done, request_of
-from penstock.schemas.jobs import Candidate
+from penstock.schemas.jobs import Candidate, EarlierWorker
 from penstock.schemas.requests import GenerateRequest, cell_in
 from penstock.schemas.summary import QUEUED, RUNNING, RequestSummary, of_done, of_request
 from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST
@@ -55,6 +55,7 @@ def token_lines(batches: Sequence[TokensStored]) -> list[TokenLine]:
     """Lines for the batches of a request, in their order in the log."""
     groups: dict[tuple[int, str], list[TokensStored]] = {}
     lines = []
+    late: dict[tuple[int, str], list[TokensStored]] = {}
     newest = 0
     for each in batches:
         newest = max(newest, each.attempt)
@@ -62,11 +63,15 @@ def token_lines(batches: Sequence[TokensStored]) -> list[TokenLine]:
             end = f"ends all choices: {each.finish}" if each.finish else f"attempt {each.attempt - 1} ends here"
             lines.append(TokenLine(each.at_ns, each.attempt, each.worker, end))
         elif each.attempt < newest:
-            lines.append(TokenLine(each.at_ns, each.attempt, each.worker, f"{_tokens(each.count)}, void: too late"))
+            late.setdefault((each.attempt, each.worker), []).append(each)
         else:
             groups.setdefault((each.attempt, each.worker), []).append(each)
     for group in groups.values():
         lines += _of_worker(group)
+    for (attempt, worker), group in late.items():
+        count = _tokens(sum(each.count for each in group))
+        batches_of = f" in {len(group)} batches" if len(group) > 1 else ""
+        lines.append(TokenLine(group[0].at_ns, attempt, worker, f"{count}{batches_of}, void: too late"))
     return sorted(lines, key=lambda line: line.at_ns)
 
 
@@ -230,6 +235,8 @@ def inspect(timeline: RequestTimeline, *, with_tokens: bool = True) -> Inspectio
             endpoint=request.endpoint,
             created_ns=summary.created_ns or request.created_ns,
         )
+    if done is not None and not summary.earlier_workers:  # an older release's record
+        summary = msgspec.structs.replace(summary, earlier_workers=_earlier_workers(timeline))
     events = timeline.events()
     return Inspection(
         summary,
@@ -248,7 +255,25 @@ def _unfinished(timeline: RequestTimeline) -> RequestSummary:
         return of_request(request, state=QUEUED)
     last = timeline.stages[-1]
     routed = timeline.routed[-1].at_ns if timeline.routed else 0
-    return of_request(request, state=RUNNING, attempt=last.attempt, worker=last.worker, routed_ns=routed)
+    return of_request(
+        request,
+        state=RUNNING,
+        attempt=last.attempt,
+        worker=last.worker,
+        routed_ns=routed,
+        earlier_workers=_earlier_workers(timeline),
+    )
+
+
+def _earlier_workers(timeline: RequestTimeline) -> tuple[EarlierWorker, ...]:
+    """From the jobs, also of a request whose record does not name them."""
+    reasons = {routed.attempt - 1: routed.decision.reason for routed in timeline.routed if routed.attempt > 1}
+    stages = [stage for stage in timeline.stages if stage.worker]
+    last = len(stages) if timeline.done is not None and not timeline.done.worker else len(stages) - 1
+    return tuple(
+        EarlierWorker(each.attempt, each.worker, "" if each.result else reasons.get(each.attempt, ""))
+        for each in stages[: max(0, last)]
+    )
 
 
 # --- events ---
@@ -272,7 +297,8 @@ def _entry(timeline: RequestTimeline, event: TimelineEvent) -> Iterator[Inspecte
         case RequestRouted():
             yield _routed(event, kind)
         case RequestContinued():
-            before = f" instead of {event.previous_worker}" if event.previous_worker else ""
+            same = event.previous_worker == event.worker
+            before = " again" if same else f" instead of {event.previous_worker}" if event.previous_worker else ""
             behind = f", behind {counted(event.resumed_tokens, 'token')}" if event.resumed_tokens else ""
             text = f"{event.worker} goes on{before}{behind}: {event.reason}"
             yield InspectedEvent(event.at_ns, kind, text, event.attempt)

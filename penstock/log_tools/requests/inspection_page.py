@@ -74,7 +74,7 @@ def _facts(inspection: Inspection) -> Iterator[str]:
         "tenant": request.tenant,
         "user": request.user,
         "gateway": inspection.gateway,
-        "worker": request.worker,
+        "workers" if len(request.workers) > 1 else "worker": " → ".join(request.workers),
         "attempts": str(request.attempts or ""),
         "prompt": f"{counted(request.prompt_tokens, 'token')}, {request.cached_tokens} cached",
         "output": counted(request.completion_tokens, "token") if request.ended_ns else "",

@@ -138,7 +138,7 @@ _COLUMNS = (
     _STATE,
     _CODE,
     _Column("model", 6, lambda request, _: _one_line(request.model), 7),
-    _Column("worker", 17, lambda request, _: _one_line(request.worker), 5),
+    _Column("worker", 17, lambda request, _: _one_line(" → ".join(request.workers)), 5),
     _Column("prompt", 6, lambda request, _: str(request.prompt_tokens), 6, number=True),
     _Column("cached", 6, lambda request, _: str(request.cached_tokens), 9, number=True),
     _Column("out", 5, lambda request, _: str(request.completion_tokens), 4, number=True),
@@ -183,7 +183,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="", help="as the client named it")
     parser.add_argument("--tenant", default="", help="whose requests")
     parser.add_argument("--key", default="", help="API key, as `penstock keys list` shows it: pst-0a1b2c3d4e5f")
-    parser.add_argument("--worker", default="", help="id of its last worker, or the beginning of it")
+    parser.add_argument(
+        "--worker", default="", help="id of one of its workers, also of an earlier attempt, or the beginning of it"
+    )
+    parser.add_argument("--lost", action="store_true", help="only requests that lost a worker while it had them")
     parser.add_argument("--user", default="", help="the client's `user` field")
     parser.add_argument("--state", action="append", choices=STATES, default=[], help="may be given several times")
     parser.add_argument("--code", default="", help="error code, such as deadline_exceeded; `any`: every failure")
@@ -215,6 +218,7 @@ def _options(args: argparse.Namespace) -> ListOptions:
         duration_ns(args.min_duration) / 1e6,
         duration_ns(args.min_ttft) / 1e6,
         api_key=f"{PREFIX}{check_id(args.key)}" if args.key else "",
+        lost=args.lost,
     )
     if args.limit < 0:
         raise ValueError(f"--limit {args.limit}: give a number of requests, or 0 for all")
