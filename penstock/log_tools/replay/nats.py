@@ -31,6 +31,7 @@ from penstock.schemas.subjects import HEADER_MSG_ID
 
 CHECK_S = 1.0  # an end that was missed live is looked up
 CHECKED = 200
+REPLAYS = "replay-"  # how the gateway of a replayed request begins
 MAX_OPEN = 20_000  # at the recorded pace
 
 
@@ -279,7 +280,7 @@ async def _send(
     cell: int,
 ) -> SentReplays:
     targets = {name: _model(name, fleet, changes) for name in {run.request.model for run in runs if run.request}}
-    gateway = f"replay-{secrets.token_hex(4)}"
+    gateway = f"{REPLAYS}{secrets.token_hex(4)}"
     planned = plan_replay(runs, changes, speed, gateway=gateway, inputs_of=lambda request: targets[request.model])
     concurrency = MAX_OPEN if speed else max(1, args.concurrency)
     async with Publisher(bus) as publisher:

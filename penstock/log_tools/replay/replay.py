@@ -15,7 +15,7 @@ from penstock.log_tools.export.export import add_selection_flags, parts_of, sele
 from penstock.log_tools.export.recording import RecordedRun, Recording
 from penstock.log_tools.replay.comparison import parse_changes
 from penstock.log_tools.replay.http import replay_over_http, unsupported
-from penstock.log_tools.replay.nats import collect, replay_over_nats
+from penstock.log_tools.replay.nats import REPLAYS, collect, replay_over_nats
 from penstock.log_tools.replay.report import ReplayReport, make_report, show, with_texts
 from penstock.log_tools.sources.export_file import write_json
 from penstock.log_tools.sources.log_copy import MEDIA
@@ -64,6 +64,7 @@ def run(argv: Sequence[str]) -> int:
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_selection_flags(parser)
     parser.add_argument("--all", action="store_true", help="every request that the log keeps; --file: the default")
+    parser.add_argument("--replays", action="store_true", help="also requests that a replay made; not needed with ids")
     parser.add_argument(
         "--target",
         default="",
@@ -144,7 +145,12 @@ async def _replay(args: argparse.Namespace, cell: CellSource) -> ReplayReport:
         anything = args.ids or args.since or args.until or args.from_seq
         chosen = await selection(args, log.bus, everything=args.all or (bool(source.file) and not anything))
         recorded = await collect(log, chosen._replace(kv=False))
-        plan = _plan(recorded, args.limit, over_http=args.target.startswith("http"))
+        plan = _plan(
+            recorded,
+            args.limit,
+            over_http=args.target.startswith("http"),
+            replays=args.replays or bool(args.ids),
+        )
         began_ns = time.time_ns()
         print(f"replaying {counted(len(plan.runs), 'request')}{_pauses(plan.runs, speed)}", file=sys.stderr)
         if args.target.startswith(("http://", "https://")):
@@ -178,12 +184,12 @@ def _pauses(runs: Sequence[RecordedRun], speed: float) -> str:
     return f" in {show_duration(seconds)}, at their recorded pace (--speed max: no pauses)" if seconds > LONG_S else ""
 
 
-def _plan(recorded: Recording, limit: int, *, over_http: bool) -> _Plan:
+def _plan(recorded: Recording, limit: int, *, over_http: bool, replays: bool = False) -> _Plan:
     """The requests that can be replayed, oldest first."""
     skipped: Counter[str] = Counter()
     runs = []
     for run in recorded.runs.values():
-        reason = _not_replayable(run, over_http)
+        reason = _not_replayable(run, over_http, replays)
         if reason:
             skipped[reason] += 1
         else:
@@ -199,9 +205,11 @@ def _plan(recorded: Recording, limit: int, *, over_http: bool) -> _Plan:
     return _Plan(runs[: limit or None], skipped)
 
 
-def _not_replayable(run: RecordedRun, over_http: bool) -> str:
+def _not_replayable(run: RecordedRun, over_http: bool, replays: bool) -> str:
     if run.request is None:
         return "of which the log has parts only (forgotten, or older than it keeps requests)"
+    if run.request.gateway.startswith(REPLAYS) and not replays:
+        return "replays of others (--replays: run them, too)"
     if run.done is None:
         return "unfinished"
     if run.request.diffusion is not None:
