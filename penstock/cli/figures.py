@@ -7,6 +7,7 @@ Sizes in bytes as people write and read them.
 Quantiles of measured values.
 """
 
+import contextlib
 import datetime
 import re
 from collections.abc import Sequence
@@ -31,16 +32,27 @@ def duration_ns(text: str) -> int:
 def moment_ns(text: str, now_ns: int) -> int:
     """Unix time in ns of a duration before ``now_ns`` ("15m"), or of an ISO 8601 time; without a zone it is local.
 
+    A time of day alone ("14:03:10.250") is today's, or yesterday's if today's is still to come.
+
     Raises:
         ValueError: neither of the two.
     """
     if _AGO.fullmatch(text.strip()):
         return now_ns - duration_ns(text)
+    with contextlib.suppress(ValueError):
+        time_of_day = datetime.time.fromisoformat(text.strip())
+        today = datetime.datetime.fromtimestamp(now_ns / 1e9, time_of_day.tzinfo).date()
+        at = datetime.datetime.combine(today, time_of_day)
+        if ":" in text and at.timestamp() > now_ns / 1e9:
+            at -= datetime.timedelta(days=1)
+        if ":" in text:
+            return round(at.timestamp() * 1e6) * 1000
     try:
         seconds = datetime.datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError):
         raise ValueError(
-            f"{text!r} is not a time: write how long ago (15m, 2h, 7d) or an ISO 8601 time (2026-11-22T09:30)"
+            f"{text!r} is not a time: write how long ago (15m, 2h, 7d), a time of day (09:30:10) "
+            "or an ISO 8601 time (2026-11-22T09:30)"
         ) from None
     return int(seconds * 1e9)
 

@@ -34,3 +34,10 @@ def test_only_other_days_are_written_with_their_date() -> None:
 
 def test_spans_are_rounded_to_what_matters() -> None:
     assert [span(ms) for ms in (None, 3.14159, 2500, 125_000)] == ["", "3.1 ms", "2.50 s", "2 min 5 s"]
+
+
+def test_a_time_of_day_as_it_is_printed_is_the_last_such_moment() -> None:
+    for ago_ns in (0, 3_600 * 10**9, 23 * 3_600 * 10**9):
+        at_ns = NOW - ago_ns
+        printed = clock(at_ns, at_ns)  # without its date
+        assert moment_ns(printed, NOW) == at_ns // 10**6 * 10**6
