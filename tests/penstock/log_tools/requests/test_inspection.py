@@ -71,6 +71,12 @@ def test_the_first_token_has_a_line_and_the_rest_have_rates_and_ends() -> None:
     assert lines[-1].endswith(", stop")
 
 
+def test_what_came_too_late_is_one_line() -> None:
+    fence = TokensStored(2 * S, 2, "router-1", WHOLE_REQUEST, 0, 0)
+    late = [batch(3 * S + number, number, 1) for number in range(68)]
+    assert [line.text for line in token_lines([fence, *late])][1:] == ["68 tokens in 68 batches, void: too late"]
+
+
 def test_what_a_fence_made_void_is_named_as_such() -> None:
     fence = TokensStored(2 * S, 2, "router-1", WHOLE_REQUEST, 0, 0)
     lines = [line.text for line in token_lines([batch(S, 0, 3), fence, batch(3 * S, 3, 4)])]
