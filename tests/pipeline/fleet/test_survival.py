@@ -204,6 +204,7 @@ async def test_scoring_a_prompt_goes_on_elsewhere_behind_what_was_streamed(
     assert scores[1] + scores[2] == len(prompt) - 1, "the second worker began behind the first"
     (end,) = await ended_once(fleet, fleet_bus, {request.id})
     assert end.attempt == 2
+    assert [(each.attempt, each.worker, each.lost) for each in end.timings.earlier_workers] == [(1, worker, True)]
 
     async def restarted() -> bool:
         return len(await registrations(fleet_bus)) == 2
