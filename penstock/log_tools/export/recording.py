@@ -36,6 +36,7 @@ class RecordedRun(msgspec.Struct):
         done: its record; None: it has not ended.
         attempts: routing decisions.
         route: the workers of the last attempt, one per stage.
+        revision: of the model that it last ran on; "": unknown.
         stored: when its token items were stored (broker clock, Unix ns) and how many tokens each has, by choice.
     """
 
@@ -45,6 +46,7 @@ class RecordedRun(msgspec.Struct):
     attempts: int = 0
     route: tuple[str, ...] = ()
     stored: dict[int, list[tuple[int, int]]] = {}
+    revision: str = ""
 
     @property
     def ttft_ms(self) -> float | None:
@@ -112,6 +114,7 @@ class Recording:
         if message.attempt < run.attempts:
             return
         run.attempts = message.attempt
+        run.revision = message.decision.revision
         run.route = tuple(stage.worker for stage in message.decision.route) or (message.decision.chosen,)
 
     def _add_tokens(self, record: LogLine) -> None:

@@ -127,6 +127,22 @@ def compare(recorded: RecordedRun, replayed: RecordedRun) -> Comparison:
     )
 
 
+def what_changed(recorded: RecordedRun, replayed: RecordedRun) -> list[str]:
+    """What a replay did not have as it was recorded, and what tokens depend on; as text."""
+    one, other = recorded.request, replayed.request
+    changes = []
+    if recorded.revision and replayed.revision and recorded.revision != replayed.revision:
+        changes.append(f"the revision changed from {recorded.revision} to {replayed.revision}")
+    if one is None or other is None:
+        return changes
+    pairs: list[tuple[str, Any, Any]] = [("model", one.model, other.model), ("adapter", one.lora, other.lora)]
+    for old, new in ((one.sampling, other.sampling), (one.stop, other.stop)):
+        names = (name for name in old.__struct_fields__ if name not in ("logprobs", "prompt_logprobs"))
+        pairs += [(name, getattr(old, name), getattr(new, name)) for name in names]
+    changes += [f"{name} differs: {old!r}, now {new!r}" for name, old, new in pairs if old != new]
+    return changes
+
+
 def compare_texts(recorded: RecordedRun, replayed: RecordedRun, old: Sequence[str], new: Sequence[str]) -> Comparison:
     """As ``compare``, where the replay has no token ids but each choice's text.
 

@@ -19,7 +19,7 @@ from penstock.cli.figures import counted
 from penstock.cli.terminal import escape
 from penstock.infra.model.modeldir import ModelError, load_tokenizer, resolve
 from penstock.log_tools.export.recording import RecordedRun
-from penstock.log_tools.replay.comparison import ERROR, OUTCOMES, RECOVERED, SAME, UNANSWERED, Comparison
+from penstock.log_tools.replay.comparison import ERROR, OUTCOMES, RECOVERED, SAME, UNANSWERED, Comparison, what_changed
 
 SHOWN = 500  # comparisons in a report, those that differ first
 QUANTILES = (0.5, 0.9, 0.99)
@@ -91,6 +91,7 @@ class ReplayReport(msgspec.Struct, frozen=True):
     logprob_gap: float | None
     logprob_differences: int
     comparisons: tuple[Comparison, ...]
+    changed: dict[str, int] = {}  # what differs of the requests and their model, with the number of requests
     texts: dict[str, dict[str, str]] = {}  # of differences, by recorded id: "before", "recorded", "replayed"
 
     @property
@@ -139,6 +140,7 @@ def make_report(
         max(gaps, default=None),
         sum(gap > tolerance for gap in gaps),
         tuple((differing + rest)[:SHOWN]),
+        dict(Counter(each for old, new in replayed.runs for each in what_changed(old, new)).most_common()),
     )
 
 
@@ -192,6 +194,9 @@ _STYLES = {
 
 def show(report: ReplayReport, console: Console) -> None:
     """Print outcomes, times, routes and the first differences."""
+    for text, count in list(report.changed.items())[:DIFFERENCES]:
+        of = "" if count == report.requests else f" ({count:,} of {report.requests:,} requests)"
+        console.print(f"[yellow]{escape(text)}[/]{of}", highlight=False)
     parts = [f"[{_STYLES[name]}]{count} {name}[/]" for name, count in report.outcomes.items() if count or name == SAME]
     console.print(
         f"{counted(report.requests, 'request')} in {report.seconds:.1f} s ({report.rate:.0f}/s): {', '.join(parts)}; "

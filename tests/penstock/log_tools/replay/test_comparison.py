@@ -1,14 +1,18 @@
 """A recorded request and its replay: what counts as a difference, and where it is."""
 
+import io
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from penstock.log_tools.export.recording import RecordedRun, Recording
-from penstock.log_tools.replay.comparison import CONTEXT, compare
+from penstock.log_tools.replay.comparison import CONTEXT, compare, what_changed
+from penstock.log_tools.replay.report import Replayed, make_report, show
 from penstock.log_tools.sources.log_line import LogLine
 from penstock.schemas.done import Done, Outcome, Timings, Usage
 from penstock.schemas.jobs import Stage
@@ -92,3 +96,22 @@ def test_a_recording_knows_times_and_routes_whatever_the_order_of_its_streams() 
         run = recording.runs[request.id]
         assert (run.attempts, run.route, run.cached_tokens) == (2, ("p-1", "d-1"), 64)
         assert (run.ttft_ms, run.e2e_ms, list(run.itl_ms())) == (5.0, 40.0, [10.0, 10.0])
+
+
+def test_what_changed_is_said_before_any_token() -> None:
+    old, new = run([1, 2]), run([1, 3])
+    assert what_changed(old, new) == []
+    assert new.request is not None
+    sampling = msgspec.structs.replace(new.request.sampling, temperature=0.25, logprobs=2)
+    new.request = msgspec.structs.replace(new.request, sampling=sampling)
+    old.revision, new.revision = "abc", "def"
+    assert what_changed(old, new) == [
+        "the revision changed from abc to def",
+        f"temperature differs: {old.request.sampling.temperature if old.request else None}, now 0.25",
+    ]
+    report = make_report(
+        Replayed("", [(old, new)], [compare(old, new)], 1.0), source="", settings={}, skipped={}, tolerance=0.01
+    )
+    out = io.StringIO()
+    show(report, Console(file=out, width=120))
+    assert out.getvalue().startswith("the revision changed from abc to def\n")
