@@ -154,6 +154,26 @@ SNIPPET = 60  # characters of what --grep found
 BEFORE = 10  # of them in front of it, so that a narrow terminal shows the match
 
 
+def _itl_ms(request: RequestSummary) -> float:
+    """The mean gap between tokens."""
+    gaps = request.completion_tokens - 1
+    known = gaps > 0 and request.first_token_ns and request.ended_ns
+    return (request.ended_ns - request.first_token_ns) / 1e6 / gaps if known else 0.0
+
+
+SORTS: dict[str, Callable[[RequestSummary], float]] = {
+    "ttft": lambda request: request.ttft_ms or 0.0,
+    "itl": _itl_ms,
+    "tokens": lambda request: request.prompt_tokens + request.completion_tokens,
+    "wait": lambda request: max(0, request.routed_ns - request.created_ns) if request.routed_ns else 0,
+}
+
+
+def largest(found: Iterable[RequestLine], sort: str, limit: int) -> list[RequestLine]:
+    """The lines with the largest values first, at most ``limit``; 0: all."""
+    return sorted(found, key=lambda line: SORTS[sort](line.summary), reverse=True)[: limit or None]
+
+
 class ListOptions(NamedTuple):
     """What to list and how. ``limit``: at most so many; 0: all."""
 
@@ -163,6 +183,7 @@ class ListOptions(NamedTuple):
     as_json: bool
     grep: re.Pattern[str] | None
     texts: Texts
+    sort: str = ""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -197,6 +218,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-path", default="", help="directory of the tokenizer for --grep; default: by the model's name"
     )
+    parser.add_argument(
+        "--sort", choices=sorted(SORTS), default="", help="the largest first, of all that match: wait is for a worker"
+    )
     parser.add_argument("--limit", "-n", type=int, default=50, help="at most so many; 0: all")
     parser.add_argument("--follow", "-f", action="store_true", help="then print requests as they end, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
@@ -226,7 +250,7 @@ def _options(args: argparse.Namespace) -> ListOptions:
         grep = re.compile(args.grep, re.IGNORECASE if args.ignore_case else 0) if args.grep else None
     except re.error as error:
         raise ValueError(f"--grep {args.grep!r} is not a regular expression: {error}") from error
-    return ListOptions(criteria, args.limit, args.follow, args.json, grep, Texts(args.model_path))
+    return ListOptions(criteria, args.limit, args.follow, args.json, grep, Texts(args.model_path), args.sort)
 
 
 async def _run(source: LogSource, options: ListOptions, console: Console) -> None:
@@ -238,8 +262,10 @@ async def _run(source: LogSource, options: ListOptions, console: Console) -> Non
             await get_last(log.reader, log.reader.subjects.stream("DONE"), log.reader.subjects.all("done"))
             for log in logs
         ]
-        async with contextlib.aclosing(_list(cells, options)) as found:
+        async with contextlib.aclosing(_list(cells, options._replace(limit=0) if options.sort else options)) as found:
             lines = [line async for line in found]
+        if options.sort:
+            lines = largest(lines, options.sort, options.limit)
         _print(lines, options, console, header=True)
         if not lines and not options.as_json and not options.follow:
             console.print("no request matches")

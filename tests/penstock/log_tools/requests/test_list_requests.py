@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from penstock.infra.model.modeldir import TINY, load_tokenizer
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.requests import find_requests
 from penstock.log_tools.requests.find_requests import ended, merged, summaries, unfinished
-from penstock.log_tools.requests.list_requests import RequestLine, lines, run
+from penstock.log_tools.requests.list_requests import SORTS, RequestLine, largest, lines, run
 from penstock.log_tools.sources.data_folder import StoredLog
 from penstock.log_tools.sources.open_log import LogSource, open_log
 from penstock.log_tools.sources.store_files import Raw
@@ -303,3 +304,13 @@ async def test_summaries_are_those_of_the_records(bus: Bus) -> None:
         expected = [each.summary async for _, each in ended(bus, criteria)]
         assert [each async for each in summaries(bus, criteria)] == expected
         assert len(expected) == count
+
+
+def test_sorted_lists_begin_with_the_largest() -> None:
+    def line(name: str, routed: int, first: int, tokens: int) -> RequestLine:
+        summary = RequestSummary(name, "tiny", "done", 1, routed_ns=routed, first_token_ns=first, ended_ns=100)
+        return RequestLine(msgspec.structs.replace(summary, completion_tokens=tokens))
+
+    found = [line("a", 2, 30, 71), line("b", 9, 20, 3), line("c", 5, 40, 11)]
+    orders = {sort: "".join(each.summary.id for each in largest(found, sort, 2)) for sort in SORTS}
+    assert orders == {"ttft": "ca", "itl": "bc", "tokens": "ac", "wait": "bc"}
