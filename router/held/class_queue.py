@@ -135,9 +135,10 @@ class ClassQueue(Generic[T]):
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        self.turns: list[int] = []
+        self.turns: deque[int] = deque()
         self._weights = weights
         self._tenants: dict[str, _Tenant[T]] = {}
+        self._by_share: list[tuple[float, str]] = []  # what each has passed, in order
         self._reached = 0.0  # what the tenant taken last had passed before
         self._gone: dict[str, float] = {}  # what tenants without held requests had passed, if that is further
 
@@ -147,6 +148,7 @@ class ClassQueue(Generic[T]):
         if tenant is None:
             passed = max(self._gone.pop(entry.tenant, 0.0), self._reached)
             tenant = self._tenants[entry.tenant] = _Tenant(passed)
+            insort(self._by_share, (passed, entry.tenant))
         tenant.push(entry)
 
     def moved(self, entry: QueueEntry[T], waiting: Mapping[str, QueueEntry[T]]) -> None:
@@ -157,10 +159,9 @@ class ClassQueue(Generic[T]):
 
     def first(self, count: int, waiting: Mapping[str, QueueEntry[T]], now_ns: int) -> tuple[list[QueueEntry[T]], bool]:
         """The requests to try next, and whether only the first of them."""
-        by_share = sorted(self._tenants, key=lambda name: (self._tenants[name].passed, name))
-        each = max(1, count // max(1, len(by_share)))
+        each = max(1, count // max(1, len(self._by_share)))
         first_entries: list[QueueEntry[T]] = []
-        for name in by_share[:count]:
+        for _, name in self._by_share[:count]:
             entries, alone = self._tenants[name].first(each, waiting, now_ns)
             if alone and not first_entries:
                 return entries, True
@@ -169,11 +170,13 @@ class ClassQueue(Generic[T]):
 
     def take(self, entry: QueueEntry[T], waiting: Mapping[str, QueueEntry[T]]) -> None:
         """A request was taken: it uses up the oldest turn, and counts for its tenant."""
-        del self.turns[0]
+        self.turns.popleft()
         tenant = self._tenants[entry.tenant]
         self._reached = max(self._reached, tenant.passed)
         tenant.had += entry.size
+        self._delete_share(entry.tenant, tenant)
         tenant.passed += entry.size / self._weights.get(entry.tenant, 1.0)
+        insort(self._by_share, (tenant.passed, entry.tenant))
         self._drop(entry, tenant, waiting)
 
     def remove(self, entry: QueueEntry[T], waiting: Mapping[str, QueueEntry[T]]) -> None:
@@ -188,9 +191,13 @@ class ClassQueue(Generic[T]):
             tenant.compact(waiting)
             return
         del self._tenants[entry.tenant]
+        self._delete_share(entry.tenant, tenant)
         self._gone[entry.tenant] = tenant.passed
         if len(self._gone) > 2 * len(self._tenants) + 64:
             self._gone = {name: passed for name, passed in self._gone.items() if passed > self._reached}
+
+    def _delete_share(self, name: str, tenant: _Tenant[T]) -> None:
+        del self._by_share[bisect_left(self._by_share, (tenant.passed, name))]
 
 
 def _is_waiting(limit: _Limit, waiting: Mapping[str, QueueEntry[T]]) -> bool:

@@ -170,3 +170,20 @@ def test_several_tenants_are_tried_when_the_next_one_has_no_target() -> None:
         push(waiting, f"a{number}", 100, tenant="a")
     push(waiting, "b", 100, tenant="b", at=SECOND_NS)
     assert {entry.tenant for entry in waiting.window()} == {"a", "b"}
+
+
+def test_looking_at_the_next_requests_costs_no_more_with_a_thousand_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: RequestQueue[None] = RequestQueue()
+    for number in range(1000):
+        push(waiting, str(number), 100, at=number, tenant=f"{number:04}")
+    looked = list[object]()
+
+    class Counted(dict[str, object]):
+        def __getitem__(self, name: str) -> object:
+            looked.append(name)
+            return super().__getitem__(name)
+
+    among = waiting._lanes[""][0]
+    monkeypatch.setattr(among, "_tenants", Counted(among._tenants))
+    assert [entry.id for entry in waiting.window(size=4)] == ["0", "1", "2", "3"]
+    assert len(looked) == 4
