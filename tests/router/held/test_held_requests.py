@@ -1,8 +1,10 @@
 """Which requests a router holds: bounded in bytes by class and by model, and what it publishes again."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import pytest
 
 from penstock.router.held.held_requests import HELD_BYTES, READ_AHEAD, HeldOrder, HeldRequests
 from penstock.router.placement.decision_inputs import array_decisions
@@ -102,10 +104,10 @@ def test_deferred_requests_are_named_once_and_held_ones_while_the_router_reads()
     kept, deferred = pending("missing", reply="a"), pending("missing", reply="b")
     assert held.hold(kept, 0, 3)
     assert not held.hold(deferred, 0, 3)
-    assert held.unacknowledged(reading=False) == [(deferred.request.id, "b")]
-    assert held.unacknowledged(reading=True) == [(kept.request.id, "a")]
+    assert list(held.unacknowledged(reading=False)) == [(deferred.request.id, "b")]
+    assert list(held.unacknowledged(reading=True)) == [(kept.request.id, "a")]
     assert fill(held, MODEL, 3, serving=3, registered=3) == 3
-    assert held.unacknowledged(reading=True) == [], "no space, so this router reads no more of the class"
+    assert list(held.unacknowledged(reading=True)) == [], "no space, so this router reads no more of the class"
 
 
 def test_prompts_stay_in_the_log_beyond_half_of_the_bytes_and_their_requests_are_held() -> None:
@@ -149,3 +151,18 @@ def test_requests_are_read_from_the_log_as_far_as_those_that_are_held_leave_spac
         assert held.space(STANDARD) == (16 - 2 * each - 2) // 2, "each takes the space of two"
     assert made(1 << 20).space(STANDARD) == READ_AHEAD
     assert made(0).space(STANDARD) == 1, "one is read, however large"
+
+
+def test_what_is_held_is_not_looked_at_before_the_unacknowledged_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, looks = made(4), list[object]()
+    assert held.hold(pending(), 1, 1)
+
+    def look(_: HeldRequests) -> Iterator[PendingRequest]:
+        looks.append(None)
+        return iter(())
+
+    monkeypatch.setattr(HeldRequests, "__iter__", look)
+    unread = held.unacknowledged(reading=True)
+    assert not looks
+    assert list(unread) == []
+    assert len(looks) == 1
