@@ -139,6 +139,14 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
             "servers of one cell with ';' between; default: --nats-url"
         ),
     ] = ()
+    active_cells: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="take new requests into so many of the first --cells only; those of the others are still found "
+            "there, so that a deployment gets fewer cells; 0: into all",
+        ),
+    ] = 0
     nearest_cell: Annotated[
         int,
         Meta(ge=-1, description="cell that requests stay in unless another one suits them clearly better; -1: any"),

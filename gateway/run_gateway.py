@@ -74,6 +74,10 @@ def front_of(settings: GatewaySettings) -> Front:
             f"--cell-nats-urls names {urls} brokers and --cells is {settings.cells}: name one for each cell but the "
             "first, or none"
         )
+    if settings.active_cells > settings.cells:
+        raise ValueError(
+            f"--active-cells {settings.active_cells} is more than --cells {settings.cells}: name at most as many"
+        )
     check_origins(settings.cors_origins)
     certificate = Certificate(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
     return Front(certificate, TrustedProxies(settings.trusted_proxies))

@@ -65,6 +65,7 @@ class Cell:
         retention_known: called when it is known how long records are kept.
 
     Attributes:
+        active: it takes new requests; otherwise those that it has are found and followed here, and that is all.
         opened: ``open`` has returned.
         open_of: open requests by model, at the last sweep.
         stopped: open requests were left to other gateways.
@@ -85,6 +86,7 @@ class Cell:
         retention_known: Callable[[], None],
     ) -> None:
         self.number = number
+        self.active = not settings.active_cells or number < settings.active_cells
         self.bus = bus
         self.publisher = publisher
         self.metrics = metrics
@@ -187,12 +189,13 @@ class Cell:
 
     @property
     def serves(self) -> bool:
-        """Whether its broker stores, and its routers take requests."""
-        return self.answers and not self.store_check.failing and self.queues.has_routers
+        """Whether it takes new requests, its broker stores, and its routers take requests."""
+        return self.active and self.answers and not self.store_check.failing and self.queues.has_routers
 
     def accepts(self, request: GenerateRequest) -> bool:
         """Whether a new request would be accepted now; where no router is there, it waits for one."""
-        return self.answers and not self.store_check.failing and self.queues.has_room_for(request)
+        free = self.answers and not self.store_check.failing and self.queues.has_room_for(request)
+        return self.active and free
 
     # --- accepting ---
 

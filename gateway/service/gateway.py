@@ -75,6 +75,7 @@ class Gateway:
     Attributes:
         bus: of the home cell.
         cells: by their numbers.
+        active: those that take new requests.
         draining: no longer ready; requests that still arrive are served.
         stopped: open requests were left to other gateways.
         answering: open requests whose answers go out over HTTP.
@@ -135,7 +136,8 @@ class Gateway:
             for number, link in enumerate(links)
         ]
         self._first_cell = max(0, settings.cell)
-        self._nearest = self.cells[_nearest(settings, len(links))]
+        self.active = [cell for cell in self.cells if cell.active]
+        self._nearest = self.active[_nearest(settings, len(self.active))]
         self._chooser = CellChooser(buses, self._nearest.number)
         self._carriers = [
             Carrier(cell, self.cells, self.id, self._first_cell, self.fleet, self._chooser, cell.tasks)
@@ -232,7 +234,7 @@ class Gateway:
         """Of the cell that a request is prepared for, as ids have it. Its media are stored there."""
         if len(self.cells) == 1:
             return self._first_cell  # also where no other cell is: one may come while the request is kept
-        first = sorted(self.cells, key=lambda cell: cell is not self._nearest)
+        first = sorted(self.active, key=lambda cell: cell is not self._nearest)
         usable = (cell for cell in first if cell.serves and self.fleet.serves_in(cell.number))
         return self._first_cell + next(usable, self._nearest).number
 
@@ -255,7 +257,7 @@ class Gateway:
         reasons = ["this gateway is shutting down"] if self.draining else []
         if not self.bus.connected:  # API keys, limits and claims are there
             return [*reasons, "the broker is not connected"]
-        of_cells = [cell.not_ready() for cell in self.cells]
+        of_cells = [cell.not_ready() for cell in self.active]
         if all(of_cells):
             reasons += of_cells[0]
         if lacks := self.fleet.lacks:
@@ -268,7 +270,7 @@ class Gateway:
     def cells_not_ready(self) -> dict[int, str]:
         """The cells of a deployment of several that take no new request now, with the reason."""
         found = {}
-        for cell in self.cells if len(self.cells) > 1 else ():
+        for cell in self.active if len(self.cells) > 1 else ():
             reasons = cell.not_ready()
             if not reasons and not self.fleet.serves_in(cell.number):
                 reasons = ["it has no worker"]
@@ -338,7 +340,7 @@ class Gateway:
             ServingError: no cell takes this request.
         """
         refused: ServingError | None = None
-        for cell in self.cells:
+        for cell in self.active:
             try:
                 cell.store_check.check()
                 cell.queues.check_log()
@@ -384,11 +386,11 @@ class Gateway:
 
     def accepts_submissions(self) -> bool:
         """Whether a submission should be taken now."""
-        return not self.draining and any(cell.queues.has_room and not cell.store_check.failing for cell in self.cells)
+        return not self.draining and any(cell.queues.has_room and not cell.store_check.failing for cell in self.active)
 
     def room(self, priority: Priority) -> int:
         """How many more requests of a class would be taken."""
-        return sum(cell.queues.room(priority) for cell in self.cells)
+        return sum(cell.queues.room(priority) for cell in self.active)
 
     def hurry(self, waits: bool) -> None:
         """Whether work waits for the next place in a queue: then places are looked for more often."""

@@ -170,3 +170,19 @@ async def test_a_gateway_starts_without_the_broker_of_a_cell_and_uses_it_once_it
         await until(opened, "the cell is used")
         assert cell_in(request_id(await said(http, chat(71)))) == 0, "it has no workers"
     assert await asyncio.to_thread(process.stop) == 0
+
+
+async def test_a_gateway_with_fewer_active_cells_uses_these_only_and_finds_the_requests_of_all(
+    deployment: Deployment, gateways: list[httpx.AsyncClient], oracle: Oracle
+) -> None:
+    before = request_id(await said(gateways[1], chat(80)))
+    assert cell_in(before) == 1
+    port, url = str(free_port()), deployment.state.cells[1].nats_url
+    cells = ("--cells", "2", "--active-cells", "1", "--nearest-cell", "1", "--cell-nats-urls", url)
+    process = deployment.also("gateway", *cells, "--http-port", port, "--name", "fewer")
+    await asyncio.to_thread(process.wait_for, "gateway_listening")
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as http:
+        assert [cell_in(request_id(await said(http, chat(81 + number)))) for number in range(4)] == [0] * 4
+        stream = await http.get(f"/v1/requests/{before}/stream")
+        assert joined(parse_sse(stream.content)).strip() == oracle.answer(chat(80), COUNT).strip()
+    assert await asyncio.to_thread(process.stop) == 0

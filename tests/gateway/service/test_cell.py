@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.run_gateway import front_of
 from penstock.gateway.service import gateway as gateway_module
 from penstock.gateway.service.cell import Cell
 from penstock.gateway.service.gateway import Gateway
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.requests import cell_in
+from penstock.schemas.requests import cell_in, in_cell
 from penstock.schemas.subjects import Subjects
 from tests.gateway.nats.support import gateway_on
 from tests.infra.bus.support import eventually
@@ -116,6 +118,24 @@ async def test_ids_name_the_only_cell_so_that_they_are_found_there_when_others_h
 ) -> None:
     async with gateway_on(broker, subjects, model) as running:
         assert {await cell(running.gateway) for _ in range(8)} == {0}
+
+
+async def test_a_cell_that_is_not_active_gets_no_request_but_its_ids_are_looked_for_there(
+    broker: EmbeddedNats, subjects: Subjects, model: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_on(broker, subjects, model, cells=[broker], nearest_cell=1, active_cells=1) as running:
+        gateway = running.gateway
+        monkeypatch.setattr(gateway.fleet, "serves_in", lambda cell, name="": cell == 1)
+        prepared = await gateway.prepare("completion", BODY)
+        assert cell_in(prepared.request.id) == 0, "only the other one has workers"
+        assert [each.accepts(prepared.request) for each in gateway.cells] == [True, False]
+        assert not gateway.cells[1].serves, "requests of another cell could be run there"
+        assert gateway.cell_of(in_cell(prepared.request.id, 1)) is gateway.cells[1]
+
+
+def test_no_more_cells_can_be_active_than_there_are() -> None:
+    with pytest.raises(ValueError, match="--active-cells 3 is more than --cells 2"):
+        front_of(GatewaySettings(cells=2, active_cells=3))
 
 
 async def test_a_cell_that_cannot_be_read_at_first_is_opened_later_once(
