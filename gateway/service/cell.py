@@ -243,7 +243,7 @@ class Cell:
                 await self.publisher.publish(
                     self.bus.subjects.tokens(request.token_address),
                     wire.encode(TokenBatch(self._gateway, 0, number, tuple(part))),
-                    f"{request.id}:{number}:streamed",
+                    f"{request.id}:{self._gateway}:{number}:streamed",  # each stores them at its own address
                     timeout=timeout,
                 )
             ack = await self.publisher.publish(

@@ -1,12 +1,21 @@
 """A request as it runs in another cell, and what comes back of it."""
 
+import time
+
 import msgspec
+import pytest
 
 from penstock.gateway.service.migration import event_of, guest_id, guest_of, streamed_before
-from penstock.schemas import done, jobs, requests, wire
+from penstock.infra.bus.direct_get import read
+from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.schemas import done, jobs, requests, tokens, wire
+from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import cell_in, time_of
+from penstock.schemas.subjects import Subjects
 from penstock.schemas.token_dedup import TokenReassembler
 from penstock.schemas.tokens import Finish, TokenItem
+from tests.gateway.nats.support import gateway_on
 from tests.penstock.log_tools.traces import samples
 
 REQUEST = samples.request(n=2, id=requests.new_request_id(cell=1))
@@ -61,3 +70,37 @@ def test_its_record_is_one_of_its_own_cell() -> None:
     assert recorded == msgspec.structs.replace(REQUEST, ran_as=guest)
     assert recorded is not None
     assert not recorded.origin
+
+
+async def test_what_was_streamed_is_there_for_each_gateway_that_submits_it(
+    broker: EmbeddedNats, subjects: Subjects, model: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one ends between the tokens and the request: routers read the tokens at the address of the second."""
+    now_ns = time.time_ns()
+    request = samples.request(
+        n=2, id=requests.new_request_id(cell=1), created_ns=now_ns, deadline_ns=now_ns + 60_000_000_000
+    )
+    job = job_of(resume=STREAMED)
+    guest = guest_id(job, request.id, 0)
+    async with gateway_on(broker, subjects, model) as one, gateway_on(broker, subjects, model) as two:
+        first, second = one.gateway.cells[0], two.gateway.cells[0]
+        publish = first.publisher.publish
+
+        async def tokens_only(subject: str, *args: object, **more: object) -> object:
+            if subject.startswith(subjects.all("request").rstrip(">")):
+                raise ServingError(Code.broker_unavailable, "it ends here")
+            return await publish(subject, *args, **more)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(first.publisher, "publish", tokens_only)
+        streamed = streamed_before(job, guest)
+        visitor = guest_of(job, request, guest, one.gateway.id)
+        with pytest.raises(ServingError, match="it ends here"):
+            await first.submit(visitor, owner=False, streamed=streamed)
+        visitor = guest_of(job, request, guest, two.gateway.id)
+        second.release(await second.submit(visitor, owner=False, streamed=streamed))
+        stored = [
+            item
+            async for entry in read(second.bus, subjects.stream("TOKENS"), subjects.tokens(visitor.token_address))
+            for item in tokens.decode(entry.data).items
+        ]
+    assert stored == streamed
