@@ -239,13 +239,8 @@ class Cell:
                 kept = await self.unstored.put(inflight, content, timeout)
                 if self.bus.clustered:  # its stream may have no leader when that of requests has one
                     await kept
-            for number, part in enumerate(portions(streamed, self.bus.max_message // 2)):
-                await self.publisher.publish(
-                    self.bus.subjects.tokens(request.token_address),
-                    wire.encode(TokenBatch(self._gateway, 0, number, tuple(part))),
-                    f"{request.id}:{self._gateway}:{number}:streamed",  # each stores them at its own address
-                    timeout=timeout,
-                )
+            if streamed:
+                await self._put_streamed(request, streamed, timeout)
             ack = await self.publisher.publish(
                 self.bus.subjects.request(request.model, request.priority.value, request.id),
                 payload,
@@ -267,6 +262,16 @@ class Cell:
         if ack.duplicate:  # a resend, a repeat, or a submission that another gateway had accepted before it crashed
             return await self._attach_repeated(inflight)
         return inflight
+
+    async def _put_streamed(self, request: GenerateRequest, items: Sequence[TokenItem], timeout: float) -> None:
+        """Put what a request goes on behind into its tokens, as of attempt 0."""
+        for number, part in enumerate(portions(items, self.bus.max_message // 2)):
+            await self.publisher.publish(
+                self.bus.subjects.tokens(request.token_address),
+                wire.encode(TokenBatch(self._gateway, 0, number, tuple(part))),
+                f"{request.id}:{self._gateway}:{number}:streamed",  # each gateway stores them at its own address
+                timeout=timeout,
+            )
 
     async def _attach_repeated(self, inflight: InflightRequest) -> InflightRequest:
         """The log had the request already."""
