@@ -66,7 +66,7 @@ class BlockRecords(NamedTuple):
         deleted: the sequences that its tombstones name. Those messages may be in any block.
         first: sequence of the first record that is no tombstone, erased or not; 0: there is none.
         damaged: bytes that are left out: an end that is no whole record, as when the machine lost power while the
-            server wrote it, and messages whose sequences do not ascend.
+            server wrote it, overwritten records, and messages whose sequences do not ascend.
     """
 
     places: list[Place]
@@ -83,17 +83,80 @@ class BlockMessage(NamedTuple):
     data: bytes
 
 
-def records(block: bytes) -> BlockRecords:
-    """Find the records of a block."""
+class Resume(NamedTuple):
+    """What finds the next record behind a damaged one.
+
+    Attributes:
+        key: of the block's checksums.
+        starts: what a record may begin with: the beginnings of the stream's subjects, and tombstones.
+    """
+
+    key: bytes
+    starts: re.Pattern[bytes]
+
+
+_TOMBSTONE_START = rb"\x1e\0\0\0.{7}\x40.{8}\0\0"
+
+
+def resume_pattern(subjects: Sequence[str]) -> re.Pattern[bytes] | None:
+    """For ``Resume``; None: a stream that takes every subject."""
+    begins = [subject.partition("*")[0].partition(">")[0].encode() for subject in subjects]
+    if not begins or not all(begins):
+        return None
+    return re.compile(rb"(?P<subject>%b)|%b" % (b"|".join(map(re.escape, begins)), _TOMBSTONE_START), re.DOTALL)
+
+
+def _resumed(block: bytes, after: int, seq: int, resume: Resume) -> int:
+    """Offset of the first record behind an offset whose checksum is right; -1: there is none.
+
+    Args:
+        seq: of the last message before it. Later ones are larger, of tombstones any.
+    """
+    size, start = len(block), after
+    while (found := resume.starts.search(block, start)) is not None:
+        start = found.start() + 1
+        is_message = found["subject"] is not None
+        at = found.start() - HEADER.size if is_message else found.start()
+        if at < after or at + _SMALLEST > size:
+            continue
+        length, number, _, subject = HEADER.unpack_from(block, at)
+        length &= ~HAS_HEADERS
+        if not _SMALLEST + subject <= length <= LARGEST or at + length > size:
+            continue
+        if is_message and (number & _FLAGS or not seq < number <= seq + LARGEST_GAP):
+            continue
+        if not damaged(resume.key, block, [at]):
+            return at
+    return -1
+
+
+def records(block: bytes, resume: Resume | None = None) -> BlockRecords:
+    """Find the records of a block.
+
+    Args:
+        resume: finds those behind a record whose length is damaged; None: they are left out.
+    """
     places: list[Place] = []
     deleted: list[int] = []
-    first = at = 0
+    first = at = before = lost = 0  # ``before``: where the last record begins
     size, unpack, add = len(block), HEADER.unpack_from, places.append
     while at + _SMALLEST <= size:
         length, seq, time_ns, subject = unpack(block, at)
         length &= ~HAS_HEADERS
         if not _SMALLEST + subject <= length <= LARGEST or at + length > size:
-            break
+            if resume is None:
+                break
+            if before < at and damaged(resume.key, block, [before]):  # its length led here
+                at = before
+                if places and places[-1][2] == at:
+                    places.pop()
+            following = _resumed(block, at + 1, places[-1][0] if places else 0, resume)
+            if following < 0:
+                break
+            lost += following - at
+            before = at = following
+            continue
+        before = at
         if not seq & _FLAGS:
             add((seq, time_ns, at))
             first = first or seq
@@ -102,13 +165,13 @@ def records(block: bytes) -> BlockRecords:
         else:
             first = first or seq & _SEQUENCE
         at += length
-    damaged = size - at
+    left_out = size - at + lost
     if (len(places) > 1 and places[-1][0] - places[-2][0] > LARGEST_GAP) or any(map(le, places[1:], places)):
         kept = _ascending(places)
-        damaged += sum(_length(block, place) for place in set(places).difference(kept))
+        left_out += sum(_length(block, place) for place in set(places).difference(kept))
         places = kept
         first = kept[0][0]
-    return BlockRecords(places, deleted, first, damaged)
+    return BlockRecords(places, deleted, first, left_out)
 
 
 def _ascending(places: list[Place]) -> list[Place]:
@@ -237,6 +300,7 @@ def checksums(key: bytes, messages: Sequence[bytes]) -> list[bytes]:
 KEPT_BLOCKS = 2  # of up to 8 MiB, for the next look at the same place
 _INDEX_MAGIC = 11
 _INDEX_VERSIONS = range(1, 5)
+_INDEX_HEAD = 64  # bytes: the two of its form, and five numbers of up to ten
 
 
 class UnreadableFiles(Exception):
@@ -258,6 +322,7 @@ class _Config(msgspec.Struct):
     compression: str = "none"
     max_age: int = 0  # ns
     max_bytes: int = -1
+    subjects: tuple[str, ...] = ()
 
 
 class _Block(NamedTuple):
@@ -291,9 +356,10 @@ class StoredStream:
         self.max_age_s = config.max_age / 1e9
         self.max_bytes = config.max_bytes
         self._kept: OrderedDict[int, tuple[bytes, BlockRecords]] = OrderedDict()
+        self._starts = resume_pattern(config.subjects)
         paths = sorted((int(path.stem), path) for path in (folder / "msgs").glob("*.blk") if path.stem.isdecimal())
         deleted: list[int] = []
-        self._blocks = [block for number, path in paths if (block := _begin(number, path, deleted)) is not None]
+        self._blocks = [block for number, path in paths if (block := self._begin(number, path, deleted)) is not None]
         self._firsts = [block.first_seq for block in self._blocks]
         limits = _limits(folder / "msgs" / "index.db", paths[-1][1]) if paths else None
         self._deleted: frozenset[int] = frozenset()
@@ -404,7 +470,7 @@ class StoredStream:
                 self._check()
                 raise
             self._check()
-            rows = records(data)
+            rows = records(data, self._resume(block.number))
             if rows.damaged:
                 log.warning("block_damaged", stream=self.name, file=block.path.name, bytes_left_out=rows.damaged)
             if self._verify:
@@ -414,6 +480,26 @@ class StoredStream:
                 self._kept.popitem(last=False)
         return kept
 
+    def _resume(self, number: int) -> Resume | None:
+        return Resume(key_of(self.name, number), self._starts) if self._starts is not None else None
+
+    def _begin(self, number: int, path: Path, deleted: list[int]) -> _Block | None:
+        """What a block begins with; None: it has no message, and ``deleted`` gets what its tombstones name."""
+        with path.open("rb") as file:
+            head = file.read(HEADER.size)
+            if len(head) < HEADER.size:
+                return None
+            length, seq, time_ns, _ = HEADER.unpack(head)
+            file.seek(length & ~HAS_HEADERS)
+            following = file.read(HEADER.size)
+        if seq and not seq >> 62 and (len(following) < HEADER.size or HEADER.unpack(following)[1] > seq):
+            return _Block(number, seq, time_ns, path)
+        rows = records(path.read_bytes(), self._resume(number))
+        if rows.places:
+            return _Block(number, rows.first, rows.places[0][1], path)
+        deleted += rows.deleted
+        return None
+
     def _intact(self, block: _Block, data: bytes, rows: BlockRecords) -> BlockRecords:
         bad = set(damaged(key_of(self.name, block.number), data, [at for _, _, at in rows.places]))
         if not bad:
@@ -421,24 +507,6 @@ class StoredStream:
         seqs = [seq for seq, _, at in rows.places if at in bad]
         log.warning("messages_damaged", stream=self.name, file=block.path.name, left_out=len(seqs), first=seqs[0])
         return rows._replace(places=[place for place in rows.places if place[2] not in bad])
-
-
-def _begin(number: int, path: Path, deleted: list[int]) -> _Block | None:
-    """What a block begins with; None: it has no message, and ``deleted`` gets what its tombstones name."""
-    with path.open("rb") as file:
-        head = file.read(HEADER.size)
-        if len(head) < HEADER.size:
-            return None
-        length, seq, time_ns, _ = HEADER.unpack(head)
-        file.seek(length & ~HAS_HEADERS)
-        following = file.read(HEADER.size)
-    if seq and not seq >> 62 and (len(following) < HEADER.size or HEADER.unpack(following)[1] > seq):
-        return _Block(number, seq, time_ns, path)
-    rows = records(path.read_bytes())
-    if rows.places:
-        return _Block(number, rows.first, rows.places[0][1], path)
-    deleted += rows.deleted
-    return None
 
 
 class _Limits(NamedTuple):
@@ -455,7 +523,10 @@ def _limits(index: Path, last_block: Path) -> _Limits | None:
     its time, last sequence. It ends with the checksum of the last record then, and its own.
     """
     try:
-        data = index.read_bytes()
+        with index.open("rb") as file:  # it names every subject: 60 bytes for each record of DONE
+            data = file.read(_INDEX_HEAD)
+            file.seek(-2 * CHECKSUM_BYTES, 2)
+            noted_checksum = file.read(CHECKSUM_BYTES)
         with last_block.open("rb") as file:
             file.seek(-CHECKSUM_BYTES, 2)
             last_checksum = file.read()
@@ -463,7 +534,7 @@ def _limits(index: Path, last_block: Path) -> _Limits | None:
         return None
     if len(data) < 32 or data[0] != _INDEX_MAGIC or data[1] not in _INDEX_VERSIONS:
         return None
-    if data[-2 * CHECKSUM_BYTES : -CHECKSUM_BYTES] != last_checksum:
+    if noted_checksum != last_checksum:
         return None
     numbers = array("Q")
     at = 2

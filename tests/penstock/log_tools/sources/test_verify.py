@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import io
 import json
+import random
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,6 +89,38 @@ async def test_damaged_messages_are_left_out_of_lists_if_checksums_are_verified(
     assert [json.loads(line)["id"] for line in lines] == [requests[2].id, requests[0].id]
     assert ("messages_damaged", 2) in [(each["event"], each.get("first")) for each in logs]
     assert [raw.seq for raw in StoredStream(path.parents[1], verify=True).forward()] == [1, 3]
+
+
+async def test_overwritten_bytes_cost_only_the_messages_that_they_hit(
+    stopped: tuple[Path, list[GenerateRequest]],
+) -> None:
+    path = block_of(stopped[0], "DONE")
+    block = path.read_bytes()
+    begins = [at for _, _, at in records(block).places]
+    ends = [*begins[1:], len(block)]
+    rng = random.Random(1)
+    for filling in (bytes(64), b"\xff" * 64, rng.randbytes(64), struct.pack("<IQqH", 100, 2, 1, 9) + bytes(42)):
+        for at in (*range(0, ends[1], 9), begins[1], begins[1] - 1, begins[1] - 40, ends[1] - 64):
+            path.write_bytes(block[:at] + filling + block[at + 64 :])
+            unharmed = {number for number in range(3) if ends[number] <= at or at + 64 <= begins[number]}
+            with capture_logs():
+                kept = {raw.seq - 1 for raw in StoredStream(path.parents[1], verify=True).forward()}
+            assert kept == unharmed, (filling[:4], at)
+
+
+async def test_an_overwritten_record_does_not_make_other_ended_requests_unfinished(
+    stopped: tuple[Path, list[GenerateRequest]],
+) -> None:
+    data_dir, requests = stopped
+    path = block_of(data_dir, "DONE")
+    block = path.read_bytes()
+    at = records(block).places[0][2]
+    path.write_bytes(block[:at] + random.Random(1).randbytes(64) + block[at + 64 :])
+    with capture_logs() as logs:
+        lines = (await asyncio.to_thread(run, list_requests.run, "--data-dir", str(data_dir), "--json")).splitlines()
+    found = {each["id"]: each["state"] for each in map(json.loads, lines)}
+    assert found == {requests[0].id: "running", requests[1].id: "done", requests[2].id: "done"}
+    assert "block_damaged" in {each["event"] for each in logs}
 
 
 @pytest.mark.parametrize("name", ["DONE", "WORK", "TOKENS"])
