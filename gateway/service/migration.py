@@ -97,6 +97,19 @@ def streamed_before(job: Job, guest: str) -> list[TokenItem]:
     return items
 
 
+def moved_back(items: Sequence[TokenItem], request_id: str, attempt: int) -> tuple[TokenItem, ...]:
+    """Items of the other cell as those of an attempt of this one. Pure.
+
+    An end after which the attempt is returned is left out: the request goes on behind it.
+    """
+    moved = []
+    for item in items:
+        finish = None if item.finish is not None and item.finish.code in UNRUN else item.finish
+        if item.tokens or item.logprobs or finish is not None:
+            moved.append(TokenItem(request_id, attempt, item.choice, item.first, item.tokens, finish, item.logprobs))
+    return tuple(moved)
+
+
 def event_of(job: Job, request: GenerateRequest, record: done.Done) -> done.Done:
     """The terminal event of a request, from the record of what ran in another cell. Pure."""
     times = record.timings
@@ -353,7 +366,8 @@ class Carrier:
                 if not items:
                     break
                 waits = [each for each in waits if not each.done()]
-                waits.append(await self._store(request, tuple(_moved(each, request.id, job.attempt) for each in items)))
+                if moved := moved_back(items, request.id, job.attempt):
+                    waits.append(await self._store(request, moved))
                 left -= sum(each.finish is not None and each.choice >= 0 for each in items)
         finally:
             if waits and request.no_store:  # its record has no tokens: they come before it
@@ -421,7 +435,3 @@ class Carrier:
             name="cancel",
             on_failure=lambda error: log.debug("cancel_failed", error=repr(error)),
         )
-
-
-def _moved(item: TokenItem, request_id: str, attempt: int) -> TokenItem:
-    return TokenItem(request_id, attempt, item.choice, item.first, item.tokens, item.finish, item.logprobs)

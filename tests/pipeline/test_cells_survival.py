@@ -160,6 +160,34 @@ async def test_an_answer_whose_cell_has_lost_all_workers_goes_on_in_another_cell
         assert found["state"] == "done", found
 
 
+@pytest.mark.slow  # both cells are without workers for longer than requests wait for one before they leave
+async def test_an_answer_that_the_other_cell_cannot_run_either_goes_on_when_workers_are_back(
+    deployment: Deployment, gateways: list[httpx.AsyncClient], oracle: Oracle
+) -> None:
+    body = chat(9, COUNT)
+    returned = "returned: cell 0: this cell has no worker"
+    async with gateways[1].stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+        parts = answer.aiter_bytes()
+        raw = await anext(parts)
+        assert cell_in(answer.headers["x-request-id"]) == 1
+        before = deployment.logs("router-1").count("requests_migrated")
+        async with without_workers(deployment, "worker-1", "worker-3"):
+
+            async def migrated() -> bool:
+                return deployment.logs("router-1").count("requests_migrated") > before
+
+            await until(migrated, "the request has left its cell")
+            async with without_workers(deployment, "worker-0", "worker-2"):
+
+                async def is_back() -> bool:
+                    return returned in deployment.logs("router-1")
+
+                await until(is_back, "its own cell has it again")
+        async for part in parts:
+            raw += part
+    assert joined(events_of(raw)).strip() == oracle.answer(body, COUNT).strip()
+
+
 async def test_it_also_goes_on_when_all_gateways_are_killed_meanwhile(
     deployment: Deployment, gateways: list[httpx.AsyncClient], oracle: Oracle
 ) -> None:

@@ -5,7 +5,7 @@ import time
 import msgspec
 import pytest
 
-from penstock.gateway.service.migration import event_of, guest_id, guest_of, streamed_before
+from penstock.gateway.service.migration import event_of, guest_id, guest_of, moved_back, streamed_before
 from penstock.infra.bus.direct_get import read
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.nats_server.server import EmbeddedNats
@@ -70,6 +70,15 @@ def test_its_record_is_one_of_its_own_cell() -> None:
     assert recorded == msgspec.structs.replace(REQUEST, ran_as=guest)
     assert recorded is not None
     assert not recorded.origin
+
+
+@pytest.mark.parametrize("code", [Code.worker_lost, Code.shutting_down])
+def test_an_end_that_returns_it_is_no_end_for_its_readers(code: Code) -> None:
+    failed = Finish("error", code=code, message="this cell has no worker")
+    items = [TokenItem("g", 1, 0, 4, STREAMED[1]), TokenItem("g", 2, 0, 5, b"", failed)]
+    assert moved_back(items, "r", 3) == (TokenItem("r", 3, 0, 4, STREAMED[1]),)
+    late = TokenItem("g", 2, 0, 5, b"", Finish("error", code=Code.deadline_exceeded))
+    assert moved_back([late], "r", 3) == (TokenItem("r", 3, 0, 5, b"", late.finish),)
 
 
 async def test_what_was_streamed_is_there_for_each_gateway_that_submits_it(
