@@ -133,6 +133,8 @@ class _Carried:
         reply: acknowledges its job; of the last delivery.
         guest: its id in the other cell, once it may be there.
         cancelled: why; "": it is not.
+        claimed: when the broker last heard that it is carried here (``time.monotonic``).
+        overtaken: it was not heard for so long that another gateway may carry it now.
     """
 
     def __init__(self, reply: str, attempt: int, host: Cell) -> None:
@@ -141,6 +143,18 @@ class _Carried:
         self.host = host
         self.guest = ""
         self.cancelled = ""
+        self.claimed = time.monotonic()
+        self.overtaken = False
+
+    def claim(self) -> None:
+        self.is_ours()
+        self.claimed = time.monotonic()
+
+    def is_ours(self) -> bool:
+        """Whether no other gateway can have been given it."""
+        if time.monotonic() - self.claimed > MIGRATION_ACK_WAIT_S:
+            self.overtaken = True
+        return not self.overtaken
 
 
 class Carrier:
@@ -227,7 +241,7 @@ class Carrier:
             return
         known = self._carried.get(request.id)
         if known is not None and known.attempt >= job.attempt:
-            known.reply = message.reply
+            known.reply, known.claimed, known.overtaken = message.reply, time.monotonic(), False
             return
         carried = self._carried[request.id] = _Carried(message.reply, job.attempt, host)
         part = (message.headers or {}).get(HEADER_PART, "")
@@ -273,6 +287,10 @@ class Carrier:
                     raise
                 log.info("request_not_migrated", request=request.id, cell=host.number, error=error.message)
                 if record is None:
+                    if not carried.is_ours():  # whoever carries it now may have submitted it
+                        raise ServingError(
+                            Code.broker_unavailable, f"request {request.id} was claimed too late to be given back"
+                        ) from error
                     await self._give_back(carried, request, error.message)
                     return
         if record.code in UNRUN:
@@ -418,6 +436,7 @@ class Carrier:
         while True:
             await asyncio.sleep(CLAIM_S)
             for carried in self._carried.values():
+                carried.claim()
                 self._own.bus.nc.post(carried.reply, IN_PROGRESS)
 
     async def _on_cancel(self, message: Any) -> None:

@@ -1,17 +1,23 @@
 """A request as it runs in another cell, and what comes back of it."""
 
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
-from penstock.gateway.service.migration import event_of, guest_id, guest_of, moved_back, streamed_before
+from penstock.gateway.service import migration
+from penstock.gateway.service.migration import Carrier, event_of, guest_id, guest_of, moved_back, streamed_before
 from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.puller import ACK
+from penstock.infra.bus.tasks import Tasks
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import done, jobs, requests, tokens, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import cell_in, time_of
+from penstock.schemas.streams import MIGRATION_ACK_WAIT_S
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.token_dedup import TokenReassembler
 from penstock.schemas.tokens import Finish, TokenItem
@@ -113,3 +119,40 @@ async def test_what_was_streamed_is_there_for_each_gateway_that_submits_it(
             for item in tokens.decode(entry.data).items
         ]
     assert stored == streamed
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_a_gateway_that_was_stopped_while_it_waited_for_room_gives_nothing_back(
+    monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """Another one may have submitted the attempt meanwhile: given back, it would run twice."""
+    monkeypatch.setattr(migration, "ACCEPT_S", 0.0)
+    given_back, verdicts = list[bytes](), list[bytes]()
+    wakes_s = MIGRATION_ACK_WAIT_S * 2 if stopped else 0.0
+    monotonic, slept = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + slept[0])
+
+    async def no_record(request_id: str) -> None:
+        return None
+
+    async def is_full(request: object, **how: object) -> None:
+        slept[0] = wakes_s
+        raise ServingError(Code.queue_full, "no room")
+
+    async def publish(subject: str, payload: bytes, *args: object, **how: object) -> None:
+        given_back.append(payload)
+
+    async def nothing(*args: object) -> None:
+        return None
+
+    records = SimpleNamespace(find=no_record)
+    nc = SimpleNamespace(post=lambda reply, verdict: verdicts.append(verdict))
+    tasks = Tasks("test")
+    bus = SimpleNamespace(subjects=Subjects("ps-1"), nc=nc, max_message=1 << 20, tasks=tasks)
+    own = SimpleNamespace(number=1, bus=bus, records=records, publisher=SimpleNamespace(publish=publish))
+    host = SimpleNamespace(number=0, opened=True, records=records, submit=is_full)
+    carrier = Carrier(cast(Any, own), cast(Any, [host, own]), "g", 0, cast(Any, None), cast(Any, None), tasks)
+    monkeypatch.setattr(carrier._puller, "top_up", nothing)
+    await carrier._carry(migration._Carried("reply", 2, cast(Any, host)), job_of(), REQUEST, "")
+    assert len(given_back) == (0 if stopped else 1)
+    assert (verdicts == [ACK]) is not stopped
