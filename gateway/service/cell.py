@@ -194,8 +194,8 @@ class Cell:
 
     def accepts(self, request: GenerateRequest) -> bool:
         """Whether a new request would be accepted now; where no router is there, it waits for one."""
-        free = self.answers and not self.store_check.failing and self.queues.has_room_for(request)
-        return self.active and free
+        able = self.active and self.answers and not self.store_check.failing
+        return able and self.queues.has_room_for(request)
 
     # --- accepting ---
 

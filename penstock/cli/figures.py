@@ -39,13 +39,13 @@ def moment_ns(text: str, now_ns: int) -> int:
     """
     if _AGO.fullmatch(text.strip()):
         return now_ns - duration_ns(text)
-    with contextlib.suppress(ValueError):
-        time_of_day = datetime.time.fromisoformat(text.strip())
-        today = datetime.datetime.fromtimestamp(now_ns / 1e9, time_of_day.tzinfo).date()
-        at = datetime.datetime.combine(today, time_of_day)
-        if ":" in text and at.timestamp() > now_ns / 1e9:
-            at -= datetime.timedelta(days=1)
-        if ":" in text:
+    if ":" in text:  # "2026" would be a time of day, too
+        with contextlib.suppress(ValueError):
+            time_of_day = datetime.time.fromisoformat(text.strip())
+            today = datetime.datetime.fromtimestamp(now_ns / 1e9, time_of_day.tzinfo).date()
+            at = datetime.datetime.combine(today, time_of_day)
+            if at.timestamp() > now_ns / 1e9:
+                at -= datetime.timedelta(days=1)
             return round(at.timestamp() * 1e6) * 1000
     try:
         seconds = datetime.datetime.fromisoformat(text.strip()).timestamp()

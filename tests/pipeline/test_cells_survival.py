@@ -132,6 +132,18 @@ async def without_workers(deployment: Deployment, *names: str) -> AsyncIterator[
         await asyncio.gather(killing, return_exceptions=True)
 
 
+def migrations(deployment: Deployment) -> int:
+    """How many times requests have left the second cell."""
+    return deployment.logs("router-1").count("requests_migrated")
+
+
+async def until_migrated(deployment: Deployment, before: int) -> None:
+    async def migrated() -> bool:
+        return migrations(deployment) > before
+
+    await until(migrated, "the request has left its cell")
+
+
 def events_of(raw: bytes) -> list[Event]:
     kept = (part + b"\n\n" for part in raw.split(b"\n\n") if part.startswith((b"id: ", b"data: ")))
     return parse_sse(b"".join(kept))
@@ -170,13 +182,9 @@ async def test_an_answer_that_the_other_cell_cannot_run_either_goes_on_when_work
         parts = answer.aiter_bytes()
         raw = await anext(parts)
         assert cell_in(answer.headers["x-request-id"]) == 1
-        before = deployment.logs("router-1").count("requests_migrated")
+        before = migrations(deployment)
         async with without_workers(deployment, "worker-1", "worker-3"):
-
-            async def migrated() -> bool:
-                return deployment.logs("router-1").count("requests_migrated") > before
-
-            await until(migrated, "the request has left its cell")
+            await until_migrated(deployment, before)
             async with without_workers(deployment, "worker-0", "worker-2"):
 
                 async def is_back() -> bool:
@@ -193,16 +201,12 @@ async def test_it_also_goes_on_when_all_gateways_are_killed_meanwhile(
 ) -> None:
     """Whoever carries it is replaced: the request is found in the other cell under the same id."""
     body = chat(7, COUNT)
-    before = deployment.logs("router-1").count("requests_migrated")
+    before = migrations(deployment)
     async with without_workers(deployment, "worker-1", "worker-3"):
         async with gateways[1].stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
             request_id = answer.headers["x-request-id"]
             await anext(answer.aiter_bytes())
-
-            async def migrated() -> bool:
-                return deployment.logs("router-1").count("requests_migrated") > before
-
-            await until(migrated, "the request has left its cell")
+            await until_migrated(deployment, before)
             for name in ("gateway-0", "gateway-1"):
                 os.kill(pid_of(deployment, name), signal.SIGKILL)
 
@@ -230,16 +234,12 @@ async def test_a_request_without_a_worker_in_its_cell_can_be_cancelled_where_it_
     deployment: Deployment, gateways: list[httpx.AsyncClient]
 ) -> None:
     body = chat(8, 4000)
-    before = deployment.logs("router-1").count("requests_migrated")
+    before = migrations(deployment)
     async with without_workers(deployment, "worker-1", "worker-3"):
         async with gateways[1].stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
             request_id = answer.headers["x-request-id"]
             await anext(answer.aiter_bytes())
-
-            async def migrated() -> bool:
-                return deployment.logs("router-1").count("requests_migrated") > before
-
-            await until(migrated, "the request has left its cell")
+            await until_migrated(deployment, before)
 
         async def cancelled() -> bool:
             return bool((await gateways[0].get(f"/v1/requests/{request_id}")).json()["state"] == "cancelled")

@@ -10,7 +10,7 @@ import pytest
 from penstock.gateway.service import migration
 from penstock.gateway.service.migration import Carrier, event_of, guest_id, guest_of, moved_back, streamed_before
 from penstock.infra.bus.direct_get import read
-from penstock.infra.bus.puller import ACK
+from penstock.infra.bus.puller import ACK, TERM
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.nats_server.server import EmbeddedNats
@@ -156,3 +156,24 @@ async def test_a_gateway_that_was_stopped_while_it_waited_for_room_gives_nothing
     await carrier._carry(migration._Carried("reply", 2, cast(Any, host)), job_of(), REQUEST, "")
     assert len(given_back) == (0 if stopped else 1)
     assert (verdicts == [ACK]) is not stopped
+
+
+async def test_a_job_that_cannot_be_read_is_not_delivered_again() -> None:
+    published = list[tuple[str, bytes]]()
+
+    async def publish(subject: str, payload: bytes) -> None:
+        published.append((subject, payload))
+
+    bus = SimpleNamespace(subjects=Subjects("ps-1"), nc=SimpleNamespace(publish=publish), tasks=Tasks("test"))
+    own = SimpleNamespace(number=1, bus=bus)
+    carrier = Carrier(cast(Any, own), cast(Any, [own]), "g", 0, cast(Any, None), cast(Any, None), bus.tasks)
+    whole = wire.encode(job_of())
+    for subject, data in (
+        ("ps-1.work.cell.cell-0", b"\xc1"),
+        ("ps-1.work.cell.cell-0", whole[:-3]),
+        ("ps-1.work.cell.cell-7", whole),
+        ("ps-1.work.cell.worker", whole),
+    ):
+        published.clear()
+        await carrier._take(cast(Any, SimpleNamespace(subject=subject, data=data, reply="reply", headers=None)))
+        assert published == [("reply", TERM)], (subject, data)
