@@ -4,6 +4,7 @@ import signal
 
 import msgspec
 
+from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.transfer import Endpoint
 from penstock.schemas.wire import decoder
 
@@ -71,6 +72,8 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
 
     attempt: int = -1
     tokens: int = 0  # of all choices
+    worker: str = ""  # that streamed last
+    earlier_workers: tuple[EarlierWorker, ...] = ()  # that streamed before it
 
 
 WorkerControl = DumpKv | Drain | Release | Push

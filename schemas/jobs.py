@@ -1,5 +1,6 @@
 """Jobs and the decisions behind them: router (or the previous stage) → worker."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -11,6 +12,7 @@ from penstock.schemas.wire import decoder
 
 WORKER_LOST = "worker_lost"  # how the reason for an attempt begins after the worker of the one before was lost
 SUSPECT = "suspect"  # a worker that ran it crashed
+ENDED = "ended"  # so did an attempt, for a reason that is not known
 ALONE = "alone"  # two did: its worker runs nothing else meanwhile
 
 
@@ -126,12 +128,19 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
     inputs: DecisionInputs | None = None  # of ``decision``; None: a later stage
     streamed_ns: int = 0  # when the first token in ``resume`` was stored, Unix time
     suspect: str = ""  # SUSPECT or ALONE: it may be what ended the workers of earlier attempts; "": it is not suspected
-    lost: tuple[tuple[int, str], ...] = ()  # earlier attempts whose worker was lost, and that worker
+    lost: tuple[tuple[int, str], ...] = ()  # no longer written: ``inputs.earlier_workers`` has them
 
 
 def earlier_workers(job: Job) -> tuple[EarlierWorker, ...]:
-    """The workers of earlier attempts."""
-    return job.inputs.earlier_workers if job.inputs is not None else ()
+    """The workers of earlier attempts. Older builds name only those that were lost."""
+    if job.inputs is not None and job.inputs.earlier_workers:
+        return job.inputs.earlier_workers
+    return tuple(EarlierWorker(attempt, worker, WORKER_LOST) for attempt, worker in job.lost)
+
+
+def unexplained_losses(earlier: Iterable[EarlierWorker]) -> list[tuple[int, str]]:
+    """Attempts that were lost with their worker, with that worker, when nobody had said yet how it ended."""
+    return [(each.attempt, each.worker) for each in earlier if each.ended == WORKER_LOST]
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke"):

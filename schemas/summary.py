@@ -3,7 +3,7 @@
 Part of the wire contract: it says what the messages of a request mean, for commands and the gateway alike.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final, Literal, TypeVar, get_args
 from urllib.parse import quote, unquote
@@ -248,8 +248,32 @@ def header_of(event: Done, request: GenerateRequest) -> str:
     return (
         f"1 {one.state} {one.attempts} {one.prompt_tokens} {one.cached_tokens} {one.completion_tokens} "
         f"{one.created_ns} {one.routed_ns} {one.first_token_ns} {one.ended_ns} {one.priority} "
-        f"{one.endpoint or '-'} {_word(one.reason)} {_word(one.code)} {_word(one.worker)} {_word(one.model)}"
+        f"{one.endpoint or '-'} {_word(one.reason)} {_word(one.code)} {_word(one.worker)} {_word(one.model)} "
+        f"{_earlier_word(one.earlier_workers) if one.earlier_workers else '-'}"
     )
+
+
+_MOST_NAMED = 32  # earlier workers in a header, the last ones
+
+
+def _earlier_word(workers: Sequence[EarlierWorker]) -> str:
+    """Attempt, worker and why it no longer had it, without the details, which may quote an engine."""
+    return ",".join(
+        f"{each.attempt}:{quote(each.worker, safe='')}:{quote(each.ended.partition(':')[0], safe='')}"
+        for each in workers[-_MOST_NAMED:]
+    )
+
+
+def _earlier_of(word: str) -> tuple[EarlierWorker, ...]:
+    """Inverse of ``_earlier_word``.
+
+    Raises:
+        ValueError: malformed.
+    """
+    if word == "-":
+        return ()
+    parts = (each.split(":") for each in word.split(","))
+    return tuple(EarlierWorker(int(attempt), unquote(worker), unquote(ended)) for attempt, worker, ended in parts)
 
 
 @lru_cache(maxsize=256)  # of models, workers and reasons
@@ -268,6 +292,7 @@ def of_headers(subject: str, headers: Mapping[str, str]) -> RequestSummary | Non
         return None
     try:
         counts = [int(word) for word in words[2:10]]
+        earlier = _earlier_of(words[16]) if len(words) > 16 else ()
     except ValueError:
         return None
     state: State = words[1]
@@ -291,6 +316,7 @@ def of_headers(subject: str, headers: Mapping[str, str]) -> RequestSummary | Non
         ended_ns=ended,
         reason=reason,
         code=code,
+        earlier_workers=earlier,
     )
 
 

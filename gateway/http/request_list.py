@@ -33,6 +33,8 @@ class ListedRequest(Struct, frozen=True):
     """A request without its content. ``state`` as in ``GET /v1/requests/{id}``; ``created`` in seconds since 1970.
 
     ``api_key``: the part of its API key that names it.
+    ``workers``: every one that had it, the first one first. ``lost_workers``: those that were lost while they had it;
+    of a request that has not ended, no worker is listed before its first token.
     ``ttft_ms``: until the first token; null: none yet. ``duration_ms``: null while it has not ended.
     """
 
@@ -55,6 +57,8 @@ class ListedRequest(Struct, frozen=True):
     code: str
     message: str
     api_key: str
+    workers: list[str]
+    lost_workers: list[str]
 
 
 class RequestList(Struct, frozen=True):
@@ -139,6 +143,8 @@ def _listed(each: RequestSummary) -> ListedRequest:
         each.code,
         each.message,
         each.api_key,
+        each.workers,
+        each.lost_workers,
     )
 
 

@@ -71,10 +71,13 @@ class _Pass:
     def feed(self, entry: Entry) -> None:
         """Feed one entry to the readers that need it."""
         seq, subscribed = entry.seq, self.by_request
-        for item in tokens.decode(entry.data).items:
+        batch = tokens.decode(entry.data)
+        for item in batch.items:
             readers = subscribed.get(item.request)
             if readers is not None:
                 for inflight in list(readers):
+                    if item.tokens and batch.worker != inflight.worker and seq > inflight.seq:
+                        inflight.note_worker(batch.worker, item.attempt)
                     if seq > inflight.seq and not inflight.feed_past(item, seq):
                         self.remove(inflight)
         self.seq, self.last = seq, entry

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from penstock.gateway.admission.rate_limits.limiter import Paid
 from penstock.infra.process.turns import TurnBudget
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.jobs import ENDED, EarlierWorker
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.token_dedup import TokenReassembler
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
@@ -39,6 +40,8 @@ class InflightRequest:
         abort: closes the client's connection. Set by the responder.
         turns: decides when the reader is woken and resumed. None: at once.
         on_poisoned: called with the request if it ends as poisonous.
+        worker: that streamed last; "": none yet.
+        earlier_workers: that streamed before it.
         kept: all items so far, if they may have to be stored again. None: they are stored for good.
         paid: what the request took of its API key's limits, until it ends. None: nothing.
     """
@@ -55,12 +58,14 @@ class InflightRequest:
         "_moved",
         "_nudged",
         "_paused",
+        "_streamed",
         "_waiter",
         "abort",
         "behind",
         "buffered",
         "cancel_sent",
         "cancelling",
+        "earlier_workers",
         "fold",
         "kept",
         "limit",
@@ -70,6 +75,7 @@ class InflightRequest:
         "request",
         "seq",
         "turns",
+        "worker",
     )
 
     def __init__(self, request: GenerateRequest, *, bounded: bool = True, last_attempt: int | None = None) -> None:
@@ -90,6 +96,8 @@ class InflightRequest:
         self.kept: list[TokenItem] | None = None
         self.paid: Paid | None = None
         self.on_poisoned: Callable[[GenerateRequest], None] | None = None
+        self.worker = ""
+        self.earlier_workers: tuple[EarlierWorker, ...] = ()
         self._failed = False
         self.limit = limit_of(request) if bounded else 1 << 62
         self.buffered: list[TokenItem] = []
@@ -100,6 +108,7 @@ class InflightRequest:
         self._live: asyncio.Future[None] | None = None
         self._error: ServingError | None = None
         self._attempt = 0
+        self._streamed = 0  # attempt of ``worker``
         self._mark: int | None = None  # the fold's mark at the last call of ``quiet_s``
         self._moved = 0.0  # monotonic time of the last change of the mark
         self._ended: set[int] = set()  # choices that ended while this was behind
@@ -136,6 +145,15 @@ class InflightRequest:
         return self.ended and not self._failed
 
     # --- filled from the log ---
+
+    def note_worker(self, worker: str, attempt: int) -> None:
+        """Note who streamed tokens of an attempt; those of an attempt that is over are void."""
+        if attempt < self.fold.attempt:
+            return
+        if self.worker:
+            ended = "" if attempt == self._streamed else ENDED
+            self.earlier_workers += (EarlierWorker(self._streamed, self.worker, ended),)
+        self.worker, self._streamed = worker, attempt
 
     def feed(self, item: TokenItem, seq: int) -> None:
         """Add a live item, in stream order. ``seq`` is the sequence of its message."""

@@ -35,7 +35,8 @@ ReadersOf = Callable[[str], Sequence[InflightRequest]]
 
 def progress_of(inflight: InflightRequest) -> control.Progress:
     fold = inflight.fold
-    return control.Progress(fold.attempt, sum(fold.position(choice) for choice in range(inflight.request.n)))
+    tokens = sum(fold.position(choice) for choice in range(inflight.request.n))
+    return control.Progress(fold.attempt, tokens, inflight.worker, inflight.earlier_workers)
 
 
 class ProgressReader:
@@ -200,7 +201,13 @@ class RequestListing:
             progress = await self._from_log(request)
         if progress.attempt < 1:
             return of_request(request, state=QUEUED)
-        summary = of_request(request, state=RUNNING, attempt=progress.attempt)
+        summary = of_request(
+            request,
+            state=RUNNING,
+            attempt=progress.attempt,
+            worker=progress.worker,
+            earlier_workers=progress.earlier_workers,
+        )
         return msgspec.structs.replace(summary, completion_tokens=progress.tokens)
 
 

@@ -91,10 +91,14 @@ class TokenSubscription:
         readers_of, seq = self._readers, entry.seq
         if self.on_read is not None:
             self.on_read(seq)
-        for item in tokens.decode(entry.data).items:
+        batch = tokens.decode(entry.data)
+        worker = batch.worker
+        for item in batch.items:
             readers = readers_of.get(item.request)
             if readers is not None:
                 for inflight in readers:
+                    if item.tokens and worker != inflight.worker:
+                        inflight.note_worker(worker, item.attempt)
                     inflight.feed(item, seq)
 
 

@@ -55,7 +55,6 @@ class PendingRequest(msgspec.Struct, eq=False):
         reason: why it is placed: "new", "worker_lost", "worker_lost: ..." (how its process ended), "returned: ...".
         revision: of the model that earlier attempts ran in.
         share: the share of its class's space that it counts in, while it is held.
-        lost: attempts that were lost with their worker, and that worker.
         earlier_workers: those of all earlier attempts.
         suspect: how it may run, as of the last look.
         gone: the worker of the attempt before, if its process has ended and it may be registered yet.
@@ -78,7 +77,6 @@ class PendingRequest(msgspec.Struct, eq=False):
     share: str = ""
     missing_since: float = 0.0
     streamed_ns: int = 0
-    lost: tuple[tuple[int, str], ...] = ()
     earlier_workers: tuple[EarlierWorker, ...] = ()
     suspect: Standing = Standing.free
     gone: str = ""
@@ -304,7 +302,6 @@ def build_job(
         else inputs,
         streamed_ns=pending.streamed_ns,
         suspect=pending.suspect.value,
-        lost=pending.lost,
     )
 
 

@@ -197,7 +197,6 @@ class Recovery:
         if reason == WORKER_LOST:
             known = self._cluster.tracker.worker
             ended_at = [stage.worker for stage in entry.stages if known(stage.worker) is None] or [attempt.worker]
-            pending.lost += tuple((attempt.attempt, worker) for worker in ended_at)
         why = reason[:LONGEST_REASON]
         pending.earlier_workers += tuple(
             EarlierWorker(attempt.attempt, worker, why if worker in ended_at else "")
@@ -253,7 +252,6 @@ def _next_attempt(attempt: InterruptedAttempt, reason: str, now_ns: int) -> Pend
         scores=carried(attempt.scores),
         scored=len(attempt.scores) + 1 if attempt.scores else 0,
         streamed_ns=attempt.streamed_ns,
-        lost=attempt.lost,
         earlier_workers=attempt.earlier_workers,
     )
 
@@ -310,7 +308,6 @@ async def _load_job(bus: Bus, attempt: InterruptedAttempt) -> bool:
             attempt.raw = bytes(job.request)
             attempt.revision = job.decision.revision
             attempt.reason = job.decision.reason
-            attempt.lost = job.lost
             attempt.earlier_workers = jobs.earlier_workers(job)
             attempt.request = request = requests.decode(attempt.raw)
             attempt.since_ns = request.created_ns - CLOCK_SKEW_NS

@@ -37,7 +37,6 @@ class InterruptedAttempt(msgspec.Struct):
         reason: why this attempt was placed.
         scores: log-probabilities of the prompt's tokens 1 .., as far as they were streamed.
         streamed_ns: when its first token was stored, Unix time; 0: none was.
-        lost: earlier attempts that were lost with their worker, and that worker.
         earlier_workers: those of all earlier attempts.
         since_ns: no token of the request was stored earlier.
     """
@@ -55,7 +54,6 @@ class InterruptedAttempt(msgspec.Struct):
     reason: str = ""
     streamed_ns: int = 0
     since_ns: int = 0
-    lost: tuple[tuple[int, str], ...] = ()
     earlier_workers: tuple[EarlierWorker, ...] = ()
 
 

@@ -46,7 +46,7 @@ from penstock.schemas import contents, jobs, requests, wire
 from penstock.schemas.block_hashes import keys_text
 from penstock.schemas.cells import CELL, cell_target
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.jobs import DecisionInputs, LoadHeader, Stage
+from penstock.schemas.jobs import DecisionInputs, LoadHeader, Stage, unexplained_losses
 from penstock.schemas.requests import GenerateRequest, Priority, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS
 
@@ -371,7 +371,12 @@ class Router:
         request_id, waited_s = pending.request.id, (now_ns - pending.since_ns) / 1e9
         returned = self.cluster.returned.of(request_id)
         pending.suspect = standing(
-            returned, pending.lost, self.cluster.is_back, waited_s, repeats=repeats, watched=watched
+            returned,
+            unexplained_losses(pending.earlier_workers),
+            self.cluster.is_back,
+            waited_s,
+            repeats=repeats,
+            watched=watched,
         )
         if pending.suspect is Standing.alone:
             return self.cluster.tracker.another_alone(pending.request.model, request_id)

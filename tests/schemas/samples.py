@@ -599,5 +599,6 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     ),
     "pushed": (control.Pushed("timeout", "late", 8, 0.5, False), control.decode_pushed),
     "progress": (control.Progress(2, 7), control.decode_progress),
+    "progress_at_the_third_worker": (control.Progress(2, 7, "w-3", EARLIER_WORKERS), control.decode_progress),
     "ok": (control.Ok("no such ticket"), control.decode_ok),
 }

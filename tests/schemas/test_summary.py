@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.schemas.done import Done, Outcome, Timings, Usage
-from penstock.schemas.jobs import EarlierWorker
+from penstock.schemas.jobs import EarlierWorker, Job, earlier_workers, unexplained_losses
 from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_SUMMARY, Subjects
 from penstock.schemas.summary import Criteria, RequestSummary, header_of, of_done, of_encoded_done, of_headers
 from penstock.schemas.wire import encode
-from tests.schemas.samples import REQUEST
+from tests.schemas.samples import DECISION, REQUEST
 
 S = Subjects()
 COUNTS = st.integers(0, 2**40)
@@ -56,6 +56,28 @@ def test_a_request_is_found_by_each_of_its_workers_and_by_those_that_it_lost() -
     assert [Criteria(worker=name).accepts(moved) for name in ("w-1", "w-2", "w-3", "w-4")] == [True, True, True, False]
     calm = of_done(Done(REQUEST.id, "tiny", 1, "w-3", submitted=encode(REQUEST)))
     assert [Criteria(lost=True).accepts(each) for each in (moved, calm)] == [True, False]
+
+
+def test_the_headers_of_a_record_name_earlier_workers() -> None:
+    earlier = (EarlierWorker(1, "w:1,2", "worker_lost: it said\r\n secret"), EarlierWorker(2, "w-2"))
+    event = Done(REQUEST.id, "tiny", 3, "w-3", submitted=encode(REQUEST), timings=Timings(earlier_workers=earlier))
+    text = header_of(event, REQUEST)
+    assert "secret" not in text
+    subject = S.live(S.done(REQUEST.tenant, "tiny", REQUEST.id))
+    found = of_headers(subject, {HEADER_SUMMARY: text})
+    assert found is not None
+    assert (found.workers, found.lost_workers) == (["w:1,2", "w-2", "w-3"], ["w:1,2"])
+    older = of_headers(subject, {HEADER_SUMMARY: text.rpartition(" ")[0]})
+    assert older is not None
+    assert older.workers == ["w-3"]
+    assert of_headers(subject, {HEADER_SUMMARY: text.replace("1:w", "x:w")}) is None
+
+
+def test_a_job_of_an_older_build_names_the_workers_that_were_lost() -> None:
+    job = Job(msgspec.Raw(encode(REQUEST)), 3, DECISION, lost=((2, "w-2"),))
+    assert earlier_workers(job) == (EarlierWorker(2, "w-2", "worker_lost"),)
+    explained = (EarlierWorker(1, "w-1", "worker_lost: SIGKILL"), EarlierWorker(2, "w-2", "returned: draining"))
+    assert unexplained_losses((*explained, *earlier_workers(job))) == [(2, "w-2")]
 
 
 def test_an_attempt_that_no_worker_got_is_not_counted() -> None:

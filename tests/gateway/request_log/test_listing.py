@@ -4,18 +4,23 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from penstock.gateway.http.request_list import parse
+from penstock.gateway.http.request_list import body, parse
 from penstock.gateway.request_log import listing
+from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.listing import Page, ProgressReader, RequestListing, page_of
 from penstock.gateway.request_log.lookup import Records
+from penstock.gateway.request_log.subscriptions import TokenSubscription
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.tasks import Tasks
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import control
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.summary import Criteria
-from tests.infra.bus.support import opened
+from penstock.schemas.tokens import TokenBatch, TokenItem
+from penstock.schemas.wire import encode, pack_tokens
+from tests.infra.bus.support import eventually, opened
 from tests.penstock.log_tools.requests.support import accept, assign, end
 
 ALL = Criteria()
@@ -27,11 +32,12 @@ async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
         yield bus
 
 
+async def none_yet(request: GenerateRequest) -> control.Progress:
+    return control.Progress(-1, 0)
+
+
 @pytest.fixture
 def requests(bus: Bus) -> RequestListing:
-    async def none_yet(request: GenerateRequest) -> control.Progress:
-        return control.Progress(-1, 0)
-
     return RequestListing(bus, Records(bus), ProgressReader(bus, "gw-test", lambda request_id: []), none_yet)
 
 
@@ -70,6 +76,26 @@ async def test_records_of_requests_that_are_no_longer_in_requests_follow(bus: Bu
         assert await pages(requests, ALL, limit) == [each.id for each in (*reversed(new), *reversed(sent))]
     await bus.js.purge_stream(bus.subjects.stream("REQUESTS"))
     assert await pages(requests, ALL, 2) == [each.id for each in reversed(sent)]
+
+
+async def test_a_running_request_names_the_workers_that_streamed_before(bus: Bus) -> None:
+    request = await accept(bus)
+    tokens = TokenSubscription(bus, request.gateway, Tasks("test"))
+    await tokens.start(new=True)
+    try:
+        progress = ProgressReader(bus, request.gateway, tokens.readers_of)
+        tokens.subscribe(InflightRequest(request))
+        streamed = [("w-1", 1, 0), ("w-2", 1, 1), ("w-2", 1, 2), ("w-3", 2, 3), ("w-1", 1, 3)]  # the last is void
+        for seq, (worker, attempt, first) in enumerate(streamed):
+            batch = TokenBatch(worker, 1, seq, (TokenItem(request.id, attempt, 0, first, pack_tokens([7])),))
+            await bus.js.publish(bus.subjects.tokens(request.gateway), encode(batch))
+        await eventually(lambda: tokens.tail.position >= len(streamed))
+        listing = RequestListing(bus, Records(bus), progress, none_yet)
+        (found,) = body(await page_of([listing], ALL, 9)).data
+    finally:
+        await tokens.close()
+    assert (found.state, found.attempt, found.worker, found.output_tokens) == ("running", 2, "w-3", 4)
+    assert found.workers == ["w-1", "w-2", "w-3"]
 
 
 @pytest.mark.parametrize(
