@@ -4,10 +4,7 @@ A block is ``block_size`` tokens. Its digest covers every token before it, so eq
 are sent packed, 16 bytes each; routers key their index by the first 8 (``key_of``).
 """
 
-import sys
-from array import array
-from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from struct import Struct
 
@@ -106,25 +103,3 @@ def keys_of(digests: bytes) -> tuple[int, ...]:
     """Index keys of packed digests."""
     count = len(digests) // DIGEST_BYTES
     return Struct("<" + "q8x" * count).unpack(digests[: count * DIGEST_BYTES])
-
-
-def keys_text(keys: Iterable[int]) -> str:
-    """Index keys as text for a header: 11 characters each."""
-    return b64encode(_little_endian(array("q", keys)).tobytes()).decode()
-
-
-def read_keys(text: str) -> Sequence[int]:
-    """Inverse of ``keys_text``.
-
-    Raises:
-        ValueError: malformed.
-    """
-    keys = array("q")
-    keys.frombytes(b64decode(text, validate=True))
-    return _little_endian(keys)
-
-
-def _little_endian(keys: "array[int]") -> "array[int]":
-    if sys.byteorder == "big":
-        keys.byteswap()
-    return keys

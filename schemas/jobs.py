@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_NO_STORE, HEADER_PART, HEADER_SUSPECT
+from penstock.schemas.subjects import HEADER_LOAD, HEADER_NO_STORE, HEADER_PART, HEADER_SUSPECT
 from penstock.schemas.tokens import Finish, Logprob
 from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.schemas.wire import decoder
@@ -180,20 +180,17 @@ def load_header(
     return f"{prompt_tokens} {cached_tokens} {gateway} {deadline_ns} {priority} {n} {stages}"
 
 
-def headers_of(load: str, *, no_store: bool, keys: str = "", suspect: str = "", part: str = "") -> dict[str, str]:
+def headers_of(load: str, *, no_store: bool, suspect: str = "", part: str = "") -> dict[str, str]:
     """The headers of a message in WORK beside its id.
 
     Args:
         load: its load header.
-        keys: of the full blocks of its prompt (``penstock.schemas.block_hashes.keys_text``); "": no router needs them.
         suspect: as in ``Job``.
         part: of the request's contents, which has the message whole; "": this is the whole message.
     """
     headers = {HEADER_LOAD: load}
     if no_store:
         headers[HEADER_NO_STORE] = "1"
-    if keys:
-        headers[HEADER_KEYS] = keys
     if suspect:
         headers[HEADER_SUSPECT] = suspect
     if part:

@@ -63,7 +63,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
         since_ns: when it started, or came back after others had to take it for lost. Of two that claim a model, the
             earlier keeps it.
         models: that it owns, as subject tokens.
-        shares: of these, whose requests all routers place, because there are too many for one.
+        shares: written by earlier builds, and not read: of these, whose requests all their routers place.
         server, connection: id of the server that it is connected to, and of its connection there.
         held: what it holds, of each class of which it holds something; for operators, no router reads it.
         queued: what it holds, by model; gateways count their queues by it.

@@ -26,7 +26,6 @@ HEADER_ERROR = "Penstock-Error"
 HEADER_RECORD = "Penstock-Record"
 HEADER_REQUEST = "Penstock-Request-Id"
 HEADER_LOAD = "Penstock-Load"
-HEADER_KEYS = "Penstock-Keys"
 HEADER_RETURNED = "Penstock-Returned"
 HEADER_CRASHED = "Penstock-Crashed"
 HEADER_GONE = "Penstock-Gone"  # a worker whose process has ended

@@ -1,9 +1,7 @@
 """The requests that this router handles: those of its models from the log, and those that other routers pass on.
 
 One router places the requests of a model, because decisions are best with one queue and one view of the load. A router
-is one process on one core, so its rate is limited. Before it reaches that limit, the owner asks the others to place
-requests as well (``Sharing``): each places those that it pulls, and sees the decisions of the others a few milliseconds
-later. Only the owner recovers the requests of lost workers, which must not be done twice.
+is one process on one core, so its rate is limited: what is more than that goes to another cell.
 
 What a lost router had read and not placed comes again at once, instead of after the consumer's ack_wait. No API of the
 broker lists the messages that a consumer waits for. But whoever may publish to an acknowledgement subject can reject
@@ -13,7 +11,6 @@ acknowledgement floor and the last delivered one is rejected, without reading an
 
 import asyncio
 import functools
-import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any, NamedTuple
 
@@ -29,7 +26,6 @@ from penstock.infra.process.turns import TimeSlice
 from penstock.router.held.held_requests import HeldRequests
 from penstock.router.ownership.membership import Membership
 from penstock.router.placement.pending import PendingRequest
-from penstock.router.placement.routing import ModelPart
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas import routers
 from penstock.schemas.requests import Priority
@@ -58,59 +54,6 @@ class BackgroundTasks:
         """Send the verdict on a message, without waiting for it."""
         if not self._bus.nc.post(reply, verdict, later=True):
             self.spawn(self._bus.nc.publish(reply, verdict), "verdict")
-
-
-BUSY = 0.7  # of a core
-BUSY_S = 2.0  # for so long, before requests are shared
-CALM = 0.6  # of the rate at which they were: alone, the owner would be busy for less than half a core
-CALM_S = 10.0
-
-
-class Sharing:
-    """Call ``update`` once a second.
-
-    Attributes:
-        active: all routers place requests.
-    """
-
-    def __init__(self) -> None:
-        self.active = False
-        self._since: float | None = None  # the rate calls for a change since then
-        self._rate = 0.0  # at which sharing began
-
-    def update(self, busy: float, rate: float, now: float, *, own_rate: float = 0.0) -> bool:
-        """
-        Args:
-            busy: share of a core that this process used in the last second.
-            rate: requests per second that all routers placed.
-            now: monotonic time, seconds.
-            own_rate: of these, by this router; 0: unknown.
-
-        Returns: ``active``.
-        """
-        if not self._lasts(self._is_calm(busy, rate, own_rate) if self.active else busy >= BUSY, now):
-            return self.active
-        self.active, self._since = not self.active, None
-        self._rate = rate
-        return self.active
-
-    def _is_calm(self, busy: float, rate: float, own_rate: float) -> bool:
-        """Whether this router would be far from full alone.
-
-        The rate at which sharing began says nothing if requests were not what it was busy with, such as KV events. So
-        its use of the core is enough, too: at most it grows as the number of requests does.
-        """
-        alone = busy if rate <= own_rate else busy * rate / own_rate if own_rate else float("inf")
-        return rate < CALM * self._rate or alone < CALM * BUSY
-
-    def _lasts(self, changes: bool, now: float) -> bool:
-        if not changes:
-            self._since = None
-        elif self._since is None:
-            self._since = now
-        else:
-            return now - self._since >= (CALM_S if self.active else BUSY_S)
-        return False
 
 
 log = structlog.get_logger("router")
@@ -183,10 +126,8 @@ class Intake:
     Args:
         handle: takes one request of this router.
         space: further requests of a class that may be read from the log.
-        placed: how many requests this router has placed so far.
-        placed_by_all: how many all routers have.
-        owners_changed: called at once when this router places requests for more models, or for fewer.
-        taken_over: called after this router became the owner of what a lost router owned.
+        owners_changed: called at once when this router owns more models, or fewer.
+        taken_over: called after another router was lost, whose models this one may own now.
         lost_leases: of workers, for operators.
     """
 
@@ -200,8 +141,6 @@ class Intake:
         background: BackgroundTasks,
         handle: Callable[[Message], Awaitable[None]],
         space: Callable[[Priority], int],
-        placed: Callable[[], int],
-        placed_by_all: Callable[[], int],
         owners_changed: Callable[[], None],
         taken_over: Callable[[], None],
         lost_leases: Callable[[], tuple[LostLeases, ...]] = lambda: (),
@@ -213,10 +152,6 @@ class Intake:
         self._background = background
         self._handle = handle
         self._space = space
-        self._placed = placed
-        self._placed_by_all = placed_by_all
-        self.sharing = Sharing()
-        self._measured = (time.monotonic(), time.process_time(), 0, 0)
         self._owners_changed = owners_changed
         self._taken_over = taken_over
         self._stream = bus.subjects.stream("REQUESTS")
@@ -289,14 +224,6 @@ class Intake:
         """
         return self.membership.owns(token(model))
 
-    def places(self, model: str) -> bool:
-        """Whether this router places the model's requests: it owns it, or its owner shares them."""
-        return self.membership.places(token(model))
-
-    def part(self, model: str) -> ModelPart:
-        """Which of the routers that place the model's requests this one is."""
-        return self.membership.part(token(model))
-
     def _room(self, priority: Priority) -> int:
         return self._space(priority) if self.membership.reads else 0
 
@@ -309,7 +236,7 @@ class Intake:
 
     async def _on_pulled(self, message: Message) -> None:
         name = message.subject.split(".", 3)[2]
-        if self.membership.places(name):
+        if self.membership.owns(name):
             await self._handle(message)
         else:  # if that router has died, the message is delivered again
             await self._send(self.membership.owner(name), message.data, message.reply)
@@ -352,17 +279,7 @@ class Intake:
     async def _pass_on_forever(self) -> None:
         while True:
             await asyncio.sleep(PASS_ON_S)
-            self._share()
             await self._pass_on()
-
-    def _share(self) -> None:
-        """Let other routers place requests as well while there are too many for this one."""
-        measured = time.monotonic(), time.process_time(), self._placed_by_all(), self._placed()
-        now, *counts = measured
-        before, *counts_before = self._measured
-        self._measured, seconds = measured, max(now - before, 1e-3)
-        busy, rate, own_rate = ((count - last) / seconds for count, last in zip(counts, counts_before, strict=True))
-        self.membership.share(self.sharing.update(busy, rate, now, own_rate=own_rate))
 
     async def _pass_on(self) -> None:
         """Pass a request on. Later attempts stay: they have no message, and every router may place them."""
@@ -372,7 +289,7 @@ class Intake:
             if not pending.reply:
                 continue
             name = token(pending.request.model)
-            if not self.membership.places(name) and self._held.remove(pending.request.id) is not None:
+            if not self.membership.owns(name) and self._held.remove(pending.request.id) is not None:
                 try:
                     if pending.raw:
                         await self._send(self.membership.owner(name), pending.raw, pending.reply)

@@ -1,9 +1,9 @@
 """Which routers run, by a bucket of leases, and which of them owns which model.
 
-Only the owner of a model reads, holds and places its requests, so that they are ordered in one place, unless there are
-too many for one router (``intake.Sharing``); the other routers stand by with equal state. Ownership improves decisions,
-but it is no lock: two routers that both believe that they own a model, or do not know of each other, are still correct,
-because message ids keep each attempt stored once.
+Only the owner of a model reads, holds and places its requests, so that they are ordered in one place; the other routers
+of its cell stand by. Ownership improves decisions, but it is no lock: two routers that both believe that they own a
+model, or do not know of each other, are still correct, because message ids keep each attempt stored once. So routers of
+earlier builds, which all place the requests of a busy owner, may run beside those of this one.
 
 A lost router is noticed within milliseconds by the broker's event that its connection ended, or else ``LEASE_S`` after
 its last renewal, by this process's clock. One that stops in order removes its key.
@@ -28,7 +28,6 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.tasks import Tasks
-from penstock.router.placement.routing import ALONE, ModelPart
 from penstock.router.state.lost_workers import Link
 from penstock.schemas import routers, wire
 from penstock.schemas.errors import ServingError
@@ -83,7 +82,6 @@ STALE_NS = 600_000_000  # a key that was older when this router started belongs 
 BROKEN_REMEMBERED = 256
 STORE_S = 2.0
 JOIN_S = 5.0  # between two tries to use the bucket
-HELPED_S = 5.0  # after requests were shared, a router that helped may still hold some of them
 
 ROUNDS = 3
 REST = ""  # stands for all models without workers
@@ -103,8 +101,9 @@ class Membership:
         models: the names (as subject tokens) of models with workers: each name and alias, and the model's own name.
         held, queued: what this router holds, for operators and gateways.
         lost_leases: of workers, for operators.
-        gained: called when this router owns or places more than before; True: of something that a lost router had.
-        lost: called when this router owns or places less.
+        gained: called with False when this router owns more than before, with True when another one was lost while this
+            one owns something: what that one had read is read again.
+        lost: called when this router owns less.
 
     Attributes:
         own: the models that this router owns; ``REST`` is one.
@@ -141,9 +140,6 @@ class Membership:
         self._names: Mapping[str, str] = {}
         self.owners: dict[str, str] = {}
         self.own: frozenset[str] = frozenset({REST})
-        self._shares = False  # all routers place the requests of what this one owns
-        self._everyones: frozenset[str] = frozenset()  # models whose requests all routers place
-        self._helped_at = float("-inf")  # when all routers placed requests of this one's models, monotonic
         self._stored_ns = 0  # when the broker stored this router's key, by its clock
         self._renewed = self._checked = time.monotonic()
         self._links = bus.reconnects
@@ -156,7 +152,7 @@ class Membership:
     @property
     def reads(self) -> bool:
         """Whether this router reads requests from the log."""
-        return bool(self.own or self._everyones)
+        return bool(self.own)
 
     @property
     def alone(self) -> bool:
@@ -174,24 +170,6 @@ class Membership:
 
     def owns(self, name: str) -> bool:
         return self.owner(name) == self._id
-
-    def places(self, name: str) -> bool:
-        """Whether this router places requests for a model: it owns it, or the owner shares them."""
-        return self.owner(name) == self._id or self._names.get(name, REST) in self._everyones
-
-    def part(self, name: str) -> ModelPart:
-        """Which of the routers that place requests for a model this one is."""
-        if not self.others or self._names.get(name, REST) not in self._everyones:
-            return ALONE
-        return ModelPart(sum(other < self._id for other in self.others), len(self.others) + 1)
-
-    def share(self, shares: bool) -> None:
-        """Start or stop sharing: all routers place the requests of the models that this one owns."""
-        if shares != self._shares:
-            self._shares, self._changed = shares, True
-            if models := sorted(self.own - {REST}):
-                log.info("requests_shared", shared=shares, models=models)
-            self.assign()
 
     # The lease
 
@@ -273,9 +251,7 @@ class Membership:
 
     def _member(self) -> Member:
         nc = self._bus.nc
-        models = tuple(sorted(self.own - {REST}))
-        server, shares = self._bus.server, models if self._shares else ()
-        return Member(self._id, self._since_ns, models, server, int(nc.client_id), shares)
+        return Member(self._id, self._since_ns, tuple(sorted(self.own - {REST})), self._bus.server, int(nc.client_id))
 
     # The table
 
@@ -326,7 +302,7 @@ class Membership:
         if self._stopped:
             return
         self._names = self._models()
-        before, before_everyones = self.own, self._everyones
+        before = self.own
         for _ in range(ROUNDS):  # the models that this router owns are an input, too
             members = [seen.member for seen in self.others.values()] + [self._member()]
             owners = assign(frozenset(self._names.values()), members)
@@ -336,24 +312,17 @@ class Membership:
                 break
             self.own = own
         own = self.own
-        members = [seen.member for seen in self.others.values()] + [self._member()]
-        self._everyones = everyones = frozenset(model for member in members for model in member.shares)
         if own != before:
             self._changed = True
             log.info("models_owned", models=sorted(own - {REST}), rest=REST in own, routers=len(self.others) + 1)
-        now = time.monotonic()
-        if own & (everyones | before_everyones):
-            self._helped_at = now
-        # A helper has not yet read the lost owner's requests, and a lost helper may have held requests of this router.
-        helped = bool(own) and now - self._helped_at < HELPED_S
-        if (own | everyones) - (before | before_everyones) or own - before or (after_loss and helped):
+        if own - before or (after_loss and own):  # what it owned no longer, or helped with, a lost router may hold, too
             self._gained(after_loss)
-        if (before | before_everyones) - (own | everyones):
+        if before - own:
             self._lost()
 
 
-def _claims(member: Member) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
-    return member.since_ns, member.models, member.shares
+def _claims(member: Member) -> tuple[int, tuple[str, ...]]:
+    return member.since_ns, member.models
 
 
 def _link(member: Member) -> Link:

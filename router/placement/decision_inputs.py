@@ -30,7 +30,7 @@ from penstock.configs.settings import RouterMode, RouterSettings
 from penstock.infra.byte_cache import ByteCache
 from penstock.router.placement.decide import TransferKind, decide, transfer_kind
 from penstock.router.placement.pending import PendingRequest, crowded, required_revision, routing_request
-from penstock.router.placement.routing import ALONE, ModelPart, RoutingContext, RoutingDecision, RoutingRequest, Weights
+from penstock.router.placement.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.holders import TargetId, as_dict
 from penstock.router.state.load_tracker import MODELS_CACHED, LoadTracker
@@ -109,13 +109,13 @@ class SharedPrefixes:
         self._older: dict[int, int] = {}
         self._prompts = 0  # in the younger generation
 
-    def blocks(self, keys: Sequence[int], targets: float) -> int:
+    def blocks(self, keys: Sequence[int], targets: int) -> int:
         """Leading blocks of a prompt that are shared; this prompt counts from now on.
 
         Looking at the same prompt again adds its longer lengths, and counts at most one for ``ADDED`` of them.
 
         Args:
-            targets: among which the prompts of its model are distributed, for each router that places them.
+            targets: among which the prompts of its model are distributed.
         """
         branches, older = self._branches, self._older
         enough, shared, last = USES * targets, 0, None
@@ -134,7 +134,7 @@ class SharedPrefixes:
             last = key
         return shared
 
-    def _add(self, new: Sequence[int], behind: int | None, targets: float) -> None:
+    def _add(self, new: Sequence[int], behind: int | None, targets: int) -> None:
         self._branches.update(dict.fromkeys(new, 0))
         if behind is not None:
             self._branches[behind] += 1
@@ -147,13 +147,6 @@ class SharedPrefixes:
 # one target on. But each request changes rows that they have to copy, so they win from four on, and after code that
 # empties the caches from nine on.
 FEW = 4
-
-# In ``served_tokens`` of targets that other routers prefer: 100 tokens of work for each one that this router prefers,
-# up to 3,000.
-# The more targets, the less it costs to choose among some of them, and the more requests come before others know.
-OTHERS_SERVED = 25_600
-MOST_OTHERS_SERVED = 768_000
-PREFERENCE_NS = 1_000_000_000  # for so long a router prefers the same targets; a change takes 4 µs per target
 
 
 def array_decisions(tracker: LoadTracker) -> "ArrayDecisions | None":
@@ -188,16 +181,10 @@ class Decisions:
         self._mode: RouterMode = mode
         self._weights = weights
         self._shared: dict[str, SharedPrefixes] = {}  # by model
-        # By model: version of the workers, part that is preferred, number of parts; None: it places all requests.
-        self._parts: dict[str, tuple[int, int, int] | None] = {}
         self.sessions = Sessions(lambda request: tracker.request(request) is not None)
 
-    def shared_blocks(self, model: str, keys: Sequence[int], routers: int) -> int:
-        """Leading blocks of a prompt that many prompts begin with, for ``RoutingRequest``; it counts from now on.
-
-        Args:
-            routers: that place the model's requests; this one sees one of so many prompts.
-        """
+    def shared_blocks(self, model: str, keys: Sequence[int]) -> int:
+        """Leading blocks of a prompt that many prompts begin with, for ``RoutingRequest``; it counts from now on."""
         serving = self._tracker.serving(model)
         if self._mode != "kv" or not serving or not len(keys):
             return 0
@@ -206,37 +193,12 @@ class Decisions:
             if len(self._shared) >= MODELS_CACHED:
                 self._shared.clear()
             prefixes = self._shared[model] = SharedPrefixes()
-        return prefixes.blocks(keys, len(serving) * serving[0].dp_size / routers)
+        return prefixes.blocks(keys, len(serving) * serving[0].dp_size)
 
     def _are_many(self, model: str) -> bool:
         """Whether a loop over the model's targets costs more than array operations."""
         serving = self._tracker.serving(model)
         return len(serving) > self._few or sum(each.dp_size for each in serving) > self._few
-
-    def _prefer(self, name: str, part: ModelPart, now_ns: int) -> None:
-        """Have routers prefer different targets, since they do not know each other's latest decisions.
-
-        They take turns, by their clocks, with each part: some routers place more requests than others.
-
-        Args:
-            name: of the model, or an alias, which some of its workers may not have.
-            part: of the model that the name stands for.
-        """
-        model = self._tracker.models().get(name)
-        if model is None:  # requests may name any model
-            return
-        number = (part.number + now_ns // PREFERENCE_NS) % part.routers
-        state = (self._tracker.version, number, part.routers) if part.routers > 1 else None
-        if self._parts.get(model) == state:
-            return
-        self._parts[model] = state
-        pools: dict[str, list[TargetId]] = {}
-        for worker in self._tracker.serving(model):
-            pools.setdefault(worker.role, []).extend((worker.worker, rank) for rank in range(worker.dp_size))
-        for pool in pools.values():
-            more = min(OTHERS_SERVED * len(pool) // part.routers, MOST_OTHERS_SERVED)
-            for at, target in enumerate(pool):
-                self._tracker.loads.count_more(target, 0 if at % part.routers == number else more)
 
     def decide(
         self,
@@ -248,16 +210,12 @@ class Decisions:
         seed: int,
         number: int = 0,
         waited_s: float | None = None,
-        part: ModelPart = ALONE,
     ) -> RoutingDecision:
         """
         Args:
             keys: of the full blocks of its prompt, as far as they may be reused.
             overlaps, seed, number, waited_s: as in ``RoutingContext``.
-            part: this router's.
         """
-        if part.routers > 1 or self._parts:
-            self._prefer(request.model, part, now_ns)
         tracker, weights = self._tracker, self._weights
         leading: Mapping[TargetId, int] = tracker.loads.prefixes(keys) if self._mode == "kv" else {}
         if self._arrays is not None and self._mode == "kv" and self._are_many(request.model):
@@ -300,14 +258,12 @@ class Decider:
         *,
         held: int = 0,
         waited_s: float | None = None,
-        part: ModelPart = ALONE,
     ) -> tuple[RoutingDecision, DecisionInputs]:
         """
         Args:
             keys: of the prompt's full blocks.
             held: number of requests held, for the record.
             waited_s: since its arrival.
-            part: this router's, if several place the model's requests.
         """
         tracker = self._cluster.tracker
         request = self.request(pending, keys, now_ns)
@@ -315,7 +271,7 @@ class Decider:
             self._warn_of_many_targets(request.model)
         self._decisions += 1
         reusable: Sequence[int] = () if pending.computes_whole_prompt else keys
-        shared = self._policy.shared_blocks(request.model, reusable, part.routers)
+        shared = self._policy.shared_blocks(request.model, reusable)
         if shared:
             request = msgspec.structs.replace(request, shared_blocks=shared)
         if pending.request.session:
@@ -338,7 +294,6 @@ class Decider:
             seed=inputs.seed,
             number=inputs.number,
             waited_s=waited_s,
-            part=part,
         )
         if decision.how:  # there are workers for some stages only
             workers = [tracker.worker(each.worker) for each in decision.candidates]

@@ -248,13 +248,6 @@ def crowded(tracker: LoadTracker, model: str, suspect: Standing, now_ns: int) ->
     return frozenset(worker for role in counts.values() for worker, count in role.items() if count > min(role.values()))
 
 
-# Shorter prompts are computed before it matters to other routers which blocks they have. So the end of a long
-# conversation does not send 11 bytes a block of all that is cached: 45 kB for 131,072 tokens, 0.15 ms to write.
-KEYS_FROM_TOKENS = 256
-MOST_KEYS = 4096  # the server takes headers of 64 KiB in all
-KEY_BYTES = 11  # as text (``penstock.schemas.block_hashes.keys_text``)
-
-
 def build_job(
     pending: PendingRequest,
     decision: RoutingDecision,
@@ -321,18 +314,3 @@ def build_load(pending: PendingRequest, decision: RoutingDecision, prefill: Regi
         request.n,
         route if len(route) > 1 or route[0].rank else (),
     )
-
-
-def sends_keys(load: LoadHeader, blocks: int, room: int = MOST_KEYS * KEY_BYTES) -> bool:
-    """Whether other routers that place requests of the model need the keys of this prompt's blocks.
-
-    With them a router does not take the blocks that two prompts have in common for twice as many, and knows what a
-    worker is about to compute. In overload with long prompts that have much in common, the mean time to the first token
-    is several times as long without.
-
-    Args:
-        blocks: full ones of the prompt.
-        room: bytes that the message may still grow by.
-    """
-    fits = blocks <= MOST_KEYS and blocks * KEY_BYTES <= room
-    return fits and load.prompt_tokens - load.cached_tokens >= KEYS_FROM_TOKENS

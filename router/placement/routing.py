@@ -6,7 +6,7 @@ A ``RoutingContext`` holds every input of a decision: a recorded context can be 
 from collections.abc import Mapping, Sequence
 from math import exp
 from random import Random
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -22,16 +22,6 @@ TIE = 1e-6  # scores closer than this are equal
 PATIENCE_S = 0.004  # per prompt token that a better target saves: for so long a request waits for it
 
 RouteKind = Literal["aggregated", "local", "split"]
-
-
-class ModelPart(NamedTuple):
-    """A router's part of a model's requests: which of the routers that place them it is."""
-
-    number: int = 0
-    routers: int = 1
-
-
-ALONE = ModelPart()
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -1,7 +1,7 @@
 """A router replica: reads requests, decides where each one goes, and publishes its job to the first worker.
 
 All state is a fold of logs (KV events, WORK, DONE) and of the workers bucket, so any number of replicas decide alike.
-Each model's requests are held and placed by one of them, its owner (``ownership``). When a replica dies, another one
+Each model's requests are held and placed by one of them, its owner (``ownership``). When an owner dies, another replica
 gets the requests that it had not placed; those that it had placed are in WORK.
 """
 
@@ -29,7 +29,7 @@ from penstock.router.held.tenant_weights import TenantWeights
 from penstock.router.ownership.intake import BackgroundTasks, Intake, read_again
 from penstock.router.placement.cost import describe
 from penstock.router.placement.decision_inputs import Decider
-from penstock.router.placement.pending import PendingRequest, Standing, build_job, build_load, sends_keys, standing
+from penstock.router.placement.pending import PendingRequest, Standing, build_job, build_load, standing
 from penstock.router.placement.routing import LOCAL_PREFILL_TOKENS, RoutingDecision
 from penstock.router.recovery.migration import Migration
 from penstock.router.recovery.recovery import Recovery, resume
@@ -43,7 +43,6 @@ from penstock.router.state.holders import keys_view
 from penstock.router.state.router_metrics import Metrics
 from penstock.router.state.target_loads import ENCODE
 from penstock.schemas import contents, jobs, requests, wire
-from penstock.schemas.block_hashes import keys_text
 from penstock.schemas.cells import CELL, cell_target
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import DecisionInputs, LoadHeader, Stage, unexplained_losses
@@ -84,7 +83,6 @@ class Router:
         self._time_slice = TimeSlice()
         self._placing_held = False
         self._reading = asyncio.Semaphore(READ_AT_ONCE)
-        self._placed = 0  # jobs sent by this router
         self.tasks = bus.tasks.group("router")
         self._background = BackgroundTasks(bus, self.tasks)
         self.memory = MemoryStreams(bus)
@@ -95,7 +93,7 @@ class Router:
         self.tenants = TenantWeights(bus)
         self.held = self._make_held()
         self.intake = self._make_intake()
-        self.cluster.places = self.intake.places
+        self.cluster.owns = self.intake.owns
         self.cluster.disconnects.link_broke = self.intake.membership.link_broke
         self.terminal = TerminalPublisher(
             bus, publisher, self.id, cluster=self.cluster, background=self._background, metrics=metrics
@@ -147,8 +145,6 @@ class Router:
             background=self._background,
             handle=self.on_request,
             space=self._space,
-            placed=lambda: self._placed,
-            placed_by_all=lambda: self.cluster.positions().work,
             owners_changed=self.cluster.owners_changed,
             taken_over=self._on_taken_over,
             lost_leases=lambda: self.cluster.losses.recent(self._bus.clock.now_ns()),
@@ -233,7 +229,7 @@ class Router:
         if request.id in self.deletion.deleted.until:  # it comes again until it is gone
             self.deletion.came_back(self._bus.subjects.stream("REQUESTS"), sequence(message.reply), request.id)
             return
-        if not self.intake.places(request.model):  # passed on by a router that takes this one for the owner
+        if not self.intake.owns(request.model):  # passed on by a router that takes this one for the owner
             await self.cluster.fold_unowned()
         await self.cluster.folded()
         active = self.cluster.tracker.request(request.id)
@@ -286,15 +282,14 @@ class Router:
                 now_ns,
                 held=len(self.held),
                 waited_s=waited_s,
-                part=self.intake.part(request.model),
             )
             self.metrics.decision.observe((self._bus.clock.now_ns() - now_ns) / 1e9)
             if decision.route and all(stage.worker != pending.gone for stage in decision.route):
                 job, load = self._admit(pending, decision, inputs, keys, now_ns)
                 if pending.raw:
-                    await self._publish_job(pending, decision, job, load, keys)
+                    await self._publish_job(pending, decision, job, load)
                 else:  # the requests behind it do not wait for that
-                    self._background.spawn(self._publish_left(pending, decision, job, load, keys), "read-again")
+                    self._background.spawn(self._publish_left(pending, decision, job, load), "read-again")
                 return True
             if decision.code is not None and not decision.route:
                 message = f"no worker can ever run this request: {describe(decision.reason)}"
@@ -340,9 +335,9 @@ class Router:
         self.cluster.admit(request.id, pending.attempt, decision.route, load, (), now_ns, suspect=suspect)
         try:
             if pending.raw:
-                await self._publish_job(pending, decision, job, load, ())
+                await self._publish_job(pending, decision, job, load)
             else:
-                await self._publish_left(pending, decision, job, load, ())
+                await self._publish_left(pending, decision, job, load)
         except (NatsError, OSError, TimeoutError) as error:  # the connection has just failed
             log.warning("migration_postponed", request=request.id, error=repr(error))
             self.cluster.tracker.release(request.id, pending.attempt)
@@ -442,7 +437,6 @@ class Router:
         decision: RoutingDecision,
         job: jobs.Job,
         load: LoadHeader,
-        keys: Sequence[int],
     ) -> None:
         """Send the job of a request that was left in the log while it was held."""
         request = pending.request
@@ -451,7 +445,7 @@ class Router:
                 found = await read_again(self._bus, pending)
             if found:
                 job = msgspec.structs.replace(job, request=msgspec.Raw(pending.raw))
-                await self._publish_job(pending, decision, job, load, keys)
+                await self._publish_job(pending, decision, job, load)
                 return
         except (ServingError, NatsError, OSError, TimeoutError) as error:
             log.warning("placement_postponed", request=request.id, error=str(error) or repr(error))
@@ -468,7 +462,6 @@ class Router:
         decision: RoutingDecision,
         job: jobs.Job,
         load: LoadHeader,
-        keys: Sequence[int],
     ) -> None:
         """Send the job to its first worker. The request is acknowledged once the job is stored."""
         request, attempt, first = pending.request, pending.attempt, decision.route[0]
@@ -477,8 +470,6 @@ class Router:
             body, part = await self._encode(request, job, now_ns)
             if request.no_store and (worker := self.cluster.tracker.worker(first.worker)) is not None and worker.inbox:
                 memory_storage.send_content(self._bus, request, worker.inbox)
-            room = self._bus.max_message - len(body)  # the server counts headers, too, and closes the link beyond it
-            keys_needed = self.intake.part(request.model).routers > 1 and sends_keys(load, len(keys), room)
             stored = await self._publisher.send(
                 self._bus.subjects.work(first.role, first.worker),
                 body,
@@ -486,7 +477,6 @@ class Router:
                 headers=jobs.headers_of(
                     jobs.load_header(*load),
                     no_store=request.no_store,
-                    keys=keys_text(keys) if keys_needed else "",
                     suspect=suspect,
                     part=part,
                 ),
@@ -495,7 +485,6 @@ class Router:
             self.cluster.tracker.release(request.id, attempt)
             self.terminal.end(pending, failure.code, failure.message)
             return
-        self._placed += 1
         metrics = self.metrics
         metrics.decisions.labels(pending.reason.partition(":")[0]).inc()
         metrics.routes.labels(decision.kind, "yes" if first.role == ENCODE else "no").inc()

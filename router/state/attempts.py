@@ -7,7 +7,7 @@ was.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -16,10 +16,9 @@ from penstock.infra.bus.direct_get import Entry
 from penstock.router.state.holders import TargetId
 from penstock.router.state.target_loads import ENCODE
 from penstock.schemas import jobs
-from penstock.schemas.block_hashes import read_keys
 from penstock.schemas.done import CRASHES
 from penstock.schemas.jobs import LoadHeader, Stage
-from penstock.schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_MSG_ID, HEADER_SUSPECT, KEPT
+from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_SUSPECT, KEPT
 
 
 class StageLoad(NamedTuple):
@@ -110,7 +109,6 @@ class Sent(msgspec.Struct, frozen=True):
     Attributes:
         is_copy: of a running job, for routers only.
         handed: to a decode worker, by the prefill worker that computed the prompt.
-        keys: of the full blocks of its prompt, if the router that placed it sent them.
         suspect: as in ``Job``.
     """
 
@@ -121,7 +119,6 @@ class Sent(msgspec.Struct, frozen=True):
     load: LoadHeader
     is_copy: bool
     handed: bool
-    keys: Sequence[int] = ()
     suspect: str = ""
 
 
@@ -140,7 +137,6 @@ def read_sent(entry: Entry) -> Sent | None:
     stage, is_copy = parse_stage(numbers)
     if load.route and load.route[0].worker != worker:
         raise ValueError("the route begins at another worker")
-    keys = entry.headers.get(HEADER_KEYS)
     return Sent(
         request,
         int(number),
@@ -149,7 +145,6 @@ def read_sent(entry: Entry) -> Sent | None:
         load,
         is_copy,
         stage == ["decode"],
-        read_keys(keys) if keys else (),
         entry.headers.get(HEADER_SUSPECT, ""),
     )
 
@@ -162,7 +157,7 @@ def read_revoked(entry: Entry) -> tuple[str, int]:
 
 
 MOST_UNFOLDED = 10_000  # messages; all are folded in 0.3 s, within the lease of who takes over
-MOST_UNFOLDED_BYTES = 64 << 20  # of all; one has about 1 kB, and the block names of a long prompt
+MOST_UNFOLDED_BYTES = 64 << 20  # of all; one has about 1 kB
 _ENTRY_BYTES = 1_024
 
 
@@ -222,7 +217,7 @@ class UnownedRequests:
 
 
 def _size(entry: Entry) -> int:
-    return _ENTRY_BYTES + len(entry.headers.get(HEADER_KEYS, ""))
+    return _ENTRY_BYTES + sum(map(len, entry.headers.values()))  # earlier builds send up to 45 kB of block names
 
 
 RETURNS_REMEMBERED = 20_000  # unfinished requests with returned attempts

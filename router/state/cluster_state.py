@@ -113,8 +113,8 @@ class ClusterState:
         self._relinked = -math.inf  # monotonic; when the link was last made again
         self._snapshots = Snapshots(bus, settings.name)
         self._saved = (0, 0, 0)
-        self.places: Callable[[str], bool] = lambda model: True  # call ``owners_changed`` if it changes
-        self._placed_here: dict[str, bool] = {}  # by worker
+        self.owns: Callable[[str], bool] = lambda model: True  # call ``owners_changed`` if it changes
+        self._owned: dict[str, bool] = {}  # by worker
         self._unowned = UnownedRequests()
         self._folding: asyncio.Task[None] | None = None
 
@@ -276,7 +276,7 @@ class ClusterState:
 
         Decisions await ``folded``, since other tasks run in between. One that does not may choose a worse worker.
         """
-        self._placed_here.clear()
+        self._owned.clear()
         if len(self._unowned):
             self._folding = self.tasks.spawn(self.fold_unowned(), name="fold-unowned")
 
@@ -298,9 +298,9 @@ class ClusterState:
             self._came_back(self._bus.subjects.stream("WORK"), entry.seq, request)
             return
         read_ns, worker = self._bus.clock.now_ns(), entry.subject.rpartition(".")[2]
-        owned = self._placed_here.get(worker)
+        owned = self._owned.get(worker)
         if owned is None and (registration := self.tracker.worker(worker)) is not None:
-            owned = self._placed_here[worker] = self.places(registration.model)
+            owned = self._owned[worker] = self.owns(registration.model)
         if owned is False and not self._unowned.full and self.tracker.request(request) is None:
             if not self.tracker.ended(request):
                 self._unowned.add(request, entry, read_ns)
@@ -334,12 +334,8 @@ class ClusterState:
             echoed=True,
             seq=entry.seq,
             handed=sent.handed,
-            keys=sent.keys,
             suspect=sent.suspect,
         )
-        if changed and sent.keys:  # its prompt's KV events may have been read before it: after a start, for example
-            for stage in sent.load.route or (Stage(sent.role, sent.worker),):
-                self._find_computed((stage.worker, stage.rank), sent.keys[-1])
         if changed and (sent.worker in self._left or any(stage.worker in self._left for stage in sent.load.route)):
             stranded = self.tracker.request(sent.request)
             if stranded is not None and self._bus.connected:
@@ -409,7 +405,7 @@ class ClusterState:
     def _on_joined(self, worker: RegisteredWorker) -> None:
         registration = worker.registration
         self.tracker.put_worker(registration)
-        self._placed_here.pop(registration.worker, None)
+        self._owned.pop(registration.worker, None)
         self._left.pop(registration.worker, None)
         self.disconnects.restored(registration.connection)
         self.caches.joined(registration)
@@ -431,7 +427,7 @@ class ClusterState:
                 workers=(each.worker for each in self.tracker.workers()),
                 link_broke=time.monotonic() - self._relinked < RELINKED_S,
             )
-        self._placed_here.pop(name, None)
+        self._owned.pop(name, None)
         requests = self.tracker.remove_worker(name)
         self._left[name] = worker.registration.model
         if len(self._left) > LEFT_REMEMBERED:

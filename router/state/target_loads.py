@@ -131,7 +131,6 @@ class TargetLoads:
         self.changed: set[int] = set()
         self.estimates: dict[int, tuple[float, int, int]] = {}
         self._sent = 0  # prompts since ``served_tokens`` was halved
-        self._more: dict[int, int] = {}  # in ``served_tokens`` of rows that other routers prefer
         self._prefixes = ActivePrefixes()
         self.tasks: dict[tuple[str, TargetId], Task] = {}
         self.learned = LearnedCosts()
@@ -180,7 +179,7 @@ class TargetLoads:
             self._values[row] = TargetColumns(served_tokens=self._mean_served(model))
         values = self._values[row]
         values.block_size, values.total_blocks, values.slots, values.limit = block_size, blocks, slots, limit
-        self.count_more(target, 0)  # its model may be another one now
+        self.changed.add(row)
         self._models[target] = model
         return new
 
@@ -190,7 +189,6 @@ class TargetLoads:
         if row is None:
             return []
         self._free.append(row)
-        self._more.pop(row, None)
         self._means.clear()
         self.estimates.pop(row, None)
         lost = [task for (_, at), task in self.tasks.items() if at == target]
@@ -332,26 +330,14 @@ class TargetLoads:
         if self._sent >= SERVED_REQUESTS * len(self._rows):
             self._sent = 0
             for each in self._rows.values():
-                self._values[each].served_tokens -= self._sent_to(each) - self._sent_to(each) // 2
+                self._values[each].served_tokens //= 2
                 self.changed.add(each)
-
-    def count_more(self, target: TargetId, tokens: int) -> None:
-        """Count so many more tokens in ``served_tokens``, since another router prefers the target; 0: none does."""
-        row = self._rows.get(target)
-        if row is not None:
-            self._values[row].served_tokens = self._sent_to(row) + tokens
-            self._more[row] = tokens
-            self.changed.add(row)
-
-    def _sent_to(self, row: int) -> int:
-        """``served_tokens`` without what ``count_more`` added."""
-        return int(self._values[row].served_tokens) - self._more.get(row, 0)
 
     def _mean_served(self, model: str) -> int:
         """The initial ``served_tokens`` of a new target, so that it is not sent all requests until it has caught up."""
         mean = self._means.get(model)
         if mean is None:
-            others = [self._sent_to(self._rows[target]) for target, at in self._models.items() if at == model]
+            others = [self.served_tokens(target) for target, at in self._models.items() if at == model]
             mean = self._means[model] = sum(others) // len(others) if others else 0
         return mean
 

@@ -29,7 +29,6 @@ def main() -> int:
     parser.add_argument("--acts", default="", help=f"what may happen, of {','.join(Act)} (default: all)")
     parser.add_argument("--other-build", metavar="DIR_OR_REV", help="take every other start of a process from there")
     parser.add_argument("--other-roles", default=",".join(builds.ROLES), help="for these roles (default: %(default)s)")
-    parser.add_argument("--share", action="store_true", help="three routers, which share requests now and then")
     parser.add_argument("--report", type=Path, help="write the result there as well")
     parser.add_argument("--home", type=Path, help="folder for data and logs, which is kept")
     args = parser.parse_args()
@@ -47,7 +46,7 @@ def main() -> int:
     roles = filter(None, args.other_roles.split(","))
     try:
         acts = tuple(map(Act, filter(None, args.acts.split(",")))) or tuple(Act)
-        other = builds.prepare(args.other_build, home, roles, share=args.share) if args.other_build else None
+        other = builds.prepare(args.other_build, home, roles) if args.other_build else None
     except ValueError as error:
         parser.error(str(error))
     options = Options(
@@ -58,13 +57,11 @@ def main() -> int:
         args.every_s,
         kinds,
         other=other,
-        share=args.share,
         clock_s=args.clock_s,
         acts=acts,
     )
     report = asyncio.run(run(home, options, say))
     mixed = f", mixed with {args.other_build}" if other is not None else ""
-    mixed += ", three routers that share" if args.share else ""
     head = f"seed {args.seed}, {args.topology}, {args.minutes:g} minutes, {args.clients} clients{mixed}"
     verdict = "every promise was kept" if report.clean else f"{len(report.judgement.problems)} broken; data in {home}"
     text = f"{head}\n\n{report.text}\n\n{verdict}\n"

@@ -60,16 +60,13 @@ def source_of(root: Path) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
 
 
-def prepare(source: str, home: Path, roles: Iterable[str] = ROLES, *, share: bool = False) -> OtherBuild:
+def prepare(source: str, home: Path, roles: Iterable[str] = ROLES) -> OtherBuild:
     """The build in a folder or of a git revision, which is unpacked below ``home``.
 
     Raises:
-        ValueError: there is no such folder or revision, or it has no ``penstock``, or routers of it cannot be made to
-            ``share``.
+        ValueError: there is no such folder or revision, or it has no ``penstock``.
     """
     root = Path(source).resolve() if Path(source).is_dir() else _unpacked(source, home / "other-build")
-    if share and not (root / "tests" / "chaos" / "shared.py").exists():
-        raise ValueError(f"the routers of {source} cannot be made to share: it has no tests/chaos/shared.py")
     flags = {role: _flags(root, role) for role in roles}
     numbered = "HEADER_SEQ" in (root / "schemas" / "subjects.py").read_text()
     return OtherBuild(str(root), flags, numbered)

@@ -28,7 +28,6 @@ class Starts(msgspec.Struct, frozen=True):
         log: a file with one line per start: the process's name, "this" or "other", and its clock's shift in seconds.
         clock_s: clocks are up to so many seconds apart, each start's anew.
         links: by process name, and by the port of a broker: the port of its link there.
-        share: routers share their requests by turns (``tests.chaos.shared``).
     """
 
     log: str
@@ -36,7 +35,6 @@ class Starts(msgspec.Struct, frozen=True):
     other: OtherBuild | None = None
     clock_s: float = 0.0
     links: dict[str, dict[str, int]] = {}
-    share: bool = False
 
     def shift_s(self, name: str, earlier: int) -> float:
         """Of the clock of this process, at its next start: the first or the last that it may have, or one between."""
@@ -75,8 +73,7 @@ def _become(role: str, flags: list[str]) -> NoReturn:
         environ = linked(environ, ports)
     if shift_s:
         environ |= {"PYTHONPATH": f"{CLOCKS}{os.pathsep}{environ['PYTHONPATH']}", CLOCK: f"{shift_s:g}"}
-    module = "tests.chaos.shared" if starts.share and role == "router" else module_of(root)
-    os.execve(sys.executable, [sys.executable, "-m", module, role, *flags], environ)
+    os.execve(sys.executable, [sys.executable, "-m", module_of(root), role, *flags], environ)
 
 
 def _supervise(flags: Sequence[str]) -> int:

@@ -72,7 +72,6 @@ class Options(msgspec.Struct, frozen=True):
     kinds: tuple[str, ...] = ()
     each: int = 4  # recipes of a kind
     other: OtherBuild | None = None  # of which some processes are
-    share: bool = False  # three routers, which share their requests now and then
     clock_s: float | None = None  # how far apart clocks are; None: the topology's
     acts: tuple[Act, ...] = tuple(Act)  # that may happen
     disturbances: tuple[Disturbance, ...] = ()  # these instead of those of the seed
@@ -94,7 +93,7 @@ async def run(home: Path, options: Options, say: Callable[[str], None]) -> Repor
     topology = TOPOLOGIES[options.topology]
     if options.clock_s is not None:
         topology = topology._replace(clock_s=options.clock_s)
-    system = await System.started(home, topology, say, options.other, options.share, options.seed)
+    system = await System.started(home, topology, say, options.other, options.seed)
     try:
         return await run_on(system, options, say)
     finally:

@@ -74,7 +74,6 @@ class System:
         topology: Topology,
         say: Callable[[str], None],
         other: OtherBuild | None = None,
-        share: bool = False,
         seed: int = 1,
         small_disk: bool = True,
     ) -> Self:
@@ -82,7 +81,6 @@ class System:
 
         Args:
             other: processes come from both builds in turn.
-            share: there are three routers, which share their requests now and then.
             seed: of clocks.
             small_disk: a lone broker's disk is one that can be filled.
         """
@@ -95,8 +93,6 @@ class System:
             ports = [int(each.getsockname()[1]) for each in held]
             broker_ports = dict(zip(topology.brokers, ports[1 + topology.gateways :], strict=True))
             flags = [*topology.flags, "--drain-s", f"{DRAIN_S:g}", "--http-port", str(ports[0])]
-            if share:
-                flags += ["--routers", "3"]
             pair = issue(home, "everyone") if topology.tls else None
             if pair is not None:
                 os.environ["SSL_CERT_FILE"] = str(pair[0])
@@ -127,7 +123,7 @@ class System:
             for link, port in links.ports.items() if links is not None else ():
                 process, broker = topology.links_of[link]
                 ports_of.setdefault(process, {})[str(broker_ports[broker])] = port
-            starts = Starts(str(home / STARTS), seed, other, topology.clock_s, ports_of, share)
+            starts = Starts(str(home / STARTS), seed, other, topology.clock_s, ports_of)
             variables = {VARIABLE: msgspec.json.encode(starts).decode(), **SETTINGS}
             if topology.cells > 1:
                 variables |= OF_CELLS

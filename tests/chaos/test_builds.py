@@ -50,11 +50,6 @@ def test_what_is_neither_a_folder_nor_a_revision_is_refused(tmp_path: Path) -> N
         prepare("no-such-thing", tmp_path)
 
 
-def test_a_build_whose_routers_cannot_be_made_to_share_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="made to share"):
-        prepare(str(tmp_path), tmp_path, share=True)
-
-
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [

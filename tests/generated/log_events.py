@@ -406,7 +406,6 @@ MEANINGS = {
     "request_unreadable": "a stored request cannot be decoded, and ends",
     "requests_migrated": "held requests run in other cells from now on",
     "requests_republished": "waiting requests were copied to the end of their stream, so that they do not expire",
-    "requests_shared": "a busy owner began or ended to have other routers place requests",
     "resumption_postponed": "what a request from another cell had streamed cannot be read yet; it comes again",
     "response_not_counted": "a stored response is missing in the metrics",
     "restart_failed": "a process could not be started",

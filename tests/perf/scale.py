@@ -368,7 +368,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=WARM_UP_S,
         metavar="SECONDS",
-        help="per point, before that; routers begin to share requests after 4 (default: 1.5)",
+        help="per point, before that (default: 1.5)",
     )
     add("--rounds", type=int, default=1, metavar="N", help="loads of each point, one after the other (default: 1)")
     add("--max-running", type=int, default=256, metavar="N", help="sequences per step of a worker (default: 256)")

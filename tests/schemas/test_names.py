@@ -317,14 +317,3 @@ def test_with_record_all_that_a_replay_needs_is_kept_as_long_as_records() -> Non
     shorter = {stream.name: stream.max_age_s for stream in TOPOLOGY.streams}
     assert shorter["ps_DONE"] == kept["ps_DONE"]
     assert shorter["ps_TOKENS"] == 3600
-
-
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=50))
-def test_keys_travel_as_text(keys: list[int]) -> None:
-    assert list(block_hashes.read_keys(block_hashes.keys_text(keys))) == keys
-
-
-@pytest.mark.parametrize("text", ["AAAA", "no base64", "AAAAAAAAAAA"])
-def test_text_that_holds_no_keys_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        block_hashes.read_keys(text)

@@ -20,12 +20,13 @@ from penstock.schemas.block_hashes import DIGEST_BYTES
 from penstock.schemas.done import Done
 from penstock.schemas.jobs import Job
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.subjects import DEFAULT_TENANT, HEADER_KEYS, token
+from penstock.schemas.subjects import DEFAULT_TENANT, token
 from penstock.schemas.tokens import Logprob, TokenBatch, TokenItem
 from penstock.schemas.transfer import Encoded, Prefilled, Ticket
 
 FIRST_TOKEN = 16  # ids below may be special
 VOCABULARY = 1000
+BLOCK_NAMES = "Penstock-Keys"  # a header of earlier builds: hashes of the prompt
 MAX_OPEN = 1_000_000  # requests whose prompt is remembered until their tokens come
 _LETTERS = bytes(b"abcdefghijklmnopqrstuvwxyz012345"[value & 31] for value in range(256))
 _replace = msgspec.structs.replace
@@ -58,7 +59,7 @@ class Redactor:
         subject = record.subject
         if isinstance(message, Done):
             subject = self._done_subject(subject)
-        headers = {name: value for name, value in record.headers.items() if name != HEADER_KEYS}  # hashes of the prompt
+        headers = {name: value for name, value in record.headers.items() if name != BLOCK_NAMES}
         return record._replace(subject=subject, headers=headers, data=wire.encode(self._message(message)))
 
     def _message(self, message: Any) -> Any:

@@ -23,7 +23,6 @@ from penstock.measure.simulation.comparison import (
     series,
     summaries,
 )
-from penstock.measure.simulation.placement import DELAY_NS
 from penstock.measure.simulation.policy import SimulatedFleet, WorkerSpec
 from penstock.measure.simulation.trace import WORKLOADS, Multipliers, TraceError, multiplied, read
 from penstock.router.placement.routing import Weights
@@ -95,10 +94,6 @@ class RouterBenchSettings(Multipliers, frozen=True, kw_only=True, forbid_unknown
     ranks: Annotated[int, Meta(ge=1, description="attention data-parallel ranks of each worker")] = 1
     slow_workers: Annotated[int, Meta(ge=0, description="of the workers, how many run at half speed")] = 0
     slow_decode: Annotated[int, Meta(ge=0, description="of the workers, how many decode at half speed")] = 0
-    replicas: Annotated[int, Meta(ge=1, description="routers of policy kv, which share the requests")] = 1
-    replica_delay_ms: Annotated[
-        float, Meta(ge=0, description="from a router's decision until the others know of it")
-    ] = DELAY_NS / 1e6
     blocks: Annotated[int, Meta(ge=1, description="KV blocks per rank")] = 16384
     block_size: Annotated[int, Meta(ge=2, description="tokens per block")] = 64
     local_prefill_tokens: Annotated[
@@ -174,8 +169,6 @@ def _cells(settings: RouterBenchSettings) -> list[TableCell]:
     cell = partial(
         TableCell,
         engines,
-        replicas=settings.replicas,
-        replica_delay_ns=round(settings.replica_delay_ms * 1e6),
         weights=weights,
     )
     if settings.trace:

@@ -22,7 +22,7 @@ from penstock.cli.figures import quantile
 from penstock.measure.intervals import Interval, paired
 from penstock.measure.simulation import rules
 from penstock.measure.simulation.fleet import SimulatedRequest, SimulationResult, simulate
-from penstock.measure.simulation.placement import DELAY_NS, PlacementPolicy
+from penstock.measure.simulation.placement import PlacementPolicy
 from penstock.measure.simulation.policy import Policy, SimulatedFleet, Target
 from penstock.measure.simulation.rules import DynamoPolicy
 from penstock.measure.simulation.trace import UNIT_TOKENS, WORKLOADS, RequestTrace, TraceRow, generate
@@ -147,8 +147,6 @@ class TableCell:
     workload: str
     trace: RequestTrace | None = None
     requests: int = 0
-    replicas: int = 1  # of the routers of policy "kv"
-    replica_delay_ns: int = DELAY_NS  # until they have folded each other's decisions
     weights: Weights = Weights()  # noqa: RUF009  # frozen; of policy "kv"
 
     def arrivals(self, seed: int) -> tuple[RequestTrace, float]:
@@ -172,9 +170,7 @@ def run(cell: TableCell, policy: str, seed: int) -> SimulationRun:
     trace, speed = cell.arrivals(seed)
     requests = trace.requests(cell.fleet.block_size, speed)
     if policy.startswith("kv"):
-        made: Policy = PlacementPolicy(
-            seed, cell.replicas, cell.weights, kv_events=policy == "kv", delay_ns=cell.replica_delay_ns
-        )
+        made: Policy = PlacementPolicy(seed, cell.weights, kv_events=policy == "kv")
     else:
         made = POLICIES[policy](seed)
     result = simulate(cell.fleet, requests, made)

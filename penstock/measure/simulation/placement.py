@@ -1,8 +1,5 @@
 """The router's own policy behind a simulated fleet: the code that a live router runs, unchanged.
 
-Several replicas each have every other request, hold what they cannot place, and read each other's decisions late, as
-from the log. All of them fold the same KV events, so they share one index here.
-
 One router without log, clock or tasks: the cores that a router decides with, driven by calls.
 
 Everything that happens is a call, with its time as an argument; decisions are return values. The same calls in the
@@ -17,7 +14,6 @@ same order give the same decisions:
     pump             after any of these: the held requests that are placed now, next first
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
@@ -31,8 +27,7 @@ from penstock.measure.simulation.trace import Request
 from penstock.router.held.held_requests import Held, HeldOrder, Overlaps
 from penstock.router.placement import decide
 from penstock.router.placement.decision_inputs import Decisions, SessionId, array_decisions
-from penstock.router.placement.pending import sends_keys
-from penstock.router.placement.routing import ALONE, ModelPart, RoutingDecision, RoutingRequest, Weights
+from penstock.router.placement.routing import RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.holders import Holders, Holding, TargetId
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.prefix_index import ApproximateIndex
@@ -85,7 +80,6 @@ class SimulatedRouter:
     Args:
         overlaps: leading blocks of a prompt that each target caches (``PrefixIndex.match``); absent: none.
         kv_events: False: ``stored`` is not called, so the backlog of prompts is estimated.
-        part: this router's, if several place the requests.
     """
 
     def __init__(
@@ -95,11 +89,9 @@ class SimulatedRouter:
         mode: RouterMode = "kv",
         weights: Weights = Weights(),  # noqa: B008  # frozen
         kv_events: bool = True,
-        part: ModelPart = ALONE,
     ) -> None:
         self.tracker = LoadTracker(kv_events=kv_events)
         self._overlaps = overlaps
-        self._part = part
         arrays = array_decisions(self.tracker)
         self._decisions = Decisions(self.tracker, arrays, mode, weights)
         self._order: HeldOrder[Arrival] = HeldOrder(self.tracker, arrays, overlaps, by_size=mode == "kv")
@@ -188,7 +180,7 @@ class SimulatedRouter:
             arrival.max_tokens,
             prompt_blocks=len(arrival.keys),
             n=arrival.sequences,
-            shared_blocks=self._decisions.shared_blocks(model, arrival.keys, self._part.routers),
+            shared_blocks=self._decisions.shared_blocks(model, arrival.keys),
         )
 
     def _decide(
@@ -211,7 +203,6 @@ class SimulatedRouter:
             seed=arrival.seed,
             number=self._number,
             waited_s=waited_s,
-            part=self._part,
         )
 
     def _place(self, arrival: Arrival, decision: RoutingDecision, now_ns: int) -> PlacedArrival:
@@ -232,7 +223,6 @@ class SimulatedRouter:
 _INDEX_BLOCKS = 1 << 26
 _WAKE_NS = 250_000_000  # between two looks at held requests without an event
 _MODEL = "simulated"
-DELAY_NS = 2_000_000  # from a decision until another replica has folded it, as docs/results/routing.md has it
 
 
 @dataclass(eq=False)
@@ -240,36 +230,24 @@ class PlacementPolicy:
     """
     Attributes:
         seed: breaks ties.
-        replicas: routers that share the requests.
-        delay_ns: from a decision until the other replicas have folded it.
-        kv_events: False: they predict what targets cache from their own decisions.
+        kv_events: False: the router predicts what targets cache from its own decisions.
         joined: False: workers take requests only after ``join``.
     """
 
     seed: int = 0
-    replicas: int = 1
     weights: Weights = Weights()  # noqa: RUF009  # frozen
     _: KW_ONLY
     kv_events: bool = True
     joined: bool = True
-    delay_ns: int = DELAY_NS
 
     def start(self, fleet: SimulatedFleet, requests: Sequence[Request]) -> None:
         self._requests = requests
         self._index = Holders(_INDEX_BLOCKS)
         self._holdings: dict[Target, Holding] = {}
         self._blocks = [worker.blocks for worker in fleet.workers]
-        self._predicted = [ApproximateIndex(_INDEX_BLOCKS) for _ in range(self.replicas)]
-        self._routers = [
-            SimulatedRouter(
-                self._index.match if self.kv_events else predicted.match,
-                weights=self.weights,
-                kv_events=self.kv_events,
-                part=ModelPart(index, self.replicas),
-            )
-            for index, predicted in enumerate(self._predicted)
-        ]
-        self._late: deque[tuple[int, SimulatedRouter, PlacedArrival]] = deque()
+        self._predicted = ApproximateIndex(_INDEX_BLOCKS)
+        overlaps = self._index.match if self.kv_events else self._predicted.match
+        self._router = SimulatedRouter(overlaps, weights=self.weights, kv_events=self.kv_events)
         self._encoders = _Encoders(fleet)
         self._now = 0
         self._fleet = fleet
@@ -280,17 +258,14 @@ class PlacementPolicy:
         """A worker is ready."""
         for rank in range(self._fleet.workers[number].ranks):
             self._holdings[number, rank] = self._index.open((name(number), rank))
-        for each in self._routers:
-            each.join(registration(number, self._fleet))
+        self._router.join(registration(number, self._fleet))
 
     def drain(self, number: int) -> None:
         """A worker takes no further request."""
-        for each in self._routers:
-            each.join(msgspec.structs.replace(registration(number, self._fleet), state=WorkerState.draining))
+        self._router.join(msgspec.structs.replace(registration(number, self._fleet), state=WorkerState.draining))
 
     def arrive(self, request: Request, now_ns: int) -> Placement | None:
-        self._learn(now_ns)
-        router = self._routers[request.index % len(self._routers)]
+        self._now = now_ns
         seed = hash((self.seed, request.index)) & 0xFFFFFFFF
         arrival = Arrival(
             str(request.index),
@@ -301,69 +276,48 @@ class PlacementPolicy:
             seed=seed,
             tenant=request.tenant,
         )
-        placed = router.arrive(arrival, now_ns)
-        return None if placed is None else self._placement(router, placed, now_ns)
+        placed = self._router.arrive(arrival, now_ns)
+        return None if placed is None else self._placement(placed, now_ns)
 
     def decode(self, request: Request, now_ns: int) -> Target:
         raise AssertionError("decode workers are chosen with the prefill worker")
 
     def pump(self, now_ns: int) -> Iterator[tuple[Request, Placement]]:
-        self._learn(now_ns)
-        for router in self._routers:
-            for placed in router.pump(now_ns):
-                yield self._requests[int(placed.arrival.id)], self._placement(router, placed, now_ns)
+        self._now = now_ns
+        for placed in self._router.pump(now_ns):
+            yield self._requests[int(placed.arrival.id)], self._placement(placed, now_ns)
 
     def wake(self) -> int | None:
         return self._now + _WAKE_NS
 
     def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
-        self._learn(now_ns)
+        self._now = now_ns
         if not self.kv_events:
             return
         holding = self._holdings[target]
         self._index.remove(holding, removed)
         for keys, parent in stored:
             self._index.store(holding, keys, parent)
-            for router in self._routers:
-                router.stored((name(target[0]), target[1]), keys, now_ns)
+            self._router.stored((name(target[0]), target[1]), keys, now_ns)
 
     def prefilled(self, request: Request, now_ns: int) -> None:
-        for router in self._routers:
-            router.moved(str(request.index), now_ns)
+        self._router.moved(str(request.index), now_ns)
 
     def finished(self, request: Request, now_ns: int) -> None:
         self._encoders.finished(request)
-        for router in self._routers:
-            router.ended(str(request.index), now_ns)
+        self._router.ended(str(request.index), now_ns)
 
-    def _placement(self, router: SimulatedRouter, placed: PlacedArrival, now_ns: int) -> Placement:
-        if len(self._routers) > 1:
-            self._late.append((now_ns + self.delay_ns, router, placed))
+    def _placement(self, placed: PlacedArrival, now_ns: int) -> Placement:
         request = self._requests[int(placed.arrival.id)]
         if not self.kv_events:
-            self._predict(router, placed, now_ns)
+            self._predict(placed, now_ns)
         decode = None if placed.decode is None else _target(placed.decode)
         return Placement(_target(placed.target), decode, self._encoders.pick(request))
 
-    def _predict(self, router: SimulatedRouter, placed: PlacedArrival, now_ns: int) -> None:
-        predicted = self._predicted[self._routers.index(router)]
+    def _predict(self, placed: PlacedArrival, now_ns: int) -> None:
         for target in (placed.target, placed.decode):
             if target is not None:
-                predicted.record(target, placed.arrival.keys, now_ns / 1e9, self._blocks[_target(target)[0]])
-
-    def _learn(self, now_ns: int) -> None:
-        """Let the replicas read decisions that the others made some time ago."""
-        self._now = now_ns
-        while self._late and self._late[0][0] <= now_ns:
-            _, router, (arrival, target, decision, _decode) = self._late.popleft()
-            overlap = decision.overlap_blocks * router.tracker.block_size(_MODEL)
-            load = LoadHeader(
-                arrival.prompt_tokens, overlap, "", arrival.deadline_ns, "", arrival.sequences, decision.route
-            )
-            for other in self._routers:
-                if other is not router:
-                    keys = arrival.keys if sends_keys(load, len(arrival.keys)) else ()
-                    other.tracker.admit(arrival.id, 1, target[0], load, now_ns=now_ns, keys=keys, echoed=True)
+                self._predicted.record(target, placed.arrival.keys, now_ns / 1e9, self._blocks[_target(target)[0]])
 
 
 class _Encoders:

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.log_tools.whatif.decided_again import decide_again
 from penstock.router.ownership import intake, membership
 from penstock.router.ownership.intake import redeliver
 from penstock.router.ownership.membership import Membership
-from penstock.router.placement.routing import ALONE, ModelPart
 from penstock.router.state.lost_workers import Link
-from penstock.schemas import block_hashes, routers, wire
+from penstock.schemas import routers, wire
 from penstock.schemas.routers import HeldByTenant, Member
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
@@ -32,10 +30,10 @@ def link_of(one: Routing) -> Link:
     return Link(nc._server_info["server_id"], nc.client_id)
 
 
-def share(one: Routing, shares: bool) -> None:
-    """As if its rate had been too high for it, or were low again."""
-    one.router.intake.sharing.active = shares
-    member_of(one).share(shares)
+def helps(one: Routing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a router of an earlier build whose owner has the others place its requests, too."""
+    monkeypatch.setattr(member_of(one), "own", frozenset({membership.REST}))
+    monkeypatch.setattr(member_of(one), "owns", lambda name: True)
 
 
 async def roles(*both: Routing) -> tuple[Routing, Routing]:
@@ -270,145 +268,61 @@ async def test_two_that_both_believe_to_own_a_model_place_each_request_once(
         await eventually(lambda: one.unfinished == two.unfinished)
 
 
-async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
+async def test_what_an_earlier_build_shares_is_left_to_its_routers_as_long_as_they_run(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A lease with ``shares`` asks the other routers of that build for help, and none of this one."""
+    monkeypatch.setattr(routers, "LEASE_S", 3600.0)
+    link = Link("elsewhere", 7)
+    key = f"$KV.{pipeline.bucket('routers')}.earlier"
+    earlier = wire.encode(Member("earlier", 1, (MODEL,), *link, shares=(MODEL,)))
+    await clients.bus.js.publish(key, earlier, headers={"Nats-TTL": "60"})
+    async with routing(broker, pipeline) as one:
+        await clients.stub("w1", slots=100)
+        await one.knows("w1")
+        await eventually(lambda: member_of(one).owner(MODEL) == "earlier" and not member_of(one).reads)
+        passed_on: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def received(message: Any) -> None:
+            passed_on.put_nowait(message.data)
+
+        await clients.bus.nc.subscribe(pipeline.routed("earlier"), cb=received)
+        await clients.bus.nc.flush()
+        asked = request()
+        message = type("Message", (), {"subject": pipeline.request(MODEL, "standard", asked.id), "reply": "$r"})()
+        message.data = wire.encode(asked)  # a pull request of before may still bring one
+        await one.router.intake._on_pulled(message)
+        assert await asyncio.wait_for(passed_on.get(), 10) == message.data
+        await clients.ask(asked)
+        member_of(one).link_broke(link)
+        _, job = await clients.placed(asked)
+        assert job.decision.router == one.router.id
+
+
+async def test_what_a_lost_helper_of_an_earlier_build_had_read_comes_again_at_once(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner that it helped has gone, and the one of this build asked for no help."""
+    monkeypatch.setattr(intake, "AGAIN_S", 0.0)  # the look at what earlier routers left is over before requests come
     await never_again(clients)
     async with routing(broker, pipeline, seed=1) as one, routing(broker, pipeline, seed=2) as two:
-        stub = await clients.stub("w1", slots=1000, total_blocks=10_000)
-        owner, helper = await roles(one, two)
-        before = [request() for _ in range(20)]
-        await clients.ask(*before)
-        for each in before:
-            await clients.placed(each)
-        assert helper.folded == {}, "it reads, and does not fold, what it does not place"
-        assert [member_of(each).part(MODEL) for each in (owner, helper)] == [ALONE, ALONE]
-        share(owner, True)
-        await eventually(lambda: member_of(helper).places(MODEL) and member_of(helper).reads)
-        assert not member_of(helper).owns(MODEL)
-        await eventually(lambda: helper.folded == owner.unfinished)
-        long = [request(range(start, start + 600)) for start in range(0, 4000, 1000)]
-        widest = request(range(5000, 5900))  # its job leaves no room for 225 keys
-        monkeypatch.setattr(type(owner.bus), "max_message", property(lambda bus: len(wire.encode(widest)) + 1000))
-        asked = [*(request() for _ in range(55)), widest, *long]
-        parts: set[ModelPart] = set()
-        decide = owner.router.decider.decide
-
-        def counted(*args: Any, **options: Any) -> Any:
-            parts.add(options["part"])
-            return decide(*args, **options)
-
-        monkeypatch.setattr(owner.router.decider, "decide", counted)
-        await clients.ask(*asked)
-        for each in asked:
-            await clients.placed(each)
-        await clients.acknowledged(80)
-        for router in (owner.router, helper.router):
-            known = router.cluster.tracker.keys
-            await eventually(lambda known=known: all(each.id in known for each in long))  # type: ignore[misc]
-            assert all(list(known[each.id]) == list(block_hashes.keys_of(each.digests)) for each in long)
-        assert parts == {member_of(owner).part(MODEL)}
-        assert {member_of(each).part(MODEL) for each in (owner, helper)} == {ModelPart(0, 2), ModelPart(1, 2)}
-        by = [job.decision.router for _, job in await clients.work()]
-        assert len(by) == 80
-        assert min(by.count(owner.router.id) - 20, by.count(helper.router.id)) > 0
-        for worker, job in await clients.work():
-            again = decide_again(job)
-            assert again is not None
-            assert again.chosen[0] == worker, "whichever router decided, its record suffices"
-        await eventually(lambda: helper.folded == owner.unfinished)
-        assert sum(widest.id in router.router.cluster.tracker.keys for router in (owner, helper)) == 1
-        share(owner, False)
-        await eventually(lambda: not member_of(helper).reads)
-        last = [request() for _ in range(20)]
-        await clients.ask(*last)
-        for each in last:
-            await clients.placed(each)
-        assert [job.decision.router for _, job in await clients.work()][80:] == [owner.router.id] * 20
-        await stub.store(long[0].digests)
-        async with routing(broker, pipeline) as third:  # it reads that these blocks are stored before it reads the jobs
-            await eventually(lambda: not third.router.cluster.caches.index.awaiting_dump())
-            await eventually(lambda: third.router.cluster.caches.index.held(("w1", 0)) > 0)
-            assert third.unfinished == owner.unfinished
-            told, left = {each.id for each in long}, {each.id for each in long[1:]}
-            for router in (third.router, owner.router, helper.router):
-                loads = router.cluster.tracker.loads
-                await eventually(
-                    lambda loads=loads: {task.request for task in loads.uncomputed(("w1", 0))} & told == left  # type: ignore[misc]
-                )
-
-
-async def test_what_a_lost_router_had_read_of_shared_requests_comes_again_at_once(
-    broker: EmbeddedNats, pipeline: Subjects, clients: Clients
-) -> None:
-    await never_again(clients)
-    async with routing(broker, pipeline) as one, routing(broker, pipeline) as two:
         worker = await clients.stub("w1", slots=1)
         owner, helper = await roles(one, two)
-        share(owner, True)
-        await eventually(lambda: member_of(helper).reads)
+        helps(helper, monkeypatch)
         await helper.router.intake.top_up()
         asked = [request() for _ in range(30)]
         await clients.ask(*asked)
         # Both may have taken the one slot, before either read what the other did.
         await eventually(lambda: len(owner.waiting) + len(helper.waiting) >= 28 and bool(helper.waiting))
+        link = link_of(helper)
         await helper.kill()
+        member_of(owner).link_broke(link)
         await eventually(lambda: len(owner.waiting) >= 28)
         await worker.change(slots=100)
         for each in asked:
             await clients.placed(each)
+        await clients.acknowledged(30)
         assert len(await clients.work()) == 30
-
-
-async def test_a_helper_that_becomes_the_owner_takes_over_what_the_lost_one_had_read(
-    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(intake, "AGAIN_S", 0.0)  # the look at what earlier routers left is over before requests come
-    await never_again(clients)
-    async with routing(broker, pipeline) as one, routing(broker, pipeline) as two:
-        for model in ("a", "b"):
-            await clients.stub(f"w-{model}", model=model, slots=1)
-        await eventually(lambda: all(len(member_of(each).own - {membership.REST}) == 1 for each in (one, two)))
-        owner, helper = (two, one) if member_of(one).owns(membership.REST) else (one, two)
-        (model,) = member_of(owner).own
-        asked = [request(model=model) for _ in range(10)]
-        await clients.ask(*asked)
-        await eventually(lambda: len(owner.waiting) == 9)
-        share(owner, True)
-        await eventually(lambda: member_of(helper).places(model))
-        link = link_of(owner)
-        await owner.kill()
-        member_of(helper).link_broke(link)
-        await eventually(lambda: len(helper.waiting) == 9)
-
-
-async def test_what_a_helper_had_that_was_lost_just_after_sharing_ended_comes_again_at_once(
-    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(intake, "AGAIN_S", 0.0)
-    await never_again(clients)
-    async with routing(broker, pipeline) as one, routing(broker, pipeline) as two:
-        await clients.stub("w1", slots=1)
-        owner, helper = await roles(one, two)
-        share(owner, True)
-        await eventually(lambda: member_of(helper).reads)
-        await helper.router.intake.top_up()
-        await clients.ask(*(request() for _ in range(30)))
-        # Both may have taken the one slot, before either read what the other did.
-        await eventually(lambda: len(owner.waiting) + len(helper.waiting) >= 28 and bool(helper.waiting))
-        held = len(owner.waiting) + len(helper.waiting)
-        monkeypatch.setattr(helper.router.intake, "_send", swallowed)
-        share(owner, False)
-        await eventually(lambda: not member_of(helper).reads)
-        link = link_of(helper)
-        await helper.kill()
-        assert len(owner.waiting) < held
-        member_of(owner).link_broke(link)
-        await eventually(lambda: len(owner.waiting) >= held)  # the last of the 30 may have come after the count
-
-
-async def swallowed(*message: Any) -> None:
-    """Killed before it was sent."""
 
 
 async def test_a_request_passed_on_to_a_router_that_owns_nothing_is_placed_by_the_present_loads(

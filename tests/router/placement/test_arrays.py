@@ -11,7 +11,7 @@ from penstock.router.placement import cost
 from penstock.router.placement.cost import HeldRequest, is_ready
 from penstock.router.placement.decide import decide
 from penstock.router.placement.decision_inputs import FEW, Decisions, array_decisions
-from penstock.router.placement.routing import ALONE, ModelPart, RoutingContext, RoutingDecision, RoutingRequest, Weights
+from penstock.router.placement.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.holders import Depths, TargetBits
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas import wire
@@ -73,7 +73,6 @@ def fleet(workers: list[dict[str, Any]], jobs: list[tuple[int, int, int, int]]) 
     shared=st.integers(0, 20),
     waited_s=st.sampled_from([None, 0.0, 0.5, 100.0]),
     seed=st.integers(0, 9),
-    part=st.sampled_from([ALONE, ModelPart(0, 2), ModelPart(2, 3)]),
     most_uncomputed=MOST_UNCOMPUTED,
 )
 def test_a_decision_is_that_of_the_loop(
@@ -85,12 +84,11 @@ def test_a_decision_is_that_of_the_loop(
     shared: int,
     waited_s: float | None,
     seed: int,
-    part: ModelPart,
     most_uncomputed: int,
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cost, "MOST_UNCOMPUTED", most_uncomputed)
-        compare_decisions(workers, jobs, asked, held, more, shared, waited_s, seed, part)
+        compare_decisions(workers, jobs, asked, held, more, shared, waited_s, seed)
 
 
 def compare_decisions(
@@ -102,7 +100,6 @@ def compare_decisions(
     shared: int,
     waited_s: float | None,
     seed: int,
-    part: ModelPart,
 ) -> None:
     tracker = fleet(workers, jobs)
     family, blocks, n = asked
@@ -115,7 +112,7 @@ def compare_decisions(
     overlaps = Depths(([1 << at for at in held], [*held.values()]), known)
     prompt = keys(family, blocks)
     found = Decisions(tracker, array_decisions(tracker), "kv", Weights(), few=0).decide(
-        request, prompt, overlaps, now_ns=50, seed=seed, number=1, waited_s=waited_s, part=part
+        request, prompt, overlaps, now_ns=50, seed=seed, number=1, waited_s=waited_s
     )
     context = RoutingContext(
         request,

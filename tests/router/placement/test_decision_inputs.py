@@ -11,7 +11,6 @@ from penstock.configs.settings import RouterSettings
 from penstock.infra.metrics.scope import MetricScope
 from penstock.router.placement.decision_inputs import USES, Decider
 from penstock.router.placement.pending import PendingRequest
-from penstock.router.placement.routing import ModelPart
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.router_metrics import Metrics
 from penstock.schemas.fleet import Registration
@@ -44,19 +43,21 @@ def test_more_than_12_targets_without_numpy_are_decided_and_reported_once(
     assert line["fix"] == "pip install 'penstock[router]'"
 
 
-def test_a_router_takes_a_prefix_for_shared_after_its_part_of_the_prompts(decider: tuple[Decider, LoadTracker]) -> None:
+def test_a_prefix_counts_as_shared_after_as_many_prompts_as_its_targets_need(
+    decider: tuple[Decider, LoadTracker],
+) -> None:
     decides, tracker = decider
-    tracker.put_worker(Registration("w", MODEL, "aggregated", "mock", 1, 16, 100, 4, 4096))
     pending = PendingRequest(request(), b"", "", 0)
 
-    def needed(routers: int) -> int:
+    def needed(targets: int) -> int:
         """Prompts behind a prefix of 4 blocks until it counts as shared."""
-        first = 1000 * routers
+        tracker.put_worker(Registration("w", MODEL, "aggregated", "mock", 1, 16, 100, 4, 4096, dp_size=targets))
+        first = 1000 * targets
         for number in range(100):
             keys = [*range(first, first + 4), first + 100 + number]
-            if decides.decide(pending, keys, 0, part=ModelPart(0, routers))[1].shared_blocks:
+            if decides.decide(pending, keys, 0)[1].shared_blocks:
                 return number
         raise AssertionError("never shared")
 
     one, two, four = needed(1), needed(2), needed(4)
-    assert (one - two, two - four) == (USES // 2, USES // 4)
+    assert (two - one, four - two) == (USES, 2 * USES)

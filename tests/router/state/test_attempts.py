@@ -9,7 +9,7 @@ from penstock.router.state.attempts import ActiveRequest, UnownedRequests, read_
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import LoadHeader, load_header
-from penstock.schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_MSG_ID
+from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID
 
 WORKERS = ("a", "b")
 REQUESTS = ("r0", "r1", "r2")
@@ -100,10 +100,23 @@ def test_it_is_full_at_its_limit_and_has_room_again_when_a_request_ends() -> Non
     assert len(kept) == 1
 
 
-def test_the_names_of_long_prompts_fill_it_sooner() -> None:
+def of_earlier_build(entry: Entry, blocks: int) -> Entry:
+    """With the names of the prompt's blocks, which routers of earlier builds send each other."""
+    return msgspec.structs.replace(entry, headers={**entry.headers, "Penstock-Keys": "AQAAAAAAAAA=" * blocks})
+
+
+def test_what_an_earlier_build_says_of_a_prompts_blocks_changes_nothing() -> None:
+    plain, named = sent(1, "r0", 1, "a"), of_earlier_build(sent(1, "r0", 1, "a"), 1)
+    assert read_sent(named) == read_sent(plain) is not None
+    plainly, later = tracker(), tracker()
+    fold(plainly, plain, SECOND)
+    fold(later, named, SECOND)
+    assert seen(later) == seen(plainly)
+
+
+def test_long_headers_of_an_earlier_build_fill_it_sooner() -> None:
     kept = UnownedRequests(most_bytes=100_000)
-    long = sent(1, "r0", 1, "a")
-    long = msgspec.structs.replace(long, headers={**long.headers, HEADER_KEYS: "k" * 60_000})
+    long = of_earlier_build(sent(1, "r0", 1, "a"), 5_000)
     kept.add("r0", long, 0)
     assert not kept.full
     kept.add("r1", long, 0)

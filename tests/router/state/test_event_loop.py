@@ -145,7 +145,7 @@ async def test_a_takeover_of_thousands_of_requests_does_not_hold_up_the_loop_and
     one: Routing, pipeline: Subjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = one.router.cluster
-    cluster.places = lambda model: False
+    cluster.owns = lambda model: False
     header = jobs.load_header(*LoadHeader(100, 0, "", time.time_ns() + 3600 * 10**9, "", 1))
     others = REQUESTS // 2
     for number in range(others):
@@ -158,7 +158,7 @@ async def test_a_takeover_of_thousands_of_requests_does_not_hold_up_the_loop_and
     await one.router.on_request(first)  # what a first decision prepares is another matter
     assert cluster.tracker.request("other-0") is None
     callbacks = Callbacks(monkeypatch)
-    cluster.places = lambda model: True
+    cluster.owns = lambda model: True
     asyncio.get_running_loop().call_soon(cluster.owners_changed)
     await asyncio.sleep(0)
     await one.router.on_request(second)

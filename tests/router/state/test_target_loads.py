@@ -5,7 +5,6 @@ from random import Random
 
 from penstock.router.placement.cost import RequestSize, target_cost
 from penstock.router.state.target_loads import (
-    SERVED_REQUESTS,
     LearnedCosts,
     TargetColumns,
     TargetLoads,
@@ -81,31 +80,6 @@ def test_nothing_is_learnt_of_a_request_that_was_not_served_to_its_end() -> None
     loads.end("r", ("w", 0))
     assert loads.learned_decode.samples == 0
     assert not loads._decoding
-
-
-def test_a_target_that_another_router_prefers_costs_the_same_more_whatever_is_sent() -> None:
-    plain, apart = TargetLoads(), TargetLoads()
-    for loads in (plain, apart):
-        for name in "ab":
-            loads.put((name, 0), block_size=32, blocks=1000, slots=4, limit=8, model="m")
-    for more in (300, 500):
-        apart.count_more(("b", 0), more)
-    for number in range(2 * SERVED_REQUESTS + 5):  # SERVED is halved on the way
-        for loads in (plain, apart):
-            loads.sent(("ab"[number % 2], 0), 1000 + number)
-    between = [apart.served_tokens((name, 0)) - plain.served_tokens((name, 0)) for name in "ab"]
-    assert between == [0, 500]
-    for loads in (plain, apart):
-        loads.put(("new", 0), block_size=32, blocks=1000, slots=4, limit=8, model="m")
-    assert apart.served_tokens(("new", 0)) == plain.served_tokens(("new", 0))
-    apart.count_more(("b", 0), 0)
-    assert apart.served_tokens(("b", 0)) == plain.served_tokens(("b", 0))
-    apart.count_more(("b", 0), 500)
-    apart.remove(("b", 0))
-    plain.remove(("b", 0))
-    for loads in (plain, apart):
-        loads.put(("c", 0), block_size=32, blocks=1000, slots=4, limit=8, model="m")  # takes its row
-    assert apart.served_tokens(("c", 0)) == plain.served_tokens(("c", 0))
 
 
 def seconds(tokens: int, rng: Random) -> float:

@@ -11,7 +11,7 @@ from penstock.schemas.done import Done, Outcome
 from penstock.schemas.jobs import Stage
 from penstock.schemas.kv import KvBatch, Stored
 from penstock.schemas.requests import GenerateRequest, LogitsProcessor, Sampling, Stop
-from penstock.schemas.subjects import HEADER_KEYS, Subjects
+from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import Finish, Logprob, TokenBatch, TokenItem
 from penstock.schemas.wire import encode, pack_tokens, unpack_tokens
 from tests.penstock.log_tools.traces import samples
@@ -107,9 +107,7 @@ def test_nothing_that_a_user_wrote_is_left() -> None:
 
 
 def test_the_names_of_a_prompt_s_blocks_are_left_out_of_headers() -> None:
-    line = LogLine(
-        "REQUESTS", 1, "", "s", {HEADER_KEYS: block_hashes.keys_text([1]), "Nats-Msg-Id": "r"}, encode(asked([1]))
-    )
+    line = LogLine("REQUESTS", 1, "", "s", {"Penstock-Keys": "AQAAAAAAAAA=", "Nats-Msg-Id": "r"}, encode(asked([1])))
     found = Redactor().record(line)
     assert found is not None
     assert found.headers == {"Nats-Msg-Id": "r"}

@@ -144,21 +144,6 @@ def test_the_others_are_compared_with_the_first_policy() -> None:
     assert against.mean < 0
 
 
-def test_replicas_decide_nearly_as_well_as_one_router() -> None:
-    one, two = (run(TableCell(FOUR, 1.0, "agents", None, 300, replicas), "kv", 0).figures for replicas in (1, 2))
-    assert two.unfinished == 0
-    assert two.hit_rate > 0.9 * one.hit_rate
-    assert two.ttft_mean < 1.3 * one.ttft_mean
-
-
-def test_replicas_that_know_of_each_other_late_decide_worse() -> None:
-    soon, late = (
-        run(TableCell(FOUR, 0.5, "unique", None, 100, 2, replica_delay_ns=ms * 1_000_000), "kv", 0).figures
-        for ms in (0, 1000)
-    )
-    assert late.ttft_mean > 1.1 * soon.ttft_mean
-
-
 def test_a_held_request_is_placed_once_there_is_room() -> None:
     """More prompts at once than the fleet has memory for: held by the router, none preempted."""
     fleet = SimulatedFleet((WorkerSpec(blocks=128),) * 2)

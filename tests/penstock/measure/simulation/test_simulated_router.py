@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 from penstock.measure.simulation.placement import Arrival, PlacedArrival, SimulatedRouter
-from penstock.router.placement.routing import ALONE, ModelPart
 from penstock.router.state.holders import TargetId
 from penstock.schemas.fleet import Registration
 
@@ -24,11 +23,9 @@ class Caches:
         return {target: count for target, count in found.items() if count}
 
 
-def placement(
-    workers: int = 2, blocks: int = 100, slots: int = 8, part: ModelPart = ALONE
-) -> tuple[SimulatedRouter, Caches]:
+def placement(workers: int = 2, blocks: int = 100, slots: int = 8) -> tuple[SimulatedRouter, Caches]:
     caches = Caches()
-    made = SimulatedRouter(caches.match, part=part)
+    made = SimulatedRouter(caches.match)
     for number in range(workers):
         made.join(Registration(f"w{number}", "m", "aggregated", "stub", 1, BLOCK, blocks, slots, 1 << 20))
     return made, caches
@@ -58,15 +55,6 @@ def test_idle_targets_take_turns_however_the_seed_falls() -> None:
         counts[target(core.arrive(arrival(f"r{number}", 5, family=number), 0))] += 1
         core.ended(f"r{number}")
     assert set(counts.values()) == {10}
-
-
-def test_routers_that_do_not_know_of_each_other_begin_with_different_targets() -> None:
-    targets = [
-        [target(core.arrive(arrival(f"r{n}", 80, family=n), 0)) for n in range(4)]
-        for core, _ in (placement(4, 1000, part=ModelPart(index, 2)) for index in range(2))
-    ]
-    assert [set(first[:2]) for first in targets] == [{"w0", "w2"}, {"w1", "w3"}]
-    assert [set(each) for each in targets] == [{"w0", "w1", "w2", "w3"}] * 2, "but leave none idle"
 
 
 def test_a_target_that_joins_does_not_make_up_for_what_others_served_before() -> None:
