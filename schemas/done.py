@@ -40,8 +40,22 @@ def usage_of(request: GenerateRequest, outputs: Sequence[bytes], cached: int = 0
     return Usage(request.prompt_tokens, sum(map(len, outputs)) // 4, cached)
 
 
+class MadeWith(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an answer was made with, besides what its request says; "": unknown.
+
+    Attributes:
+        revision: of the model.
+        engine: as its worker registers it.
+        build: versions of Penstock and of what the engine is made of.
+    """
+
+    revision: str = ""
+    engine: str = ""
+    build: str = ""
+
+
 class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Unix time in ns; 0: did not happen."""
+    """When and where a request ran. Unix time in ns; 0: did not happen."""
 
     created_ns: int = 0
     routed_ns: int = 0
@@ -50,6 +64,9 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     ended_ns: int = 0
     streamed_ns: int = 0  # first token of an earlier attempt, behind which this one went on
     earlier_workers: tuple[EarlierWorker, ...] = ()  # that had it before
+    made_with: MadeWith | None = (
+        None  # the last attempt; None: unknown. ``Done`` has the most fields that fit its short form
+    )
 
     @property
     def client_first_token_ns(self) -> int:

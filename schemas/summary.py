@@ -10,9 +10,9 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from penstock.schemas.done import Done, Outcome, Timings, Usage, request_of
+from penstock.schemas.done import Done, MadeWith, Outcome, Timings, Usage, request_of
 from penstock.schemas.jobs import EarlierWorker
-from penstock.schemas.requests import GenerateRequest, Priority
+from penstock.schemas.requests import GenerateRequest, Priority, Sampling
 from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_SUMMARY
 from penstock.schemas.tokens import FAILURES
 from penstock.schemas.wire import decoder
@@ -24,6 +24,7 @@ DONE: Final = "done"
 FAILED: Final = "failed"
 CANCELLED: Final = "cancelled"
 STATES: tuple[State, ...] = get_args(State)
+NOT_SAMPLED = ("embedding", "image", "video")  # endpoints whose answers are no drawn tokens
 
 
 class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -40,6 +41,9 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
         api_key: the part of its key that names it; "": it had none.
         ran_as: its id in the cell that ran it; "": it ran in its own.
         origin: the request of another cell that it is in this one; "": it is one of its own, which lists show.
+        revision, engine, build: as in ``done.MadeWith``.
+        adapter: its LoRA adapter; "": none.
+        sampling: None: unknown.
     """
 
     id: str
@@ -66,6 +70,11 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     ran_as: str = ""
     origin: str = ""
     earlier_workers: tuple[EarlierWorker, ...] = ()
+    revision: str = ""
+    engine: str = ""
+    build: str = ""
+    adapter: str = ""
+    sampling: Sampling | None = None
 
     @property
     def workers(self) -> list[str]:
@@ -95,7 +104,26 @@ def as_dict(summary: RequestSummary) -> dict[str, object]:
         "duration_ms": summary.duration_ms,
         "workers": summary.workers,
         "lost_workers": summary.lost_workers,
+        "sampling": settings(summary.sampling),
     }
+
+
+def settings(sampling: Sampling | None) -> dict[str, object]:
+    """The temperature, and each other setting that is not off. Empty: unknown."""
+    if sampling is None:
+        return {}
+    changed: dict[str, object] = msgspec.to_builtins(sampling, str_keys=True)
+    return {"temperature": sampling.temperature} | changed
+
+
+def settings_text(sampling: Sampling | None) -> str:
+    """As ``settings``, as text: "temperature 0.7, top_p 0.9, seed 5"."""
+    shown = dict(settings(sampling))
+    if sampling is not None and sampling.logit_bias:
+        shown["logit_bias"] = f"of {len(sampling.logit_bias)} tokens"
+    if sampling is not None and sampling.logits_processors:
+        shown["logits_processors"] = " ".join(each.name for each in sampling.logits_processors)
+    return ", ".join(f"{name} {value}" for name, value in shown.items())
 
 
 def of_request(
@@ -106,6 +134,7 @@ def of_request(
     worker: str = "",
     routed_ns: int = 0,
     earlier_workers: tuple[EarlierWorker, ...] = (),
+    revision: str = "",
 ) -> RequestSummary:
     """A request that has not ended."""
     return RequestSummary(
@@ -125,6 +154,9 @@ def of_request(
         api_key=request.api_key,
         origin=request.origin,
         earlier_workers=earlier_workers,
+        revision=revision or request.revision,
+        adapter=request.lora,
+        sampling=request.sampling,
     )
 
 
@@ -190,14 +222,19 @@ class _Origin(msgspec.Struct):
     api_key: str = ""
     origin: str = ""
     ran_as: str = ""
+    lora: str = ""
+    sampling: Sampling = Sampling()
 
 
 _decode_record = decoder(_Record | _Returned)  # type: ignore[arg-type]
 _decode_origin = decoder(_Origin)
 
 
+_UNKNOWN = MadeWith()
+
+
 def _of_record(event: Done | _Record, request: GenerateRequest | _Origin | None, kind: type[Kind]) -> Kind:
-    times, usage = event.timings, event.usage
+    times, usage, made_with = event.timings, event.usage, event.timings.made_with or _UNKNOWN
     first: Outcome | _Reason | None = event.choices[0] if event.choices else None
     reason = first.reason if first is not None else ""
     if event.code == "cancelled" or (not event.code and reason == "cancelled"):
@@ -229,6 +266,11 @@ def _of_record(event: Done | _Record, request: GenerateRequest | _Origin | None,
         request.ran_as if request is not None else "",
         request.origin if request is not None else "",
         event.timings.earlier_workers,
+        made_with.revision,
+        made_with.engine,
+        made_with.build,
+        request.lora if request is not None else "",
+        request.sampling if request is not None else None,
     )
 
 

@@ -113,6 +113,7 @@ def completed(
     now_ns: int,
     streamed_ns: int = 0,
     earlier_workers: tuple[EarlierWorker, ...] = (),
+    revision: str = "",
 ) -> done.Done:
     """The terminal event that a lost worker did not publish: all choices had finished in the token log."""
     finishes = [part.finish or Finish("") for part in progress]
@@ -132,7 +133,11 @@ def completed(
             max((finish.cached_tokens for finish in finishes), default=0),
         ),
         timings=done.Timings(
-            created_ns=request.created_ns, ended_ns=now_ns, streamed_ns=streamed_ns, earlier_workers=earlier_workers
+            created_ns=request.created_ns,
+            ended_ns=now_ns,
+            streamed_ns=streamed_ns,
+            earlier_workers=earlier_workers,
+            made_with=done.MadeWith(revision),
         ),
         code=failed.code,
         message=failed.message,
@@ -242,6 +247,7 @@ class TerminalPublisher:
                 now_ns=self._bus.clock.now_ns(),
                 streamed_ns=attempt.streamed_ns,
                 earlier_workers=attempt.earlier_workers,
+                revision=attempt.revision,
             )
             await self._publish_event(attempt.request, event)
         finally:

@@ -320,6 +320,12 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         done.Done(REQUEST.id, "tiny", 2, "w-3", timings=done.Timings(earlier_workers=EARLIER_WORKERS)),
         done.decode,
     ),
+    "done_with_its_engine": (
+        done.Done(
+            REQUEST.id, "tiny", 1, timings=done.Timings(made_with=done.MadeWith("2f6c", "vllm", "penstock 0.1.0"))
+        ),
+        done.decode,
+    ),
     "job_at_the_third_worker": (
         jobs.Job(JOB.request, 2, DECISION, inputs=jobs.DecisionInputs(earlier_workers=EARLIER_WORKERS)),
         jobs.decode,

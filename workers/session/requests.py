@@ -278,7 +278,7 @@ def already_over(sequence: SequenceState, request: GenerateRequest) -> Finish | 
     return None
 
 
-def terminal(running: RunningRequest, worker: str, now_ns: int) -> done.Done:
+def terminal(running: RunningRequest, worker: str, now_ns: int, made_with: done.MadeWith) -> done.Done:
     """The terminal event of a request whose choices have all ended, or that was cancelled."""
     request = running.request
     code, message = "", ""
@@ -315,6 +315,7 @@ def terminal(running: RunningRequest, worker: str, now_ns: int) -> done.Done:
             ended_ns=now_ns,
             streamed_ns=running.job.streamed_ns if running.job is not None else 0,
             earlier_workers=_earlier_workers(running, worker),
+            made_with=made_with,
         ),
         code=code,
         message=message,

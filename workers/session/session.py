@@ -27,10 +27,12 @@ from penstock.infra.bus.puller import ACK, is_of, make_again, present, sequence
 from penstock.infra.process.turns import TimeSlice
 from penstock.schemas import contents, fleet, jobs, requests
 from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas.done import MadeWith
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.kv import KvDump
 from penstock.schemas.subjects import HEADER_PART, Subjects
 from penstock.schemas.trace import wanted
+from penstock.workers.engines.support import build_of
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.session.crash_journal import CrashJournal
 from penstock.workers.session.lease import Lease, Outbox
@@ -139,7 +141,15 @@ class WorkerSession:
         self.tasks = bus.tasks.group(self.id)  # a failure without a handler ends the process
         self.lease = Lease(bus, self.id, self._registration, self.lost.set, self._on_regained)
         self._outbox = Outbox(bus, self.lease.trusted, acknowledged=settings.durability == "power")
-        self.reporter = Reporter(bus, publisher, self._outbox, self.id, self.epoch, metrics)
+        self.reporter = Reporter(
+            bus,
+            publisher,
+            self._outbox,
+            self.id,
+            self.epoch,
+            metrics,
+            MadeWith(model.revision, settings.engine, build_of(settings.engine)),
+        )
         self._memory = MemoryStreams(bus)
         self._used_memory = False
         self.contents = ContentReader(bus)

@@ -37,7 +37,14 @@ class Reporter:
     """All output carries one worker id and epoch."""
 
     def __init__(
-        self, bus: Bus, publisher: Publisher, outbox: Outbox, worker: str, epoch: int, metrics: WorkerMetrics
+        self,
+        bus: Bus,
+        publisher: Publisher,
+        outbox: Outbox,
+        worker: str,
+        epoch: int,
+        metrics: WorkerMetrics,
+        made_with: done.MadeWith,
     ) -> None:
         self._bus = bus
         self._publisher = publisher
@@ -45,6 +52,7 @@ class Reporter:
         self._worker = worker
         self._epoch = epoch
         self._metrics = metrics
+        self._made_with = made_with
         self._next_batch = 0
 
     async def items(self, address: str, items: tuple[TokenItem, ...]) -> None:
@@ -74,7 +82,7 @@ class Reporter:
             ServingError: it could not be stored for ten minutes.
         """
         request = running.request
-        event = terminal(running, self._worker, time.time_ns())
+        event = terminal(running, self._worker, time.time_ns(), self._made_with)
         self._metrics.ended(event, prefilled=running.prefilled)
         headers = {HEADER_SUMMARY: summary.header_of(event, request)}
         if request.no_store:  # its record does not have its output

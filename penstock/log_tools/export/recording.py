@@ -128,6 +128,8 @@ class Recording:
         if not isinstance(event, Done):
             return
         run = self._run(event.request)
+        ran = event.timings.made_with
+        run.revision = run.revision or (ran.revision if ran is not None else "")
         if run.done is None:
             run.done = event
             if run.request is None or not run.request.prompt:

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.log_tools.export.recording import RecordedRun
 from penstock.schemas import block_hashes
-from penstock.schemas.done import Done, Outcome
+from penstock.schemas.done import Done, MadeWith, Outcome
 from penstock.schemas.requests import GenerateRequest, Sampling, Stop
 from penstock.schemas.tokens import FAILURES, Logprob
 from penstock.schemas.wire import unpack_tokens
@@ -133,6 +133,12 @@ def what_changed(recorded: RecordedRun, replayed: RecordedRun) -> list[str]:
     changes = []
     if recorded.revision and replayed.revision and recorded.revision != replayed.revision:
         changes.append(f"the revision changed from {recorded.revision} to {replayed.revision}")
+    old_ran, new_ran = (
+        (each.done.timings.made_with if each.done is not None else None) or MadeWith() for each in (recorded, replayed)
+    )
+    for name in ("engine", "build"):
+        old, new = getattr(old_ran, name), getattr(new_ran, name)
+        changes += [f"the {name} changed from {old} to {new}"] if old and new and old != new else []
     if one is None or other is None:
         return changes
     pairs: list[tuple[str, Any, Any]] = [("model", one.model, other.model), ("adapter", one.lora, other.lora)]

@@ -237,6 +237,7 @@ def _running(subject: str, data: bytes) -> LoggedRequest | None:
         worker=worker,
         routed_ns=job.decision.at_ns,
         earlier_workers=jobs.earlier_workers(job),
+        revision=job.decision.revision,
     )
     return LoggedRequest(state, request)
 

@@ -31,7 +31,7 @@ from penstock.log_tools.sources.open_log import (
 from penstock.log_tools.timeline.read import UnknownRequest, read_timeline
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas.requests import request_of_answer
-from penstock.schemas.summary import as_dict
+from penstock.schemas.summary import NOT_SAMPLED, RequestSummary, as_dict, settings_text
 
 WIDEST = 64  # columns of the waterfall, at most
 NARROWEST = 12
@@ -82,8 +82,18 @@ def _show_request(inspection: Inspection, console: Console, now_ns: int) -> None
     parts += [f"workers {escape(' → '.join(request.workers))}"] if len(request.workers) > 1 else []
     parts += [f"lost {escape(', '.join(request.lost_workers))}"] if request.lost_workers else []
     console.print(", ".join(parts), highlight=False, soft_wrap=broken)
+    console.print(escape(", ".join(_made_with(request))), highlight=False, soft_wrap=broken)
     if request.message:
         console.print(escape(request.message), style="red", highlight=False, soft_wrap=broken)
+
+
+def _made_with(request: RequestSummary) -> list[str]:
+    """What the tokens depend on besides the prompt."""
+    parts = [f"revision {request.revision or 'unknown'}"]
+    parts += [f"engine {request.engine} ({request.build})"] if request.engine else []
+    parts += [f"adapter {request.adapter}"] if request.adapter else []
+    settings = "" if request.endpoint in NOT_SAMPLED else settings_text(request.sampling)
+    return [*parts, settings] if settings else parts
 
 
 def _waterfall(inspection: Inspection, columns: int) -> Table:

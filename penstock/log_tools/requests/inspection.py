@@ -235,6 +235,10 @@ def inspect(timeline: RequestTimeline, *, with_tokens: bool = True) -> Inspectio
             endpoint=request.endpoint,
             created_ns=summary.created_ns or request.created_ns,
         )
+    if not summary.revision:  # an older build's record
+        summary = msgspec.structs.replace(summary, revision=_revision(timeline))
+    if summary.sampling is None:
+        summary = msgspec.structs.replace(summary, sampling=request.sampling, adapter=request.lora)
     if done is not None and not summary.earlier_workers:  # an older release's record
         summary = msgspec.structs.replace(summary, earlier_workers=_earlier_workers(timeline))
     events = timeline.events()
@@ -262,7 +266,13 @@ def _unfinished(timeline: RequestTimeline) -> RequestSummary:
         worker=last.worker,
         routed_ns=routed,
         earlier_workers=_earlier_workers(timeline),
+        revision=_revision(timeline),
     )
+
+
+def _revision(timeline: RequestTimeline) -> str:
+    """Of the last decision; "": the log has none."""
+    return timeline.routed[-1].decision.revision if timeline.routed else ""
 
 
 def _earlier_workers(timeline: RequestTimeline) -> tuple[EarlierWorker, ...]:

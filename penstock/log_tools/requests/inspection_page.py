@@ -5,6 +5,7 @@ from html import escape
 
 from penstock.cli.figures import counted, span
 from penstock.log_tools.requests.inspection import InspectedEvent, Inspection, Phase, line_of
+from penstock.schemas.summary import NOT_SAMPLED, settings_text
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #d8dbe0; --dim: #5b6470; --wait: #d9a400; --prompt: #2f6fde;
@@ -80,6 +81,10 @@ def _facts(inspection: Inspection) -> Iterator[str]:
         "output": counted(request.completion_tokens, "token") if request.ended_ns else "",
         "first token": span(request.ttft_ms),
         "in all": span(request.duration_ms),
+        "revision": request.revision,
+        "engine": f"{request.engine} ({request.build})" if request.engine else "",
+        "adapter": request.adapter,
+        "sampling": "" if request.endpoint in NOT_SAMPLED else settings_text(request.sampling),
     }
     for name, value in facts.items():
         if value:

@@ -24,7 +24,7 @@ from penstock.log_tools.requests.describe import Texts
 from penstock.log_tools.requests.find_requests import LoggedRequest, ended, merged, of_entry, summaries, unfinished
 from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_cells, run_command
 from penstock.schemas.keys import PREFIX, check_id
-from penstock.schemas.summary import QUEUED, RUNNING, STATES, Criteria, RequestSummary, as_dict
+from penstock.schemas.summary import NOT_SAMPLED, QUEUED, RUNNING, STATES, Criteria, RequestSummary, as_dict
 
 _COLOURS = {"done": "32", "failed": "31", "cancelled": "33", "running": "36", "queued": "35"}  # ANSI
 _GAP = "  "
@@ -65,6 +65,9 @@ def lines(
     sizes = {column: max(column.width, *map(len, cells)) for column, cells in table.items()}
     if not any(table[_CODE]):
         del sizes[_CODE]
+    for column in _MADE_WITH:
+        if len({cell for cell in table[column] if cell}) < 2:
+            del sizes[column]
     left = _drop(sizes, width, _wanted(requests))
     cut = _CODE if _CODE in sizes else _STATE
     sizes[cut] += min(0, left - _NONE)  # what stays is wider than the terminal
@@ -128,10 +131,23 @@ def _one_line(text: str) -> str:
     return text if text.isprintable() else "".join(each if each.isprintable() else "�" for each in text)
 
 
+def _temperature(request: RequestSummary) -> str:
+    sampled = request.sampling is not None and request.endpoint not in NOT_SAMPLED
+    return f"{request.sampling.temperature:g}" if sampled and request.sampling is not None else ""
+
+
+_REVISION = 12  # characters of it
 _OVER_ERRORS = 4  # columns up to here matter more than the text of errors, whose code has a column
 _CELL = _Column("cell", 4, lambda request, _: "", 2, number=True)  # of a deployment with several
 _STATE = _Column("state", 9, lambda request, _: request.state)
 _CODE = _Column("code", 4, lambda request, _: request.code if request.code != request.state else "", 1)
+_MADE_WITH = (  # what tokens depend on besides the prompt: shown where the listed requests differ in it
+    _Column("revision", 8, lambda request, _: _one_line(request.revision[:_REVISION]), 6),
+    _Column("engine", 6, lambda request, _: _one_line(request.engine), 6),
+    _Column("build", 5, lambda request, _: _one_line(request.build), 8),
+    _Column("adapter", 7, lambda request, _: _one_line(request.adapter), 6),
+    _Column("temperature", 11, lambda request, _: _temperature(request), 6, number=True),
+)
 _COLUMNS = (
     _Column("accepted", 12, lambda request, now_ns: _clock(request.created_ns, now_ns), 3),
     _Column("id", 36, lambda request, _: request.id),
@@ -144,6 +160,7 @@ _COLUMNS = (
     _Column("out", 5, lambda request, _: str(request.completion_tokens), 4, number=True),
     _Column("ttft", 9, lambda request, _: span(request.ttft_ms), 8, number=True),
     _Column("duration", 9, lambda request, _: span(request.duration_ms), 2, number=True),
+    *_MADE_WITH,
 )
 
 

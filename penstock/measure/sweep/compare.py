@@ -140,6 +140,8 @@ def run(argv: Sequence[str]) -> int:
     if not differences:
         print("penstock bench compare: A and B have no level in common", file=sys.stderr)
         return 1
+    for change in what_changed(a, b):
+        print(change)
     for level in dict.fromkeys(each.level for each in differences):
         stdout().print(table(level, [each for each in differences if each.level == level]))
     if note := _note(a, b, differences):
@@ -174,6 +176,23 @@ def table(level: str, differences: Sequence[LevelDifference]) -> Table:
 def bounds(change: Interval) -> str:
     """The bounds of an interval as text; empty for a single run."""
     return f"{change.low:+.1%} … {change.high:+.1%}" if change.low > -1.0 else ""
+
+
+def what_changed(a: EndpointSeries, b: EndpointSeries) -> list[str]:
+    """What else than speed differs between two sweeps, as text: their model, and what was asked of it."""
+    one, other = a.results[0], b.results[0]
+    changes = [
+        f"the {name} changed from {old or 'none'} to {new or 'none'}"
+        for name in ("model", "api", "stream", "generator", "trace", "seed", "gpus")
+        if (old := getattr(one, name)) != (new := getattr(other, name))
+    ]
+    if one.fingerprint and other.fingerprint and one.fingerprint != other.fingerprint:
+        changes.insert(0, f"the revision or the build changed: {one.fingerprint} in A, {other.fingerprint} in B")
+    if one.workload != other.workload:
+        fields = (name for name in one.workload.__struct_fields__)
+        pairs = ((name, getattr(one.workload, name), getattr(other.workload, name)) for name in fields)
+        changes += [f"{name} differs: {old:g} in A, {new:g} in B" for name, old, new in pairs if old != new]
+    return changes
 
 
 def _one(folder: Path) -> EndpointSeries:

@@ -155,6 +155,7 @@ class LevelResult(Struct, frozen=True, kw_only=True):
         generator: what sent the load: "penstock", or the tool whose results were converted.
         trace: name of the trace that was sent instead of ``workload``; "": none.
         warnings: limitations of the server that the smoke request showed.
+        fingerprint: of its model and build, as its answers have it; "": they have none.
     """
 
     endpoint: str
@@ -171,6 +172,7 @@ class LevelResult(Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
     runs: tuple[LevelRun, ...] = ()
     schema: int = SCHEMA
+    fingerprint: str = ""
 
     def same_load(self, other: "LevelResult") -> bool:
         """Whether the runs of both belong into one file."""

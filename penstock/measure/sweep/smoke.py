@@ -4,6 +4,7 @@ Options that a server refuses are left out, and the report states the consequenc
 ``min_tokens`` answers may end early, without usage tokens are counted as events.
 """
 
+import contextlib
 import json
 from typing import Any, Literal
 
@@ -57,11 +58,15 @@ class Abilities(Struct, frozen=True, kw_only=True):
 
 
 class Smoke(Struct, frozen=True):
-    """The result of the smoke requests. ``warnings`` are for readers of the figures."""
+    """The result of the smoke requests. ``warnings`` are for readers of the figures.
+
+    ``fingerprint``: the server's ``system_fingerprint``, which changes with its model and its build; "": it has none.
+    """
 
     model: str
     abilities: Abilities
     warnings: tuple[str, ...]
+    fingerprint: str = ""
 
 
 async def smoke(
@@ -143,17 +148,20 @@ def _found(model: str, abilities: Abilities, answer: bytes, texts: TokenText | N
     if abilities.exact == "none":
         warnings.append("neither ignore_eos nor min_tokens is supported: answers may be shorter than asked for")
     settled = Abilities(limit=abilities.limit, exact=abilities.exact, usage=usage is not None, overhead_tokens=overhead)
-    return Smoke(model, settled, tuple(warnings))
+    prints = [found for part in _parts(answer) if isinstance(found := part.get("system_fingerprint"), str)]
+    return Smoke(model, settled, tuple(warnings), prints[0] if prints else "")
 
 
 def _usage(answer: bytes) -> dict[str, Any] | None:
     """The usage of an answer, streamed or whole; None: it has none."""
+    return next((usage for part in reversed(_parts(answer)) if isinstance(usage := part.get("usage"), dict)), None)
+
+
+def _parts(answer: bytes) -> list[dict[str, Any]]:
+    """The objects of an answer, streamed or whole."""
     lines = [line.removeprefix(b"data:").strip() for line in answer.splitlines() if line.startswith(b"data:")]
-    for text in reversed(lines or [answer]):
-        try:
-            usage = json.loads(text).get("usage")
-        except (ValueError, AttributeError):
-            continue
-        if isinstance(usage, dict):
-            return usage
-    return None
+    parts = []
+    for text in lines or [answer]:
+        with contextlib.suppress(ValueError):
+            parts.append(json.loads(text))
+    return [part for part in parts if isinstance(part, dict)]

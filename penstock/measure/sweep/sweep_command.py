@@ -226,6 +226,7 @@ class Sweep:
             trace=plan.trace.name if plan.trace else "",
             stream=settings.stream,
             warnings=loaded.smoke.warnings,
+            fingerprint=loaded.smoke.fingerprint,
         )
 
     def _bodies(self, loaded: SmokedEndpoint) -> Bodies:

@@ -41,6 +41,12 @@ async def test_a_finished_request_is_shown_with_its_score_table_and_its_texts(
     assert TEXT["prompt"] in said
     assert answer.headers["x-request-id"] in said
     assert "class interactive" in said
+    (made_with,) = [line for line in said.splitlines() if line.startswith("revision ")]
+    ran = end.timings.made_with
+    assert ran is not None
+    assert ran.revision == timeline.routed[-1].decision.revision != ""
+    assert made_with.startswith(f"revision {ran.revision}, engine mock ({ran.build}), temperature 0.0, seed ")
+    assert ran.build.startswith("penstock ")
     assert "in mode kv" in said
     assert "at most 9 out" in said
     [routed] = timeline.routed

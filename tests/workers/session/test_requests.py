@@ -152,10 +152,10 @@ def test_the_terminal_event_has_tokens_usage_and_times() -> None:
     state = active(request())
     end(state, done.Outcome(wire.pack_tokens([7, 8]), "length"), done.Outcome(wire.pack_tokens([9]), "stop", "x"))
     state.cached, state.started_ns, state.first_token_ns = 2, 16, 17
-    event = terminal(state, "w", 18)
+    event = terminal(state, "w", 18, done.MadeWith("2f6c", "mock"))
     assert (event.request, event.model, event.attempt, event.worker, event.user) == ("r", "m", 3, "w", "u")
     assert event.usage == done.Usage(prompt=4, completion=3, cached=2)
-    assert event.timings == done.Timings(10, 15, 16, 17, 18)
+    assert event.timings == done.Timings(10, 15, 16, 17, 18, made_with=done.MadeWith("2f6c", "mock"))
     assert event.choices == tuple(state.outcomes)
     assert (event.code, event.message) == ("", "")
     assert done.decode(wire.encode(event)) == event
@@ -166,7 +166,7 @@ def test_a_cancelled_request_keeps_what_it_had_generated() -> None:
     end(state, done.Outcome(wire.pack_tokens([7]), "stop"), None)  # type: ignore[arg-type]
     state.sequences[1].tokens.extend([5, 6])
     state.cancelled = (Code.cancelled, "client gone")
-    event = terminal(state, "w", 18)
+    event = terminal(state, "w", 18, done.MadeWith())
     assert event.choices[1] == done.Outcome(wire.pack_tokens([5, 6]), "cancelled")
     assert (event.code, event.message) == ("cancelled", "client gone")
     assert event.usage.completion == 3
@@ -177,7 +177,7 @@ def test_a_choice_that_failed_makes_the_request_fail() -> None:
     end(state, done.Outcome(b"", "error"), done.Outcome(wire.pack_tokens([1]), "length"))
     state.sequences[0].finish = Finish("error", None, 0, Code.out_of_blocks, "too long")
     state.sequences[1].finish = Finish("length")
-    event = terminal(state, "w", 18)
+    event = terminal(state, "w", 18, done.MadeWith())
     assert (event.code, event.message) == ("out_of_blocks", "too long")
 
 

@@ -14,7 +14,7 @@ from penstock.log_tools.export.recording import RecordedRun, Recording
 from penstock.log_tools.replay.comparison import CONTEXT, compare, what_changed
 from penstock.log_tools.replay.report import Replayed, make_report, show
 from penstock.log_tools.sources.log_line import LogLine
-from penstock.schemas.done import Done, Outcome, Timings, Usage
+from penstock.schemas.done import Done, MadeWith, Outcome, Timings, Usage
 from penstock.schemas.jobs import Stage
 from penstock.schemas.tokens import Logprob, TokenBatch, TokenItem
 from penstock.schemas.wire import encode, pack_tokens
@@ -105,8 +105,13 @@ def test_what_changed_is_said_before_any_token() -> None:
     sampling = msgspec.structs.replace(new.request.sampling, temperature=0.25, logprobs=2)
     new.request = msgspec.structs.replace(new.request, sampling=sampling)
     old.revision, new.revision = "abc", "def"
+    assert old.done is not None
+    assert new.done is not None
+    old.done = msgspec.structs.replace(old.done, timings=Timings(made_with=MadeWith("abc", "mock", "penstock 1")))
+    new.done = msgspec.structs.replace(new.done, timings=Timings(made_with=MadeWith("def", "mock", "penstock 2")))
     assert what_changed(old, new) == [
         "the revision changed from abc to def",
+        "the build changed from penstock 1 to penstock 2",
         f"temperature differs: {old.request.sampling.temperature if old.request else None}, now 0.25",
     ]
     report = make_report(

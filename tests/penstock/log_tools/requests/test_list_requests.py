@@ -21,6 +21,7 @@ from penstock.log_tools.requests.list_requests import SORTS, RequestLine, larges
 from penstock.log_tools.sources.data_folder import StoredLog
 from penstock.log_tools.sources.open_log import LogSource, open_log
 from penstock.log_tools.sources.store_files import Raw
+from penstock.schemas.requests import Sampling
 from penstock.schemas.streams import ROUTER_ACK_WAIT_S
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.summary import Criteria, RequestSummary
@@ -314,3 +315,16 @@ def test_sorted_lists_begin_with_the_largest() -> None:
     found = [line("a", 2, 30, 71), line("b", 9, 20, 3), line("c", 5, 40, 11)]
     orders = {sort: "".join(each.summary.id for each in largest(found, sort, 2)) for sort in SORTS}
     assert orders == {"ttft": "ca", "itl": "bc", "tokens": "ac", "wait": "bc"}
+
+
+def test_a_list_shows_the_revision_and_the_settings_only_where_they_differ() -> None:
+    def line(revision: str, temperature: float) -> RequestLine:
+        return RequestLine(
+            RequestSummary("i", "tiny", "done", 1, revision=revision, engine="mock", sampling=Sampling(temperature))
+        )
+
+    alike = list(lines([line("a" * 40, 1.0), line("a" * 40, 1.0)], width=300, now_ns=1, header="error"))
+    other = list(lines([line("a" * 40, 1.0), line("b" * 40, 0.5)], width=300, now_ns=1, header="error"))
+    assert not {"revision", "engine", "temperature"} & set(alike[0].split())
+    assert {"revision", "temperature"} <= set(other[0].split())
+    assert other[2].split()[-2:] == ["b" * 12, "0.5"]

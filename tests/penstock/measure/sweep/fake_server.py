@@ -74,7 +74,7 @@ class FakeServer:
         if not body.get("stream"):
             answer = {"choices": [{"message": {"content": "word"}}]} | ({"usage": usage} if self.usage else {})
             return whole(json.dumps(answer).encode())
-        events: list[dict[str, Any]] = [{"choices": [{"delta": {"content": "word "}}]}]
+        events: list[dict[str, Any]] = [{"choices": [{"delta": {"content": "word "}}], "system_fingerprint": "fp_1"}]
         if self.usage and "stream_options" in body:
             events.append({"choices": [], "usage": usage})
         data = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"

@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.measure.intervals import Interval, paired, unpaired
@@ -56,6 +57,19 @@ def test_unpaired_intervals_are_those_of_welch() -> None:
     assert found.low < 0.07 < found.mean < 0.14 < found.high + 0.01
     assert unpaired(b, b).low < 0 < unpaired(b, b).high
     assert paired(b, a).mean == pytest.approx(found.mean)
+
+
+def test_what_else_differs_is_said_before_any_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = result("a", 1, NOISE), result("b", 1, NOISE)
+    workload = msgspec.structs.replace(other.workload, isl=one.workload.isl + 1)
+    other = msgspec.structs.replace(other, fingerprint="fp_2", workload=workload)
+    write(tmp_path, msgspec.structs.replace(one, fingerprint="fp_1"), other)
+    assert run([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    isl = one.workload.isl
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "the revision or the build changed: fp_1 in A, fp_2 in B",
+        f"isl differs: {isl} in A, {isl + 1} in B",
+    ]
 
 
 def test_the_command_prints_a_verdict_per_level_and_fails_if_asked(

@@ -14,7 +14,7 @@ async def ask(server: FakeServer, model: str = "", *, stream: bool = True) -> Sm
 async def test_a_server_that_takes_all_is_asked_once() -> None:
     async with fake_server() as server:
         found = await ask(server)
-    assert found == Smoke("m", Abilities(overhead_tokens=OVERHEAD), ())
+    assert found == Smoke("m", Abilities(overhead_tokens=OVERHEAD), (), "fp_1")
     assert len(server.bodies) == 1
 
 
