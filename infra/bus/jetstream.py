@@ -9,13 +9,14 @@ A write that the broker refuses if the revision has changed, repeated while it r
 
 import asyncio
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-from nats.errors import NoRespondersError
 
-from penstock.infra.bus.connection import Bus
 from penstock.schemas.subjects import HEADER_LAST_ON_SUBJECT
+
+if TYPE_CHECKING:  # a stopped deployment is read without the client, which loads slowly
+    from penstock.infra.bus.connection import Bus
 
 CONSUMER_NOT_FOUND = 10014
 NO_MESSAGE_FOUND = 10037
@@ -69,7 +70,7 @@ PAUSE_S = 0.05
 
 
 async def compare_and_set(
-    bus: Bus, subject: str, value: bytes, revision: int, within_s: float, *, ttl_s: int = 0
+    bus: "Bus", subject: str, value: bytes, revision: int, within_s: float, *, ttl_s: int = 0
 ) -> PublishReply:
     """Store a value in the place of ``revision`` (0: there is none yet).
 
@@ -83,6 +84,8 @@ async def compare_and_set(
         NatsError, OSError, TimeoutError, msgspec.MsgspecError: no answer in time, or none that can be read. The value
             may be stored nevertheless.
     """
+    from nats.errors import NoRespondersError
+
     headers = {HEADER_LAST_ON_SUBJECT: str(revision)} | ({"Nats-TTL": str(ttl_s)} if ttl_s else {})
     until = time.monotonic() + within_s
     while True:
