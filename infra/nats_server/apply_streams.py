@@ -13,8 +13,8 @@ from nats.aio.client import Client
 from penstock.infra.bus.direct_get import parse_time
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
 from penstock.infra.bus.puller import config_of
+from penstock.infra.nats_server.binary import MINIMUM, dotted, parse_version
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, Config, existing_config, existing_info, request
-from penstock.infra.nats_server.server import MINIMUM, dotted, parse_version
 from penstock.schemas.streams import (
     HEADROOM,
     MAX_PAYLOAD,

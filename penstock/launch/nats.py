@@ -20,12 +20,13 @@ from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import Refused, authenticate, note_refusal, refusals, why_unreachable
 from penstock.infra.nats_server.apply_streams import apply, lost_streams
+from penstock.infra.nats_server.binary import MINIMUM, NoServerBinary, ServerFailed, dotted
 from penstock.infra.nats_server.config import LAME_DUCK_S, USERS, Cluster, ServerConfig, Tls, render
 from penstock.infra.nats_server.datadir import DataDirBusy, DataDirUnusable, load_nkeys, load_secrets, prepare
 from penstock.infra.nats_server.disk import DiskWatch
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.permissions import BROKER_ROLES, SECOND
-from penstock.infra.nats_server.server import MINIMUM, EmbeddedNats, NoServerBinary, ServerFailed, dotted
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.nats_server.tenants import copy_limits
 from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen

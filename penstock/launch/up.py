@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from penstock.configs.logs import setup
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.nats_server.binary import NoServerBinary, ServerFailed
 from penstock.infra.nats_server.datadir import DataDirBusy, DataDirUnusable
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
-from penstock.infra.nats_server.server import NoServerBinary, ServerFailed
 from penstock.infra.process import scheduling
 from penstock.infra.process.sockets import CannotListen
 from penstock.infra.process.supervisor import USAGE

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from penstock.infra.nats_server.server import EmbeddedNats, find_server
+from penstock.infra.nats_server.binary import find_server
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.nats import apply_at
 from penstock.launch.readiness import get
 from tests.chaos.plan import BROKER

@@ -27,8 +27,8 @@ from penstock.deploy.values import (
     defaults,
 )
 from penstock.infra.nats_server import config
+from penstock.infra.nats_server.binary import TESTED, dotted
 from penstock.infra.nats_server.config import USERS, Cluster, ServerConfig, render, variable
-from penstock.infra.nats_server.server import TESTED, dotted
 from penstock.schemas.subjects import Subjects
 
 NAMESPACE = "namespace-of-the-values"  # the chart puts the real one in its place

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from penstock.configs.settings import NatsSettings
+from penstock.infra.nats_server.binary import find_server
 from penstock.infra.nats_server.config import USERS
 from penstock.infra.nats_server.datadir import load_secrets
-from penstock.infra.nats_server.server import find_server
 from penstock.infra.process.child import die_with_parent
 from penstock.launch.nats import own_config, run
 from tests.binaries import find_oldest_server

@@ -82,7 +82,7 @@ def _made_ns(request_id: bytes) -> int:
 
 def _has_all(stream: StoredStream | None, since_ns: int) -> bool:
     """Whether a stream has all messages that it has got since a time (Unix, ns)."""
-    if stream is None or not stream.blocks:
+    if stream is None or stream.empty:
         return False
     return stream.first_seq <= 1 or next(stream.forward()).time_ns <= since_ns
 

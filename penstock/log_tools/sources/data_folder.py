@@ -97,7 +97,7 @@ class StoredLog(LogFiles):
         if stored is None:
             return StreamState("", 0, 0, 0, [])
         deleted = stored.deleted()
-        messages = stored.last_seq - stored.first_seq + 1 - len(deleted) if stored.blocks else 0
+        messages = stored.last_seq - stored.first_seq + 1 - len(deleted) if not stored.empty else 0
         limits = stored.max_age_s, stored.max_bytes
         return StreamState(stored.created, messages, stored.first_seq, stored.last_seq, deleted, *limits)
 

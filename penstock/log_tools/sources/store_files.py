@@ -20,6 +20,7 @@ from a copy (``log_copy``), and none are written for them.
 
 import hashlib
 import mmap
+import os
 import re
 import struct
 import subprocess
@@ -36,7 +37,7 @@ import msgspec
 import structlog
 
 from penstock.infra.bus.direct_get import parse_time
-from penstock.infra.nats_server.server import MINIMUM, TESTED, dotted, find_server, parse_version
+from penstock.infra.nats_server.binary import MINIMUM, TESTED, dotted, find_server, parse_version
 from penstock.log_tools.sources.highway_hash import highway_hash_64
 from penstock.log_tools.sources.log_line import BadLine, LogLine
 
@@ -332,6 +333,49 @@ class _Block(NamedTuple):
     path: Path
 
 
+def _numbers(folder: Path) -> list[int]:
+    """The numbers of the blocks in a folder, in their order."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(int(name[:-4]) for name in names if name.endswith(".blk") and name[:-4].isdecimal())
+
+
+class _LazyBlocks:
+    """The blocks of a stream, each looked at when it is asked for: there may be a thousand, and one is wanted.
+
+    Args:
+        begin: what a block begins with, by its number; None: it has no message. It then stands for what follows it.
+    """
+
+    def __init__(
+        self, numbers: Sequence[int], begin: Callable[[int], _Block | None], path: Callable[[int], Path]
+    ) -> None:
+        self._numbers = numbers
+        self._begin = begin
+        self._path = path
+        self._known: dict[int, _Block] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> _Block:
+        at = range(len(self._numbers))[index]  # raises IndexError, which ends a loop
+        block = self._known.get(at)
+        if block is None:
+            number = self._numbers[at]
+            block = self._begin(number)
+            if block is None:
+                first_seq, first_ns = self[at + 1][1:3] if at + 1 < len(self) else (_SEQUENCE, _SEQUENCE)
+                block = _Block(number, first_seq, first_ns, self._path(number))
+            self._known[at] = block
+        return block
+
+    def __iter__(self) -> Iterator[_Block]:
+        return map(self.__getitem__, range(len(self)))
+
+
 class StoredStream:
     """A stream's messages, in both directions.
 
@@ -357,27 +401,30 @@ class StoredStream:
         self.max_bytes = config.max_bytes
         self._kept: OrderedDict[int, tuple[bytes, BlockRecords]] = OrderedDict()
         self._starts = resume_pattern(config.subjects)
-        paths = sorted((int(path.stem), path) for path in (folder / "msgs").glob("*.blk") if path.stem.isdecimal())
-        deleted: list[int] = []
-        self._blocks = [block for number, path in paths if (block := self._begin(number, path, deleted)) is not None]
-        self._firsts = [block.first_seq for block in self._blocks]
-        limits = _limits(folder / "msgs" / "index.db", paths[-1][1]) if paths else None
+        numbers = _numbers(folder / "msgs")
+        limits = _limits(folder / "msgs" / "index.db", self._path(numbers[-1])) if numbers else None
         self._deleted: frozenset[int] = frozenset()
         self._whole = limits is not None and limits.messages == limits.last_seq - limits.first_seq + 1
-        if not self._whole:
+        deleted: list[int] = []
+        self._blocks: list[_Block] | _LazyBlocks
+        if self._whole:
+            self._blocks = _LazyBlocks(numbers, lambda number: self._begin(number, deleted), self._path)
+        else:
+            begins = (self._begin(number, deleted) for number in numbers)
+            self._blocks = [block for block in begins if block is not None]
             for block in self._blocks:
                 deleted += self._records(block)[1].deleted
             self._deleted = frozenset(deleted)
             if limits is not None and not self._agree(limits):
                 log.warning("index_damaged", stream=self.name)
                 limits = None
-        self.first_seq = limits.first_seq if limits is not None else self._firsts[0] if self._blocks else 0
+        self.first_seq = limits.first_seq if limits is not None else self._blocks[0].first_seq if self._blocks else 0
         self.last_seq = limits.last_seq if limits is not None else self._last()
 
     @property
-    def blocks(self) -> list[Path]:
-        """The files that hold messages, in order."""
-        return [block.path for block in self._blocks]
+    def empty(self) -> bool:
+        """Whether it has no message."""
+        return not self._blocks or self.first_seq > self.last_seq
 
     def deleted(self) -> list[int]:
         """Sequences from the first to the last one that have no message."""
@@ -441,8 +488,8 @@ class StoredStream:
         return [place for place in places if place[0] >= self.first_seq and place[0] not in self._deleted]
 
     def _places(self, number: int) -> Iterator[Place]:
-        for block in self._blocks[number:]:
-            yield from self._living(self._records(block)[1].places)
+        for index in range(number, len(self._blocks)):
+            yield from self._block(index)[1]
 
     def _agree(self, limits: "_Limits") -> bool:
         """Whether the blocks have the first message that the server noted, and nothing far from the last one."""
@@ -453,13 +500,14 @@ class StoredStream:
         return begins and 0 <= limits.last_seq - self._last() <= LARGEST_GAP
 
     def _number_at(self, seq: int) -> int:
-        return max(0, bisect_right(self._firsts, seq) - 1)
+        return max(0, bisect_right(self._blocks, seq, key=lambda block: block.first_seq) - 1)
 
     def _number_since(self, since_ns: int) -> int:
         return max(0, bisect_left(self._blocks, since_ns, key=lambda block: block.first_ns) - 1) if since_ns else 0
 
     def _last(self) -> int:
-        return max((place[0] for block in self._blocks[-1:] for place in self._records(block)[1].places), default=0)
+        places = self._records(self._blocks[-1])[1].places if self._blocks else []
+        return max((place[0] for place in places), default=0)
 
     def _records(self, block: _Block) -> tuple[bytes, BlockRecords]:
         kept = self._kept.get(block.number)
@@ -483,8 +531,12 @@ class StoredStream:
     def _resume(self, number: int) -> Resume | None:
         return Resume(key_of(self.name, number), self._starts) if self._starts is not None else None
 
-    def _begin(self, number: int, path: Path, deleted: list[int]) -> _Block | None:
+    def _path(self, number: int) -> Path:
+        return self.folder / "msgs" / f"{number}.blk"
+
+    def _begin(self, number: int, deleted: list[int]) -> _Block | None:
         """What a block begins with; None: it has no message, and ``deleted`` gets what its tombstones name."""
+        path = self._path(number)
         with path.open("rb") as file:
             head = file.read(HEADER.size)
             if len(head) < HEADER.size:

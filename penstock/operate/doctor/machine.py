@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from penstock.cli.figures import show_size
 from penstock.infra.nats_server import datadir
+from penstock.infra.nats_server.binary import NoServerBinary, find_server
 from penstock.infra.nats_server.disk import LEVELS
-from penstock.infra.nats_server.server import NoServerBinary, find_server
 from penstock.launch.state import DeploymentState
 from penstock.operate.doctor.finding import CheckResult, ok, problem, skipped, warning
 from penstock.schemas.streams import limits_bytes, topology

@@ -18,9 +18,9 @@ import pytest
 from penstock.cli.commands import main
 from penstock.infra.bus.audit import broker_user
 from penstock.infra.bus.connection import connect
+from penstock.infra.nats_server.binary import find_server
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.permissions import permissions
-from penstock.infra.nats_server.server import find_server
 from penstock.infra.process.child import die_with_parent
 from penstock.launch.nats import connect_operator
 from penstock.schemas.errors import ServingError

@@ -19,9 +19,10 @@ from nats.aio.client import Client
 
 from penstock.cli.commands import main
 from penstock.configs.settings import NatsSettings
+from penstock.infra.nats_server.binary import find_server
 from penstock.infra.nats_server.config import USERS
 from penstock.infra.nats_server.datadir import load_secrets
-from penstock.infra.nats_server.server import EmbeddedNats, find_server
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.nats_server.tenants import Tenant, other_user, user_in_use
 from penstock.infra.process.child import die_with_parent
 from penstock.launch.machine import free_port

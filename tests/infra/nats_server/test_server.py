@@ -24,19 +24,12 @@ from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import connect as open_bus
 from penstock.infra.nats_server import server
 from penstock.infra.nats_server.apply_streams import apply, stream_configs, widened
+from penstock.infra.nats_server.binary import ServerFailed, find_server, parse_version
 from penstock.infra.nats_server.config import USERS, ServerConfig, render
 from penstock.infra.nats_server.datadir import DataDirBusy, Lock, load_secrets
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.permissions import BROKER_ROLES, permissions
-from penstock.infra.nats_server.server import (
-    EmbeddedNats,
-    ServerFailed,
-    find_server,
-    memory_bytes,
-    parse_version,
-    was_started_with,
-    with_memory_limit,
-)
+from penstock.infra.nats_server.server import EmbeddedNats, memory_bytes, was_started_with, with_memory_limit
 from penstock.infra.process.sockets import CannotListen
 from penstock.launch.nats import apply_at, own_config
 from penstock.schemas.streams import topology

@@ -22,7 +22,7 @@ import httpx
 import pytest
 import yaml
 
-from penstock.infra.nats_server.server import find_server
+from penstock.infra.nats_server.binary import find_server
 from tests.pipeline.support import ROOT
 from tests.standins import systemd
 from tests.workers.kv_transfer.support import needs_nixl

@@ -17,8 +17,9 @@ from penstock.infra.bus.connection import connect
 from penstock.infra.nats_server import apply_streams as apply_module
 from penstock.infra.nats_server import jetstream_api
 from penstock.infra.nats_server.apply_streams import apply_submissions
+from penstock.infra.nats_server.binary import find_server
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
-from penstock.infra.nats_server.server import EmbeddedNats, find_server
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.nats import apply_at, connect_operator
 from penstock.schemas.streams import GIB, topology
 from penstock.schemas.subjects import Subjects

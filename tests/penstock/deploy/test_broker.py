@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from penstock.deploy.kubernetes import CHART
+from penstock.infra.nats_server.binary import find_server
 from penstock.infra.nats_server.config import STORE_BYTES, USERS, variable
-from penstock.infra.nats_server.server import find_server
 from penstock.infra.process.child import die_with_parent
 from tests.generated.chart import NAMESPACE
 from tests.penstock.deploy.support import container, found, manifests, needs_helm, pods

@@ -12,9 +12,9 @@ import yaml
 
 from penstock.deploy.kubernetes import CHART
 from penstock.infra.nats_server import apply_streams
+from penstock.infra.nats_server.binary import MINIMUM, TESTED, WHEEL, dotted, find_server, parse_version
 from penstock.infra.nats_server.config import USERS, variable
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
-from penstock.infra.nats_server.server import MINIMUM, TESTED, WHEEL, dotted, find_server, parse_version
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 from tests.binaries import OLDEST, find_oldest_server

@@ -17,9 +17,9 @@ import yaml
 from penstock.configs.flags import parse
 from penstock.configs.settings import GatewaySettings, RouterSettings, WorkerSettings
 from penstock.deploy.monitoring import ALERTS, GRAFANA
+from penstock.infra.nats_server.binary import find_server
 from penstock.infra.nats_server.config import USERS, variable
 from penstock.infra.nats_server.permissions import BROKER_ROLES
-from penstock.infra.nats_server.server import find_server
 from penstock.infra.process.child import die_with_parent
 from penstock.operate.keys import _parser as keys_parser
 from tests.generated.chart import DASHBOARDS, FOLDER, compose_files

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from penstock.deploy.kubernetes import CHART
-from penstock.infra.nats_server.server import find_server
+from penstock.infra.nats_server.binary import find_server
 from penstock.infra.process.child import die_with_parent
 from tests.penstock.deploy.running import Here, answers, ask
 from tests.penstock.deploy.support import (

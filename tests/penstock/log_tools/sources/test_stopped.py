@@ -15,8 +15,9 @@ from penstock.infra.bus.connection import connect
 from penstock.infra.bus.direct_get import read
 from penstock.infra.nats_server import datadir
 from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.binary import TESTED, dotted
 from penstock.infra.nats_server.datadir import DataDirUnusable, Lock
-from penstock.infra.nats_server.server import TESTED, EmbeddedNats, dotted
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.requests import inspect, leases
 from penstock.log_tools.sources import log_copy
 from penstock.log_tools.sources.highway_hash import highway_hash_64

@@ -89,6 +89,50 @@ def test_both_directions_give_what_is_stored_from_any_place(
     assert [message(each.block, each.at).data for each in stream.forward()] == [each[3] for each in left]
 
 
+def write_index(folder: Path, messages: int, first_seq: int, last_seq: int) -> None:
+    """As the server does when it stops: the last block's checksum is that of its last record."""
+    last = max((folder / "msgs").glob("*.blk"), key=lambda path: int(path.stem))
+    numbers = [bytes([value & 127 | 128, value >> 7]) for value in (messages, 0, first_seq, 0, last_seq)]
+    head = b"\x0b\x01" + b"".join(numbers) + bytes(32)
+    (folder / "msgs" / "index.db").write_bytes(head + last.read_bytes()[-8:] + bytes(8))
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12).filter(any), st.data())
+def test_blocks_that_are_opened_when_they_are_needed_give_the_same_messages(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], data: st.DataObject
+) -> None:
+    blocks, seq = [], 0
+    for size in sizes:  # 0: of tombstones alone, about messages before the first one
+        rows = [(seq + number, seq + number, "ps.a", b"x") for number in range(1, size + 1)]
+        blocks.append(rows or [(1 << 62, seq, "", b"")])
+        seq += size
+    folder = written(tmp_path_factory.mktemp("store"), blocks)
+    write_index(folder, seq, 1, seq)
+    stream = StoredStream(folder)
+    at = data.draw(st.integers(0, seq + 1))
+    assert [each.seq for each in stream.forward(after=at)] == list(range(at + 1, seq + 1))
+    assert [each.seq for each in stream.forward(since_ns=at)] == list(range(max(1, at), seq + 1))
+    assert [each.seq for each in stream.backward(before=at + 1)] == list(range(min(at, seq), 0, -1))
+    assert (stream.empty, stream.last_seq, stream.deleted()) == (False, seq, [])
+
+
+def test_one_message_of_a_large_stream_is_read_from_few_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written(tmp_path, [[(seq, seq, "ps.a", b"x")] for seq in range(1, 201)])
+    write_index(folder, 200, 1, 200)
+    opened_blocks = set()
+    begin = StoredStream._begin
+
+    def noted(stream: StoredStream, number: int, deleted: list[int]) -> object:
+        opened_blocks.add(number)
+        return begin(stream, number, deleted)
+
+    monkeypatch.setattr(StoredStream, "_begin", noted)
+    stream = StoredStream(folder)
+    assert next(stream.forward(since_ns=77)).seq == 77
+    assert next(stream.backward(before=78)).seq == 77
+    assert len(opened_blocks) < 12
+
+
 def test_what_the_server_was_writing_when_it_was_killed_is_left_out(tmp_path: Path) -> None:
     folder = written(tmp_path, [[(1, 1, "ps.a", b"one"), (2, 2, "ps.a", b"two")]])
     block = folder / "msgs" / "1.blk"
