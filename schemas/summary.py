@@ -373,6 +373,7 @@ class Criteria(msgspec.Struct, frozen=True):
         models: it ran on one of these.
         api_key: the part of its key that names it.
         min_ms, min_ttft_ms: at least so long, from acceptance to the end and to the first token.
+        at_ns: it was under way at this time.
     """
 
     since_ns: int = 0
@@ -388,6 +389,12 @@ class Criteria(msgspec.Struct, frozen=True):
     models: frozenset[str] = frozenset()
     api_key: str = ""
     lost: bool = False
+    at_ns: int = 0
+
+    @property
+    def ended_since_ns(self) -> int:
+        """No request that ended before this time is wanted; 0: any may be."""
+        return max(self.since_ns, self.at_ns)
 
     def accepts(self, summary: RequestSummary) -> bool:
         """Whether a list with these criteria shows this request."""
@@ -395,6 +402,7 @@ class Criteria(msgspec.Struct, frozen=True):
             not summary.origin
             and summary.created_ns >= self.since_ns
             and (not self.until_ns or summary.created_ns < self.until_ns)
+            and (not self.at_ns or (summary.created_ns <= self.at_ns and not 0 < summary.ended_ns < self.at_ns))
             and self.model in ("", summary.model)
             and (not self.models or summary.model in self.models)
             and self.tenant in ("", summary.tenant)

@@ -107,6 +107,14 @@ def test_a_summary_says_what_an_answer_was_made_with() -> None:
     assert (as_dict(bare)["sampling"], settings_text(bare.sampling)) == ({}, "")
 
 
+def test_at_a_moment_are_the_requests_that_were_accepted_and_not_over() -> None:
+    over = RequestSummary("r", "tiny", "done", 10, ended_ns=20)
+    running = RequestSummary("r", "tiny", "running", 10)
+    moments = (9, 10, 15, 20, 21)
+    assert [Criteria(at_ns=at).accepts(over) for at in moments] == [False, True, True, True, False]
+    assert [Criteria(at_ns=at).accepts(running) for at in moments] == [False, True, True, True, True]
+
+
 def test_a_job_of_an_older_build_names_the_workers_that_were_lost() -> None:
     job = Job(msgspec.Raw(encode(REQUEST)), 3, DECISION, lost=((2, "w-2"),))
     assert earlier_workers(job) == (EarlierWorker(2, "w-2", "worker_lost"),)

@@ -13,7 +13,16 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import structlog
 
-from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, get_last, get_last_of, read, read_backwards
+from penstock.infra.bus.direct_get import (
+    Entry,
+    LogFiles,
+    Readable,
+    before_time,
+    get_last,
+    get_last_of,
+    read,
+    read_backwards,
+)
 from penstock.log_tools.sources.data_folder import StoredLog
 from penstock.log_tools.sources.store_files import Place, Raw, StoredStream, message, message_id, subject_of
 from penstock.schemas import done, jobs, requests
@@ -120,7 +129,8 @@ async def ended(
         ServingError: the stream cannot be read.
     """
     stream, subjects = bus.subjects.stream("DONE"), bus.subjects.all("done")
-    oldest = criteria.since_ns
+    oldest = criteria.ended_since_ns
+    before = before or await _behind(bus, stream, criteria)
     async for entry in read_backwards(bus, stream, subjects, before=before):
         if oldest and entry.time_ns < oldest:  # it was accepted even earlier
             return
@@ -129,11 +139,20 @@ async def ended(
             yield entry.seq, summary
 
 
+async def _behind(bus: Readable, stream: str, criteria: Criteria) -> int:
+    """A sequence from which on no record is wanted; 0: there is none, or files are read."""
+    if not criteria.at_ns or isinstance(bus, LogFiles):
+        return 0
+    latest = criteria.at_ns + int(LONGEST_DEADLINE_S * 1e9) + CLOCK_SKEW_NS
+    return await before_time(bus, stream, latest) + 1 if latest < time.time_ns() else 0
+
+
 async def summaries(bus: Readable, criteria: Criteria) -> AsyncGenerator[RequestSummary, None]:
     """As ``ended``, without requests and records: neither prompts nor tokens are decoded."""
     stream, subjects = bus.subjects.stream("DONE"), bus.subjects.all("done")
-    async for entry in read_backwards(bus, stream, subjects):
-        if criteria.since_ns and entry.time_ns < criteria.since_ns:
+    oldest = criteria.ended_since_ns
+    async for entry in read_backwards(bus, stream, subjects, before=await _behind(bus, stream, criteria)):
+        if oldest and entry.time_ns < oldest:
             return
         try:
             summary = of_encoded_done(entry.data, RequestSummary)

@@ -19,16 +19,19 @@ from penstock.cli.terminal import Column, bar, escape, fitting_table, print_hang
 from penstock.configs.flags import Parser
 from penstock.log_tools.requests.describe import Texts
 from penstock.log_tools.requests.inspection import Content, InspectedEvent, Inspection, Phase, inspect, line_of
+from penstock.log_tools.requests.neighbours import Neighbours, counts_only, read_neighbours
+from penstock.log_tools.requests.neighbours import show as show_neighbours
 from penstock.log_tools.sources.open_log import (
     REQUEST_STREAMS,
     LogSource,
     add_flags,
     add_verify_flag,
     cells_for,
+    open_cells,
     open_log,
     run_command,
 )
-from penstock.log_tools.timeline.read import UnknownRequest, read_timeline
+from penstock.log_tools.timeline.read import ID, UnknownRequest, ids_of, only, read_timeline
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas.requests import request_of_answer
 from penstock.schemas.summary import NOT_SAMPLED, RequestSummary, as_dict, settings_text
@@ -60,6 +63,8 @@ def show(inspection: Inspection, console: Console, *, now_ns: int) -> None:
     _show_events(inspection, console)
     for text in inspection.missing:
         console.print(f"missing: {escape(text)}", style="yellow", highlight=False, soft_wrap=True)
+    if inspection.neighbours is not None:
+        show_neighbours(inspection.neighbours, console, inspection.request.created_ns)
     _show_content(inspection, console)
 
 
@@ -201,6 +206,7 @@ class InspectOptions(NamedTuple):
     as_json: bool
     html: str
     model_path: str
+    neighbours: str = ""  # "ids", "counts"; "": not read
 
 
 def run(argv: Sequence[str], name: str = "inspect") -> int:
@@ -209,7 +215,9 @@ def run(argv: Sequence[str], name: str = "inspect") -> int:
         prog=f"penstock {name}",
         description="show everything that happened to a request, and why: running, ended, failed or cancelled",
     )
-    parser.add_argument("request_id", metavar="ID", help="X-Request-Id header, or id, of the answer")
+    parser.add_argument(
+        "request_id", metavar="ID", help="X-Request-Id header, or id, of the answer, or the beginning of it"
+    )
     parser.add_argument("--text", action="store_true", help="print its prompt and answer as text")
     parser.add_argument("--tokens", action="store_true", help="print its prompt and answer as token ids")
     parser.add_argument(
@@ -218,12 +226,21 @@ def run(argv: Sequence[str], name: str = "inspect") -> int:
     parser.add_argument(
         "--no-batches", action="store_true", help="leave out token batches: the largest stream is not read, or copied"
     )
+    parser.add_argument(
+        "--neighbours",
+        nargs="?",
+        const="ids",
+        default="",
+        choices=("ids", "counts"),
+        help="what ran beside it at its workers, and what its router held; counts: without ids and tenants",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--html", default="", metavar="FILE", help="write one page that needs nothing else")
     add_flags(parser)
     add_verify_flag(parser)
     args = parser.parse_args(argv)
     options = InspectOptions(not args.no_batches, args.text, args.tokens, args.json, args.html, args.model_path)
+    options = options._replace(neighbours=args.neighbours)
     request_id = request_of_answer(args.request_id)
     console = stdout()
     return run_command(name, lambda: _run(request_id, LogSource.of(args), options, console))
@@ -231,8 +248,9 @@ def run(argv: Sequence[str], name: str = "inspect") -> int:
 
 async def _run(request_id: str, source: LogSource, options: InspectOptions, console: Console) -> None:
     streams = (*REQUEST_STREAMS, *(["TOKENS"] if options.batches else []))
-    timeline = await _timeline(request_id, source, streams, with_tokens=options.batches)
+    timeline, neighbours = await _timeline(request_id, source, streams, options)
     inspection = inspect(timeline, with_tokens=options.batches)
+    inspection = msgspec.structs.replace(inspection, neighbours=neighbours)
     content, missing = _content(timeline, options)
     inspection = msgspec.structs.replace(inspection, content=content, missing=(*inspection.missing, *missing))
     if options.html:
@@ -246,18 +264,28 @@ async def _run(request_id: str, source: LogSource, options: InspectOptions, cons
 
 
 async def _timeline(
-    request_id: str, source: LogSource, streams: Sequence[str], *, with_tokens: bool
-) -> RequestTimeline:
+    request_id: str, source: LogSource, streams: Sequence[str], options: InspectOptions
+) -> tuple[RequestTimeline, Neighbours | None]:
     """From the cell in the id, or from another one.
 
     Raises:
         ValueError: not a request id, or no cell's log has this request.
     """
     unknown: ValueError | None = None
+    if len(request_id) < ID:
+        found: list[str] = []
+        async with open_cells(source, name="inspect", streams=REQUEST_STREAMS, files=True) as logs:
+            for log in logs:
+                found += await ids_of(log.reader, request_id)
+        request_id = only(found, request_id)
     for cell in cells_for(source, request_id):
         async with open_log(cell.source, name="inspect", streams=streams, files=True) as log:
             try:
-                return await read_timeline(log.reader, request_id, with_tokens=with_tokens)
+                timeline = await read_timeline(log.reader, request_id, with_tokens=options.batches)
+                if not options.neighbours:
+                    return timeline, None
+                neighbours = await read_neighbours(log.reader, timeline)
+                return timeline, neighbours if options.neighbours == "ids" else counts_only(neighbours)
             except UnknownRequest as error:
                 unknown = unknown or error
     assert unknown is not None

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.cli.figures import counted
+from penstock.log_tools.requests.neighbours import Neighbours
 from penstock.log_tools.timeline.events import (
     AttemptReturned,
     AttemptRevoked,
@@ -215,6 +216,7 @@ class Inspection(msgspec.Struct, frozen=True, omit_defaults=True):
     events: tuple[InspectedEvent, ...]
     missing: tuple[str, ...] = ()
     content: Content = Content()
+    neighbours: Neighbours | None = None  # None: they were not read
 
 
 def inspect(timeline: RequestTimeline, *, with_tokens: bool = True) -> Inspection:

@@ -5,6 +5,7 @@ from html import escape
 
 from penstock.cli.figures import counted, span
 from penstock.log_tools.requests.inspection import InspectedEvent, Inspection, Phase, line_of
+from penstock.log_tools.requests.neighbours import FIRST_NUMBER, HEADINGS, SHOWN, Neighbours, rows, sentences
 from penstock.schemas.summary import NOT_SAMPLED, settings_text
 
 _STYLE = """
@@ -42,12 +43,16 @@ def page(inspection: Inspection) -> str:
     )
 
 
-def body(inspection: Inspection) -> str:
-    """What the page shows, without its style, for pages that have their own."""
-    return "\n".join(_body(inspection))
+def body(inspection: Inspection, *, links: bool = False) -> str:
+    """What the page shows, without its style, for pages that have their own.
+
+    Args:
+        links: other requests are links to their pages on the dashboard.
+    """
+    return "\n".join(_body(inspection, links))
 
 
-def _body(inspection: Inspection) -> Iterator[str]:
+def _body(inspection: Inspection, links: bool) -> Iterator[str]:
     request = inspection.request
     bad = ' class="bad"' if request.code else ""
     yield f"<h1>{escape(request.id)} <span{bad}>{escape(request.code or request.state)}</span></h1>"
@@ -63,8 +68,35 @@ def _body(inspection: Inspection) -> Iterator[str]:
     for entry in inspection.events:
         yield _event(entry, request.created_ns)
     yield "</tbody></table></div>"
+    if inspection.neighbours is not None:
+        yield '<h2 id="beside">What ran beside it</h2>'
+        yield from _neighbours(inspection.neighbours, request.created_ns, links)
+    elif links:
+        yield '<p><a href="?neighbours=1#beside">What ran beside it</a></p>'
     yield from (f'<p class="dim">Missing: {escape(text)}.</p>' for text in inspection.missing)
     yield from _content(inspection)
+
+
+def _neighbours(neighbours: Neighbours, begin_ns: int, links: bool) -> Iterator[str]:
+    if not neighbours.workers and not neighbours.routers:
+        yield "<p>No worker has had it yet, and no router held it.</p>"
+    for text, requests in sentences(neighbours, begin_ns):
+        yield f"<p>{escape(text)}</p>"
+        if not requests:
+            continue
+        yield '<div class="scroll"><table><thead><tr>'
+        yield "".join(f"<th{_number(at)}>{name}</th>" for at, name in enumerate(HEADINGS)) + "</tr></thead><tbody>"
+        for row in rows(requests, begin_ns):
+            link = f'<a href="/requests/{escape(row[0])}">{escape(row[0])}</a>' if links else escape(row[0])
+            cells = [link, *map(escape, row[1:])]
+            yield "<tr>" + "".join(f"<td{_number(at)}>{cell}</td>" for at, cell in enumerate(cells)) + "</tr>"
+        yield "</tbody></table></div>"
+        if len(requests) > SHOWN:
+            yield f'<p class="dim">And {len(requests) - SHOWN:,} more.</p>'
+
+
+def _number(at: int) -> str:
+    return ' class="n"' if at >= FIRST_NUMBER else ""
 
 
 def _facts(inspection: Inspection) -> Iterator[str]:

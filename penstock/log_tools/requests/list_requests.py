@@ -51,10 +51,17 @@ class _Column(NamedTuple):
 
 
 def lines(
-    requests: Sequence[RequestLine], *, width: int, now_ns: int, header: str = "", colours: bool = False
+    requests: Sequence[RequestLine],
+    *,
+    width: int,
+    now_ns: int,
+    header: str = "",
+    colours: bool = False,
+    at_ns: int = 0,
 ) -> Iterator[str]:
     """
     Args:
+        at_ns: show what each did at this time; 0: not.
         width: of the terminal, in columns.
         header: name of the last column, above the list; "": no line of names.
         colours: as ANSI escape sequences.
@@ -62,6 +69,8 @@ def lines(
     table = {column: [column.cell(each.summary, now_ns) for each in requests] for column in _COLUMNS}
     if any(each.cell is not None for each in requests):
         table = {_CELL: ["" if each.cell is None else str(each.cell) for each in requests]} | table
+    if at_ns:
+        table |= {_THEN: [_phase(each.summary, at_ns) for each in requests]}
     sizes = {column: max(column.width, *map(len, cells)) for column, cells in table.items()}
     if not any(table[_CODE]):
         del sizes[_CODE]
@@ -137,8 +146,18 @@ def _temperature(request: RequestSummary) -> str:
 
 
 _REVISION = 12  # characters of it
+
+
+def _phase(request: RequestSummary, at_ns: int) -> str:
+    """What became of a request at a time at which it was under way."""
+    if not request.routed_ns or at_ns < request.routed_ns:
+        return "held" if request.state != RUNNING else RUNNING
+    return "prompt" if at_ns < request.first_token_ns or not request.first_token_ns else "generating"
+
+
 _OVER_ERRORS = 4  # columns up to here matter more than the text of errors, whose code has a column
 _CELL = _Column("cell", 4, lambda request, _: "", 2, number=True)  # of a deployment with several
+_THEN = _Column("then", 10, lambda request, _: "", 3)  # of --at
 _STATE = _Column("state", 9, lambda request, _: request.state)
 _CODE = _Column("code", 4, lambda request, _: request.code if request.code != request.state else "", 1)
 _MADE_WITH = (  # what tokens depend on besides the prompt: shown where the listed requests differ in it
@@ -218,6 +237,7 @@ def run(argv: Sequence[str]) -> int:
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--since", default="", help="accepted since: 15m, 2h, 7d ago, or 2026-11-22T09:30")
     parser.add_argument("--until", default="", help="accepted before; written like --since")
+    parser.add_argument("--at", default="", help="under way at this time: 14:03:10, or written like --since")
     parser.add_argument("--model", default="", help="as the client named it")
     parser.add_argument("--tenant", default="", help="whose requests")
     parser.add_argument("--key", default="", help="API key, as `penstock keys list` shows it: pst-0a1b2c3d4e5f")
@@ -260,6 +280,7 @@ def _options(args: argparse.Namespace) -> ListOptions:
         duration_ns(args.min_ttft) / 1e6,
         api_key=f"{PREFIX}{check_id(args.key)}" if args.key else "",
         lost=args.lost,
+        at_ns=moment_ns(args.at, now_ns) if args.at else 0,
     )
     if args.limit < 0:
         raise ValueError(f"--limit {args.limit}: give a number of requests, or 0 for all")
@@ -373,7 +394,8 @@ def _print(request_lines: Sequence[RequestLine], options: ListOptions, console: 
     elif request_lines:
         width, colours = console.width, console.color_system is not None and not console.no_color
         name = ("text" if options.grep is not None else "error") if header else ""
-        written = lines(request_lines, width=width, now_ns=time.time_ns(), header=name, colours=colours)
+        at_ns = options.criteria.at_ns
+        written = lines(request_lines, width=width, now_ns=time.time_ns(), header=name, colours=colours, at_ns=at_ns)
     else:
         return
     for part in _batched(written, WRITTEN_TOGETHER):  # standard output is flushed at each line's end

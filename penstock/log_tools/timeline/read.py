@@ -6,7 +6,7 @@ windows of time are read whole, and searched here.
 """
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
@@ -28,6 +28,68 @@ EVERYTHING = ">"
 
 class UnknownRequest(ValueError):
     """The log does not have this request."""
+
+
+ID = 36  # characters
+LEAST = 8  # of the beginning of an id: requests of a minute
+OTHERS = 4  # ids that begin alike are named
+
+
+def times_of(beginning: str) -> tuple[int, int]:
+    """The Unix times, in ns, between which an id that begins so was made.
+
+    Raises:
+        ValueError: it is too short, or no beginning of an id.
+    """
+    digits = beginning.replace("-", "")
+    if not set(digits) <= set("0123456789abcdef") or any(at not in (8, 13, 18, 23) for at in _hyphens(beginning)):
+        raise ValueError(f"{beginning!r} is not a request id, which is a UUIDv7 as in the X-Request-Id header")
+    if len(beginning) < LEAST:
+        raise ValueError(f"{beginning!r} is too short: give at least {LEAST} characters of the request's id")
+    return int(digits[:12].ljust(12, "0"), 16) * 1_000_000, (int(digits[:12].ljust(12, "f"), 16) + 1) * 1_000_000
+
+
+def _hyphens(text: str) -> list[int]:
+    return [at for at, letter in enumerate(text) if letter == "-"]
+
+
+async def ids_of(bus: Readable, beginning: str) -> list[str]:
+    """The ids of requests that begin so, a few at most: in REQUESTS, or if there is none, in DONE.
+
+    Raises:
+        ValueError: as ``times_of``.
+        ServingError: a stream cannot be read.
+    """
+    since, until = times_of(beginning)
+    for name, subject, later_ns in (
+        ("REQUESTS", EVERYTHING, CLOCK_SKEW_NS),
+        ("DONE", bus.subjects.all("done"), LONG_NS + CLOCK_SKEW_NS),
+    ):
+        found: dict[str, None] = {}
+        entries = window(bus, name, subject, since - CLOCK_SKEW_NS, until + later_ns)
+        async with contextlib.aclosing(entries):
+            async for entry in entries:
+                message_id = entry.headers.get(HEADER_MSG_ID, "")
+                if message_id.startswith(beginning) and len(message_id) == ID:
+                    found[message_id] = None
+                    if len(found) > OTHERS:
+                        break
+        if found:
+            return list(found)
+    return []
+
+
+def only(found: Sequence[str], beginning: str) -> str:
+    """
+    Raises:
+        ValueError: none or several.
+    """
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UnknownRequest(f"no request whose id begins with {beginning} in the log")
+    more = ", …" if len(found) > OTHERS else ""
+    raise ValueError(f"{beginning} is the beginning of several ids: {', '.join(found[:OTHERS])}{more}")
 
 
 async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = False) -> RequestTimeline:
@@ -98,7 +160,7 @@ def _is_intact(bus: Readable, timeline: RequestTimeline, name: str, entry: Entry
     return False
 
 
-async def _window(
+async def window(
     bus: Readable, name: str, subject: str, since_ns: int, until_ns: int, batch: int = NEAR_BATCH
 ) -> AsyncGenerator[Entry, None]:
     """Messages stored from ``since_ns`` to ``until_ns`` (0: to the end). Short windows are read with all subjects."""
@@ -120,7 +182,7 @@ async def _request(bus: Readable, timeline: RequestTimeline, since: int, last: E
         return done.request_of(event)
     subjects = bus.subjects
     near = since + CLOCK_SKEW_NS - NEAR_NS
-    async for entry in _window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS):
+    async for entry in window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS):
         if entry.headers.get(HEADER_MSG_ID) == request_id and _is_intact(bus, timeline, "REQUESTS", entry):
             return requests.decode(entry.data)
     async for entry in read(bus, subjects.stream("REQUESTS"), subjects.shard_of(request_id), since_ns=since):
@@ -133,7 +195,7 @@ async def _add_returns(bus: Readable, timeline: RequestTimeline, since: int, unt
     """Add the attempts that workers returned. A request that ended in its first attempt has none."""
     if timeline.done is not None and timeline.done.attempt == 1:
         return
-    async for entry in _window(bus, "DONE", bus.subjects.all("returned"), since, until_ns):
+    async for entry in window(bus, "DONE", bus.subjects.all("returned"), since, until_ns):
         of_it = entry.headers.get(HEADER_MSG_ID, "").startswith(f"{timeline.request_id}:")
         if of_it and _is_intact(bus, timeline, "DONE", entry):
             timeline.add_end(done.decode(entry.data), entry.time_ns)
@@ -143,7 +205,7 @@ async def _add_work(bus: Readable, timeline: RequestTimeline, since: int, until_
     """Add the request's jobs and handoffs."""
     if await _add_only_attempt(bus, timeline):
         return
-    async for entry in _window(bus, "WORK", bus.subjects.all("work"), since, until_ns):
+    async for entry in window(bus, "WORK", bus.subjects.all("work"), since, until_ns):
         if _is_work_of(timeline.request_id, entry) and _is_intact(bus, timeline, "WORK", entry):
             _add_job(timeline, entry)
 
@@ -176,7 +238,7 @@ async def _first_work(
 ) -> Entry | None:
     """Find the first message about the request that is not in ``jobs``, and add it there. None: there is none."""
     since, until = since_ns - NEAR_NS, until_ns + NEAR_NS
-    async with contextlib.aclosing(_window(bus, "WORK", bus.subjects.all("work"), since, until)) as entries:
+    async with contextlib.aclosing(window(bus, "WORK", bus.subjects.all("work"), since, until)) as entries:
         async for entry in entries:
             name = entry.headers.get(HEADER_MSG_ID, "")
             wanted = _is_work_of(timeline.request_id, entry) and name not in jobs
@@ -202,7 +264,7 @@ async def _ledger(bus: Readable, timeline: RequestTimeline, since: int, until_ns
     if event is not None and event.attempt == 1 and event.timings.routed_ns:
         since, until_ns = event.timings.routed_ns - NEAR_NS, event.timings.ended_ns + NEAR_NS
     with contextlib.suppress(ServingError):
-        async for entry in _window(bus, "HANDOFF", bus.subjects.all("handoff"), since, until_ns):
+        async for entry in window(bus, "HANDOFF", bus.subjects.all("handoff"), since, until_ns):
             if name not in entry.data or not _is_intact(bus, timeline, "HANDOFF", entry):
                 continue
             with contextlib.suppress(msgspec.MsgspecError):
@@ -217,7 +279,7 @@ async def _add_tokens(bus: Readable, timeline: RequestTimeline, since: int, unti
     if event is not None and event.attempt == 1 and event.timings.started_ns:
         since, until_ns = event.timings.started_ns - NEAR_NS, event.timings.ended_ns + NEAR_NS
     subject = bus.subjects.tokens(timeline.request.token_address)
-    async for entry in _window(bus, "TOKENS", subject, since, until_ns, TOKENS_BATCH):
+    async for entry in window(bus, "TOKENS", subject, since, until_ns, TOKENS_BATCH):
         if name not in entry.data or not _is_intact(bus, timeline, "TOKENS", entry):
             continue
         batch = tokens.decode(entry.data)

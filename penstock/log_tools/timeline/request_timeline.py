@@ -127,6 +127,7 @@ class RequestTimeline:
         done: the terminal event; None: the request has not ended.
         stages: one entry per worker and attempt, in the order of their messages.
         routed: the routers' decisions, in the order of their messages.
+        held: how many requests the router held at each decision, by attempt, where its job says so.
         returned: attempts that a worker returned, by number.
         handoffs: the ledger's lines, in stream order.
         damaged: messages about it that are left out, because they are not as they were stored: stream and sequence.
@@ -138,6 +139,7 @@ class RequestTimeline:
         self.done: Done | None = None
         self.stages: list[StageRun] = []
         self.routed: list[RequestRouted] = []
+        self.held: dict[int, int] = {}
         self.returned: dict[int, AttemptReturned] = {}
         self.handoffs: list[Handoff] = []
         self.damaged: list[str] = []
@@ -240,6 +242,8 @@ class RequestTimeline:
         routed = _routed(attempt, decision, resumed, self._compact)
         before = self.stages[-1].worker if self.stages else ""
         self.routed.append(routed)
+        if job.inputs is not None:
+            self.held[attempt] = job.inputs.held
         # By the router's clock they may lie after the moment in which the broker stored the job.
         queued_ns = min(decision.at_ns - decision.waited_ns, stored_ns)
         self._append(queued_ns, RequestQueued(decision.at_ns - decision.waited_ns, attempt, decision.router))

@@ -20,16 +20,18 @@ from penstock.log_tools.requests import inspection_page
 from penstock.log_tools.requests.find_requests import LoggedRequest, ended, merged, unfinished
 from penstock.log_tools.requests.inspection import inspect
 from penstock.log_tools.requests.leases import leases, stopped_ns
+from penstock.log_tools.requests.neighbours import read_neighbours
 from penstock.log_tools.sources.open_log import Log, in_order
-from penstock.log_tools.timeline.read import read_timeline
+from penstock.log_tools.timeline.read import ID, ids_of, only, read_timeline
 from penstock.operate.dashboard import pages
 from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.live import Live, Moment
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import request_of_answer
 from penstock.schemas.summary import Criteria
 
 MAX_WATCHERS = 64
-FILTERS = ("state", "since", "until", "model", "tenant", "worker", "code", "min_duration", "min_ttft")
+FILTERS = ("state", "since", "until", "at", "model", "tenant", "worker", "code", "min_duration", "min_ttft")
 # Nothing from elsewhere, and no script but ours: a prompt on a page must not become one.
 POLICY = (
     "default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; connect-src 'self'; img-src data:; "
@@ -123,17 +125,26 @@ class Dashboard:
         return HTMLResponse(pages.requests(found, query, older=older, error="", namespace=self._namespace))
 
     async def _request(self, request: Request) -> Response:
-        request_id = request.path_params["id"]
+        request_id = request_of_answer(request.path_params["id"])
         problem: ValueError | None = None
+        if len(request_id) < ID:
+            try:
+                found = [each for log in self._logs for each in await ids_of(log.bus, request_id)]
+                return RedirectResponse(f"/requests/{only(found, request_id)}", 303)
+            except ValueError as error:
+                return self._problem("Not found", str(error), 404)
         for log in in_order(self._logs, request_id):
             try:
                 timeline = await read_timeline(log.bus, request_id, with_tokens=True)
+                beside = request.query_params.get("neighbours") is not None
+                neighbours = await read_neighbours(log.bus, timeline) if beside else None
                 break
             except ValueError as error:
                 problem = problem or error
         else:
             return self._problem("Not found", str(problem), 404)
-        body = inspection_page.body(inspect(timeline))
+        inspection = msgspec.structs.replace(inspect(timeline), neighbours=neighbours)
+        body = inspection_page.body(inspection, links=True)
         return HTMLResponse(pages.request(request_id, Markup(body), namespace=self._namespace))
 
     async def _find(self, request: Request) -> Response:
@@ -198,6 +209,7 @@ def _criteria(query: Mapping[str, str]) -> Criteria:
         worker=query["worker"],
         states=frozenset([query["state"]] if query["state"] else []),
         code=query["code"],
+        at_ns=moment_ns(query["at"], now_ns) if query["at"] else 0,
         min_ms=duration_ns(query["min_duration"]) / 1e6 if query["min_duration"] else 0.0,
         min_ttft_ms=duration_ns(query["min_ttft"]) / 1e6 if query["min_ttft"] else 0.0,
     )

@@ -1,6 +1,7 @@
 """``penstock inspect``: everything about a request, read by another process from the log alone."""
 
 import asyncio
+import json
 import os
 import sys
 from pathlib import Path
@@ -61,6 +62,25 @@ async def test_a_finished_request_is_shown_with_its_score_table_and_its_texts(
     assert f"ended ok on attempt 1 at {end.worker}" in said
     for phase in ("request", "route", "aggregated", "wait", "prompt", "generate"):
         assert any(line.split()[:1] == [phase] for line in said.splitlines()), said
+
+
+async def test_what_ran_beside_a_request_is_shown_by_the_beginning_of_its_id(
+    fast: Deployment, http: httpx.AsyncClient, bus: Bus
+) -> None:
+    answers = await asyncio.gather(*(http.post("/v1/completions", json={**TEXT, "max_tokens": 400}) for _ in range(6)))
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    ends = [(await ending(bus, request_id))[1] for request_id in ids]
+    worker = max((end.worker for end in ends), key=[end.worker for end in ends].count)
+    there = [end for end in ends if end.worker == worker]
+    status, said = await inspect(there[0].request[:-1], fast.data_dir, "--neighbours", "--json")
+    assert status == 0, said
+    (beside,) = json.loads(said)["neighbours"]["workers"]
+    assert beside["worker"] == worker
+    overlapping = {
+        end.request for end in there[1:] if end.timings.started_ns < there[0].timings.ended_ns < end.timings.ended_ns
+    }
+    assert overlapping <= {each["id"] for each in beside["requests"]}
+    assert sum(beside["parts"].values()) == len(beside["requests"])
 
 
 async def test_a_failed_request_is_shown_with_its_reason(fast: Deployment, http: httpx.AsyncClient, bus: Bus) -> None:

@@ -1,6 +1,7 @@
 """Finding requests without their ids, on a real nats-server."""
 
 import asyncio
+import datetime
 import json
 import re
 import time
@@ -328,3 +329,22 @@ def test_a_list_shows_the_revision_and_the_settings_only_where_they_differ() -> 
     assert not {"revision", "engine", "temperature"} & set(alike[0].split())
     assert {"revision", "temperature"} <= set(other[0].split())
     assert other[2].split()[-2:] == ["b" * 12, "0.5"]
+
+
+async def test_a_moment_lists_what_was_under_way_and_what_it_did_then(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = time.time_ns()
+    early, late = [await accept(bus, created_ns=now + ms * 1_000_000) for ms in (-9_000, -4_000)]
+    await end(bus, early, 1, took_ms=2_000)  # its first token comes after 10 ms
+    await end(bus, late, 1, took_ms=3_000)
+    at = [datetime.datetime.fromtimestamp((now + ms * 1_000_000) / 1e9).isoformat() for ms in (-8_000, -6_500, -3_995)]
+    assert [[line["id"] for line in await listed(bus, broker, "--at", each)] for each in at] == [
+        [early.id],
+        [],
+        [late.id],
+    ]
+    argv = ["--nats-url", broker.url(), "--namespace", bus.subjects.namespace, "--at"]
+    for moment, did in ((at[0], "generating"), (at[2], "prompt")):
+        assert await asyncio.to_thread(run, [*argv, moment]) == 0
+        assert capsys.readouterr().out.splitlines()[1].split()[-1] == did
