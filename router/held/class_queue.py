@@ -157,12 +157,21 @@ class ClassQueue(Generic[T]):
         heapq.heappush(tenant.heap, entry)
         tenant.compact(waiting)
 
-    def first(self, count: int, waiting: Mapping[str, QueueEntry[T]], now_ns: int) -> tuple[list[QueueEntry[T]], bool]:
-        """The requests to try next, and whether only the first of them."""
+    def first(
+        self, count: int, waiting: Mapping[str, QueueEntry[T]], now_ns: int, wanted: int
+    ) -> tuple[list[QueueEntry[T]], bool]:
+        """The requests to try next, and whether only the first of them.
+
+        Args:
+            wanted: how many of the ``count`` are returned.
+        """
         each = max(1, count // max(1, len(self._by_share)))
         first_entries: list[QueueEntry[T]] = []
         for _, name in self._by_share[:count]:
-            entries, alone = self._tenants[name].first(each, waiting, now_ns)
+            left = wanted - len(first_entries)
+            if left <= 0:
+                break
+            entries, alone = self._tenants[name].first(min(each, left), waiting, now_ns)
             if alone and not first_entries:
                 return entries, True
             first_entries += entries

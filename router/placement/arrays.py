@@ -189,6 +189,7 @@ class Pool(NamedTuple):
         longest, largest: tokens of prompt and answer together, tokens of a prompt, that a target takes.
         least_longest, least_largest: that every target takes.
         block_size: of all targets, or of each.
+        most_block_size: the largest.
         places: of the targets of bits, with the version that they are of.
     """
 
@@ -202,6 +203,7 @@ class Pool(NamedTuple):
     least_longest: float
     least_largest: float
     block_size: Column | float
+    most_block_size: int
     places: dict[TargetBits, tuple[int, Rows]]
 
     def column(self, blocks: Mapping[TargetId, int]) -> Column:
@@ -247,6 +249,17 @@ class Pool(NamedTuple):
         if tokens + request.max_tokens <= self.least_longest and tokens < self.least_largest:
             return self.usable
         return self.usable & (tokens + request.max_tokens <= self.longest) & (tokens < self.largest)
+
+    def may_have_room(self, held: HeldRequest, room: float) -> bool:
+        """False: no target has room for a request, although one takes it once there is.
+
+        Args:
+            room: blocks, the most that a target has (``TargetTerms``).
+        """
+        tokens = held.request.prompt_tokens + held.request.resumed_tokens
+        leading = held.leading.numbers if isinstance(held.leading, Depths) else held.leading.values()
+        needed = tokens // self.most_block_size - min(max(leading, default=0), held.request.prompt_blocks)
+        return bool(needed <= room or not self.allowed(held.request).any())
 
     def rejection(self, at: int, request: RoutingRequest) -> str:
         """Why a target never takes the request; "": it does, once it has room."""
@@ -320,6 +333,7 @@ class Pools:
             longest.min(),
             largest.min(),
             sizes.pop() if len(sizes) == 1 else np.array([each.block_size for each in registrations], np.float64),
+            max(each.block_size for each in registrations),
             {},
         )
 
@@ -392,6 +406,15 @@ class ArrayDecisions:
         """
         pool = self._pools.pool(requests[0].request)
         assert pool is not None
+        if all(held.request.n == 1 for held in requests):
+            room = self._columns.terms(pool.rows, 1, now_ns).room.max()
+            # In overload most have none: columns of all of them would take several times as long.
+            kept = [number for number, held in enumerate(requests) if pool.may_have_room(held, room)]
+        else:
+            kept = list(range(len(requests)))
+        return [kept[at] for at in self._ready(pool, [requests[at] for at in kept], now_ns)] if kept else []
+
+    def _ready(self, pool: Pool, requests: Sequence[HeldRequest], now_ns: int) -> list[int]:
         sizes = np.zeros((4, len(requests), 1))
         cached, leading = np.zeros((2, len(requests), len(pool.ids)))
         allowed = np.zeros(cached.shape, np.bool_)
@@ -410,8 +433,8 @@ class ArrayDecisions:
         at, best = open_cost.argmin(axis=1), any_cost.argmin(axis=1)
         saved = target_costs.uncached_tokens[every, at] - target_costs.uncached_tokens[every, best]
         waits = ~fits[every, best] & (np.array([held.waited_s for held in requests]) < PATIENCE_S * saved)
-        kept: list[int] = np.flatnonzero(fits.any(axis=1) & ~waits | ~allowed.any(axis=1)).tolist()
-        return kept
+        ready: list[int] = np.flatnonzero(fits.any(axis=1) & ~waits | ~allowed.any(axis=1)).tolist()
+        return ready
 
 
 def _waits(target_costs: Costs, allowed: NDArray[np.bool_], best: int, waited_s: float) -> bool:

@@ -366,6 +366,17 @@ def aggregated_pool(tracker: LoadTracker, request: RoutingRequest) -> Sequence[R
     return () if any(each.role != "aggregated" for each in serving) else serving
 
 
+# Targets, up to which a loop over them is cheaper in a router. Without anything between two decisions, arrays win from
+# one target on. But each request changes rows that they have to copy, so they win from four on, and after code that
+# empties the caches from nine on.
+FEW = 4
+
+
+def are_many(serving: Sequence[Registration], few: int = FEW) -> bool:
+    """Whether a loop over the targets of these workers costs more than array operations."""
+    return len(serving) > few or sum(each.dp_size for each in serving) > few
+
+
 class HeldRequest(NamedTuple):
     """Fields as in ``RoutingContext``."""
 

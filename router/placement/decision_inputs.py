@@ -28,6 +28,7 @@ import structlog
 
 from penstock.configs.settings import RouterMode, RouterSettings
 from penstock.infra.byte_cache import ByteCache
+from penstock.router.placement.cost import FEW, are_many
 from penstock.router.placement.decide import TransferKind, decide, transfer_kind
 from penstock.router.placement.pending import PendingRequest, crowded, required_revision, routing_request
 from penstock.router.placement.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
@@ -143,12 +144,6 @@ class SharedPrefixes:
             self._older, self._branches, self._prompts = self._branches, {}, 0
 
 
-# Targets, up to which a loop over them is cheaper in a router. Without anything between two decisions, arrays win from
-# one target on. But each request changes rows that they have to copy, so they win from four on, and after code that
-# empties the caches from nine on.
-FEW = 4
-
-
 def array_decisions(tracker: LoadTracker) -> "ArrayDecisions | None":
     """None: numpy is not installed."""
     if find_spec("numpy") is None:
@@ -197,8 +192,7 @@ class Decisions:
 
     def _are_many(self, model: str) -> bool:
         """Whether a loop over the model's targets costs more than array operations."""
-        serving = self._tracker.serving(model)
-        return len(serving) > self._few or sum(each.dp_size for each in serving) > self._few
+        return are_many(self._tracker.serving(model), self._few)
 
     def decide(
         self,

@@ -4,12 +4,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from penstock.router.held.held_requests import HELD_BYTES, READ_AHEAD, HeldOrder, HeldRequests
+from penstock.router.held.held_requests import HELD_BYTES, READ_AHEAD, WINDOW, Held, HeldOrder, HeldRequests
+from penstock.router.placement.arrays import Pool
+from penstock.router.placement.cost import FEW, HeldRequest
 from penstock.router.placement.decision_inputs import array_decisions
 from penstock.router.placement.pending import PendingRequest
+from penstock.router.placement.routing import RoutingRequest
+from penstock.router.state.holders import Depths
 from penstock.router.state.load_tracker import LoadTracker
+from penstock.schemas.fleet import Registration
+from penstock.schemas.jobs import LoadHeader
 from penstock.schemas.requests import Priority
 from penstock.schemas.routers import TENANTS, HeldByTenant
 from tests.workers.support import MODEL, request
@@ -166,3 +173,61 @@ def test_what_is_held_is_not_looked_at_before_the_unacknowledged_are_read(monkey
     assert not looks
     assert list(unread) == []
     assert len(looks) == 1
+
+
+@pytest.mark.parametrize("workers", [1, FEW + 1])
+def test_only_as_many_held_requests_are_looked_at_as_it_takes_to_find_one_with_room(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In overload hundreds are held, and each one that is placed is the first that is tried, mostly."""
+    tracker = LoadTracker()
+    for number in range(workers):
+        tracker.put_worker(Registration(f"w{number}", MODEL, "aggregated", "mock", 1, 16, 1000, 8, 4096))
+    order: HeldOrder[int] = HeldOrder(tracker, array_decisions(tracker), lambda _: {})
+    for number in range(100):
+        keys = [number]
+        asked = RoutingRequest(MODEL, 20, 10, prompt_blocks=1)
+        assert order.push(
+            str(number), Held(number, asked, keys), rank=0, arrived_ns=number, deadline_ns=1 << 62, now_ns=0
+        )
+    looked_at: list[int] = []
+    prefixes = tracker.loads.prefixes
+
+    def counted(keys: list[int]) -> Depths:
+        looked_at.append(keys[0])
+        return prefixes(keys)
+
+    monkeypatch.setattr(tracker.loads, "prefixes", counted)
+    assert next(order.candidates("", 0)).item.item == 0
+    assert looked_at == [0]
+    tracker.loads.put(("w0", 0), block_size=16, blocks=1000, slots=8, limit=8)
+    for number in range(workers * 8):
+        load = LoadHeader(16, 0, "", 1 << 62, "")
+        tracker.admit(f"r{number}", 1, f"w{number % workers}", load, now_ns=0)
+    looked_at.clear()
+    assert list(order.candidates("", 0)) == []
+    assert looked_at == list(range(WINDOW)), "each once where none has room"
+
+
+def test_no_arrays_are_made_of_held_requests_that_no_target_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = LoadTracker()
+    tracker.put_worker(Registration("w", MODEL, "aggregated", "mock", 1, 16, 100, 8, 4096))
+    tracker.admit("r", 1, "w", LoadHeader(80 * 16, 0, "", 1 << 62, ""), now_ns=0)
+    arrays = array_decisions(tracker)
+    assert arrays is not None
+    columns: list[Any] = []
+
+    def counted(_: Pool, blocks: Any) -> Any:
+        columns.append(blocks)
+        return np.zeros(1)
+
+    monkeypatch.setattr(Pool, "column", counted)
+
+    def held(blocks: int, **more: Any) -> HeldRequest:
+        return HeldRequest(RoutingRequest(MODEL, blocks * 16, 1, prompt_blocks=blocks, **more), {}, {}, 0.0)
+
+    assert arrays.ready([held(14)] * 10, 0) == []
+    assert not columns
+    assert arrays.ready([held(14), held(13), held(14)], 0) == [1], "95 of 100 blocks: 80, 13 and one for each answer"
+    assert len(columns) == 2
+    assert arrays.ready([held(14), held(400)], 0) == [1], "no worker ever takes it: it is decided, and ends"

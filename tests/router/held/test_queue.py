@@ -240,3 +240,25 @@ def test_the_window_is_the_queue_sorted_by_class_and_due_time(steps: list[tuple[
         found = [entry.id for entry in waiting.window(size=4)]
         assert found == sorted(due, key=due.__getitem__)[:4]
         assert len(waiting) == len(due)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["push", "push", "push", "take", "remove"]), st.integers(0, 30), st.integers(0, 2)),
+        max_size=80,
+    )
+)
+def test_the_first_of_a_window_are_those_of_the_whole_one(steps: list[tuple[str, int, int]]) -> None:
+    """Of classes and tenants in any state, overdue requests included."""
+    waiting: RequestQueue[None] = RequestQueue()
+    for at, (kind, who, rank) in enumerate(steps):
+        if kind == "push":
+            waiting.push(
+                str(who), None, rank=rank, arrived_ns=at, deadline_ns=LATER, tenant=str(who % 3), size=100 * who
+            )
+        elif str(who) in waiting:
+            (waiting.take if kind == "take" else waiting.remove)(str(who))
+        for now_ns in (at, at + 60 * SECOND_NS):
+            window = waiting.window(now_ns=now_ns)
+            for wanted in (1, 2, 4, 31):
+                assert waiting.window(now_ns=now_ns, wanted=wanted) == window[:wanted]

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from penstock.measure.simulation.placement import Arrival, SimulatedRouter
 from penstock.router.placement import cost
-from penstock.router.placement.cost import HeldRequest, is_ready
+from penstock.router.placement.cost import FEW, HeldRequest, is_ready
 from penstock.router.placement.decide import decide
-from penstock.router.placement.decision_inputs import FEW, Decisions, array_decisions
+from penstock.router.placement.decision_inputs import Decisions, array_decisions
 from penstock.router.placement.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.holders import Depths, TargetBits
 from penstock.router.state.load_tracker import LoadTracker
@@ -135,13 +135,17 @@ def compare_decisions(
     jobs=JOBS,
     requests=st.lists(st.tuples(ASKED, st.integers(0, 20), st.sampled_from([0.0, 0.5, 100.0])), min_size=1, max_size=8),
     most_uncomputed=MOST_UNCOMPUTED,
+    one=st.booleans(),
 )
 def test_the_ready_requests_are_those_of_the_loop(
     workers: list[dict[str, Any]],
     jobs: list[tuple[int, int, int, int]],
     requests: list[tuple[tuple[int, int, int], int, float]],
     most_uncomputed: int,
+    one: bool,
 ) -> None:
+    if one:  # sequence each: most are left out before any array is made
+        requests = [((family, blocks, 1), *rest) for (family, blocks, _), *rest in requests]  # type: ignore[misc]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cost, "MOST_UNCOMPUTED", most_uncomputed)
         compare_ready(workers, jobs, requests)
