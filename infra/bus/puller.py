@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import enum
 import json
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -101,10 +102,14 @@ class PullWindow:
 
         Only if there is room for clearly more than is requested, so that few requests are made.
         """
-        if self.closed or room <= 0 or self.requested * 2 > room:
+        if self.closed or room <= 0 or self.is_filled(room):
             return 0
         batch, self.requested = room - self.requested, room
         return batch
+
+    def is_filled(self, room: int) -> bool:
+        """Whether enough is requested for so much room."""
+        return self.requested * 2 > room
 
     def receive(self, message: Message, generation: int, now: float) -> Received:
         """Classify a message of a generation's inbox, and count the end of its request.
@@ -184,6 +189,7 @@ class Puller:
         room: how many more messages could be started now.
         expires_s: a request that is not filled by then is repeated. To a process that was stopped, messages are sent
             for this long.
+        most: that ``room`` returns; it is not called while so much is requested that no answer would change that.
     """
 
     def __init__(
@@ -196,6 +202,7 @@ class Puller:
         *,
         remake: Callable[[str], Awaitable[bool]] | None = None,
         expires_s: float = EXPIRES_S,
+        most: int = sys.maxsize,
     ) -> None:
         self._bus = bus
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
@@ -204,6 +211,7 @@ class Puller:
         self._room = room
         self._remake = remake
         self._expires_s = expires_s
+        self._most = most
         self._window = PullWindow(time.monotonic())
         self._subs: list[PullSubscription] = []  # the last one is of this generation, the others are retiring
         self._turn = asyncio.Lock()  # held while subscriptions are opened and closed
@@ -247,7 +255,7 @@ class Puller:
 
         Before ``start`` has subscribed, nothing happens: ``start`` asks itself.
         """
-        if not self._subs or self._window.closed or not self._bus.connected:
+        if self._window.is_filled(self._most) or not self._subs or self._window.closed or not self._bus.connected:
             return
         batch = self._window.next_batch(self._room())
         if batch:

@@ -33,6 +33,7 @@ from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import Registration
 from penstock.schemas.requests import Priority
 from penstock.schemas.routers import HeldByModel, HeldByTenant, held_by_model, held_by_tenant
+from penstock.schemas.streams import ROUTER_ACK_WAIT_S
 
 if TYPE_CHECKING:
     from penstock.router.placement.arrays import ArrayDecisions
@@ -213,9 +214,10 @@ class Held(Generic[T]):
 
     Attributes:
         bytes: that it takes, about; 0: unknown.
+        queued: whether it came with a message, as all do but later attempts.
     """
 
-    __slots__ = ("bytes", "cached", "item", "keys", "looked_ns", "request")
+    __slots__ = ("bytes", "cached", "item", "keys", "looked_ns", "queued", "request")
 
     def __init__(self, item: T, request: RoutingRequest, keys: Sequence[int]) -> None:
         self.item = item
@@ -224,6 +226,7 @@ class Held(Generic[T]):
         self.cached: Mapping[TargetId, int] = {}
         self.looked_ns = 0
         self.bytes = 0
+        self.queued = False
 
 
 class HeldOrder(Generic[T]):
@@ -343,6 +346,7 @@ class HeldOrder(Generic[T]):
         return HeldRequest(held.request, held.cached, leading, (now_ns - entry.arrived_ns) / SECOND_NS)
 
 
+CLAIM_S = ROUTER_ACK_WAIT_S / 2  # between two extensions of a held message's ack_wait
 PASSED_ON = 2  # times the space: what other routers pass on comes on top
 HELD_BYTES = 4096  # of a held request; besides come its prompt, the names of its blocks, and what targets cache of it
 TARGET_BYTES = 100  # for each target that caches some of it
@@ -369,6 +373,8 @@ class HeldRequests:
         self._raw_bytes = dict.fromkeys(Priority, 0)  # of these, of requests as they were stored
         self._shares: Counter[tuple[Priority, str]] = Counter()  # bytes
         self._tenants: dict[Priority, Counter[str]] = {priority: Counter() for priority in Priority}
+        self._models: Counter[str] = Counter()  # of requests with a message
+        self._claims: deque[tuple[int, PendingRequest]] = deque()  # when each was claimed, oldest first; some have left
         self._deferred: dict[str, str] = {}  # request -> reply, of requests that the broker will deliver again
 
     def __len__(self) -> int:
@@ -392,7 +398,7 @@ class HeldRequests:
 
     def by_model(self) -> HeldByModel:
         """How many requests of the log are held, by model. Later attempts were placed before."""
-        return held_by_model(Counter(pending.request.model for pending in self if pending.reply))
+        return held_by_model(self._models)
 
     def hold(self, pending: PendingRequest, serving: int, registered: int, now_ns: int = 0) -> bool:
         """Hold a request; False: its model has its share of the space, or others passed on more than there is space
@@ -428,9 +434,11 @@ class HeldRequests:
             tenant=request.tenant,
         )
         if entered:
-            held.bytes = size + TARGET_BYTES * len(held.cached)
+            held.bytes, held.queued = size + TARGET_BYTES * len(held.cached), bool(pending.reply)
             self._count(held, 1)
-            self._tenants[priority][request.tenant] += 1
+            if pending.reply and not pending.claimed_ns:
+                pending.claimed_ns = now_ns
+                self._claims.append((now_ns, pending))
         return True
 
     def delivered_again(self, request_id: str, reply: str) -> bool:
@@ -439,6 +447,18 @@ class HeldRequests:
         if entry is not None and entry.item.item.reply:
             entry.item.item.reply = reply
         return entry is not None
+
+    def claims(self, now_ns: int) -> Iterator[str]:
+        """Where to extend the ack_wait of held messages that came, or were claimed, ``CLAIM_S`` ago: claimed now."""
+        while self._claims and now_ns - self._claims[0][0] >= CLAIM_S * SECOND_NS:
+            _, pending = self._claims.popleft()
+            entry = self._queue.get(pending.request.id)
+            if entry is None or entry.item.item is not pending or not pending.reply:
+                pending.claimed_ns = 0
+                continue
+            pending.claimed_ns = now_ns
+            self._claims.append((now_ns, pending))
+            yield pending.reply
 
     def remove(self, request_id: str) -> PendingRequest | None:
         return self._removed(self._queue.remove(request_id))
@@ -511,6 +531,9 @@ class HeldRequests:
         self._bytes[priority] += sign * held.bytes
         self._raw_bytes[priority] += sign * len(pending.raw)
         self._shares[priority, pending.share] += sign * held.bytes
+        _add(self._tenants[priority], pending.request.tenant, sign)
+        if held.queued:
+            _add(self._models, pending.request.model, sign)
 
     def _lane(self, pending: PendingRequest) -> str:
         return lane(pending, self._local_prefill_tokens)
@@ -518,11 +541,12 @@ class HeldRequests:
     def _removed(self, entry: QueueEntry[Held[PendingRequest]] | None) -> PendingRequest | None:
         if entry is None:
             return None
-        pending = entry.item.item
-        priority = pending.request.priority
         self._count(entry.item, -1)
-        counts, tenant = self._tenants[priority], pending.request.tenant
-        counts[tenant] -= 1
-        if not counts[tenant]:
-            del counts[tenant]
-        return pending
+        return entry.item.item
+
+
+def _add(counts: Counter[str], name: str, more: int) -> None:
+    """Names without any are left out."""
+    counts[name] += more
+    if not counts[name]:
+        del counts[name]

@@ -23,7 +23,7 @@ from penstock.infra.bus.jetstream import Message
 from penstock.infra.bus.puller import NAK, Puller, config_of, is_of, make_again, present, sequence
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.process.turns import TimeSlice
-from penstock.router.held.held_requests import HeldRequests
+from penstock.router.held.held_requests import READ_AHEAD, HeldRequests
 from penstock.router.ownership.membership import Membership
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.state.load_tracker import LoadTracker
@@ -178,6 +178,7 @@ class Intake:
                 functools.partial(self._room, priority),
                 remake=functools.partial(self._make_again, specs[f"router-{priority.value}"]),
                 expires_s=EXPIRES_S[priority],
+                most=READ_AHEAD,
             )
 
     async def _make_again(self, spec: ConsumerSpec, last: str) -> bool:

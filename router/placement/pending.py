@@ -58,6 +58,7 @@ class PendingRequest(msgspec.Struct, eq=False):
         earlier_workers: those of all earlier attempts.
         suspect: how it may run, as of the last look.
         gone: the worker of the attempt before, if its process has ended and it may be registered yet.
+        claimed_ns: when its message came to be held, or was claimed last; 0: it is not to be claimed.
         missing_since: monotonic time since when its revision has had no worker; 0: it has one.
     """
 
@@ -80,6 +81,7 @@ class PendingRequest(msgspec.Struct, eq=False):
     earlier_workers: tuple[EarlierWorker, ...] = ()
     suspect: Standing = Standing.free
     gone: str = ""
+    claimed_ns: int = 0
 
     @property
     def prompt_tokens(self) -> int:

@@ -35,12 +35,11 @@ from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.router_metrics import Metrics
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import headers_of
-from penstock.schemas.streams import ROUTER_ACK_WAIT_S
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_PART, HEADER_SUSPECT, KEPT
 
 log = structlog.get_logger("router")
 
-CLAIM_S = ROUTER_ACK_WAIT_S / 3  # between two extensions of a held message's ack_wait
+REVISIONS_S = 0.5  # between two looks for held requests whose revision has gone
 SWEEP_S = 0.1
 RETENTION_S = 1.0
 SNAPSHOT_S = 10.0
@@ -77,7 +76,7 @@ class Maintenance:
         self._metrics = metrics
         self._place = place
         self._place_held = place_held
-        self._claimed = 0.0  # monotonic time of the last look at what is held
+        self._looked = 0.0  # monotonic time of the last look for held requests whose revision has gone
         self._jobs = JobRetention(bus, publisher)
         self._requests = RequestRetention(bus, publisher)
         self._time_slice = TimeSlice()
@@ -102,9 +101,13 @@ class Maintenance:
         await self._cluster.maintain(now_ns)
         for pending in self._held.expired(now_ns):
             await self._place(pending)
-        if now - self._claimed >= CLAIM_S:
-            self._claimed = now
-            await self._look_at_held(now)
+        if self._bus.connected:
+            for reply in self._held.claims(now_ns):
+                await self._claim(reply)
+                await self._time_slice.yield_if_spent()
+        if now - self._looked >= REVISIONS_S:
+            self._looked = now
+            await self._end_without_revisions(now)
         self._metrics.waiting.set(len(self._held))
         caches = self._cluster.caches
         if caches.index is not None:
@@ -115,14 +118,10 @@ class Maintenance:
         self._metrics.lost_leases(self._cluster.losses.recent(now_ns))
         self._place_held()
 
-    async def _look_at_held(self, now: float) -> None:
+    async def _end_without_revisions(self, now: float) -> None:
         for pending in self._held:
-            if self._revision_is_gone(pending, now):
-                if self._held.remove(pending.request.id) is not None:
-                    self._end_without_revision(pending)
-                continue
-            if pending.reply and self._bus.connected:
-                await self._claim(pending.reply)
+            if self._revision_is_gone(pending, now) and self._held.remove(pending.request.id) is not None:
+                self._end_without_revision(pending)
             await self._time_slice.yield_if_spent()
 
     def _revision_is_gone(self, pending: PendingRequest, now: float) -> bool:

@@ -21,6 +21,7 @@ from penstock.router.state.target_loads import (
     ENCODE,
     Load,
     RoutingTarget,
+    TargetColumns,
     TargetLoads,
     TargetSums,
     Task,
@@ -88,6 +89,7 @@ class LoadTracker:
         self._serving: dict[str, list[Registration]] = {}  # cache: by model, sorted by worker id
         self._revisions: dict[tuple[str, str], Revisions] = {}  # cache: by model and tokenizer
         self._models: dict[str, str] = {}  # cache: by name
+        self._ready: list[TargetColumns] | None = None  # cache: targets of workers that take requests
         self.requests: dict[str, ActiveRequest] = {}
         self._waiting: dict[str, ActiveRequest] = {}  # attempts that ended here, until the log has what follows them
         self.stage_loads: dict[str, list[StageLoad]] = {}  # by request, except those of ``_only_counts``
@@ -209,7 +211,11 @@ class LoadTracker:
 
     def has_capacity(self) -> bool:
         """Whether any target accepts another sequence."""
-        return any(self.capacity(name, rank) for name, r in self._registrations.items() for rank in range(r.dp_size))
+        if self._ready is None:
+            ready = (each for each in self._registrations.values() if each.state is WorkerState.ready)
+            rows = (self.loads.row((each.worker, rank)) for each in ready for rank in range(each.dp_size))
+            self._ready = [self.loads.load(row) for row in rows if row is not None]
+        return any(each.sequences < each.limit for each in self._ready)
 
     # Suspects (``Standing``)
 
@@ -249,6 +255,7 @@ class LoadTracker:
         self._serving.clear()
         self._revisions.clear()
         self._models = {}
+        self._ready = None
 
     # Requests
 

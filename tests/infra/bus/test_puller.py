@@ -157,6 +157,32 @@ async def test_a_handler_that_raises_does_not_use_up_the_room(bus: Bus) -> None:
     await puller.close()
 
 
+async def test_how_much_room_there_is_is_not_asked_while_enough_is_requested(bus: Bus) -> None:
+    """A router with requests that it holds tops up with each turn of its event loop."""
+    await make_consumer(bus)
+    asked, seen = 0, 0
+
+    def room() -> int:
+        nonlocal asked
+        asked += 1
+        return 8
+
+    async def handle(message: Any) -> None:
+        nonlocal seen
+        await bus.nc.publish(message.reply, ACK)
+        seen += 1
+
+    puller = Puller(bus, bus.subjects.stream("WORK"), CONSUMER, handle, room, most=8)
+    await puller.start()
+    for _ in range(9):
+        await puller.top_up()
+    assert asked == 1
+    await publish_jobs(bus, *range(40))
+    await eventually(lambda: seen == 40)
+    assert asked == 11, "once in four messages"
+    await puller.close()
+
+
 @pytest.mark.parametrize("there_before", [True, False])
 async def test_without_its_consumer_it_asks_now_and_then_and_goes_on_when_it_is_back(
     bus: Bus, there_before: bool

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.router.held.held_requests import HELD_BYTES, READ_AHEAD, WINDOW, Held, HeldOrder, HeldRequests
+from penstock.router.held.held_requests import CLAIM_S, HELD_BYTES, READ_AHEAD, WINDOW, Held, HeldOrder, HeldRequests
 from penstock.router.placement.arrays import Pool
 from penstock.router.placement.cost import FEW, HeldRequest
 from penstock.router.placement.decision_inputs import array_decisions
@@ -18,7 +18,7 @@ from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import LoadHeader
 from penstock.schemas.requests import Priority
-from penstock.schemas.routers import TENANTS, HeldByTenant
+from penstock.schemas.routers import TENANTS, HeldByModel, HeldByTenant
 from tests.workers.support import MODEL, request
 
 STANDARD = Priority.standard
@@ -231,3 +231,36 @@ def test_no_arrays_are_made_of_held_requests_that_no_target_has_room_for(monkeyp
     assert arrays.ready([held(14), held(13), held(14)], 0) == [1], "95 of 100 blocks: 80, 13 and one for each answer"
     assert len(columns) == 2
     assert arrays.ready([held(14), held(400)], 0) == [1], "no worker ever takes it: it is decided, and ends"
+
+
+def test_a_held_message_is_claimed_at_intervals_for_as_long_as_it_is_held() -> None:
+    """Each claim costs this router and the broker a message: of hundreds that are held, most leave before the first."""
+    held, claim_ns = made(9), int(CLAIM_S * 1e9)
+    first, second, later = (pending(reply=reply) for reply in ("first", "second", ""))
+    for each, at_ns in ((first, 1), (second, 2), (later, 3)):
+        assert held.hold(each, 1, 1, at_ns)
+    assert list(held.claims(claim_ns)) == []
+    assert list(held.claims(claim_ns + 1)) == ["first"]
+    assert held.take(first.request.id) is first
+    assert held.hold(first, 1, 1, claim_ns + 2), "it could not be placed, and is claimed once"
+    assert held.take(second.request.id) is second
+    assert list(held.claims(2 * claim_ns)) == []
+    assert list(held.claims(2 * claim_ns + 1)) == ["first"]
+    assert held.hold(second, 1, 1, 2 * claim_ns + 2), "its job was not stored"
+    assert held.delivered_again(second.request.id, "again")
+    assert list(held.claims(3 * claim_ns + 2)) == ["first", "again"]
+    for each in (first, second):
+        held.remove(each.request.id)
+    assert list(held.claims(9 * claim_ns)) == list(held.claims(99 * claim_ns)) == []
+
+
+def test_requests_are_counted_by_model_without_looking_at_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = made(9)
+    asked = [pending(), pending("other"), pending("other"), pending("other", reply="")]
+    for each in asked:
+        assert held.hold(each, 1, 1)
+    held.remove(asked[1].request.id)
+    monkeypatch.setattr(HeldRequests, "__iter__", None)
+    assert held.by_model() == HeldByModel((("other", 1), (MODEL, 1)) if MODEL > "other" else ((MODEL, 1), ("other", 1)))
+    held.take(asked[0].request.id)
+    assert held.by_model().models == (("other", 1),)

@@ -130,9 +130,11 @@ def test_suspects_are_spread_and_one_that_runs_alone_has_its_worker_for_itself()
     copy.put_worker(registered("a-1"))
     copy.restore(merge(tracker.parts()))
     assert copy.capacity("a-1") == 0
+    assert not copy.has_capacity()
     for each in (tracker, copy):
         each.end_attempt("s1x", 3)
         assert each.capacity("a-1") == 6
+        assert each.has_capacity()
         assert not each.another_alone("m", "other")
 
 

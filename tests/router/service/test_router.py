@@ -12,11 +12,10 @@ from structlog.testing import capture_logs
 from penstock.infra.bus import memory_storage
 from penstock.infra.bus.puller import ACK, NAK, sequence
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.router.held.held_requests import HELD_BYTES
+from penstock.router.held.held_requests import CLAIM_S, HELD_BYTES
 from penstock.router.placement.decision_inputs import Decisions
 from penstock.router.placement.routing import RoutingDecision, RoutingRequest
 from penstock.router.service import router as router_module
-from penstock.router.service.maintenance import CLAIM_S
 from penstock.router.service.router import READ_AT_ONCE, Router
 from penstock.router.state.holders import keys_view
 from penstock.router.state.prefix_index import PrefixIndex

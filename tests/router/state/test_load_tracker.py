@@ -96,6 +96,7 @@ def test_order_and_repetition_of_the_log_do_not_matter(events: list[tuple[str, s
             assert load.active_blocks == sum(e.blocks for e in mine)
             assert f.capacity(worker) == max(0, 6 - load.sequences)
             assert f.active_at(worker) == sorted(mine, key=lambda e: f.active_at(worker).index(e))
+        assert f.has_capacity() == any(f.capacity(worker) for worker in WORKERS)
     for entry in one.active():
         one.finish(entry.request)
     assert load_of(one, ("a", 0), 0) == load_of(one, ("b", 0), 0) == Load(), "nothing leaks"
