@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.figures import clock, counted, moment_ns, span
-from penstock.cli.terminal import stdout
+from penstock.cli.terminal import Column, escape, fitting_table, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import Readable, read
 from penstock.log_tools.requests.find_requests import of_entry
@@ -27,6 +27,7 @@ from penstock.log_tools.whatif.change import (
     report,
 )
 from penstock.log_tools.whatif.decided_again import insufficient
+from penstock.log_tools.whatif.reasons import UNLISTED, DecisionReasons, Sample, reasons
 from penstock.router.placement.routing import Weights
 from penstock.schemas import jobs
 from penstock.schemas.jobs import Job
@@ -98,19 +99,28 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
                 print(f"cell {cell.number}: {error}", file=sys.stderr)
             continue
         if args.json:
-            told = msgspec.to_builtins(decided) | ({"cell": cell.number} if several else {})
+            told = msgspec.to_builtins(decided.report) | {"reasons": msgspec.to_builtins(decided.reasons)}
+            told |= {"cell": cell.number} if several else {}
             console.file.write(msgspec.json.encode(told).decode() + "\n")
             continue
         if several:
             console.print(f"[bold]cell {cell.number}[/]", highlight=False)
-        _print(decided, console)
+        _print(decided.report, console)
+        _print_reasons(decided.reasons, console)
     if len(problems) == len(cells):
         raise problems[0]
 
 
+class Decided(msgspec.Struct, frozen=True):
+    """``report``: with the change. ``reasons``: as recorded."""
+
+    report: WhatIfReport
+    reasons: DecisionReasons
+
+
 async def decide_all(
     bus: Readable, change: PlacementChange, *, since_ns: int = 0, until_ns: int = 0, model: str = ""
-) -> WhatIfReport:
+) -> Decided:
     """Decide again all decisions recorded between two times (Unix ns; 0: no limit).
 
     Raises:
@@ -121,6 +131,7 @@ async def decide_all(
     left_out: Counter[str] = Counter()
     workers: set[str] = set()
     decisions: list[Redecided] = []
+    sample = Sample()
     ahead: dict[str, tuple[int, float]] = {}  # by request: when its last decision was made, and the work ahead then
     async for request_id, job in _jobs(bus, since_ns, until_ns):
         if model and msgspec.msgpack.decode(job.request, type=_OfModel).model != model:
@@ -132,6 +143,7 @@ async def decide_all(
             left_out[insufficient(job) or "without a candidate"] += 1
         else:
             decisions.append(again)
+            sample.add(job)
             ahead[request_id] = (again.at_ns, again.recorded.ahead)
     if not total:
         raise ValueError("no routing decision was recorded in this time")
@@ -140,7 +152,8 @@ async def decide_all(
     if not decisions:
         why = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
         raise ValueError(f"no recorded decision can be decided again: {why}")
-    return report(total, decisions, await _measured(bus, ahead, since_ns), left_out)
+    found = report(total, decisions, await _measured(bus, ahead, since_ns), left_out)
+    return Decided(found, reasons(sample.jobs, len(decisions)))
 
 
 class _OfModel(msgspec.Struct):
@@ -214,6 +227,40 @@ def _print(decided: WhatIfReport, console: Console) -> None:
         before, after = was.decoded_by.get(worker, 0), then.decoded_by.get(worker, 0)
         table.add_row(f"decoded by {worker}", f"{before:,}", f"{after:,}", f"{after - before:+,}")
     console.print(table)
+
+
+def _print_reasons(why: DecisionReasons, console: Console) -> None:
+    some = f", {why.decisions:,} of them evenly chosen" if why.decisions < why.of else ""
+    console.print(f"\n[bold]why, as recorded[/] ({counted(why.of, 'decision')}{some})", highlight=False)
+    decided_by = ", ".join(f"{term} {count / max(1, why.decisions):.0%}" for term, count in why.decided_by.items())
+    console.print(f"what decided between the two cheapest: {decided_by}", highlight=False)
+    rows = [
+        (
+            escape(each.worker),
+            f"{each.chosen:,}",
+            _sums(each.behind),
+            _sums(each.excluded | ({UNLISTED: each.unlisted} if each.unlisted else {})),
+        )
+        for each in why.workers
+    ]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("worker", "chosen", "lost by", "excluded"):
+        table.add_column(name, justify="right" if name == "chosen" else "left", no_wrap=name in ("worker", "chosen"))
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print("\n[bold]requests with another weight[/]")
+    changes = [name for name in why.moved if why.moved[name] or not name.startswith("transfer")]
+    columns = (Column("worker"), Column("now", right=True), *(Column(name, 1, right=True) for name in changes))
+    cells = [
+        (escape(each.worker), f"{each.chosen:,}", *(f"{each.then[name]:,}" for name in changes)) for each in why.workers
+    ]
+    cells.append(("go elsewhere", "", *(f"{why.moved[name]:,}" for name in changes)))
+    console.print(fitting_table(columns, cells, console.width))
+
+
+def _sums(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
 def _row(table: Table, name: str, was: float | None, then: float | None) -> None:
