@@ -47,7 +47,7 @@ log = structlog.get_logger("gateway")
 
 MOST = 512  # requests that a gateway carries at a time; others stay in WORK
 CLAIM_S = MIGRATION_ACK_WAIT_S / 3
-AGAIN_NS = 1_000_000_000  # until a job is delivered again whose cells do not answer
+LATER = NAK + b' {"delay": 1000000000}'  # of a job whose cells do not answer, or are not known here; in ns
 ACCEPT_S = 10.0  # for the other cell to take a request, before it is returned
 RETRY_S = 0.5
 END_S = 30.0  # for the record of a request whose tokens have ended
@@ -234,11 +234,16 @@ class Carrier:
             if not isinstance(job, Job):
                 raise msgspec.ValidationError("it is no job")
             request = requests.decode(job.request)
-            host = self._cells[number_of(message.subject.rpartition(".")[2])]
-        except (msgspec.MsgspecError, ValueError, IndexError) as error:
+            number = number_of(message.subject.rpartition(".")[2])
+        except (msgspec.MsgspecError, ValueError) as error:
             log.error("migration_unreadable", subject=message.subject, error=str(error))
             await self._own.bus.nc.publish(message.reply, TERM)
             return
+        if number >= len(self._cells):  # the deployment has got cells, and gateways that know them
+            late = request.deadline_ns < self._own.bus.clock.now_ns()
+            await self._own.bus.nc.publish(message.reply, TERM if late else LATER)
+            return
+        host = self._cells[number]
         known = self._carried.get(request.id)
         if known is not None and known.attempt >= job.attempt:
             known.reply, known.claimed, known.overtaken = message.reply, time.monotonic(), False
@@ -253,7 +258,7 @@ class Carrier:
         log.error("migration_failed", request=request_id, exc_info=error)
 
     async def _carry(self, carried: _Carried, job: Job, request: GenerateRequest, part: str) -> None:
-        verdict = NAK + b' {"delay": %d}' % AGAIN_NS
+        verdict = LATER
         try:
             await self._run(carried, job, request, part)
             verdict = ACK
