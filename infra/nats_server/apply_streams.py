@@ -71,6 +71,30 @@ async def apply(nc: Client, topology: Topology, replicas: int = 1, *, size_bytes
     return done
 
 
+async def divide(nc: Client, before: Topology, after: Topology) -> list[str]:
+    """Give streams the sizes that another division among cells leaves them. Returns the changes, one line each.
+
+    Only those whose size is that of the division before: others were chosen, or still have more in them. A stream is
+    made smaller only while it would be at most half full, so that it deletes nothing and has room.
+
+    Raises:
+        BrokerProblem: as ``apply``.
+    """
+    done = []
+    for old, new in zip(stream_configs(before), stream_configs(after), strict=True):
+        info = await existing_info(nc, f"STREAM.INFO.{old['name']}", STREAM_NOT_FOUND)
+        if info is None or info["config"]["max_bytes"] != old["max_bytes"] or old["max_bytes"] == new["max_bytes"]:
+            continue
+        if new["max_bytes"] < old["max_bytes"] and 2 * info["state"]["bytes"] > new["max_bytes"]:
+            continue
+        # The server adds metadata of its own to its answer; it must not be sent back.
+        metadata = {k: v for k, v in info["config"].get("metadata", {}).items() if not k.startswith("_nats.")}
+        config = info["config"] | {"max_bytes": new["max_bytes"], "metadata": metadata}
+        await request(nc, f"STREAM.UPDATE.{old['name']}", config)
+        done.append(f"updated {old['name']}: max_bytes")
+    return done
+
+
 async def lost_streams(nc: Client, topology: Topology) -> list[str]:
     """Streams and buckets on the disk that the server does not have. Those in memory are made by gateways, too.
 

@@ -32,7 +32,7 @@ class EmbeddedNats:
 
     ``port`` 0 means the one used the last time, or any free one; a restart keeps the port, so that clients find
     the server again. Belongs to no event loop: any may call it. ``beside``: other servers of the deployment on this
-    machine, which share its memory.
+    machine, which share its memory; another number counts from the next start on.
     """
 
     role = "nats"
@@ -53,7 +53,7 @@ class EmbeddedNats:
         beside: int = 0,
     ) -> None:
         self.name = name
-        self._beside = beside
+        self.beside = beside
         self.data_dir = Path(data_dir).resolve()
         self.subjects = Subjects(namespace)
         self.log_path = self.data_dir / "nats.log"
@@ -116,7 +116,7 @@ class EmbeddedNats:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=with_memory_limit(os.environ, memory_bytes() // (1 + self._beside)),
+                    env=with_memory_limit(os.environ, memory_bytes() // (1 + self.beside)),
                     # Its own session: Ctrl-C on the terminal must not end it before those who still need it.
                     start_new_session=True,
                     preexec_fn=die_with_parent() if self._durability == "power" else lax_timers(die_with_parent()),

@@ -45,15 +45,15 @@ class Process:
     """A command that can be started, waited for and started again; see ``supervisor.Child``.
 
     Its output is appended to ``log_path``; with ``echo`` it also goes to our stdout, line by line. It inherits the
-    descriptors ``pass_fds``, under the same numbers, and our scheduling policy unless it is ``interactive``. An
-    ``environ`` that is a function is asked at each start.
+    descriptors ``pass_fds``, under the same numbers, and our scheduling policy unless it is ``interactive``. Of
+    ``command`` and ``environ``, those that are functions are asked at each start, in this order.
     """
 
     def __init__(
         self,
         name: str,
         role: str,
-        command: Sequence[str],
+        command: Sequence[str] | Callable[[], Sequence[str]],
         environ: Mapping[str, str] | Callable[[], Mapping[str, str]],
         log_path: Path,
         *,
@@ -64,7 +64,7 @@ class Process:
         self.name = name
         self.role = role
         self.log_path = log_path
-        self._command = command
+        self._command = command if callable(command) else lambda: command
         self._environ = environ if callable(environ) else lambda: environ
         self._echo = echo
         self._pass_fds = tuple(pass_fds)
@@ -87,7 +87,7 @@ class Process:
                 self._log_start = 0
         with self.log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *self._command,
+                *self._command(),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE if self._echo else log,
                 stderr=asyncio.subprocess.STDOUT,

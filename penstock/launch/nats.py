@@ -19,7 +19,7 @@ from penstock.configs.settings import NatsSettings
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import Refused, authenticate, note_refusal, refusals, why_unreachable
-from penstock.infra.nats_server.apply_streams import apply, lost_streams
+from penstock.infra.nats_server.apply_streams import apply, divide, lost_streams
 from penstock.infra.nats_server.binary import MINIMUM, NoServerBinary, ServerFailed, dotted
 from penstock.infra.nats_server.config import LAME_DUCK_S, USERS, Cluster, ServerConfig, Tls, render
 from penstock.infra.nats_server.datadir import DataDirBusy, DataDirUnusable, load_nkeys, load_secrets, prepare
@@ -32,7 +32,7 @@ from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen
 from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.schemas.errors import ServingError
-from penstock.schemas.streams import GIB, divided, topology
+from penstock.schemas.streams import GIB, Topology, divided, scaled, topology
 from penstock.schemas.subjects import Subjects, inbox_prefix
 
 log = structlog.get_logger("nats")
@@ -199,6 +199,28 @@ async def apply_at(
     async with as_operator(url, "streams apply") as nc:
         size = int(store_size * GIB / cells)
         done = await apply(nc, divided(topology(subjects, record=record), cells), replicas, size_bytes=size)
+        if done:
+            async with recorded(nc, subjects, "streams apply", f"namespace {subjects.namespace}", _told(done)):
+                pass
+        return done
+
+
+async def divide_at(
+    url: str, subjects: Subjects, before: int, *, record: bool = False, store_size: float = 0.0, cells: int = 1
+) -> list[str]:
+    """Give the streams of a cell their part of the space, when it has been divided among so many ``cells`` instead of
+    ``before``; see ``divide``.
+
+    Raises:
+        BrokerProblem: as ``apply``, or no server answers there.
+    """
+
+    def part(number: int) -> Topology:
+        whole = divided(topology(subjects, record=record), number)
+        return scaled(whole, int(store_size * GIB / number)) if store_size else whole
+
+    async with as_operator(url, "streams apply") as nc:
+        done = await divide(nc, part(before), part(cells))
         if done:
             async with recorded(nc, subjects, "streams apply", f"namespace {subjects.namespace}", _told(done)):
                 pass

@@ -19,8 +19,9 @@ from penstock.infra.nats_server import jetstream_api
 from penstock.infra.nats_server.apply_streams import apply_submissions
 from penstock.infra.nats_server.binary import find_server
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
+from penstock.infra.nats_server.retention import set_limits
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.launch.nats import apply_at, connect_operator
+from penstock.launch.nats import apply_at, connect_operator, divide_at
 from penstock.schemas.streams import GIB, topology
 from penstock.schemas.subjects import Subjects
 from tests.pipeline.support import ROOT, free_port, until
@@ -117,6 +118,33 @@ async def test_smaller_streams_fit_and_stay_small(make: type[OwnBroker]) -> None
         await nc.close()
     sizes = await broker.streams()
     assert sizes["ps_SUBMIT_acme"] == sizes["ps_SUBMIT"]
+
+
+@pytest.mark.parametrize("store_size", [0.0, 8.0])
+async def test_another_number_of_cells_gives_streams_other_parts_and_deletes_nothing(
+    make: type[OwnBroker], store_size: float
+) -> None:
+    broker = make()
+    await broker.ready()
+    await apply_at(broker.url, S, store_size=store_size)
+    whole = await broker.streams()
+    nc = await connect_operator(broker.url)
+    try:
+        chosen, record = 200 << 20, b"x" * (1 << 20)
+        await set_limits(nc, "ps_KV", None, chosen)
+        await divide_at(broker.url, S, 1, store_size=store_size, cells=8)
+        parts = await broker.streams()
+        assert parts["ps_KV"] == chosen, "the operator's"
+        assert parts["ps_DONE"] < whole["ps_DONE"] / 7
+        # A stream that would be more than half full stays as large as it is.
+        await divide_at(broker.url, S, 8, store_size=store_size, cells=1)
+        assert await broker.streams() == whole | {"ps_KV": chosen}
+        for _ in range(1 + parts["ps_DONE"] // (2 << 20)):
+            await nc.jetstream().publish("ps.done.t.m.r", record)
+        await divide_at(broker.url, S, 1, store_size=store_size, cells=8)
+        assert await broker.streams() == parts | {"ps_DONE": whole["ps_DONE"]}
+    finally:
+        await nc.close()
 
 
 async def test_too_little_is_refused_with_the_least(make: type[OwnBroker]) -> None:
