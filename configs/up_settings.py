@@ -97,8 +97,9 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=0,
-            description="cells, each with streams, routers, workers and a broker of its own; 0: as many as suit the "
-            "cores and the workers, or as many as the data folder has",
+            description="cells that take requests, each with streams, routers, workers and a broker of its own; more "
+            "that the data folder has are read only; 0: as many as suit the cores and the workers, or as many as the "
+            "data folder had before",
         ),
     ] = 0
     cell_nats_urls: Annotated[

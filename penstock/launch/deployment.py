@@ -15,8 +15,7 @@ import socket
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,12 @@ from nats.errors import Error as NatsError
 
 import penstock
 from penstock.cli.commands import unknown_variables
-from penstock.configs.settings import served_names
+from penstock.configs.settings import WorkerSettings, served_names
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree, parse_yaml
 from penstock.infra.model.embedding_model import makes_vectors
-from penstock.infra.nats_server.datadir import Lock
+from penstock.infra.nats_server.binary import ServerFailed
+from penstock.infra.nats_server.datadir import DataDirBusy, DataDirUnusable, Lock
 from penstock.infra.nats_server.disk import DiskWatch
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.server import EmbeddedNats
@@ -40,19 +40,35 @@ from penstock.infra.process.sockets import CannotListen, claim
 from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.launch.groups import PlanError, assign, fleet_of, with_name
 from penstock.launch.machine import Listeners, all_cores, cores, free_port, gpus, held_run
-from penstock.launch.nats import apply_at, apply_if_lost, connect_operator, copy_tenants
-from penstock.launch.plan import PlannedProcess, further, plan, routers_of, sized, worker_state
+from penstock.launch.nats import apply_at, apply_if_lost, connect_operator, copy_tenants, divide_at
+from penstock.launch.plan import (
+    PlannedProcess,
+    check_workers,
+    further,
+    in_cells,
+    of_further_cells,
+    plan,
+    routers_of,
+    sized,
+    worker_state,
+    workers_by_role,
+)
 from penstock.launch.readiness import Readiness, registered_models, served_models
 from penstock.launch.recipes import catalogue
 from penstock.launch.show import Board, readable, welcome
 from penstock.launch.state import (
+    CellCounts,
     CellState,
     DeploymentState,
     Running,
+    forget_wanted_cells,
     login_of,
+    read_cells,
     read_resume,
+    read_wanted_cells,
     start_of,
     stored_token,
+    write_cells,
     write_state,
 )
 from penstock.schemas.subjects import Subjects, cell_namespace
@@ -184,6 +200,7 @@ async def _stop_together(keepers: Sequence[Keeper], deadline: float, say: Callab
 
 _TRIES = 3  # exits of one process before all is ready, after which the start has failed
 _POLL_S = 0.05
+_CELL_FAILURES = (ServerFailed, BrokerProblem, CannotListen, DataDirBusy, DataDirUnusable, OSError)  # of a further cell
 ROUTER_STANDSTILL_S = 2.0  # a stopped router is killed after this, so that its requests wait for at most 5 s
 
 
@@ -219,16 +236,6 @@ def _makes_vectors(model: str) -> bool:
     return path.is_dir() and makes_vectors(path)
 
 
-def cells_in(data_dir: Path) -> int:
-    """The cells whose stores a data folder has; 0: it is new, or cannot be read."""
-    try:
-        if not (data_dir / "nats").is_dir():
-            return 0
-        return 1 + sum((each / "nats").is_dir() for each in (data_dir / "cells").glob("*"))
-    except OSError:  # starting the broker says why
-        return 0
-
-
 def command(planned: PlannedProcess) -> list[str]:
     """The command line of one process."""
     return [sys.executable, "-m", "penstock", *planned.argv]
@@ -247,12 +254,18 @@ class Deployment:
         members = catalogue.select(settings.recipe, catalogue.members()) if settings.recipe else ()
         self._fleet = fleet_of(settings, members, read_args, _makes_vectors)
         self._chosen = not settings.gateways
-        self.settings = settings = sized(settings, self._fleet, all_cores(), cells_in(self.data_dir))
+        there = read_cells(self.data_dir)
+        active = settings.cells or there.active
+        self.settings = settings = sized(settings, self._fleet, all_cores(), there)
+        self._active = active or settings.cells  # of the cells, those that take new requests
         self._subjects = [Subjects(cell_namespace(settings.namespace, cell)) for cell in range(settings.cells)]
         self._gpus = gpus(settings.gpus, os.environ)
         assign(self._fleet.groups, self._gpus)  # raises before anything starts
         self._ready_s = settings.ready_s or (3600.0 if self._fleet.slow or settings.diffusion else 120.0)
         self._planned: list[PlannedProcess] = []
+        self._started: dict[str, PlannedProcess] = {}  # by name, as each was planned when it was started
+        self._cells_shown = 0  # by the dashboard, which reads their number when it starts
+        self._cells_refused = ""
         self._command = command
         self._lock = Lock(self.data_dir / "up.lock")
         self._brokers: list[EmbeddedNats] = []  # by cell; none where others run them
@@ -267,7 +280,8 @@ class Deployment:
         self._failed: asyncio.Future[None] | None = None
         self._ready = False
         self._dashboard_url = ""
-        self._growing: set[asyncio.Task[None]] = set()
+        self._changing = asyncio.Lock()  # the plan, by one at a time
+        self._changes: set[asyncio.Task[None]] = set()
         self._watches = contextlib.AsyncExitStack()
 
     async def run(self) -> int:
@@ -309,36 +323,26 @@ class Deployment:
                 for cell in range(up.cells):
                     await self._start_broker(cell)
             self._board.starting("streams")
-            for cell, subjects in enumerate(self._subjects):
-                await apply_at(self._url("operator", cell), subjects, **self._stream_sizes())
-                if cell:
-                    home = self._url("operator"), self._subjects[0]
-                    await copy_tenants(*home, self._url("operator", cell), subjects)
+            for cell in range(up.cells):
+                await self._make_streams(cell)
             self._board.ready("streams")
+            write_cells(self.data_dir, CellCounts(up.cells, self._active))
             self._planned = plan(
                 up,
                 self._fleet,
+                active=self._active,
                 ports=self._listeners.ports,
                 listen_fd=self._listeners.fd,
                 counts_fd=self._listeners.counts_fd,
                 url=self._url,
-                sys_url=lambda cell: self._brokers[cell].sys_url if self._brokers else "",
+                sys_url=self._sys_url,
                 cores=cores(),
                 metrics_ports=metrics_ports,
                 gpus=self._gpus,
             )
             for planned in self._planned:
                 self._board.starting(planned.name)
-                # A lone stopped router blocks every request, and a restart loses nothing.
-                standstill_s = ROUTER_STANDSTILL_S if planned.role == "router" else None
-                keeper = Keeper(
-                    self._process(planned),
-                    self._on_change,
-                    standstill_s=standstill_s,
-                    give_up=self._give_up,
-                    ended=self._on_worker_ended if planned.role == "worker" else None,
-                )
-                await self._keep(keeper)
+                await self._keep(self._keeper(planned))
             await self._until_ready()
         if up.dashboard_port >= 0:
             await self._start_dashboard()
@@ -349,18 +353,35 @@ class Deployment:
         folder.mkdir(parents=True, exist_ok=True)
         self._board.starting(name)
         port = up.nats_port + cell if up.nats_port else 0
-        options: dict[str, Any] = {"durability": up.durability, "name": name, "beside": up.cells - 1}
+        options: dict[str, Any] = {"durability": up.durability, "name": name, "beside": max(up.cells - 1, cell)}
         broker = EmbeddedNats(folder, subjects.namespace, port, **options)
-        self._brokers.append(broker)
         home = (self._brokers[0].url, self._subjects[0]) if cell else None
-        again = partial(apply_if_lost, broker.url, subjects, **self._stream_sizes(), home=home)
-        await self._keep(Keeper(broker, self._on_change, give_up=self._give_up, restarted=again))
+
+        def changed(keeper: Keeper) -> None:
+            if broker not in self._brokers:  # it has a port from now on
+                self._brokers.append(broker)
+            self._on_change(keeper)
+
+        def again() -> Coroutine[Any, Any, None]:
+            return apply_if_lost(broker.url, subjects, **self._stream_sizes(cell), home=home)
+
+        await self._keep(Keeper(broker, changed, give_up=self._give_up, restarted=again))
         await self._watches.enter_async_context(DiskWatch(broker))
         self._board.ready(name, f"ready on port {broker.port}")
 
-    def _stream_sizes(self) -> dict[str, Any]:
+    async def _make_streams(self, cell: int, shares: int = 0) -> None:
+        url, subjects = self._url("operator", cell), self._subjects[cell]
+        await apply_at(url, subjects, **self._stream_sizes(cell, shares))
+        if cell:
+            await copy_tenants(self._url("operator"), self._subjects[0], url, subjects)
+
+    def _stream_sizes(self, cell: int, shares: int = 0) -> dict[str, Any]:
         up = self.settings
-        return {"record": up.record, "store_size": up.store_size, "cells": up.cells}
+        return {"record": up.record, "store_size": up.store_size, "cells": shares or self._shares(cell)}
+
+    def _shares(self, cell: int) -> int:
+        """Into how many parts the space for streams is divided, one of which this cell has."""
+        return self._active if cell < self._active else self.settings.cells
 
     def _url(self, user: str, cell: int = 0) -> str:
         """Where a user of the broker reaches a cell; its password may be another one at each call."""
@@ -369,13 +390,22 @@ class Deployment:
         others = self.settings.cell_nats_urls
         return others[cell - 1].replace(";", ",") if cell and others else self.settings.nats_url
 
+    def _sys_url(self, cell: int) -> str:
+        """Of the system account of a cell's broker; "": not known."""
+        return self._brokers[cell].sys_url if self._brokers else ""
+
     async def _start_dashboard(self) -> None:
         """Started when everything else is ready: its start takes CPU time, and nothing waits for it."""
         port = free_port(self.settings.dashboard_port)
         self._dashboard_url = f"http://127.0.0.1:{port}/?token={stored_token(self.data_dir)}"
         argv = [sys.executable, "-m", "penstock", "dashboard", "--data-dir", str(self.data_dir), "--port", str(port)]
         log_path = self.data_dir / "logs" / "dashboard.log"
-        process = Process("dashboard", "dashboard", argv, os.environ | _our_path(os.environ), log_path)
+
+        def command() -> list[str]:
+            self._cells_shown = self.settings.cells
+            return argv
+
+        process = Process("dashboard", "dashboard", command, os.environ | _our_path(os.environ), log_path)
         await self._keep(Keeper(process, self._on_change))
 
     def _metrics_ports(self, first: int, count: int) -> list[int]:
@@ -389,15 +419,32 @@ class Deployment:
         self._metrics_sockets += sockets
         return [int(each.getsockname()[1]) for each in sockets]
 
+    def _keeper(self, planned: PlannedProcess) -> Keeper:
+        return Keeper(
+            self._process(planned),
+            self._on_change,
+            # A lone stopped router blocks every request, and a restart loses nothing.
+            standstill_s=ROUTER_STANDSTILL_S if planned.role == "router" else None,
+            give_up=self._give_up,
+            ended=self._on_worker_ended if planned.role == "worker" else None,
+        )
+
     def _process(self, planned: PlannedProcess) -> Process:
+        """Each start is as the process is planned by then."""
+
+        def command() -> Sequence[str]:
+            now = self._started[planned.name] = next(each for each in self._planned if each.name == planned.name)
+            return self._command(now)
+
         def environ() -> dict[str, str]:
-            now = planned.logged_in(self._url) if self._brokers else planned  # its password may be another by now
+            now = self._started[planned.name]
+            now = now.logged_in(self._url) if self._brokers else now  # its password may be another by now
             return now.environ(_known(os.environ)) | _our_path(os.environ)
 
         return Process(
             planned.name,
             planned.role,
-            self._command(planned),
+            command,
             environ,
             self.data_dir / "logs" / f"{planned.name}.log",
             echo=self.settings.log_format == "json",
@@ -463,42 +510,135 @@ class Deployment:
     async def _on_worker_ended(self, keeper: Keeper) -> None:
         """Bounded: the next start waits for it."""
         folder, status = Path(worker_state(self.settings)), keeper.last_status or 0
-        cell = next((each.cell for each in self._planned if each.name == keeper.child.name), 0)
+        cell = self._started[keeper.child.name].cell  # by now it may be planned for another one
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REPORT_S):
                 await report_end(folder, keeper.child.name, status, self._url("operator", cell), self._subjects[cell])
 
     def _resume(self) -> None:
-        """Start the processes that ``write_resume`` has named: drained ones again, and workers that are new."""
+        """Start the processes that ``write_resume`` has named: drained ones again, and workers that are new.
+
+        Change the number of active cells to what ``ask_for_cells`` has said.
+        """
+        if wanted := read_wanted_cells(self.data_dir):
+            self._change(self._set_cells(wanted), name="cells")
         names = read_resume(self.data_dir)
         for keeper in self._keepers:
             if keeper.child.name in names:
                 keeper.resume()
         there = {keeper.child.name for keeper in self._keepers}
         if self._ready and (new := [name for name in names if name not in there]):
-            task = asyncio.get_running_loop().create_task(self._grow(new), name="grow")
-            self._growing.add(task)
-            task.add_done_callback(self._growing.discard)
+            self._change(self._grow(new), name="grow")
+
+    def _change(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
 
     async def _grow(self, names: Sequence[str]) -> None:
-        try:
-            added = further(
-                self.settings,
-                self._fleet,
-                names,
-                self._planned,
-                url=self._url,
-                cores=cores(),
-                metrics_ports=self._metrics_ports(0, len(names)),
-                gpus=self._gpus,
+        async with self._changing:
+            try:
+                added = further(
+                    self.settings,
+                    self._fleet,
+                    names,
+                    self._planned,
+                    active=self._active,
+                    url=self._url,
+                    cores=cores(),
+                    metrics_ports=self._metrics_ports(0, len(names)),
+                    gpus=self._gpus,
+                )
+                await self._start_further(added)
+            except (PlanError, CannotListen, OSError) as error:
+                log.warning("workers_not_added", names=names, error=str(error))
+
+    async def _start_further(self, added: Sequence[PlannedProcess]) -> None:
+        for planned in added:
+            self._planned.append(planned)
+            await self._keep(self._keeper(planned))
+
+    # --- another number of cells ---
+
+    async def _set_cells(self, active: int) -> None:
+        """Have so many cells take new requests: add what is missing, and plan where each process belongs from now on.
+
+        Processes that run are left as they are, so nothing is refused meanwhile. `penstock restart` restarts those that
+        are planned otherwise, in an order in which each request finds workers.
+        """
+        async with self._changing:
+            self._cells_refused = ""
+            try:
+                self._check_cells(active)
+                before = [self._shares(cell) for cell in range(self.settings.cells)]
+                while self.settings.cells < active:
+                    await self._add_cell(self.settings.cells, active)
+                write_cells(self.data_dir, CellCounts(self.settings.cells, active))
+                self._active = active
+                self._planned = self._placed(self._planned)
+                log.info("cells_set", active=active, cells=self.settings.cells)
+                await self._divide_streams(before)
+            except (PlanError, *_CELL_FAILURES) as error:
+                self._cells_refused = str(error)
+                log.warning("cells_not_set", cells=active, error=str(error))
+            with contextlib.suppress(OSError):
+                self._write_state()
+            forget_wanted_cells(self.data_dir)  # last: whoever asked for it looks at the state now
+
+    def _check_cells(self, active: int) -> None:
+        """
+        Raises:
+            PlanError: this deployment cannot have so many.
+        """
+        if not self._ready:
+            raise PlanError("the deployment is still starting; try again when it is ready")
+        if (urls := self.settings.cell_nats_urls) and active > len(urls) + 1:
+            raise PlanError(
+                f"--cells {active}: --cell-nats-urls of `penstock up` names {len(urls)} brokers; stop it, and start it "
+                "with one for each cell but the first"
             )
-            for planned in added:
-                self._planned.append(planned)
-                process = self._process(planned)
-                keeper = Keeper(process, self._on_change, give_up=self._give_up, ended=self._on_worker_ended)
-                await self._keep(keeper)
-        except (PlanError, CannotListen, OSError) as error:
-            log.warning("workers_not_added", names=names, error=str(error))
+        settings = (each.settings for each in self._planned)
+        workers = [(each.role, 1) for each in settings if isinstance(each, WorkerSettings)]
+        check_workers(active, workers_by_role(workers))
+
+    def _placed(self, planned: Iterable[PlannedProcess]) -> list[PlannedProcess]:
+        return in_cells(planned, self.settings, self._active, url=self._url, sys_url=self._sys_url)
+
+    async def _add_cell(self, cell: int, shares: int) -> None:
+        """A further cell, with broker, streams and router. It has no workers yet, so gateways send nothing there.
+
+        Args:
+            shares: into how many parts the space for streams is divided.
+        """
+        self._subjects.append(Subjects(cell_namespace(self.settings.namespace, cell)))
+        there = list(self._keepers)
+        try:
+            if self._brokers:
+                await self._start_broker(cell)
+            await self._make_streams(cell, shares)
+        except _CELL_FAILURES:
+            for keeper in self._keepers[len(there) :]:  # its broker
+                await keeper.stop(GRACE_S)
+            for broker in self._brokers[cell:]:
+                await broker.stop()
+            del self._subjects[cell:], self._brokers[cell:], self._keepers[len(there) :]
+            raise
+        before, self.settings = self.settings, msgspec.structs.replace(self.settings, cells=cell + 1)
+        for broker in self._brokers:
+            broker.beside = cell
+        ports = self._metrics_ports(0, routers_of(self.settings) - routers_of(before))
+        await self._start_further(self._placed(of_further_cells(self.settings, cell, ports)))
+
+    async def _divide_streams(self, before: Sequence[int]) -> None:
+        """Give each cell its part of the space for streams. What does not fit into it stays, and so does its limit."""
+        for cell, shares in enumerate(before):
+            url, subjects, sizes = self._url("operator", cell), self._subjects[cell], self._stream_sizes(cell)
+            if sizes["cells"] == shares:
+                continue
+            try:
+                await divide_at(url, subjects, shares, **sizes)
+            except BrokerProblem as error:
+                log.warning("streams_not_divided", cell=cell, error=str(error), action="`penstock streams set`")
 
     def _give_up(self, keeper: Keeper) -> bool:
         """Whether the start fails because a process exited: a retry would fail as well, or there were too many."""
@@ -523,8 +663,15 @@ class Deployment:
             for planned in self._planned
             if planned.metrics_port
         }
-        cells = {planned.name: planned.cell for planned in self._planned}
+        cells = {name: planned.cell for name, planned in self._started.items()}
         cells |= {broker.name: cell for cell, broker in enumerate(self._brokers)}
+        outdated = {
+            planned.name
+            for planned in self._planned
+            if (started := self._started.get(planned.name)) is not None and started.argv != planned.argv
+        }
+        if self._cells_shown not in (0, self.settings.cells):
+            outdated.add("dashboard")
         first = max(0, self.settings.cell)
         return DeploymentState(
             http_url=self._listeners.url,
@@ -543,6 +690,7 @@ class Deployment:
                     k.drained,
                     start_of(k.child.pid),
                     first + cells.get(k.child.name, 0),
+                    k.child.pid is not None and k.child.name in outdated,
                 )
                 for k in self._keepers
             ),
@@ -560,6 +708,8 @@ class Deployment:
                 )
                 for cell, subjects in enumerate(self._subjects[: len(self._brokers) or None])  # they start in turn
             ),
+            active_cells=self._active,
+            cells_refused=self._cells_refused,
         )
 
     def _write_state(self) -> None:
@@ -575,9 +725,9 @@ class Deployment:
         failed = not stop.asked.is_set()
         say = (lambda line: None) if failed else self._board.print
         await self._watches.aclose()
-        for task in [*self._growing]:
+        for task in [*self._changes]:
             task.cancel()
-        await asyncio.gather(*self._growing, return_exceptions=True)
+        await asyncio.gather(*self._changes, return_exceptions=True)
         self._listeners.close()  # first: from now on a connection is refused instead of left waiting
         cut_short = await stop_in_order(self._keepers, self.settings.drain_s, stop.insisted, say, serving=self._ready)
         await asyncio.gather(*(broker.stop() for broker in self._brokers))

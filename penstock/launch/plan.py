@@ -4,7 +4,7 @@ Workers that join a deployment which runs: their settings and GPUs. Pure.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,17 @@ from typing import Any
 import msgspec
 
 from penstock.configs.flags import PREFIX, flags_of, to_argv, to_environ
-from penstock.configs.settings import Common, GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
+from penstock.configs.settings import (
+    Common,
+    CommonT,
+    GatewaySettings,
+    RouterSettings,
+    TraceSettings,
+    WorkerSettings,
+)
 from penstock.configs.up_settings import UpSettings
 from penstock.launch.groups import EXTERNAL, PlanError, WorkerFleet, WorkerGroup, assign
+from penstock.launch.state import NO_CELLS, CellCounts
 from penstock.schemas.subjects import cell_namespace
 
 SECRET = (
@@ -94,6 +102,7 @@ def plan(
     up: UpSettings,
     fleet: WorkerFleet,
     *,
+    active: int = 0,
     ports: Sequence[int],
     listen_fd: int = -1,
     counts_fd: int = -1,
@@ -106,6 +115,7 @@ def plan(
     """The children, in the order in which they start.
 
     Args:
+        active: cells that take new requests; 0: all.
         ports: one per gateway.
         listen_fd, counts_fd: a listening socket that all gateways inherit, and memory for their numbers of connections.
         sys_url: from a cell to the URL of its broker's system account; "": not known.
@@ -119,20 +129,10 @@ def plan(
     children: list[PlannedProcess] = []
     free = iter(metrics_ports)
     assigned = assign(fleet.groups, gpus)
-
-    def add(process: str, name: str, kind: type[Common], cell: int, /, **settings: Any) -> None:
-        place = {"nats_url": url(USERS.get(process, process), cell), "namespace": cell_namespace(up.namespace, cell)}
-        values = passed(up, kind) | {"name": name} | place | settings
-        children.append(PlannedProcess(name, process, kind(**values), assigned.get(name), cell))
-
     for name, settings in workers(up, fleet, cores):  # first: they take longest to start
-        cell = cell_of(name, up.cells)
-        add("worker", name, WorkerSettings, cell, **settings, metrics_port=next(free, 0), state_dir=worker_state(up))
-    for index in range(routers_of(up)):
-        cell = index % up.cells
-        router = {"mode": up.router_mode, "sys_nats_url": sys_url(cell), "metrics_port": next(free, 0)}
-        add("router", f"router-{index}", RouterSettings, cell, **router)
-    apart = len({url("gateway", cell) for cell in range(up.cells)}) > 1  # each cell has a broker of its own
+        settled = _settled(up, WorkerSettings, name, settings, metrics_port=next(free, 0), state_dir=worker_state(up))
+        children.append(PlannedProcess(name, "worker", settled, assigned.get(name)))
+    children += _routers(up, 0, free)
     gateway = {
         "model": fleet.models or ((fleet.model,) if fleet.model else ()),
         "served_model_name": up.served_model_name if fleet.model else "",
@@ -142,15 +142,84 @@ def plan(
         "counts_fd": counts_fd,
         "state_dir": str(Path(up.data_dir).resolve() / "gateways"),
         "tracing": "all" if up.otlp_endpoint else "asked",
-        "cell_nats_urls": urls_of_cells(url, "gateway", up.cells) if apart else (),
     }
     for index, port in enumerate(ports):
-        nearest = index % up.cells if up.cells > 1 else -1
-        add("gateway", f"gateway-{index}", GatewaySettings, 0, **gateway, nearest_cell=nearest, http_port=port)
-    if up.otlp_endpoint:
-        for cell in range(up.cells):
-            add("trace", f"trace-{cell}", TraceSettings, cell, cells=1, cell_nats_urls=())
-    return children
+        name = f"gateway-{index}"
+        children.append(PlannedProcess(name, "gateway", _settled(up, GatewaySettings, name, gateway, http_port=port)))
+    children += _traces(up, 0)
+    return in_cells(children, up, active, url=url, sys_url=sys_url)
+
+
+def _settled(up: UpSettings, kind: type[CommonT], name: str, settings: Mapping[str, Any], **more: Any) -> CommonT:
+    return kind(**{**passed(up, kind), "name": name, **settings, **more})
+
+
+def _routers(up: UpSettings, first: int, metrics_ports: Iterator[int]) -> Iterator[PlannedProcess]:
+    for index in range(first, routers_of(up)):
+        name = f"router-{index}"
+        settings = {"mode": up.router_mode, "metrics_port": next(metrics_ports, 0)}
+        yield PlannedProcess(name, "router", _settled(up, RouterSettings, name, settings))
+
+
+def _traces(up: UpSettings, first: int) -> Iterator[PlannedProcess]:
+    for cell in range(first, up.cells if up.otlp_endpoint else 0):
+        name = f"trace-{cell}"
+        yield PlannedProcess(name, "trace", _settled(up, TraceSettings, name, {"cells": 1, "cell_nats_urls": ()}))
+
+
+def in_cells(
+    children: Iterable[PlannedProcess],
+    up: UpSettings,
+    active: int = 0,
+    *,
+    url: BrokerUrl,
+    sys_url: Callable[[int], str],
+) -> list[PlannedProcess]:
+    """These processes where they belong: their cell, its namespace and its broker.
+
+    Args:
+        active: cells that have workers and take new requests; 0: all. The others are read.
+        sys_url: as for ``plan``.
+    """
+    active = active or up.cells
+    apart = len({url("gateway", cell) for cell in range(up.cells)}) > 1  # each cell has a broker of its own
+
+    def placed(child: PlannedProcess) -> PlannedProcess:
+        number = int(child.name.rpartition("-")[2])
+        cell, more = 0, dict[str, Any]()
+        if child.role == "worker":
+            cell = cell_of(child.name, active)
+        elif child.role == "router":
+            cell = number % up.cells
+            more = {"cells": up.cells, "sys_nats_url": sys_url(cell)}
+        elif child.role == "trace":
+            cell = number
+        else:
+            more = {
+                "cells": up.cells,
+                "active_cells": active if active < up.cells else 0,
+                "nearest_cell": number % active if up.cells > 1 else -1,
+                "cell_nats_urls": urls_of_cells(url, "gateway", up.cells) if apart else (),
+            }
+        place = {
+            "nats_url": url(USERS.get(child.role, child.role), cell),
+            "namespace": cell_namespace(up.namespace, cell),
+        }
+        return replace(child, cell=cell, settings=msgspec.structs.replace(child.settings, **place, **more))
+
+    return [placed(child) for child in children]
+
+
+def of_further_cells(up: UpSettings, before: int, metrics_ports: Sequence[int] = ()) -> list[PlannedProcess]:
+    """What a running deployment needs besides when it has got cells; to be placed with ``in_cells``.
+
+    Args:
+        up: with the cells that there are now.
+        before: how many there were.
+        metrics_ports: one for each further router (``routers_of``); empty: they serve no metrics.
+    """
+    first = routers_of(msgspec.structs.replace(up, cells=before))
+    return [*_routers(up, first, iter(metrics_ports)), *_traces(up, before)]
 
 
 def urls_of_cells(url: BrokerUrl, user: str, cells: int) -> tuple[str, ...]:
@@ -167,36 +236,58 @@ FEWEST_WORKERS = 8
 WORKERS_PER_CELL = 2
 
 
-def sized(up: UpSettings, fleet: WorkerFleet, cores: int, there: int) -> UpSettings:
-    """With numbers of gateways and cells, where none are set.
+def sized(up: UpSettings, fleet: WorkerFleet, cores: int, there: CellCounts = NO_CELLS) -> UpSettings:
+    """With numbers of gateways and cells, where none are set. Cells that take no new requests count, too.
 
     Measured on 16 cores (``python -m tests.perf.scale``): docs/results/pipeline.md. Where engines take their time, a
     part of that is enough, and the rest is idle. More cells than are chosen carry more requests/s of few, fast workers.
 
     Args:
         cores: that this machine has for the deployment.
-        there: cells that the data folder has; 0: it is new.
+        there: cells that the data folder has, which keeps them, whatever their number is to be.
     Raises:
-        PlanError: there would be fewer cells than the data folder has, or cells without workers.
+        PlanError: there would be cells without workers.
     """
-    roles = ("aggregated", "prefill", "decode")
-    counts = [sum(group.number for group in fleet.groups if group.role == role) for role in roles]
-    workers = min((count for count in counts if count), default=1)
+    counts = workers_by_role((group.role, group.number) for group in fleet.groups)
+    workers = min((count for count in counts.values() if count), default=1)
     chosen = min(cores // CORES_PER_CELL, workers // WORKERS_PER_CELL) if workers >= FEWEST_WORKERS else 1
-    cells = up.cells or there or (1 if up.nats_url else max(1, chosen))
-    if cells < there:
-        raise PlanError(
-            f"--cells {cells}: the data folder {up.data_dir} has requests of {there} cells, which would not be found; "
-            "leave --cells out, or take another --data-dir"
-        )
-    if up.cells > workers > 0 and any(counts):
-        raise PlanError(
-            f"--cells {cells}: each cell needs a worker of each role, and a role has {workers}; start more workers, or "
-            "fewer cells"
-        )
+    active = up.cells or there.active or (1 if up.nats_url else max(1, chosen))
+    if up.cells:
+        check_workers(up.cells, counts)
     total = sum(group.number for group in fleet.groups)
     gateways = up.gateways or max(1, min(cores // CORES_PER_GATEWAY, GATEWAYS_PER_WORKER * max(1, total)))
-    return msgspec.structs.replace(up, cells=cells, gateways=gateways)
+    return msgspec.structs.replace(up, cells=max(there.known, active), gateways=gateways)
+
+
+_COMPUTING = ("aggregated", "prefill", "decode")  # roles of which each cell needs a worker, if there are any
+
+
+def workers_by_role(workers: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """How many workers compute prompts and answers.
+
+    Args:
+        workers: roles, and workers of each.
+    """
+    counts = dict.fromkeys(_COMPUTING, 0)
+    for role, number in workers:
+        if role in counts:
+            counts[role] += number
+    return counts
+
+
+def check_workers(cells: int, counts: Mapping[str, int]) -> None:
+    """
+    Args:
+        counts: of workers, as ``workers_by_role``.
+    Raises:
+        PlanError: there would be cells without workers.
+    """
+    fewest = min((count for count in counts.values() if count), default=cells)
+    if cells > fewest:
+        raise PlanError(
+            f"--cells {cells}: each cell needs a worker of each role, and a role has {fewest}; start more workers, or "
+            "fewer cells"
+        )
 
 
 def routers_of(up: UpSettings) -> int:
@@ -243,6 +334,7 @@ def further(
     names: Sequence[str],
     children: Sequence[PlannedProcess],
     *,
+    active: int = 0,
     url: BrokerUrl,
     cores: int,
     metrics_ports: Sequence[int] = (),
@@ -252,6 +344,7 @@ def further(
     Args:
         names: of workers that the deployment does not have yet, such as decode-2. Their role must have workers.
         children: what the deployment has; their GPUs stay theirs.
+        active: as for ``in_cells``.
         metrics_ports: one for each name; empty: they serve no metrics.
 
     Raises:
@@ -271,12 +364,10 @@ def further(
             stems = ", ".join(f"{_stem(group)}-N" for group in fleet.groups)
             raise PlanError(f"no worker {name!r} can be added: this deployment has {stems}")
         own, free = _gpus(name, groups[name], gpus, free)
-        cell = cell_of(name, up.cells)
-        place = {"nats_url": url("worker", cell), "namespace": cell_namespace(up.namespace, cell)}
-        values = passed(up, WorkerSettings) | {"name": name} | place | settings[name]
-        settled = WorkerSettings(**values, metrics_port=next(ports, 0), state_dir=worker_state(up))
-        added.append(PlannedProcess(name, "worker", settled, own, cell))
-    return added
+        more = {"metrics_port": next(ports, 0), "state_dir": worker_state(up)}
+        settled = _settled(up, WorkerSettings, name, settings[name], **more)
+        added.append(PlannedProcess(name, "worker", settled, own))
+    return in_cells(added, up, active, url=url, sys_url=lambda cell: "")
 
 
 def _gpus(

@@ -103,7 +103,8 @@ def sizes(state: DeploymentState) -> str:
     """How many processes of each role there are, and in how many cells."""
     counts = Counter(process.role for process in state.processes)
     parts = [f"{counts[role]} {role}{'s' if counts[role] > 1 else ''}" for role in ("gateway", "router", "worker")]
-    return ", ".join(parts) + (f" in {len(state.all_cells)} cells" if len(state.all_cells) > 1 else "")
+    cells = state.active_cells or len(state.all_cells)
+    return ", ".join(parts) + (f" in {cells} cells" if cells > 1 else "")
 
 
 def welcome(state: DeploymentState, data_dir: Path, seconds: float, *, closed: bool = False) -> str:

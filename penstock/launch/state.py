@@ -1,5 +1,6 @@
 """``state.json``: what runs, and how to reach it, for ``penstock inspect``, tests and benchmarks."""
 
+import contextlib
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,6 +37,7 @@ class Running(msgspec.Struct, frozen=True, omit_defaults=True):
     drained: bool = False  # by `penstock drain`; it starts again after `penstock restart`
     began: int = 0  # when the process was started, as ``start_of``; 0: not known
     cell: int = 0  # the number of its cell; gateways are in all
+    outdated: bool = False  # it was started before the number of cells changed; `penstock restart` changes that
 
 
 class NatsLogin(msgspec.Struct, frozen=True):
@@ -86,11 +88,17 @@ class DeploymentState(msgspec.Struct, frozen=True):
     client_nats: NatsLogin = NatsLogin()  # the same as client_nats_url
     models: tuple[str, ...] = ()  # canonical names of all
     cells: tuple[CellState, ...] = ()  # the first is home, which ``namespace`` and the URLs above are of
+    active_cells: int = 0  # so many of the first take new requests; 0: all
+    cells_refused: str = ""  # why another number of cells was not taken the last time
 
     @property
     def all_cells(self) -> tuple[CellState, ...]:
         """At least home, also where an earlier release has written the file."""
         return self.cells or (CellState(0, self.namespace, self.nats_url, self.sys_nats_url),)
+
+    def is_active(self, number: int) -> bool:
+        """Whether the cell of this number takes new requests."""
+        return not self.active_cells or number - self.all_cells[0].number < self.active_cells
 
 
 def start_of(pid: int | None) -> int:
@@ -131,3 +139,56 @@ def read_resume(data_dir: Path) -> list[str]:
     except OSError:
         return []
     return names
+
+
+class CellCounts(msgspec.Struct, frozen=True):
+    """The cells of a data folder, from the first on.
+
+    Attributes:
+        known: whose requests are found.
+        active: that have workers and take new requests.
+    """
+
+    known: int = 0
+    active: int = 0
+
+
+NO_CELLS = CellCounts()  # of a new folder
+
+
+def read_cells(data_dir: Path) -> CellCounts:
+    """Those whose stores a data folder has, or that another's broker has for it. A folder that cannot be read has none:
+    starting the broker says why."""
+    known, noted = 0, NO_CELLS
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        noted = msgspec.json.decode((data_dir / "cells.json").read_bytes(), type=CellCounts)
+    with contextlib.suppress(OSError):
+        if (data_dir / "nats").is_dir():
+            known = 1 + sum((each / "nats").is_dir() for each in (data_dir / "cells").glob("*"))
+    known = known or noted.known
+    return CellCounts(known, min(noted.active or known, known))
+
+
+def write_cells(data_dir: Path, counts: CellCounts) -> None:
+    """Note the cells for the next start."""
+    write_private(data_dir / "cells.json", msgspec.json.encode(counts).decode() + "\n")
+
+
+def ask_for_cells(data_dir: Path, number: int) -> Path:
+    """Say how many cells are to be active; the signal ``RESUME`` has it read. The file is there until that was done."""
+    path = data_dir / "cells.wanted"
+    write_private(path, str(number))
+    return path
+
+
+def read_wanted_cells(data_dir: Path) -> int:
+    """What ``ask_for_cells`` has said; 0: nothing."""
+    try:
+        return int((data_dir / "cells.wanted").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def forget_wanted_cells(data_dir: Path) -> None:
+    with contextlib.suppress(OSError):
+        (data_dir / "cells.wanted").unlink()

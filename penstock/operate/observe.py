@@ -387,7 +387,7 @@ class CellObserver:
         self._count(streams)
         members = await routers(self._bus)
         registered = await registrations(self._bus)
-        unread, held = await self._waiting()
+        unread, held = await queued(self._bus)
         return CellLook(registered, members, unread, held, streams)
 
     async def _uses(self) -> tuple[StreamUse, ...]:
@@ -411,19 +411,24 @@ class CellObserver:
         while len(self.counts) > 2 and self.counts[1].at_s < now - WINDOW_S:
             self.counts.pop(0)
 
-    async def _waiting(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Requests that are unread, and held, by class."""
-        unread, held = {}, {}
-        stream = self._bus.subjects.stream("REQUESTS")
-        for priority in CLASSES:
-            try:
-                info = await self._bus.js.consumer_info(stream, f"router-{priority}")
-            except (NatsError, TimeoutError) as error:
-                raise ServingError(
-                    Code.broker_unavailable, f"the queue of class {priority} cannot be read ({error!r})"
-                ) from error
-            unread[priority], held[priority] = info.num_pending or 0, info.num_ack_pending or 0
-        return unread, held
+
+async def queued(bus: Bus) -> tuple[dict[str, int], dict[str, int]]:
+    """Requests of a cell that no router has read, and those that routers hold, by class.
+
+    Raises:
+        ServingError: the broker does not say.
+    """
+    unread, held = {}, {}
+    stream = bus.subjects.stream("REQUESTS")
+    for priority in CLASSES:
+        try:
+            info = await bus.js.consumer_info(stream, f"router-{priority}")
+        except (NatsError, TimeoutError) as error:
+            raise ServingError(
+                Code.broker_unavailable, f"the queue of class {priority} cannot be read ({error!r})"
+            ) from error
+        unread[priority], held[priority] = info.num_pending or 0, info.num_ack_pending or 0
+    return unread, held
 
 
 def held_by_class(members: Iterable[Member]) -> dict[str, HeldByTenant]:

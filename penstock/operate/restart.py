@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,13 +14,15 @@ from rich.console import Console
 
 from penstock.cli.figures import duration_ns
 from penstock.cli.terminal import stdout
-from penstock.configs.flags import Parser
+from penstock.configs.flags import Parser, whole_number
+from penstock.configs.up_settings import UpSettings
 from penstock.infra.bus.connection import Bus
 from penstock.infra.nats_server.datadir import holder
 from penstock.infra.process.signals import RESUME
 from penstock.launch.readiness import get_url
-from penstock.launch.state import DeploymentState, Running, read_state, start_of, write_resume
-from penstock.log_tools.sources.open_log import LogSource, add_flags, open_cells, run_command
+from penstock.launch.state import DeploymentState, Running, ask_for_cells, read_state, start_of, write_resume
+from penstock.log_tools.sources.open_log import LogSource, open_cells, run_command
+from penstock.operate.observe import queued
 from penstock.operate.workers import registrations
 from penstock.schemas.fleet import WorkerState
 
@@ -38,17 +40,27 @@ def run(argv: Sequence[str]) -> int:
         prog="penstock restart",
         description="restart processes of the `penstock up` on this machine, each after the one before is ready again. "
         "Each finishes what it runs for at most its --drain-s; no request fails. Drained workers start again. The "
-        "broker is left as it is.",
+        "broker is left as it is. With --cells, the deployment gets another number of cells: only what belongs "
+        "elsewhere then, or has to know of it, is restarted.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="processes, such as worker-0 or router-0")
     parser.add_argument("--rolling", action="store_true", help="all workers, then all routers, then all gateways")
     parser.add_argument(
+        "--cells", type=whole_number(), default=0, metavar="N",
+        help="with --rolling: have N cells take new requests; those beyond keep what they have stored",
+    )  # fmt: skip
+    parser.add_argument(
         "--timeout", default="15m", metavar="TIME", help="how long one process may take (default: %(default)s)"
     )
-    add_flags(parser)
+    parser.add_argument(
+        "--data-dir", default=UpSettings().data_dir, metavar="FOLDER",
+        help="data folder of the deployment (default: %(default)s)",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     if bool(args.names) == args.rolling:
         parser.error("give names of processes, or --rolling for all of them")
+    if args.cells and not args.rolling:
+        parser.error("--cells is for --rolling: processes of all roles are restarted")
     data_dir = Path(args.data_dir).resolve()
     return run_command("restart", lambda: _run(args, data_dir, stdout()))
 
@@ -57,18 +69,105 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
     state = _state(data_dir)
     if holder(data_dir / "up.lock") is None:  # it was killed: others may have its processes' ids by now
         raise ValueError(f"no `penstock up` runs on {data_dir}; the one that wrote its state.json was killed")
-    processes = _ordered(state, args.names)
     timeout_s = duration_ns(args.timeout) / 1e9
-    async with open_cells(LogSource.of(args), name="restart", role="viewer", streams=()) as logs:
+    if args.cells:
+        state = await _with_cells(data_dir, args.cells, timeout_s)
+        console.print(f"cells that take new requests: {args.cells}", highlight=False)
+    processes = _ordered(state, args.names)
+    if args.rolling:
+        first = outdated(state)
+        processes = first if args.cells else first + [each for each in processes if each not in first]
+    async with open_cells(LogSource(data_dir), name="restart", role="viewer", streams=()) as logs:
         buses = {log.cell: log.bus for log in logs}
         several = len(state.all_cells) > 1
         away = [each for each in processes if several and each.role == "worker" and each.cell not in buses]
         if away:
             raise ValueError(f"{away[0].name} cannot register while the broker of cell {away[0].cell} is away")
+        if args.cells:  # the routers of further cells have been started already
+            for each in [each for each in state.processes if each.role == "router" and each not in processes]:
+                await _until_ready(buses, data_dir, each.name, None, time.monotonic() + timeout_s)
+        emptied = set[int]()
         for process in processes:
             began = time.monotonic()
-            await _restart(buses.get(process.cell, logs[0].bus), data_dir, process, timeout_s)
+            if process.outdated and process.role == "worker" and process in _last_of_cells(state):
+                if process.cell not in emptied:
+                    await _until_empty(buses[process.cell], process.cell, timeout_s)
+                emptied.add(process.cell)
+            await _restart(buses, data_dir, process, timeout_s)
             console.print(f"{process.name}: ready again after {time.monotonic() - began:.1f} s", highlight=False)
+
+
+async def _with_cells(data_dir: Path, number: int, timeout_s: float) -> DeploymentState:
+    """The state of the deployment when it is planned for another number of active cells.
+
+    Raises:
+        ValueError: it cannot have so many, or nothing answers.
+    """
+    up = holder(data_dir / "up.lock")
+    asked = ask_for_cells(data_dir, number)
+    if up is not None:
+        os.kill(up, RESUME)
+    deadline = time.monotonic() + timeout_s
+    while asked.exists():
+        if holder(data_dir / "up.lock") is None:
+            asked.unlink(missing_ok=True)
+            raise RestartFailed(f"`penstock up` on {data_dir} has stopped")
+        if time.monotonic() > deadline:
+            asked.unlink(missing_ok=True)
+            raise RestartFailed(
+                f"`penstock up` on {data_dir} has not changed its cells after {timeout_s:g} s (--timeout); see its "
+                "output. One of a release before --cells has to be stopped and started again"
+            )
+        await asyncio.sleep(POLL_S)
+    state = _state(data_dir)
+    if state.cells_refused or state.active_cells != number:
+        raise ValueError(state.cells_refused or f"somebody else has set {state.active_cells} cells meanwhile")
+    return state
+
+
+def outdated(state: DeploymentState) -> list[Running]:
+    """What another number of cells has restarted, in an order in which each request finds workers. Pure.
+
+    A cell gets workers when every gateway reads it. One that is given up keeps a worker of each role, which are
+    restarted last, while a gateway may send requests there.
+    """
+    last = _last_of_cells(state)
+
+    def place(each: Running) -> int:
+        if each.role != "worker":
+            return ("router", "", "gateway", "", "", "trace", "dashboard").index(each.role)
+        return 4 if each in last else 3 if state.is_active(each.cell) else 1
+
+    return sorted((each for each in state.processes if each.outdated and each.role in ORDER), key=place)
+
+
+def _last_of_cells(state: DeploymentState) -> list[Running]:
+    """A worker of each role in each cell that takes no new requests: the first."""
+    found: dict[tuple[int, str], Running] = {}
+    for each in state.processes:
+        if each.role == "worker" and each.pid is not None and not state.is_active(each.cell):
+            found.setdefault((each.cell, each.name.rpartition("-")[0]), each)
+    return list(found.values())
+
+
+async def _until_empty(bus: Bus, cell: int, timeout_s: float) -> None:
+    """Wait until nothing waits in a cell that takes no new requests: images, for one, would wait for its workers.
+
+    Raises:
+        RestartFailed: something still does.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        waiting = sum(sum(counts.values()) for counts in await queued(bus))
+        waiting += sum(each.load.waiting for each in await registrations(bus))
+        if not waiting:
+            return
+        if time.monotonic() > deadline:
+            raise RestartFailed(
+                f"cell {cell} still has {waiting} waiting requests after {timeout_s:g} s (--timeout); its last workers "
+                "go on. Run the command again when they have ended"
+            )
+        await asyncio.sleep(POLL_S)
 
 
 def _state(data_dir: Path) -> DeploymentState:
@@ -95,24 +194,27 @@ def _ordered(state: DeploymentState, names: Sequence[str]) -> list[Running]:
     return sorted(chosen, key=lambda process: ORDER.index(process.role))
 
 
-async def _restart(bus: Bus, data_dir: Path, process: Running, timeout_s: float) -> None:
+async def _restart(buses: Mapping[int, Bus], data_dir: Path, process: Running, timeout_s: float) -> None:
     old = process.pid
     if old is not None and process.began and start_of(old) not in (process.began, 0):
         raise RestartFailed(f"pid {old} is no longer {process.name}'s; try again when `penstock up` has restarted it")
     if old is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(old, signal.SIGTERM)
-    resumed = False
-    deadline = time.monotonic() + timeout_s
-    while not await _ready(bus, data_dir, process.name, old):
+    await _until_ready(buses, data_dir, process.name, old, time.monotonic() + timeout_s)
+
+
+async def _until_ready(buses: Mapping[int, Bus], data_dir: Path, name: str, old: int | None, deadline: float) -> None:
+    resumed, began = False, time.monotonic()
+    while not await _ready(buses, data_dir, name, old):
         # One that has just ended is known to be drained a moment later, when what it ran was returned.
-        if old is None and not resumed and _is_drained(data_dir, process.name):
-            _resume(data_dir, process.name)
+        if old is None and not resumed and _is_drained(data_dir, name):
+            _resume(data_dir, name)
             resumed = True
         if time.monotonic() > deadline:
             raise RestartFailed(
-                f"{process.name} is not ready {timeout_s:g} s after its restart began; see "
-                f"{data_dir / 'logs' / process.name}.log. The processes after it were not restarted."
+                f"{name} is not ready {deadline - began:g} s after its restart began; see "
+                f"{data_dir / 'logs' / name}.log. The processes after it were not restarted."
             )
         await asyncio.sleep(POLL_S)
 
@@ -129,7 +231,7 @@ def _resume(data_dir: Path, name: str) -> None:
     os.kill(up, RESUME)
 
 
-async def _ready(bus: Bus, data_dir: Path, name: str, old: int | None) -> bool:
+async def _ready(buses: Mapping[int, Bus], data_dir: Path, name: str, old: int | None) -> bool:
     """Whether the process runs under another pid than before and serves."""
     try:
         state = read_state(data_dir / "state.json")
@@ -139,7 +241,8 @@ async def _ready(bus: Bus, data_dir: Path, name: str, old: int | None) -> bool:
     if now is None or now.pid is None or now.pid == old:
         return False
     if now.role == "worker":
-        return any(
+        bus = buses.get(now.cell)
+        return bus is not None and any(
             each.name == name and each.pid == now.pid and each.state is WorkerState.ready
             for each in await registrations(bus)
         )

@@ -343,7 +343,8 @@ async def _through_broker_of(cell: CellSource, state: DeploymentState | None, fi
         async with open_log(source, name="doctor", role="viewer", streams=()) as log:
             if log.stopped:
                 return _Seen([problem("deployment", f"nothing runs on {source.data_dir}", _START)], runs=False)
-            findings = await check_broker(log.bus, cell.cells)
+            active = state.active_cells if state is not None and state.is_active(number) else 0
+            findings = await check_broker(log.bus, active or cell.cells)
             if not any(finding.status is CheckStatus.problem for finding in findings):
                 findings += await check_fleet(log.bus, state, number)
                 growth = await _collect(log.bus, files, f"-{number}" if cell.cells > 1 else "")

@@ -20,6 +20,7 @@ from penstock.launch.groups import PlanError, WorkerFleet, WorkerGroup, assign, 
 from penstock.launch.machine import gpus, held_run
 from penstock.launch.plan import PlannedProcess, passed, plan, sized
 from penstock.launch.recipes import catalogue
+from penstock.launch.state import CellCounts
 
 KNOWN = catalogue.members()
 
@@ -30,7 +31,7 @@ def fleet(**given: Any) -> WorkerFleet:
 
 
 def workers(*, gpus: tuple[str, ...] | None = None, **given: Any) -> dict[str, PlannedProcess]:
-    up = sized(UpSettings(**given), fleet(**given), 2, 0)
+    up = sized(UpSettings(**given), fleet(**given), 2)
     children = plan(
         up, fleet(**given), ports=[8000], url=lambda role, cell: "nats://h:1", sys_url=lambda cell: "", cores=8,
         gpus=gpus, metrics_ports=range(9100, 9200),
@@ -317,7 +318,7 @@ def test_an_embedding_model_gets_workers_of_the_role_that_serves_it() -> None:
     def found(**given: Any) -> dict[str, PlannedProcess]:
         up = UpSettings(**given)
         whole = fleet_of(up, makes_vectors=lambda model: model == "/bert")
-        up = sized(up, whole, 2, 0)
+        up = sized(up, whole, 2)
         children = plan(up, whole, ports=[8000], url=lambda role, cell: "nats://h:1", sys_url=lambda cell: "", cores=8)
         return {child.name: child for child in children}
 
@@ -423,14 +424,21 @@ def test_gateways_and_cells_suit_the_cores_and_the_workers(
     given: dict[str, Any], cores: int, there: int, gateways: int, cells: int
 ) -> None:
     up = UpSettings(engine="mock", **given)
-    chosen = sized(up, fleet_of(up), cores, there)
+    chosen = sized(up, fleet_of(up), cores, CellCounts(there, there))
     assert (chosen.gateways, chosen.cells) == (gateways, cells)
 
 
-def test_a_folder_keeps_its_cells_and_each_cell_has_workers() -> None:
-    up = UpSettings(engine="mock", workers=4, cells=2)
-    with pytest.raises(PlanError, match="has requests of 4 cells"):
-        sized(up, fleet_of(up), 16, 4)
+@pytest.mark.parametrize(
+    ("given", "there", "cells"), [({"cells": 2}, (4, 4), 4), ({}, (4, 1), 4), ({"cells": 5}, (4, 1), 5)]
+)
+def test_a_folder_keeps_its_cells_whatever_their_number_is_to_be(
+    given: dict[str, Any], there: tuple[int, int], cells: int
+) -> None:
+    up = UpSettings(engine="mock", workers=5, **given)
+    assert sized(up, fleet_of(up), 16, CellCounts(*there)).cells == cells
+
+
+def test_each_cell_has_workers() -> None:
     up = UpSettings(engine="mock", prefill=1, decode=3, cells=2)
     with pytest.raises(PlanError, match="a role has 1"):
-        sized(up, fleet_of(up), 16, 0)
+        sized(up, fleet_of(up), 16)

@@ -1,11 +1,18 @@
-"""Workers that are added to a running deployment have the settings of their group, and GPUs of their own."""
+"""What joins a running deployment, workers and cells, is as if it had been started with it."""
 
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from penstock.configs.settings import WorkerSettings
+from penstock.configs.settings import GatewaySettings, WorkerSettings
 from penstock.configs.up_settings import UpSettings
 from penstock.launch.groups import PlanError, WorkerFleet, WorkerGroup, fleet_of
-from penstock.launch.plan import PlannedProcess, further, plan
+from penstock.launch.plan import PlannedProcess, cell_of, further, in_cells, of_further_cells, plan
+from penstock.launch.state import CellCounts, read_cells, write_cells
 
 
 def url(role: str, cell: int) -> str:
@@ -61,3 +68,70 @@ def test_engines_that_share_gpus_take_turns_when_none_is_free() -> None:
         gpus=("0", "1"),
     )  # fmt: skip
     assert [child.gpus for child in added] == [("0",), ("1",)]
+
+
+def of_cell(role: str, cell: int) -> str:
+    return f"nats://{role}@h{cell}"
+
+
+def in_several(up: UpSettings, active: int = 0) -> dict[str, PlannedProcess]:
+    children = plan(
+        up, fleet_of(up), active=active, ports=[8000, 8001, 8002], url=of_cell, sys_url=lambda cell: f"sys{cell}",
+        cores=4,
+    )  # fmt: skip
+    return {child.name: child for child in children}
+
+
+def moved(up: UpSettings, children: Mapping[str, PlannedProcess], active: int) -> dict[str, PlannedProcess]:
+    placed = in_cells(children.values(), up, active, url=of_cell, sys_url=lambda cell: f"sys{cell}")
+    return {child.name: child for child in placed}
+
+
+def test_processes_that_get_cells_are_as_if_they_had_been_started_with_them() -> None:
+    one = UpSettings(engine="mock", workers=5, routers=2, cells=1, otlp_endpoint="http://h:1")
+    three = msgspec.structs.replace(one, cells=3)
+    there = in_several(one)
+    added = {child.name: child for child in of_further_cells(three, 1)}
+    assert list(added) == ["router-2", "trace-1", "trace-2"]
+    assert moved(three, there | added, 3) == in_several(three)
+    assert moved(three, in_several(three), 3) == in_several(three)
+
+
+def test_of_fewer_active_cells_gateways_read_the_others_and_workers_leave_them() -> None:
+    up = UpSettings(engine="mock", workers=5, cells=4)
+    children = in_several(up, active=2)
+    assert [children[f"worker-{n}"].cell for n in range(5)] == [0, 1, 0, 1, 0]
+    assert [children[f"router-{n}"].cell for n in range(4)] == [0, 1, 2, 3]
+    gateway = children["gateway-2"].settings
+    assert isinstance(gateway, GatewaySettings)
+    assert (gateway.cells, gateway.active_cells, gateway.nearest_cell) == (4, 2, 0)
+    assert gateway.cell_nats_urls == ("nats://gateway@h1", "nats://gateway@h2", "nats://gateway@h3")
+    assert moved(up, in_several(up), 2) == children
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(9, 20))
+def test_each_cell_that_stays_active_keeps_its_first_worker(before: int, after: int, workers: int) -> None:
+    names = [f"worker-{number}" for number in range(workers)]
+    for cell in range(min(before, after)):
+        first = next(name for name in names if cell_of(name, before) == cell)
+        assert cell_of(first, after) == cell
+
+
+def test_a_further_worker_joins_an_active_cell() -> None:
+    up = UpSettings(engine="mock", workers=2, cells=4)
+    children = list(in_several(up, active=2).values())
+    (added,) = further(up, fleet_of(up), ["worker-3"], children, active=2, url=of_cell, cores=4)
+    assert (added.cell, added.settings.namespace) == (1, "ps-1")
+
+
+def test_a_folder_says_which_cells_it_has_and_how_many_are_active(tmp_path: Path) -> None:
+    assert read_cells(tmp_path) == CellCounts(0, 0)
+    write_cells(tmp_path, CellCounts(3, 2))  # on another's broker
+    assert read_cells(tmp_path) == CellCounts(3, 2)
+    for folder in ("nats", "cells/1/nats"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert read_cells(tmp_path) == CellCounts(2, 2)
+    (tmp_path / "cells.json").write_text("")  # as after a full disk
+    assert read_cells(tmp_path) == CellCounts(2, 2)
+    write_cells(tmp_path, CellCounts(2, 1))
+    assert read_cells(tmp_path) == CellCounts(2, 1)

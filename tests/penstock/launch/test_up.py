@@ -23,13 +23,14 @@ from penstock.configs.settings import GatewaySettings, RouterSettings, TraceSett
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.nats_server.datadir import DataDirBusy
 from penstock.infra.process.child import Process
+from penstock.infra.process.signals import RESUME
 from penstock.infra.process.supervisor import Keeper, RestartBackoff
 from penstock.launch.deployment import Deployment, UpFailed
 from penstock.launch.groups import fleet_of
 from penstock.launch.plan import PlannedProcess, plan, sized
 from penstock.launch.readiness import get
 from penstock.launch.show import curl_line, readable, welcome
-from penstock.launch.state import DeploymentState, read_state, write_state
+from penstock.launch.state import DeploymentState, ask_for_cells, read_state, write_state
 
 READY = b'{"status":"ready"}'  # a fake gateway's answer
 FAKE = [sys.executable, "-m", "tests.penstock.launch.fake_child"]
@@ -271,6 +272,66 @@ async def test_a_lone_gateway_has_no_port_but_the_shared_one(tmp_path: Path) -> 
     assert await up.stop() == 0
 
 
+async def test_more_cells_are_there_at_once_and_what_cannot_be_is_refused_with_the_reason(tmp_path: Path) -> None:
+    up = Up(up_settings(tmp_path, workers=2, cells=1, dashboard_port=0))
+    await up.ready()
+    await until(lambda: "dashboard" in up.pids())
+    before = up.pids()
+    folder = tmp_path / "data"
+
+    async def set_cells(number: int) -> DeploymentState:
+        asked = ask_for_cells(folder, number)
+        os.kill(os.getpid(), RESUME)
+        await until(lambda: not asked.exists())
+        return up.state()
+
+    state = await set_cells(3)
+    assert "each cell needs a worker of each role, and a role has 2" in state.cells_refused
+    assert (len(state.cells), state.active_cells) == (1, 1)
+    state = await set_cells(2)
+    assert (state.cells_refused, len(state.cells), state.active_cells) == ("", 2, 2)
+    now = up.pids()
+    assert sorted(now.keys() - before.keys()) == ["nats-1", "router-1"]
+    assert before.items() <= now.items(), "what runs is left as it is"
+    assert [each.name for each in state.processes if each.outdated] == [
+        "worker-1", "router-0", "gateway-0", "dashboard",
+    ]  # fmt: skip
+    assert [each.cell for each in state.processes if each.name == "worker-1"] == [0]
+    os.kill(now["worker-1"], signal.SIGKILL)
+    await until(lambda: up.pids().get("worker-1", 0) not in (0, now["worker-1"]))
+    worker = next(each for each in up.state().processes if each.name == "worker-1")
+    assert (worker.cell, worker.outdated) == (1, False), "it is where it belongs as soon as it starts again"
+    state = await set_cells(1)
+    assert (len(state.cells), state.active_cells) == (2, 1)
+    assert [each.name for each in state.processes if each.outdated] == [
+        "worker-1", "router-0", "gateway-0", "dashboard",
+    ]  # fmt: skip
+    assert await up.stop() == 0
+
+
+async def test_a_cell_whose_broker_cannot_start_is_left_out(tmp_path: Path) -> None:
+    up = Up(up_settings(tmp_path, workers=2, cells=1))
+    await up.ready()
+    await until(lambda: up.state().models)
+    folder = tmp_path / "data"
+    (folder / "cells").mkdir()
+    (folder / "cells" / "1").write_text("in the way")
+    before = up.pids()
+    for _ in range(2):
+        asked = ask_for_cells(folder, 2)
+        os.kill(os.getpid(), RESUME)
+        await until(lambda asked=asked: not asked.exists())  # type: ignore[misc]
+        state = up.state()
+        assert state.cells_refused
+        assert (len(state.cells), state.active_cells, up.pids()) == (1, 1, before)
+    (folder / "cells" / "1").unlink()
+    asked = ask_for_cells(folder, 2)
+    os.kill(os.getpid(), RESUME)
+    await until(lambda: not asked.exists())
+    assert (up.state().cells_refused, len(up.state().cells)) == ("", 2)
+    assert await up.stop() == 0
+
+
 # -- one child ----------------------------------------------------------------------------------------------------
 
 
@@ -356,7 +417,7 @@ def test_pauses_double_up_to_ten_seconds_and_start_again_after_a_lasting_run(liv
 
 
 def planned(up: UpSettings, ports: list[int] | None = None) -> dict[str, PlannedProcess]:
-    up = sized(up, fleet_of(up), 2, 0)
+    up = sized(up, fleet_of(up), 2)
     children = plan(
         up, fleet_of(up), ports=ports or [8000], url=lambda role, cell: f"nats://{role}:secret@h:1",
         sys_url=lambda cell: "nats://sys:x@h:1", cores=8,

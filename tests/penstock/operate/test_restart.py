@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.nats_server.datadir import Lock
-from penstock.launch.state import DeploymentState, Running, start_of, write_state
-from penstock.operate.restart import run
+from penstock.launch.state import CellState, DeploymentState, Running, start_of, write_state
+from penstock.operate.restart import outdated, run
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ async def test_a_process_that_has_a_pid_since_later_is_not_signalled(
     try:
         (process,) = restart._ordered(restart._state(tmp_path), [])
         with pytest.raises(restart.RestartFailed, match="no longer gateway-0"):
-            await restart._restart(None, tmp_path, process, 1.0)  # type: ignore[arg-type]
+            await restart._restart({}, tmp_path, process, 1.0)
     finally:
         lock.release()
     assert other.poll() is None
@@ -95,6 +95,39 @@ async def test_a_worker_that_is_known_to_be_drained_a_moment_later_is_started_ag
     monkeypatch.setattr(restart, "_ready", ready)
     monkeypatch.setattr(restart, "holder", lambda path: 1)
     monkeypatch.setattr(restart.os, "kill", lambda pid, number: signals.append(number))
-    await restart._restart(None, tmp_path, process, 10.0)  # type: ignore[arg-type]
+    await restart._restart({}, tmp_path, process, 10.0)
     assert signals == [restart.RESUME]
     assert (tmp_path / "resume").read_text() == "worker-0"
+
+
+def deployment_of(active: int, *processes: tuple[str, int, bool]) -> DeploymentState:
+    """Four cells; of each process the name, the cell and whether it is outdated."""
+    running = [
+        Running(name, name.rpartition("-")[0].replace("prefill", "worker"), 1, cell=cell, outdated=old)
+        for name, cell, old in processes
+    ]
+    cells = tuple(CellState(number, f"ps-{number}", "") for number in range(4))
+    return DeploymentState("", "", "", "", "ps", "tiny", tuple(running), cells=cells, active_cells=active)
+
+
+def test_gateways_read_a_cell_before_workers_are_there() -> None:
+    workers = [("worker-0", 0, False), ("worker-1", 0, True), ("worker-2", 0, True)]
+    state = deployment_of(3, *workers, ("router-0", 0, True), ("router-1", 1, False), ("gateway-0", 0, True))
+    assert [each.name for each in outdated(state)] == ["router-0", "gateway-0", "worker-1", "worker-2"]
+
+
+def test_a_cell_that_is_given_up_keeps_a_worker_of_each_role_until_no_gateway_sends_requests_there() -> None:
+    state = deployment_of(
+        2,
+        ("worker-0", 0, False), ("worker-2", 2, True), ("worker-6", 2, True), ("worker-3", 3, True),
+        ("prefill-2", 2, True), ("prefill-6", 2, True), ("worker-5", 1, True), ("gateway-0", 0, True),
+    )  # fmt: skip
+    assert [each.name for each in outdated(state)] == [
+        "worker-6", "prefill-6", "gateway-0", "worker-5", "worker-2", "worker-3", "prefill-2",
+    ]  # fmt: skip
+
+
+def test_another_number_of_cells_is_for_all_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["--cells", "2", "gateway-0"])
+    assert "--cells is for --rolling" in capsys.readouterr().err
