@@ -1,5 +1,7 @@
 """Why requests went where they did: terms that add up, and sums of them that are known."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,4 +84,4 @@ def test_a_sample_is_even_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         sample.add(job([Candidate("w-1", slots=8)], at_ns=number))
         assert min(number + 1, 5) <= len(sample.jobs) <= 10
     times = [each.decision.at_ns for each in sample.jobs]
-    assert {later - earlier for earlier, later in zip(times, times[1:], strict=False)} == {16}
+    assert {later - earlier for earlier, later in pairwise(times)} == {16}
