@@ -17,21 +17,31 @@ from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_SUMMARY
 from penstock.schemas.tokens import FAILURES
 from penstock.schemas.wire import decoder
 
-State = Literal["queued", "running", "done", "failed", "cancelled"]
+State = Literal["queued", "running", "done", "failed", "cancelled", "unknown"]
 QUEUED: Final = "queued"
 RUNNING: Final = "running"
 DONE: Final = "done"
 FAILED: Final = "failed"
 CANCELLED: Final = "cancelled"
+UNKNOWN: Final = "unknown"
 STATES: tuple[State, ...] = get_args(State)
 NOT_SAMPLED = ("embedding", "image", "video")  # endpoints whose answers are no drawn tokens
+
+
+LATE_NS = 60_000_000_000
+
+
+def record_is_lost(request: GenerateRequest, now_ns: int) -> bool:
+    """Whether a request without a record must have ended: its deadline passed a minute ago (Unix time in ns)."""
+    return now_ns > request.deadline_ns + LATE_NS
 
 
 class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request, unfinished or over. Times are Unix time in ns, 0: not yet, or not recorded.
 
     Attributes:
-        state: "queued" until a router has placed it; in lists over HTTP and in commands alike.
+        state: "queued" until a router has placed it; "unknown" if it ended, or must have, and its record is not to be
+            read; in lists over HTTP and in commands alike.
         code: of a failure, as clients get it.
         reason: why its first choice ended ("stop", "length", ...).
         attempts: number of the last one; 0: none yet.

@@ -271,7 +271,7 @@ OPERATIONS = (
             ("limit", "query", "at most so many, 1 to 100; 20 if it is not given"),
             ("after", "query", "`next_after` of the page before"),
             ("model", "query", "as the client named it"),
-            ("state", "query", "queued, running, done, failed, cancelled; several with commas"),
+            ("state", "query", "queued, running, done, failed, cancelled, unknown; several with commas"),
             ("since", "query", "accepted since: seconds since 1970, or an ISO 8601 time"),
             ("until", "query", "accepted before"),
             ("tenant", "query", "whose requests"),

@@ -23,7 +23,7 @@ from penstock.schemas.control import Progress
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.keys import PREFIX, check_id, id_of
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.summary import STATES, Criteria, RequestSummary, State
+from penstock.schemas.summary import STATES, Criteria, RequestSummary, State, record_is_lost
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 PARAMETERS = ("limit", "after", "model", "state", "since", "until", "tenant", "user", "worker", "code", "key")
@@ -214,6 +214,8 @@ async def _running(gateway: Gateway, request: GenerateRequest, base_url: str) ->
     if progress is None:
         return await _ended(request, collector, base_url)
     state: State = "running" if progress.attempt > 0 else "queued"
+    if record_is_lost(request, gateway.bus.clock.now_ns()):
+        state = "unknown"
     return msgspec.structs.replace(
         _status(request, state), attempt=max(progress.attempt, 0), output_tokens=progress.tokens
     )

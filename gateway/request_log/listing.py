@@ -23,7 +23,16 @@ from penstock.schemas import control, done, requests
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
-from penstock.schemas.summary import QUEUED, RUNNING, Criteria, RequestSummary, of_done, of_request
+from penstock.schemas.summary import (
+    QUEUED,
+    RUNNING,
+    UNKNOWN,
+    Criteria,
+    RequestSummary,
+    of_done,
+    of_request,
+    record_is_lost,
+)
 from penstock.schemas.wire import encode
 
 log = structlog.get_logger("gateway")
@@ -199,11 +208,12 @@ class RequestListing:
         progress = self._progress.here(request.id) or await self._progress.ask(request.gateway, request.id)
         if progress is None:  # in the background, its client has left, or its gateway is gone
             progress = await self._from_log(request)
+        lost = record_is_lost(request, self._bus.clock.now_ns())
         if progress.attempt < 1:
-            return of_request(request, state=QUEUED)
+            return of_request(request, state=UNKNOWN if lost else QUEUED)
         summary = of_request(
             request,
-            state=RUNNING,
+            state=UNKNOWN if lost else RUNNING,
             attempt=progress.attempt,
             worker=progress.worker,
             earlier_workers=progress.earlier_workers,

@@ -6,6 +6,7 @@ acknowledged. A stopped deployment has no consumers, so the last hour of both st
 What a stopped deployment has stored about requests that have no record: they have not ended.
 """
 
+import contextlib
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -38,7 +39,16 @@ from penstock.schemas.jobs import Job, Revoke
 from penstock.schemas.requests import GenerateRequest, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 from penstock.schemas.subjects import KEPT
-from penstock.schemas.summary import QUEUED, RUNNING, Criteria, RequestSummary, of_done, of_encoded_done, of_request
+from penstock.schemas.summary import (
+    QUEUED,
+    RUNNING,
+    UNKNOWN,
+    Criteria,
+    RequestSummary,
+    of_done,
+    of_encoded_done,
+    of_request,
+)
 
 log = structlog.get_logger("timeline")
 
@@ -74,6 +84,7 @@ def _search(stored: StoredLog, since_ns: int) -> Iterator[tuple[str, Raw]]:
         yield "WORK", raw
 
 
+DAMAGED = "its record is damaged on the disk"
 _RECORD = re.compile(rb"\.done\.[^.]+\.[^.]+\.([0-9a-f-]{%d})" % _ID)
 
 
@@ -83,7 +94,7 @@ def _ended_ids(stored: StoredLog, since_ns: int) -> set[bytes]:
     if stream is None:
         return set()
     # What the server noted when it stopped has all subjects, in a twentieth of the bytes of the records.
-    subjects = stream.noted_subjects() if not stream.verified else None
+    subjects = stream.noted_subjects()
     if subjects is not None:
         return set(_RECORD.findall(subjects))
     over: set[bytes] = set()
@@ -130,6 +141,25 @@ def _stream(stored: StoredLog, name: str) -> StoredStream | None:
     return stored.stream(stored.subjects.stream(name))
 
 
+def _unreadable(bus: Readable, told: set[int]) -> list[RequestSummary]:
+    """Requests that have ended, and whose records are damaged in the files that were read: little is known of them.
+
+    Args:
+        told: the blocks of which this was said; those of which it is said now are added.
+    """
+    stream = _stream(bus, "DONE") if isinstance(bus, StoredLog) else None
+    found = []
+    for number in sorted(stream.incomplete.keys() - told, reverse=True) if stream is not None else ():
+        assert stream is not None
+        told.add(number)
+        for subject in map(bytes.decode, stream.lost_subjects(number)):
+            tenant, model, request_id = subject.split(".")[-3:]
+            with contextlib.suppress(ValueError):  # no request of ours
+                accepted = time_of(request_id)
+                found.append(RequestSummary(request_id, model, UNKNOWN, accepted, tenant, message=DAMAGED))
+    return sorted(found, key=lambda each: each.created_ns, reverse=True)
+
+
 CHECKED = 200  # requests whose end is looked up at once
 CONSUMERS = 256  # per page of the broker's list
 
@@ -172,10 +202,17 @@ async def _behind(bus: Readable, stream: str, criteria: Criteria) -> int:
 
 
 async def summaries(bus: Readable, criteria: Criteria) -> AsyncGenerator[RequestSummary, None]:
-    """As ``ended``, without requests and records: neither prompts nor tokens are decoded."""
+    """As ``ended``, without requests and records: neither prompts nor tokens are decoded.
+
+    Of a stopped deployment also those whose records are damaged in the files that were read, as far as the server noted
+    their names when it stopped.
+    """
     stream, subjects = bus.subjects.stream("DONE"), bus.subjects.all("done")
     oldest = criteria.ended_since_ns
+    told = set[int]()
     async for entry in read_backwards(bus, stream, subjects, before=await _behind(bus, stream, criteria)):
+        for lost in filter(criteria.accepts, _unreadable(bus, told)):
+            yield lost
         if oldest and entry.time_ns < oldest:
             return
         try:
@@ -185,6 +222,8 @@ async def summaries(bus: Readable, criteria: Criteria) -> AsyncGenerator[Request
             continue
         if summary is not None and criteria.accepts(summary):
             yield summary
+    for lost in filter(criteria.accepts, _unreadable(bus, told)):
+        yield lost
 
 
 async def merged(parts: Sequence[AsyncIterator[T]], when: Callable[[T], int]) -> AsyncGenerator[T, None]:
@@ -234,7 +273,8 @@ async def unfinished(bus: Readable, criteria: Criteria, *, stopped: bool = False
                 by_id[request.id] = LoggedRequest(of_request(request, state=QUEUED), request)
             elif (running := _running(subject, data)) is not None:
                 _keep_later(by_id, running)
-        left = [each for each in by_id.values() if criteria.accepts(each.summary)]
+        left = _unless_lost(bus, list(by_id.values()))
+        left = [each for each in left if criteria.accepts(each.summary)]
         return sorted(left, key=lambda each: each.summary.created_ns, reverse=True)
     async for entry in _unacknowledged(bus, "REQUESTS", stopped):
         request = requests.decode(entry.data)
@@ -246,6 +286,21 @@ async def unfinished(bus: Readable, criteria: Criteria, *, stopped: bool = False
     over = {record.request async for record in _records(bus, [each.summary for each in by_id.values()])}
     left = [each for name, each in by_id.items() if name not in over and criteria.accepts(each.summary)]
     return sorted(left, key=lambda each: each.summary.created_ns, reverse=True)
+
+
+def _unless_lost(stored: StoredLog, unended: Sequence[LoggedRequest]) -> list[LoggedRequest]:
+    """Requests without a record; "unknown" if the record may be among those that are damaged."""
+    stream = _stream(stored, "DONE")
+    until_ns = max(stream.incomplete.values(), default=0) if stream is not None else 0
+    if stream is None or not until_ns or stream.noted_subjects() is not None:  # it is known which have a record
+        return list(unended)
+    message = "it may have ended: records of its time are damaged on the disk"
+    return [
+        LoggedRequest(msgspec.structs.replace(each.summary, state=UNKNOWN, message=message), each.request)
+        if each.summary.created_ns - CLOCK_SKEW_NS <= until_ns
+        else each
+        for each in unended
+    ]
 
 
 async def _hour_before_end(bus: Readable) -> int:

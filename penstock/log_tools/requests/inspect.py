@@ -51,7 +51,14 @@ _EVENTS = {
     "routed": "magenta",
     "tokens": "dim",
 }
-_STATES = {"done": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "queued": "magenta"}
+_STATES = {
+    "done": "green",
+    "failed": "red",
+    "cancelled": "yellow",
+    "running": "cyan",
+    "queued": "magenta",
+    "unknown": "red",
+}
 
 
 def show(inspection: Inspection, console: Console, *, now_ns: int) -> None:

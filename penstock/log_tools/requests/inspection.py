@@ -36,7 +36,7 @@ from penstock.log_tools.traces.spans import spans
 from penstock.schemas.done import Done, request_of
 from penstock.schemas.jobs import Candidate, EarlierWorker
 from penstock.schemas.requests import GenerateRequest, cell_in
-from penstock.schemas.summary import QUEUED, RUNNING, RequestSummary, of_done, of_request
+from penstock.schemas.summary import QUEUED, RUNNING, UNKNOWN, RequestSummary, of_done, of_request
 from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST
 
 MOST_LINES = 12  # of one worker in one attempt, besides the first and the ends
@@ -258,12 +258,12 @@ def inspect(timeline: RequestTimeline, *, with_tokens: bool = True) -> Inspectio
 def _unfinished(timeline: RequestTimeline) -> RequestSummary:
     request = timeline.request
     if not timeline.stages:
-        return of_request(request, state=QUEUED)
+        return of_request(request, state=UNKNOWN if timeline.lost_end else QUEUED)
     last = timeline.stages[-1]
     routed = timeline.routed[-1].at_ns if timeline.routed else 0
     return of_request(
         request,
-        state=RUNNING,
+        state=UNKNOWN if timeline.lost_end else RUNNING,
         attempt=last.attempt,
         worker=last.worker,
         routed_ns=routed,
@@ -439,6 +439,8 @@ def _missing(timeline: RequestTimeline, with_tokens: bool) -> Iterator[str]:
     done = timeline.done
     if timeline.damaged:
         yield f"messages about it that are damaged on the disk are left out: {', '.join(timeline.damaged)}"
+    if timeline.lost_end:
+        yield timeline.lost_end
     if done is not None and timeline.request.no_store:
         yield (
             "it was made with no_store: what was said was in memory only, and was deleted soon after its end; "
@@ -447,7 +449,7 @@ def _missing(timeline: RequestTimeline, with_tokens: bool) -> Iterator[str]:
         return
     if not timeline.routed:
         if done is None:
-            yield "no router has placed it yet"
+            yield "no router has placed it yet" if not timeline.lost_end else "its jobs, if a router has placed it"
         elif done.worker:
             yield "its jobs are gone: WORK keeps them for a day (7 days with `penstock up --record`)"
         else:

@@ -24,9 +24,9 @@ from penstock.log_tools.requests.describe import Texts
 from penstock.log_tools.requests.find_requests import LoggedRequest, ended, merged, of_entry, summaries, unfinished
 from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_cells, run_command
 from penstock.schemas.keys import PREFIX, check_id
-from penstock.schemas.summary import NOT_SAMPLED, QUEUED, RUNNING, STATES, Criteria, RequestSummary, as_dict
+from penstock.schemas.summary import NOT_SAMPLED, QUEUED, RUNNING, STATES, UNKNOWN, Criteria, RequestSummary, as_dict
 
-_COLOURS = {"done": "32", "failed": "31", "cancelled": "33", "running": "36", "queued": "35"}  # ANSI
+_COLOURS = {"done": "32", "failed": "31", "cancelled": "33", "running": "36", "queued": "35", "unknown": "31"}  # ANSI
 _GAP = "  "
 _NONE, _ERROR, _MATCH = -len(_GAP), 16, 24  # columns for nothing, for an error, for what --grep found
 _LEAST = 8
@@ -354,7 +354,7 @@ async def _ended(bus: Readable, options: ListOptions, cell: int | None) -> Async
 def _may_be_unfinished(criteria: Criteria) -> bool:
     if criteria.code or criteria.min_ms:
         return False
-    return not criteria.states or bool(criteria.states & {QUEUED, RUNNING})
+    return not criteria.states or bool(criteria.states & {QUEUED, RUNNING, UNKNOWN})
 
 
 async def _follow(cells: Cells, after: Sequence[int], options: ListOptions, console: Console) -> None:

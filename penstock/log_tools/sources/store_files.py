@@ -68,12 +68,14 @@ class BlockRecords(NamedTuple):
         first: sequence of the first record that is no tombstone, erased or not; 0: there is none.
         damaged: bytes that are left out: an end that is no whole record, as when the machine lost power while the
             server wrote it, overwritten records, and messages whose sequences do not ascend.
+        tail: those of them that are at the end.
     """
 
     places: list[Place]
     deleted: list[int]
     first: int
     damaged: int
+    tail: int = 0
 
 
 class BlockMessage(NamedTuple):
@@ -166,13 +168,14 @@ def records(block: bytes, resume: Resume | None = None) -> BlockRecords:
         else:
             first = first or seq & _SEQUENCE
         at += length
-    left_out = size - at + lost
+    tail = size - at
+    left_out = tail + lost
     if (len(places) > 1 and places[-1][0] - places[-2][0] > LARGEST_GAP) or any(map(le, places[1:], places)):
         kept = _ascending(places)
         left_out += sum(_length(block, place) for place in set(places).difference(kept))
         places = kept
         first = kept[0][0]
-    return BlockRecords(places, deleted, first, left_out)
+    return BlockRecords(places, deleted, first, left_out, tail)
 
 
 def _ascending(places: list[Place]) -> list[Place]:
@@ -387,6 +390,9 @@ class StoredStream:
     Raises:
         UnreadableFiles: see there.
         OSError, msgspec.MsgspecError: it is no stream's folder, or cannot be read.
+    Attributes:
+        incomplete: the numbers of the blocks, of those that were read, that lack messages because of damage, with the
+            time of the last message behind it (Unix, ns). What the server was writing when it was killed is no damage.
     """
 
     def __init__(self, folder: Path, check: Callable[[], None] = lambda: None, *, verify: bool = False) -> None:
@@ -401,8 +407,9 @@ class StoredStream:
         self.max_age_s = config.max_age / 1e9
         self.max_bytes = config.max_bytes
         self._kept: OrderedDict[int, tuple[bytes, BlockRecords]] = OrderedDict()
+        self.incomplete: dict[int, int] = {}
         self._starts = resume_pattern(config.subjects)
-        numbers = _numbers(folder / "msgs")
+        numbers = self._numbers = _numbers(folder / "msgs")
         limits = _limits(folder / "msgs" / "index.db", self._path(numbers[-1])) if numbers else None
         self._deleted: frozenset[int] = frozenset()
         self._noted = limits is not None
@@ -423,11 +430,6 @@ class StoredStream:
                 self._noted = False
         self.first_seq = limits.first_seq if limits is not None else self._blocks[0].first_seq if self._blocks else 0
         self.last_seq = limits.last_seq if limits is not None else self._last()
-
-    @property
-    def verified(self) -> bool:
-        """Whether messages with wrong checksums are left out."""
-        return self._verify
 
     @property
     def empty(self) -> bool:
@@ -485,6 +487,25 @@ class StoredStream:
                 raise
             self._check()
             yield index, data
+
+    def lost_subjects(self, number: int) -> list[bytes]:
+        """The subjects with one message, which was in this block and is not found there, if the server noted them."""
+        noted = self.noted_subjects()
+        block = next((each for each in self._blocks if each.number == number), None)
+        if noted is None or block is None:
+            return []
+        varint = bytearray()
+        while number > 127:
+            varint.append(number & 127 | 128)
+            number >>= 7
+        varint.append(number)
+        data, rows = self._records(block)
+        found = {subject_of(data, at) for _, _, at in rows.places}
+        in_block = re.compile(rb"(?P<subject>[\x21-\x7e]+)\x01" + re.escape(bytes(varint)))
+        namespace = self.name.rpartition("_")[0].encode() + b"."
+        # The length of a subject, in front of it, may be a letter.
+        subjects = (text[text.index(namespace) :] for text in in_block.findall(noted) if namespace in text)
+        return [each for each in subjects if each not in found]
 
     def noted_subjects(self) -> bytes | None:
         """What the server has noted about each subject, as it wrote it: its length, its text, and numbers.
@@ -560,8 +581,12 @@ class StoredStream:
             rows = records(data, self._resume(block.number))
             if rows.damaged:
                 log.warning("block_damaged", stream=self.name, file=block.path.name, bytes_left_out=rows.damaged)
+            whole = len(rows.places)
             if self._verify:
                 rows = self._intact(block, data, rows)
+            tail = rows.tail if block.number == self._numbers[-1] else 0
+            if rows.damaged > tail or len(rows.places) < whole:
+                self.incomplete[block.number] = rows.places[-1][1] if rows.places else block.first_ns
             kept = self._kept[block.number] = data, rows
             if len(self._kept) > KEPT_BLOCKS:
                 self._kept.popitem(last=False)

@@ -6,11 +6,12 @@ windows of time are read whole, and searched here.
 """
 
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
-from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, get_last, read
+from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, format_time, get_last, read
 from penstock.log_tools.sources.data_folder import StoredLog
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas import done, jobs, requests, tokens
@@ -18,6 +19,7 @@ from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS
 from penstock.schemas.subjects import HEADER_MSG_ID, KEPT
+from penstock.schemas.summary import record_is_lost
 from penstock.schemas.transfer import Handoff, decode_ledger
 
 NEAR_NS = 100_000_000  # the clocks of a process and of the broker differ by less, or more is read
@@ -117,6 +119,8 @@ async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = F
     timeline.add_request(request)
     if last is not None:
         timeline.add_end(done.decode(last.data), last.time_ns)
+    else:
+        timeline.lost_end = _lost_end(bus, timeline, time.time_ns())
     # By the broker's clock, not by the worker's, as is what lies between.
     until_ns = last.time_ns + CLOCK_SKEW_NS if last is not None else 0
     await _add_returns(bus, timeline, since, until_ns)
@@ -127,6 +131,26 @@ async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = F
     if with_tokens:
         await _add_tokens(bus, timeline, since, until_ns)
     return timeline
+
+
+def _lost_end(bus: Readable, timeline: RequestTimeline, now_ns: int) -> str:
+    """Why a request without a record has ended nevertheless, or may have; "": nothing says so."""
+    request = timeline.request
+    if isinstance(bus, StoredLog):
+        stream = bus.stream(bus.subjects.stream("DONE"))
+        noted = stream.noted_subjects() if stream is not None else None
+        subject = bus.subjects.done(request.tenant, request.model, request.id)
+        if any(each.startswith("DONE ") for each in timeline.damaged) or (noted and subject.encode() in noted):
+            return "its end: it has ended, and its record is damaged on the disk"
+        if stream is not None and noted is None and stream.incomplete:
+            return "its end, if it has ended: records of its time are damaged on the disk"
+        return ""
+    if record_is_lost(request, now_ns):
+        return (
+            f"its end: it had to end by {format_time(request.deadline_ns)[:-7]}Z, and there is no record of it: the "
+            "broker has lost it, or no router runs"
+        )
+    return ""
 
 
 async def _record(bus: Readable, timeline: RequestTimeline, since: int) -> Entry | None:

@@ -131,6 +131,7 @@ class RequestTimeline:
         returned: attempts that a worker returned, by number.
         handoffs: the ledger's lines, in stream order.
         damaged: messages about it that are left out, because they are not as they were stored: stream and sequence.
+        lost_end: why its end is not known though it is over, or may be; "": it is known, or the request runs.
     """
 
     def __init__(self, request_id: str, *, compact: bool = False) -> None:
@@ -143,6 +144,7 @@ class RequestTimeline:
         self.returned: dict[int, AttemptReturned] = {}
         self.handoffs: list[Handoff] = []
         self.damaged: list[str] = []
+        self.lost_end = ""
         self._compact = compact
         self._done_ns = 0
         self._work: list[tuple[int, TimelineEvent]] = []  # with the time at which its message was stored

@@ -1,5 +1,6 @@
 """Listing requests on a real broker: each one once, in pages of any size, whatever became of it."""
 
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,6 +14,8 @@ from penstock.gateway.request_log.subscriptions import TokenSubscription
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.log_tools.requests.inspection import inspect
+from penstock.log_tools.timeline.read import read_timeline
 from penstock.schemas import control
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
@@ -96,6 +99,23 @@ async def test_a_running_request_names_the_workers_that_streamed_before(bus: Bus
         await tokens.close()
     assert (found.state, found.attempt, found.worker, found.output_tokens) == ("running", 2, "w-3", 4)
     assert found.workers == ["w-1", "w-2", "w-3"]
+
+
+async def test_a_request_that_must_have_ended_and_has_no_record_is_in_an_unknown_state(
+    bus: Bus, requests: RequestListing
+) -> None:
+    now = time.time_ns()
+    lost = await accept(bus, deadline_ns=now - 61 * 10**9)
+    late = await accept(bus, deadline_ns=now - 10**9)
+    found = body(await page_of([requests], ALL, 9)).data
+    assert [(each.id, each.state) for each in found] == [(late.id, "queued"), (lost.id, "unknown")]
+    (only,) = body(await page_of([requests], Criteria(states=frozenset({"unknown"})), 9)).data
+    assert only.id == lost.id
+    timeline = await read_timeline(bus, lost.id)
+    inspection = inspect(timeline)
+    assert inspection.request.state == "unknown"
+    assert "there is no record of it" in inspection.missing[0]
+    assert inspect(await read_timeline(bus, late.id)).request.state == "queued"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.penstock.log_tools.traces import samples
 
 async def accept(bus: Bus, **more: Any) -> GenerateRequest:
     now = time.time_ns()
-    request = samples.request(**{"id": new_request_id(now), "created_ns": now} | more)
+    request = samples.request(**{"id": new_request_id(now), "created_ns": now, "deadline_ns": now + 600 * 10**9} | more)
     subject = bus.subjects.request(request.model, request.priority.value, request.id)
     await bus.js.publish(subject, encode(request), headers={HEADER_MSG_ID: request.id})
     return request

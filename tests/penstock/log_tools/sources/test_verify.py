@@ -111,19 +111,54 @@ async def test_overwritten_bytes_cost_only_the_messages_that_they_hit(
             assert kept == unharmed, (filling[:4], at)
 
 
-async def test_an_overwritten_record_does_not_make_other_ended_requests_unfinished(
-    stopped: tuple[Path, list[GenerateRequest]],
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("flags", [(), ("--verify",)])
+async def test_a_request_whose_record_was_overwritten_is_in_an_unknown_state_and_others_are_not(
+    stopped: tuple[Path, list[GenerateRequest]], killed: bool, flags: tuple[str, ...]
 ) -> None:
     data_dir, requests = stopped
     path = block_of(data_dir, "DONE")
     block = path.read_bytes()
     at = records(block).places[0][2]
     path.write_bytes(block[:at] + random.Random(1).randbytes(64) + block[at + 64 :])
+    if killed:  # the server has noted nothing
+        (path.parent / "index.db").unlink()
+    folder = ("--data-dir", str(data_dir), "--json", *flags)
     with capture_logs() as logs:
-        lines = (await asyncio.to_thread(run, list_requests.run, "--data-dir", str(data_dir), "--json")).splitlines()
+        lines = (await asyncio.to_thread(run, list_requests.run, *folder)).splitlines()
+        one = await asyncio.to_thread(run, list_requests.run, *folder, "--state", "unknown")
+        shown = json.loads(await asyncio.to_thread(run, inspect.run, requests[0].id, *folder))
     found = {each["id"]: each["state"] for each in map(json.loads, lines)}
-    assert found == {requests[0].id: "running", requests[1].id: "done", requests[2].id: "done"}
+    assert found == {requests[0].id: "unknown", requests[1].id: "done", requests[2].id: "done"}
+    assert len(lines) == 3
+    assert json.loads(one)["id"] == requests[0].id
+    assert shown["request"]["state"] == "unknown"
+    assert any(each.startswith("its end") for each in shown["missing"])
     assert "block_damaged" in {each["event"] for each in logs}
+
+
+async def test_which_requests_have_ended_is_read_from_what_the_server_noted(
+    stopped: tuple[Path, list[GenerateRequest]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StoredStream, "by_block", None)  # no record is read
+    flags = ("--data-dir", str(stopped[0]), "--state", "running", "--state", "queued", "--json")
+    assert await asyncio.to_thread(run, list_requests.run, *flags) == ""
+
+
+async def test_a_request_that_runs_while_the_server_is_killed_in_a_write_still_runs(
+    stopped: tuple[Path, list[GenerateRequest]],
+) -> None:
+    data_dir, requests = stopped
+    path = block_of(data_dir, "DONE")
+    block = path.read_bytes()
+    path.write_bytes(block[: records(block).places[2][2] + 50])
+    with capture_logs():
+        lines = await asyncio.to_thread(run, list_requests.run, "--data-dir", str(data_dir), "--json")
+    assert {each["id"]: each["state"] for each in map(json.loads, lines.splitlines())} == {
+        requests[2].id: "running",
+        requests[1].id: "done",
+        requests[0].id: "done",
+    }
 
 
 @pytest.mark.parametrize("name", ["DONE", "WORK", "TOKENS"])
