@@ -60,8 +60,9 @@ class CellCost(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a request costs in a cell, as its router would place it now.
 
     Attributes:
-        tokens: of work, at the worker where it costs least; 0 if none has room.
-        full: no worker has room: it would be held.
+        tokens: of work, at the worker where it costs least; of a request that would be held, the work of those of its
+            prompt that the cell neither caches nor computes nor has in what is held already.
+        full: no worker has room, or others are held: it would be held.
         held: prompt tokens of requests that are held already, for each worker.
     """
 

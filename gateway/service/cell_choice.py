@@ -9,7 +9,9 @@ enough for it to matter what a cell has cached, the routers of all cells are ask
 mean time to the first token of eight workers is then within 2 % of one router's, with four cells as with two; from what
 gateways can see by themselves it was 5 to 9 % longer. For short prompts the loads suffice that routers publish.
 
-h: tokens that the cell's router holds for each worker, since no worker has room. The nearest cell is preferred so that
+h: tokens that the cell's router holds for each worker, since no worker has room. If all cells hold requests, the work
+that is left of a prompt decides, and a quarter of h: a cell whose held requests begin like this one will have computed
+its beginning by then. The nearest cell is preferred so that
 short prompts stay in one cell, and what a gateway sends goes to few brokers.
 """
 
@@ -43,6 +45,9 @@ from penstock.schemas.wire import encode
 NEAREST = 1024.0  # prompt tokens; without it, short prompts and the flushes of a gateway are spread over all cells
 ASK_TOKENS = 512  # in shorter prompts, what is cached cannot outweigh ``NEAREST``
 ASK_S = 0.02  # then what gateways can see by themselves decides
+# In overload, what a cell holds counts less than prompts that begin alike: these belong together, since one of them is
+# computed from what the other has left in a cache. With 1 instead of 1 / 4, the mean is 7 to 45 % higher.
+HELD = 1 / 4
 FULL = 1e7  # prompt tokens; a cell without room is taken when all are
 
 
@@ -119,7 +124,7 @@ class CellChoice:
         for number in usable:
             answer = costs.get(number) if costs else None
             if answer is not None:
-                cost = answer.tokens + answer.held + (FULL if answer.full else 0.0)
+                cost = answer.tokens + (FULL + HELD * answer.held if answer.full else answer.held)
             else:
                 cost = self._cells[number].cost(model, tokens)
             if number == self._nearest:

@@ -20,6 +20,7 @@ in the log too, and read again when their request is placed.
 """
 
 import heapq
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -207,13 +208,15 @@ TRIED = 8  # requests of a lane for which ``candidates`` cannot compute targets 
 # Of a window, at once: where a target has room, one of the first requests mostly fits. For one, a loop takes 12 µs with
 # two targets and 20 with four; arrays take 40 with any, 60 for four requests and 230 for 28, or 63 if none fits.
 PARTS = (1, 4, WINDOW)
+TARGET_BYTES = 100  # of a held request, for each target that caches some of it
+PREFIX_BYTES = 100  # for each length of its prompt that ``HeldPrefixes`` keeps
 
 
 class Held(Generic[T]):
     """A held request, with the cached blocks of its prompt by target, as of the last lookup.
 
     Attributes:
-        bytes: that it takes, about; 0: unknown.
+        bytes: that it takes, about; ``HeldOrder.push`` sets what it adds.
         queued: whether it came with a message, as all do but later attempts.
     """
 
@@ -229,13 +232,58 @@ class Held(Generic[T]):
         self.queued = False
 
 
+PREFIX_LENGTHS = (1, 2, 3, *(step << octave for octave in range(16) for step in (4, 5, 6, 7)))  # in blocks
+
+
+class HeldPrefixes:
+    """What the prompts of held requests begin with, at ``PREFIX_LENGTHS``: a quarter of a length is not told apart."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}  # by the key of the last block
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def add(self, keys: Sequence[int]) -> int:
+        """Returns how many lengths of the prompt are kept."""
+        lasts = _ends_of_prefixes(keys)
+        for key in lasts:
+            self._counts[key] = self._counts.get(key, 0) + 1
+        return len(lasts)
+
+    def remove(self, keys: Sequence[int]) -> None:
+        for key in _ends_of_prefixes(keys):
+            left = self._counts[key] - 1
+            if left:
+                self._counts[key] = left
+            else:
+                del self._counts[key]
+
+    def blocks(self, keys: Sequence[int]) -> int:
+        """Leading blocks of a prompt with which a held one begins, too."""
+        common = 0
+        for length in PREFIX_LENGTHS:
+            if length > len(keys) or keys[length - 1] not in self._counts:
+                break
+            common = length
+        return common
+
+
+def _ends_of_prefixes(keys: Sequence[int]) -> list[int]:
+    return [keys[length - 1] for length in PREFIX_LENGTHS[: bisect_right(PREFIX_LENGTHS, len(keys))]]
+
+
 class HeldOrder(Generic[T]):
     """
+    Attributes:
+        queue: to look at. ``take``, ``remove`` and ``expired`` change it.
+
     Args:
         arrays: to find requests that have a target; None: a loop finds them.
         overlaps: leading blocks of a prompt cached, by target.
         by_size: whether short prompts go first, and requests wait for better targets; False: first come, first served.
         weights: of tenants, as in ``RequestQueue``.
+        cells: there are several, so ``uncomputed`` is asked.
     """
 
     def __init__(
@@ -246,6 +294,7 @@ class HeldOrder(Generic[T]):
         *,
         by_size: bool = True,
         weights: Mapping[str, float] | None = None,
+        cells: bool = False,
     ) -> None:
         self.queue: RequestQueue[Held[T]] = RequestQueue(weights)
         self._tracker = tracker
@@ -253,6 +302,7 @@ class HeldOrder(Generic[T]):
         self._overlaps = overlaps
         self._by_size = by_size
         self._looked: deque[tuple[int, str]] = deque()  # when each was looked up, oldest first
+        self._prefixes = HeldPrefixes() if cells and by_size else None
 
     def push(
         self,
@@ -268,7 +318,7 @@ class HeldOrder(Generic[T]):
     ) -> bool:
         """As ``RequestQueue.push``."""
         tokens = self._look(id, held, now_ns)
-        return self.queue.push(
+        entered = self.queue.push(
             id,
             held,
             rank=rank,
@@ -278,6 +328,38 @@ class HeldOrder(Generic[T]):
             delay_ns=delay_ns(tokens) if self._by_size else 0,
             tenant=tenant,
             size=max(SHORTEST_TOKENS, tokens),
+        )
+        if entered:
+            held.bytes = TARGET_BYTES * len(held.cached)
+            if self._prefixes is not None:
+                held.bytes += PREFIX_BYTES * self._prefixes.add(held.keys)
+        return entered
+
+    def take(self, id: str) -> QueueEntry[Held[T]]:
+        """As ``RequestQueue.take``."""
+        return self._left(self.queue.take(id))
+
+    def remove(self, id: str) -> QueueEntry[Held[T]] | None:
+        """As ``RequestQueue.remove``."""
+        entry = self.queue.remove(id)
+        return None if entry is None else self._left(entry)
+
+    def expired(self, now_ns: int) -> list[QueueEntry[Held[T]]]:
+        """As ``RequestQueue.expired``."""
+        return [self._left(entry) for entry in self.queue.expired(now_ns)]
+
+    def _left(self, entry: QueueEntry[Held[T]]) -> QueueEntry[Held[T]]:
+        if self._prefixes is not None:
+            self._prefixes.remove(entry.item.keys)
+        return entry
+
+    def uncomputed(self, request: RoutingRequest, keys: Sequence[int]) -> int:
+        """Prompt tokens of a request that would be held: what no target caches or computes, and no held one has."""
+        tokens = request.prompt_tokens + request.resumed_tokens
+        if self._prefixes is None or not len(keys):
+            return tokens
+        return tokens - self._size(request) * max(
+            self._present(self._overlaps(keys), keys), self._prefixes.blocks(keys)
         )
 
     def refresh(self, now_ns: int) -> None:
@@ -318,11 +400,16 @@ class HeldOrder(Generic[T]):
         if not self._by_size:
             return tokens
         held.cached = self._overlaps(held.keys)
-        leading = self._tracker.loads.prefixes(held.keys)
-        blocks = max(max(held.cached.values(), default=0), max(leading.values(), default=0))
         self._looked.append((now_ns, id))
-        size = self._tracker.block_size(held.request.model)
-        return tokens - blocks * size
+        return tokens - self._size(held.request) * self._present(held.cached, held.keys)
+
+    def _present(self, cached: Mapping[TargetId, int], keys: Sequence[int]) -> int:
+        """Leading blocks of a prompt that a target caches or is about to compute."""
+        leading = self._tracker.loads.prefixes(keys)
+        return max(max(cached.values(), default=0), max(leading.values(), default=0))
+
+    def _size(self, request: RoutingRequest) -> int:
+        return self._tracker.block_size(request.model)
 
     def _ready(
         self, part: Sequence[QueueEntry[Held[T]]], serving: Sequence[Registration], now_ns: int
@@ -349,7 +436,6 @@ class HeldOrder(Generic[T]):
 CLAIM_S = ROUTER_ACK_WAIT_S / 2  # between two extensions of a held message's ack_wait
 PASSED_ON = 2  # times the space: what other routers pass on comes on top
 HELD_BYTES = 4096  # of a held request; besides come its prompt, the names of its blocks, and what targets cache of it
-TARGET_BYTES = 100  # for each target that caches some of it
 READ_AHEAD = 512  # requests that are read from the log at once, with their prompts
 
 
@@ -434,7 +520,8 @@ class HeldRequests:
             tenant=request.tenant,
         )
         if entered:
-            held.bytes, held.queued = size + TARGET_BYTES * len(held.cached), bool(pending.reply)
+            held.bytes += size
+            held.queued = bool(pending.reply)
             self._count(held, 1)
             if pending.reply and not pending.claimed_ns:
                 pending.claimed_ns = now_ns
@@ -461,11 +548,11 @@ class HeldRequests:
             yield pending.reply
 
     def remove(self, request_id: str) -> PendingRequest | None:
-        return self._removed(self._queue.remove(request_id))
+        return self._removed(self._order.remove(request_id))
 
     def expired(self, now_ns: int) -> list[PendingRequest]:
         """Remove and return the requests whose deadline has passed."""
-        requests = [self._removed(entry) for entry in self._queue.expired(now_ns)]
+        requests = [self._removed(entry) for entry in self._order.expired(now_ns)]
         return [pending for pending in requests if pending is not None]
 
     def heads(self) -> list[tuple[int, str]]:
@@ -480,6 +567,11 @@ class HeldRequests:
         """Whether requests are held that wait for the same workers as ``pending``."""
         return len(self._queue) > 0 and self._queue.turn(self._lane(pending)) is not None
 
+    def uncomputed(self, pending: PendingRequest) -> int:
+        """As ``HeldOrder.uncomputed``."""
+        keys = () if pending.computes_whole_prompt else keys_view(pending.request.digests)
+        return self._order.uncomputed(routing_request(pending, keys, avoid=frozenset(), revision=None), keys)
+
     def candidates(self, lane_name: str, now_ns: int) -> Iterator[PendingRequest]:
         """The requests of a lane to decide on, next first; after one was placed, ask again."""
         self._order.refresh(now_ns)
@@ -487,7 +579,7 @@ class HeldRequests:
 
     def take(self, request_id: str) -> PendingRequest | None:
         """Remove and return a held request to place it."""
-        return self._removed(self._queue.take(request_id) if request_id in self._queue else None)
+        return self._removed(self._order.take(request_id) if request_id in self._queue else None)
 
     def unacknowledged(self, *, reading: bool) -> Iterator[tuple[str, str]]:
         """(request, reply) of the requests deferred since the last call, and of held ones.

@@ -21,7 +21,7 @@ from penstock.router.state.holders import keys_view
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.target_loads import ENCODE, RoutingTarget
 from penstock.schemas import requests
-from penstock.schemas.cells import SLOT_TOKENS, CellCost, CellLoads, ModelLoad, TargetLoad
+from penstock.schemas.cells import OWN_WORK, SLOT_TOKENS, CellCost, CellLoads, ModelLoad, TargetLoad
 from penstock.schemas.fleet import WorkerState
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.wire import encode
@@ -83,11 +83,16 @@ class CellCosts:
     def cost(self, request: GenerateRequest, now_ns: int) -> CellCost:
         """What a request costs here now. Nothing is placed."""
         pending = PendingRequest(request, b"", "", now_ns)
+        targets = [each for each in self._tracker.targets(now_ns, request.model) if computes(each)]
+        held = self._held_tokens.get(request.model, 0) / max(1, len(targets))
+        if self._held.is_waiting(pending):  # it would be held behind those
+            return self._held_cost(pending, held)
         decision, _ = self._decider.decide(pending, keys_view(request.digests), now_ns, waited_s=0.0)
         costs = [each.score for each in decision.candidates if not each.excluded]
-        targets = [each for each in self._tracker.targets(now_ns, request.model) if _computes(each)]
-        held = self._held_tokens.get(request.model, 0) / max(1, len(targets))
-        return CellCost(min(costs, default=0.0), not costs, held)
+        return CellCost(min(costs), False, held) if costs else self._held_cost(pending, held)
+
+    def _held_cost(self, pending: PendingRequest, held: float) -> CellCost:
+        return CellCost(OWN_WORK * self._held.uncomputed(pending), True, held)
 
     def loads(self, now_ns: int) -> CellLoads:
         """As they are now."""
@@ -96,7 +101,7 @@ class CellCosts:
         for model in sorted(set(self._tracker.models().values())):
             if not self._owns(model):
                 continue
-            targets = [each for each in self._tracker.targets(now_ns, model) if _computes(each)]
+            targets = [each for each in self._tracker.targets(now_ns, model) if computes(each)]
             if targets:
                 found.append(ModelLoad(model, held.get(model, 0), tuple(map(load_of, targets))))
         return CellLoads(self._router, tuple(found))
@@ -109,7 +114,7 @@ class CellCosts:
         return held
 
 
-def _computes(target: RoutingTarget) -> bool:
+def computes(target: RoutingTarget) -> bool:
     """Whether a target takes new prompts."""
     return target.registration.state is WorkerState.ready and target.registration.role not in (ENCODE, "decode")
 

@@ -6,8 +6,20 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from penstock.router.held.held_requests import CLAIM_S, HELD_BYTES, READ_AHEAD, WINDOW, Held, HeldOrder, HeldRequests
+from penstock.router.held.held_requests import (
+    CLAIM_S,
+    HELD_BYTES,
+    PREFIX_LENGTHS,
+    READ_AHEAD,
+    WINDOW,
+    Held,
+    HeldOrder,
+    HeldPrefixes,
+    HeldRequests,
+)
 from penstock.router.placement.arrays import Pool
 from penstock.router.placement.cost import FEW, HeldRequest
 from penstock.router.placement.decision_inputs import array_decisions
@@ -19,7 +31,7 @@ from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import LoadHeader
 from penstock.schemas.requests import Priority
 from penstock.schemas.routers import TENANTS, HeldByModel, HeldByTenant
-from tests.workers.support import MODEL, request
+from tests.workers.support import BLOCK, MODEL, request
 
 STANDARD = Priority.standard
 
@@ -264,3 +276,51 @@ def test_requests_are_counted_by_model_without_looking_at_them(monkeypatch: pyte
     assert held.by_model() == HeldByModel((("other", 1), (MODEL, 1)) if MODEL > "other" else ((MODEL, 1), ("other", 1)))
     held.take(asked[0].request.id)
     assert held.by_model().models == (("other", 1),)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=12), st.booleans()), max_size=30), st.data())
+def test_the_common_beginning_is_the_longest_kept_length_of_a_held_prompt(
+    steps: list[tuple[list[int], bool]], data: st.DataObject
+) -> None:
+    """Against a list of prompts. A key names its whole prefix, as those of blocks do."""
+    prefixes, held = HeldPrefixes(), list[list[int]]()
+    for bits, leaves in steps:
+        if leaves and held:
+            prefixes.remove(held.pop(data.draw(st.integers(0, len(held) - 1))))
+        held.append(keys_of(bits))
+        assert prefixes.add(held[-1]) == sum(length <= len(bits) for length in PREFIX_LENGTHS)
+    asked = keys_of(data.draw(st.lists(st.integers(0, 1), max_size=12)))
+    common = max((sum(key in each for key in asked) for each in held), default=0)
+    assert prefixes.blocks(asked) == max((each for each in PREFIX_LENGTHS if each <= common), default=0)
+    for each in held:
+        prefixes.remove(each)
+    assert not len(prefixes)
+
+
+def keys_of(bits: list[int]) -> list[int]:
+    keys, prefix = [], 1
+    for bit in bits:
+        prefix = prefix * 2 + bit
+        keys.append(prefix)
+    return keys
+
+
+def test_what_a_held_request_begins_with_is_known_until_it_leaves_however_it_does() -> None:
+    tracker = LoadTracker()
+    tracker.put_worker(Registration("w", MODEL, "aggregated", "mock", 1, BLOCK, 100, 4, 4096))
+    held = HeldRequests(100 * HELD_BYTES, 256, HeldOrder(tracker, None, lambda _: {}, cells=True))
+    prompt = list(range(1, 5 * BLOCK + 1))
+
+    def asked(deadline_s: float = 60.0) -> PendingRequest:
+        return PendingRequest(request(prompt, deadline_s=deadline_s), b"", "reply", 0)
+
+    assert held.uncomputed(asked()) == len(prompt)
+    waiting = [asked(), asked(), asked(-1.0)]
+    for each in waiting:
+        assert held.hold(each, 1, 1)
+    assert held.uncomputed(asked()) == 0, "all five blocks are in what is held"
+    held.take(waiting[0].request.id)
+    held.remove(waiting[1].request.id)
+    assert held.uncomputed(asked()) == 0
+    held.expired(waiting[2].request.deadline_ns + 1)
+    assert held.uncomputed(asked()) == len(prompt)

@@ -8,7 +8,7 @@ from nats.errors import NoRespondersError
 
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import wire
-from penstock.schemas.cells import CellCost, CellLoads, decode_cost, decode_loads
+from penstock.schemas.cells import OWN_WORK, CellCost, CellLoads, decode_cost, decode_loads
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
@@ -39,20 +39,22 @@ async def test_the_cost_of_a_request_is_the_one_that_its_decision_has(
         assert (await cost(log, request())).tokens < before.tokens, "the worker will have the blocks of this prompt"
 
 
-async def test_without_room_a_request_costs_what_is_held(
+async def test_in_overload_a_request_costs_what_is_left_of_its_prompt_and_what_is_held(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients, log: LogClient
 ) -> None:
     async with routing(broker, pipeline, cells=2) as one:
         await clients.stub("w1", slots=1)
         await one.knows("w1")
-        running, held = request(), request()
+        running, held, other = request(), request(range(100, 108)), request(range(200, 208))
         await clients.ask(running)
         await clients.placed(running)
+        assert (await cost(log, held)).tokens == OWN_WORK * held.prompt_tokens, "nobody has its prompt"
         await clients.ask(held)
         await eventually(lambda: one.waiting == [held.id])
         async with asyncio.timeout(10):
-            while await cost(log, request()) != CellCost(0.0, True, held.prompt_tokens):
+            while await cost(log, other) != CellCost(OWN_WORK * other.prompt_tokens, True, held.prompt_tokens):
                 pass  # what is held is counted 50 times a second
+        assert await cost(log, request(range(100, 108))) == CellCost(0.0, True, held.prompt_tokens)
 
 
 async def test_loads_are_published_while_there_are_several_cells(
