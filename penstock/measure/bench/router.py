@@ -56,7 +56,9 @@ def plot_loads(summaries: Sequence[PolicySummary], path: Path) -> None:
 _REQUESTS_PER_WORKER = 500
 _SWEEP_REQUESTS = 200
 
-PolicyName = Literal["kv", "kv_predicted", "dynamo", "round_robin", "random", "least_loaded", "least_blocks"]
+PolicyName = Literal[
+    "kv", "kv_predicted", "kv_cells", "dynamo", "round_robin", "random", "least_loaded", "least_blocks"
+]
 WorkloadName = Literal[
     "chat", "agents", "documents", "unique", "bursts", "hot", "mixed", "classes", "tenants", "images"
 ]
@@ -94,6 +96,10 @@ class RouterBenchSettings(Multipliers, frozen=True, kw_only=True, forbid_unknown
     ranks: Annotated[int, Meta(ge=1, description="attention data-parallel ranks of each worker")] = 1
     slow_workers: Annotated[int, Meta(ge=0, description="of the workers, how many run at half speed")] = 0
     slow_decode: Annotated[int, Meta(ge=0, description="of the workers, how many decode at half speed")] = 0
+    cells: Annotated[int, Meta(ge=1, description="of policy kv_cells: cells over which the workers are dealt")] = 2
+    gateways: Annotated[
+        int, Meta(ge=1, description="of policy kv_cells: gateways, each of which is nearest to a cell")
+    ] = 4
     blocks: Annotated[int, Meta(ge=1, description="KV blocks per rank")] = 16384
     block_size: Annotated[int, Meta(ge=2, description="tokens per block")] = 64
     local_prefill_tokens: Annotated[
@@ -142,14 +148,21 @@ def run(settings: RouterBenchSettings) -> int:
 def fleet(settings: RouterBenchSettings) -> SimulatedFleet:
     """
     Raises:
-        BadBench: there are prefill workers without decode workers, or more slow workers than workers.
+        BadBench: there are prefill workers without decode workers, or more slow workers or cells than workers.
     """
     if bool(settings.prefill) != bool(settings.decode):
         raise BadBench("--prefill and --decode go together")
     roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode or ["aggregated"] * settings.workers
-    for flag, count in (("--slow-workers", settings.slow_workers), ("--slow-decode", settings.slow_decode)):
-        if count > len(roles):
-            raise BadBench(f"{flag} {count}: there are {len(roles)} workers")
+    scarcest = min(roles.count(role) for role in set(roles))
+    limits = [
+        ("--slow-workers", settings.slow_workers, len(roles)),
+        ("--slow-decode", settings.slow_decode, len(roles)),
+        ("--cells", settings.cells if "kv_cells" in settings.policies else 1, scarcest),
+    ]
+    for flag, count, most in limits:
+        if count > most:
+            of_a_role = " of a role" if flag == "--cells" else ""
+            raise BadBench(f"{flag} {count}: there are {most} workers{of_a_role}")
     workers = tuple(
         WorkerSpec(
             role,
@@ -166,11 +179,7 @@ def fleet(settings: RouterBenchSettings) -> SimulatedFleet:
 def _cells(settings: RouterBenchSettings) -> list[TableCell]:
     engines = fleet(settings)
     weights = Weights(local_prefill_tokens=settings.local_prefill_tokens)
-    cell = partial(
-        TableCell,
-        engines,
-        weights=weights,
-    )
+    cell = partial(TableCell, engines, weights=weights, cells=settings.cells, gateways=settings.gateways)
     if settings.trace:
         trace = multiplied(read(Path(settings.trace)).limited(settings.requests), settings)
         trace.requests(settings.block_size)  # fails before the first run, not in it

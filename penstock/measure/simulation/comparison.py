@@ -21,6 +21,7 @@ from msgspec import Struct
 from penstock.cli.figures import quantile
 from penstock.measure.intervals import Interval, paired
 from penstock.measure.simulation import rules
+from penstock.measure.simulation.cells import CellsPolicy
 from penstock.measure.simulation.fleet import SimulatedRequest, SimulationResult, simulate
 from penstock.measure.simulation.placement import PlacementPolicy
 from penstock.measure.simulation.policy import Policy, SimulatedFleet, Target
@@ -123,6 +124,7 @@ def _imbalance(
 POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "kv": PlacementPolicy,
     "kv_predicted": partial(PlacementPolicy, kv_events=False),
+    "kv_cells": CellsPolicy,
     "dynamo": DynamoPolicy,
     "round_robin": partial(rules.RulePolicy, rules.round_robin),
     "random": partial(rules.RulePolicy, rules.uniform),
@@ -148,6 +150,8 @@ class TableCell:
     trace: RequestTrace | None = None
     requests: int = 0
     weights: Weights = Weights()  # noqa: RUF009  # frozen; of policy "kv"
+    cells: int = 2  # of policy "kv_cells", as the following
+    gateways: int = 4
 
     def arrivals(self, seed: int) -> tuple[RequestTrace, float]:
         """The trace of a seed, and its speed-up."""
@@ -169,8 +173,10 @@ def run(cell: TableCell, policy: str, seed: int) -> SimulationRun:
     """Simulate one policy under one seed."""
     trace, speed = cell.arrivals(seed)
     requests = trace.requests(cell.fleet.block_size, speed)
-    if policy.startswith("kv"):
-        made: Policy = PlacementPolicy(seed, cell.weights, kv_events=policy == "kv")
+    if policy == "kv_cells":
+        made: Policy = CellsPolicy(seed, cell.cells, cell.gateways, cell.weights)
+    elif policy.startswith("kv"):
+        made = PlacementPolicy(seed, cell.weights, kv_events=policy == "kv")
     else:
         made = POLICIES[policy](seed)
     result = simulate(cell.fleet, requests, made)

@@ -80,6 +80,7 @@ class SimulatedRouter:
     Args:
         overlaps: leading blocks of a prompt that each target caches (``PrefixIndex.match``); absent: none.
         kv_events: False: ``stored`` is not called, so the backlog of prompts is estimated.
+        cells: there are several, of which this is the router of one.
     """
 
     def __init__(
@@ -89,12 +90,13 @@ class SimulatedRouter:
         mode: RouterMode = "kv",
         weights: Weights = Weights(),  # noqa: B008  # frozen
         kv_events: bool = True,
+        cells: bool = False,
     ) -> None:
         self.tracker = LoadTracker(kv_events=kv_events)
         self._overlaps = overlaps
         arrays = array_decisions(self.tracker)
         self._decisions = Decisions(self.tracker, arrays, mode, weights)
-        self._order: HeldOrder[Arrival] = HeldOrder(self.tracker, arrays, overlaps, by_size=mode == "kv")
+        self._order: HeldOrder[Arrival] = HeldOrder(self.tracker, arrays, overlaps, by_size=mode == "kv", cells=cells)
         self._number = 0
         self._changed = False  # since the last ``pump`` that placed nothing
 
@@ -166,10 +168,30 @@ class SimulatedRouter:
                 waited_s = (now_ns - entry.arrived_ns) / 1e9
                 decision = self._decide(held.item, held.request, held.cached, now_ns, waited_s)
                 if decision.route:
-                    self._order.queue.take(entry.id)
+                    self._order.take(entry.id)
                     self._changed = True
                     yield self._place(held.item, decision, now_ns)
                     break
+
+    def cost(self, arrival: Arrival, now_ns: int) -> float | None:
+        """What a request costs where it costs least; None: it would be held. Nothing is placed."""
+        if len(self):
+            return None
+        decision = self._decide(arrival, self._request(arrival), self._overlaps(arrival.keys), now_ns, 0.0)
+        return min((each.score for each in decision.candidates if not each.excluded), default=None)
+
+    def uncomputed(self, arrival: Arrival) -> int:
+        """Prompt tokens of a request that would be held, as ``HeldOrder.uncomputed``."""
+        return self._order.uncomputed(self._request(arrival), arrival.keys)
+
+    def held(self) -> Iterator[Arrival]:
+        """The held requests, in no order."""
+        return (entry.item.item for entry in self._order.queue)
+
+    def drop(self, request: str) -> None:
+        """A held request goes elsewhere."""
+        self._order.remove(request)
+        self._changed = True
 
     def _request(self, arrival: Arrival) -> RoutingRequest:
         workers = self.tracker.workers()
@@ -232,6 +254,7 @@ class PlacementPolicy:
         seed: breaks ties.
         kv_events: False: the router predicts what targets cache from its own decisions.
         joined: False: workers take requests only after ``join``.
+        cells: there are several, of which this is one.
     """
 
     seed: int = 0
@@ -239,6 +262,7 @@ class PlacementPolicy:
     _: KW_ONLY
     kv_events: bool = True
     joined: bool = True
+    cells: bool = False
 
     def start(self, fleet: SimulatedFleet, requests: Sequence[Request]) -> None:
         self._requests = requests
@@ -247,7 +271,7 @@ class PlacementPolicy:
         self._blocks = [worker.blocks for worker in fleet.workers]
         self._predicted = ApproximateIndex(_INDEX_BLOCKS)
         overlaps = self._index.match if self.kv_events else self._predicted.match
-        self._router = SimulatedRouter(overlaps, weights=self.weights, kv_events=self.kv_events)
+        self.router = SimulatedRouter(overlaps, weights=self.weights, kv_events=self.kv_events, cells=self.cells)
         self._encoders = _Encoders(fleet)
         self._now = 0
         self._fleet = fleet
@@ -258,33 +282,36 @@ class PlacementPolicy:
         """A worker is ready."""
         for rank in range(self._fleet.workers[number].ranks):
             self._holdings[number, rank] = self._index.open((name(number), rank))
-        self._router.join(registration(number, self._fleet))
+        self.router.join(registration(number, self._fleet))
 
     def drain(self, number: int) -> None:
         """A worker takes no further request."""
-        self._router.join(msgspec.structs.replace(registration(number, self._fleet), state=WorkerState.draining))
+        self.router.join(msgspec.structs.replace(registration(number, self._fleet), state=WorkerState.draining))
 
     def arrive(self, request: Request, now_ns: int) -> Placement | None:
         self._now = now_ns
+        placed = self.router.arrive(self.arrival(request), now_ns)
+        return None if placed is None else self._placement(placed, now_ns)
+
+    def arrival(self, request: Request) -> Arrival:
+        """A request as a router gets it."""
         seed = hash((self.seed, request.index)) & 0xFFFFFFFF
-        arrival = Arrival(
+        return Arrival(
             str(request.index),
             request.keys,
             request.prompt_tokens,
-            now_ns,
+            request.arrival_ns,
             rank=request.priority.rank,
             seed=seed,
             tenant=request.tenant,
         )
-        placed = self._router.arrive(arrival, now_ns)
-        return None if placed is None else self._placement(placed, now_ns)
 
     def decode(self, request: Request, now_ns: int) -> Target:
         raise AssertionError("decode workers are chosen with the prefill worker")
 
     def pump(self, now_ns: int) -> Iterator[tuple[Request, Placement]]:
         self._now = now_ns
-        for placed in self._router.pump(now_ns):
+        for placed in self.router.pump(now_ns):
             yield self._requests[int(placed.arrival.id)], self._placement(placed, now_ns)
 
     def wake(self) -> int | None:
@@ -298,14 +325,14 @@ class PlacementPolicy:
         self._index.remove(holding, removed)
         for keys, parent in stored:
             self._index.store(holding, keys, parent)
-            self._router.stored((name(target[0]), target[1]), keys, now_ns)
+            self.router.stored((name(target[0]), target[1]), keys, now_ns)
 
     def prefilled(self, request: Request, now_ns: int) -> None:
-        self._router.moved(str(request.index), now_ns)
+        self.router.moved(str(request.index), now_ns)
 
     def finished(self, request: Request, now_ns: int) -> None:
         self._encoders.finished(request)
-        self._router.ended(str(request.index), now_ns)
+        self.router.ended(str(request.index), now_ns)
 
     def _placement(self, placed: PlacedArrival, now_ns: int) -> Placement:
         request = self._requests[int(placed.arrival.id)]

@@ -4,8 +4,9 @@ from itertools import product
 
 import pytest
 
-from penstock.measure.simulation.comparison import POLICIES, TableCell, run, runs, summaries
-from penstock.measure.simulation.fleet import simulate
+from penstock.measure.simulation.cells import CellsPolicy
+from penstock.measure.simulation.comparison import POLICIES, TableCell, figures, run, runs, summaries
+from penstock.measure.simulation.fleet import Simulation, simulate
 from penstock.measure.simulation.policy import Placement, SimulatedFleet, WorkerSpec
 from penstock.measure.simulation.rules import DynamoPolicy, RulePolicy, least_requests, round_robin
 from penstock.measure.simulation.trace import WORKLOADS, Request, generate
@@ -73,6 +74,28 @@ def test_a_policy_that_knows_caches_reuses_more_than_round_robin() -> None:
     cell = TableCell(FOUR, 0.7, "agents", None, 300)
     hits = {policy: run(cell, policy, 0).figures.hit_rate for policy in ("kv", "dynamo", "round_robin")}
     assert min(hits["kv"], hits["dynamo"]) > 1.2 * hits["round_robin"]
+
+
+def test_in_overload_prompts_that_begin_alike_are_held_in_one_cell() -> None:
+    cell = TableCell(FOUR, 6.0, "documents", None, 300, cells=2)
+    whole, divided = (run(cell, policy, 0).figures for policy in ("kv", "kv_cells"))
+    assert divided.hit_rate > 0.9 * whole.hit_rate, "half of that if only what is cached counted"
+    assert divided.ttft_mean < 1.05 * whole.ttft_mean
+
+
+def test_in_overload_a_cell_with_room_takes_what_another_one_holds() -> None:
+    """All requests enter one cell, as those do that came before the other had workers."""
+    requests = generate("unique", 0, 200, 40.0).requests(64)
+    taken, kept = (CellsPolicy(cells=2, taking=taking) for taking in (True, False))
+    times = []
+    for policy in (taken, kept):
+        simulation = Simulation(FOUR, requests, policy)
+        for choice in policy._choices:
+            choice.choose = lambda *_: 0  # type: ignore[method-assign]
+        times.append(figures(FOUR, simulation.run()))
+    assert (times[0].unfinished, times[1].unfinished) == (0, 0)
+    assert (taken.moved > 20, kept.moved) == (True, 0)
+    assert times[0].ttft_mean < 0.7 * times[1].ttft_mean
 
 
 def test_a_hot_system_prompt_does_not_keep_its_traffic_at_the_first_worker() -> None:
