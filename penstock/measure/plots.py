@@ -39,7 +39,7 @@ def drawn(
     with matplotlib.rc_context(dict(style)):
         figure = Figure(figsize=(width, height), layout=layout)
         yield figure
-        figure.savefig(path, dpi=dpi)
+        figure.savefig(path, dpi=dpi, bbox_inches="tight" if figure.texts else None)
 
 
 def plot_prefix_ratios(

@@ -28,6 +28,8 @@ from penstock.launch.state import read_state
 from penstock.measure.generator.lag import loop_factory, own_seconds
 from penstock.measure.generator.pool import WORDS, ClosedLoop, ConnectionPool, Exchange
 from penstock.measure.generator.target import BadTarget, HttpTarget, ask, parse_target
+from penstock.measure.sweep.figures import FEW, BadSlo, Slo, itl_s, slo_of
+from penstock.measure.sweep.report import MARK
 from tests.perf.cpu import cpu_of
 
 _MOST_REASONS = 20
@@ -38,8 +40,12 @@ class Tally:
     """What one stage of a benchmark saw; times in seconds."""
 
     first_s: "array[float]" = field(default_factory=lambda: array("d"))  # to the first text
+    itl_s: "array[float]" = field(default_factory=lambda: array("d"))  # of each request, between its tokens
     between_s: "array[float]" = field(default_factory=lambda: array("d"))  # between reads that carried text
     total_s: "array[float]" = field(default_factory=lambda: array("d"))
+    prompt_tokens: int = 0
+    cached_tokens: int = -1  # -1: no answer has said
+    good: int = 0  # kept the limits
     tokens: int = 0
     events: int = 0  # server-sent events but [DONE]
     errors: Counter[str] = field(default_factory=Counter)
@@ -54,15 +60,17 @@ class Tally:
         return sum(self.errors.values())
 
     def clear(self) -> None:
-        for series in (self.first_s, self.between_s, self.total_s):
+        for series in (self.first_s, self.itl_s, self.between_s, self.total_s):
             del series[:]
-        self.tokens = self.events = 0
+        self.tokens = self.events = self.prompt_tokens = self.good = 0
+        self.cached_tokens = -1
         self.errors.clear()
 
     def copy(self) -> "Tally":
         return replace(
             self,
             first_s=self.first_s[:],
+            itl_s=self.itl_s[:],
             between_s=self.between_s[:],
             total_s=self.total_s[:],
             errors=self.errors.copy(),
@@ -72,7 +80,7 @@ class Tally:
         counted = reason in self.errors or len(self.errors) < _MOST_REASONS
         self.errors[reason if counted else "other"] += 1
 
-    def count(self, exchange: Exchange, expected_tokens: int) -> None:
+    def count(self, exchange: Exchange, expected_tokens: int, slo: Slo | None = None) -> None:
         """Count a finished request. An answer with an unexpected number of tokens is an error."""
         if exchange.error:
             self.fail(exchange.error)
@@ -85,8 +93,19 @@ class Tally:
             self.events += exchange.events
             self.total_s.append(exchange.ended - exchange.sent)
             self.between_s.extend(exchange.gaps_s)
+            self.prompt_tokens += max(0, exchange.prompt_tokens)
+            if exchange.cached_tokens >= 0:
+                self.cached_tokens = max(0, self.cached_tokens) + exchange.cached_tokens
+            ttft, itl = -1.0, -1.0
             if exchange.first:
-                self.first_s.append(exchange.first - exchange.sent)
+                ttft = exchange.first - exchange.sent
+                self.first_s.append(ttft)
+                itl = itl_s(exchange.first, exchange.last, exchange.output_tokens)
+                if itl >= 0:
+                    self.itl_s.append(itl)
+            took = exchange.ended - exchange.sent
+            if slo is not None:
+                self.good += slo.kept(ttft * 1e3, itl * 1e3, took * 1e3, tokens=exchange.output_tokens)
 
 
 _BUSY = 0.85  # share of a core from which the generator is itself the limit
@@ -106,6 +125,7 @@ class Stage(Struct, frozen=True):
     ttft_p99_ms: float
     itl_p50_ms: float
     itl_p99_ms: float
+    gap_p99_ms: float  # between two reads that carried text; several tokens may come in one
     latency_p50_ms: float
     latency_p99_ms: float
     tokens_per_event: float
@@ -114,12 +134,19 @@ class Stage(Struct, frozen=True):
     cpu_ms_per_request: float
     own_cpu_us_per_token: float
     own_cpu_share: float
+    hit_rate: float | None = None  # share of the prompts' tokens that came from the cache; None: answers do not say
+    slo: str = ""
+    good_share: float | None = None
+    good_per_s: float | None = None
 
 
-def figures(concurrency: int, seconds: float, tally: Tally, spent: Mapping[str, float], own_s: float) -> Stage:
+def figures(
+    concurrency: int, seconds: float, tally: Tally, spent: Mapping[str, float], own_s: float, slo: Slo | None = None
+) -> Stage:
     """Compute a stage's figures from its counters, and from the CPU seconds of each process."""
     tokens = max(1, tally.tokens)
     first, between, total = sorted(tally.first_s), sorted(tally.between_s), sorted(tally.total_s)
+    itl, asked = sorted(tally.itl_s), tally.requests + tally.failed
     return Stage(
         concurrency=concurrency,
         seconds=round(seconds, 3),
@@ -130,8 +157,9 @@ def figures(concurrency: int, seconds: float, tally: Tally, spent: Mapping[str, 
         tokens_per_s=round(tally.tokens / seconds, 1),
         ttft_p50_ms=quantile(first, 0.5, 0.0) * 1e3,
         ttft_p99_ms=quantile(first, 0.99, 0.0) * 1e3,
-        itl_p50_ms=quantile(between, 0.5, 0.0) * 1e3,
-        itl_p99_ms=quantile(between, 0.99, 0.0) * 1e3,
+        itl_p50_ms=quantile(itl, 0.5, 0.0) * 1e3,
+        itl_p99_ms=quantile(itl, 0.99, 0.0) * 1e3,
+        gap_p99_ms=quantile(between, 0.99, 0.0) * 1e3,
         latency_p50_ms=quantile(total, 0.5, 0.0) * 1e3,
         latency_p99_ms=quantile(total, 0.99, 0.0) * 1e3,
         tokens_per_event=round(tally.tokens / max(1, tally.events), 3),
@@ -140,27 +168,47 @@ def figures(concurrency: int, seconds: float, tally: Tally, spent: Mapping[str, 
         cpu_ms_per_request=round(sum(spent.values()) / max(1, tally.requests) * 1e3, 3),
         own_cpu_us_per_token=round(own_s / tokens * 1e6, 2),
         own_cpu_share=round(own_s / seconds, 3),
+        hit_rate=tally.cached_tokens / max(1, tally.prompt_tokens) if tally.cached_tokens >= 0 else None,
+        slo=str(slo) if slo is not None else "",
+        good_share=tally.good / max(1, asked) if slo is not None else None,
+        good_per_s=round(tally.good / seconds, 1) if slo is not None else None,
     )
 
 
-def report(stages: list[Stage], processes: Mapping[str, int]) -> None:
-    """Print a table of all stages, then the errors."""
+def report(stages: list[Stage], processes: Mapping[str, int], shared_prefix: float) -> None:
+    """Print a table of all stages, then the errors.
+
+    Args:
+        shared_prefix: the share of each prompt that is common to all.
+    """
     console = stdout()
-    table = Table(title="closed loop, times in ms")
-    names = ("conns", "req/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "latency p50", "tok/event", "failed")
+    table = Table(title=f"closed loop, times in ms; {shared_prefix:.0%} of each prompt is common to all")
+    slo = next((stage.slo for stage in stages if stage.slo), "")
+    names = ["conns", "req/s", "tokens/s", *(["good/s"] if slo else []), "TTFT p50", "p99", "ITL p50", "p99", "gap p99"]
+    names += ["latency p50", "tok/event", "hit", "failed"]
     for name in (*names, *(("CPU µs/token", "CPU ms/req") if processes else ()), "own CPU"):
         table.add_column(name, justify="right")
     for stage in stages:
+        mark = MARK if stage.requests < FEW else ""
+        times = (stage.ttft_p50_ms, stage.ttft_p99_ms, stage.itl_p50_ms, stage.itl_p99_ms, stage.gap_p99_ms)
         cells = [
             *(str(stage.concurrency), f"{stage.requests_per_s:.0f}", f"{stage.tokens_per_s:.0f}"),
-            *(f"{stage.ttft_p50_ms:.2f}", f"{stage.ttft_p99_ms:.2f}"),
-            *(f"{stage.itl_p50_ms:.2f}", f"{stage.itl_p99_ms:.2f}", f"{stage.latency_p50_ms:.1f}"),
-            *(f"{stage.tokens_per_event:.2f}", str(stage.failed)),
+            *([f"{stage.good_per_s or 0.0:.1f} ({stage.good_share or 0.0:.0%})"] if slo else []),
+            *(f"{value:.2f}{mark}" for value in times),
+            f"{stage.latency_p50_ms:.1f}{mark}",
+            f"{stage.tokens_per_event:.2f}",
+            "–" if stage.hit_rate is None else f"{stage.hit_rate:.0%}",
+            str(stage.failed),
         ]
         if processes:
             cells += [f"{stage.total_cpu_us_per_token:.1f}", f"{stage.cpu_ms_per_request:.2f}"]
         table.add_row(*cells, f"{stage.own_cpu_share:.0%}")
     console.print(table)
+    if slo:
+        console.print(f"good: within {slo} (ms)", highlight=False)
+    if any(stage.requests < FEW for stage in stages):
+        text = f"{MARK} percentiles of fewer than {FEW} requests: a p99 is then one of the slowest (--duration-s)"
+        console.print(text, highlight=False)
     for stage in stages if processes else ():
         parts = ", ".join(f"{name} {cpu:.1f}" for name, cpu in stage.cpu_us_per_token.items())
         console.print(f"{stage.concurrency} connections, CPU µs/token: {parts}", highlight=False)
@@ -201,6 +249,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     output_tokens: Annotated[int, Meta(ge=1, description="tokens per answer; fewer or more count as an error")] = 64
     stream: Annotated[bool, Meta(description="stream answers as server-sent events")] = True
     ignore_eos: Annotated[bool, Meta(description="ask for exactly --output-tokens (an extension)")] = True
+    slo: Annotated[str, Meta(description="limits in ms of good requests, as in ttft=500,itl=50: goodput")] = ""
     seed: Annotated[int, Meta(description="seed of the words")] = 1
     state: Annotated[str, Meta(description="state.json of the deployment to load and measure")] = ""
     pids: Annotated[tuple[int, ...], Meta(description="process ids to measure as well")] = ()
@@ -215,6 +264,7 @@ def run(settings: Settings) -> int:
     """Measure all stages and print a table. Returns 1 if a request failed."""
     try:
         target, processes = _target(settings)
+        _slo(settings)
         with contextlib.ExitStack() as stack:
             runner = stack.enter_context(asyncio.Runner(loop_factory=loop_factory()))
             stages = runner.run(_measure(settings, target, processes))
@@ -223,7 +273,7 @@ def run(settings: Settings) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    report(stages, processes)
+    report(stages, processes, settings.shared_prefix)
     if settings.json:
         figures = {"settings": settings, "stages": stages}
         Path(settings.json).write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
@@ -250,6 +300,13 @@ def _target(settings: Settings) -> tuple[HttpTarget, dict[str, int]]:
         return parse_target(url, api_key=settings.api_key, insecure=settings.insecure), processes
     except BadTarget as error:
         raise BenchFailed(f"--url {error}") from None
+
+
+def _slo(settings: Settings) -> Slo | None:
+    try:
+        return slo_of(settings.slo)
+    except BadSlo as error:
+        raise BenchFailed(str(error)) from None
 
 
 class Requests:
@@ -281,6 +338,7 @@ class Load:
 
     requests: Requests
     settings: Settings
+    slo: Slo | None = None
     tally: Tally = field(default_factory=Tally)
     warming: Tally = field(default_factory=Tally)
     counting: bool = False
@@ -294,7 +352,9 @@ class Load:
         if self.counting or not self.settings.requests:
             self.sent += 1
             tally = self.tally
-        return Exchange(self.requests.make(), partial(tally.count, expected_tokens=self.settings.output_tokens))
+        return Exchange(
+            self.requests.make(), partial(tally.count, expected_tokens=self.settings.output_tokens, slo=self.slo)
+        )
 
     def count(self) -> None:
         """End the warm-up. In a stage with a duration, every later answer counts, whenever its request was sent."""
@@ -323,7 +383,7 @@ async def _stage(
 ) -> Stage:
     line = bar.add_task(f"{concurrency} connections", total=1.0, state="warming up")
     bar.refresh()
-    load = Load(requests, settings)
+    load = Load(requests, settings, _slo(settings))
     async with ConnectionPool(target, timeout_s=_STUCK_S) as pool:
         loop = ClosedLoop(pool, concurrency, load.following)
         await asyncio.sleep(settings.warm_up_s)
@@ -343,7 +403,7 @@ async def _stage(
         await loop.ended(_STUCK_S)
     if not counted.requests and not counted.failed:
         counted.fail("no request was answered in time")
-    return figures(concurrency, seconds, counted, spent, own)
+    return figures(concurrency, seconds, counted, spent, own, load.slo)
 
 
 async def _watch(load: Load, loop: ClosedLoop, began: float, show: Callable[[float, float], None]) -> None:

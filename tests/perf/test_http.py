@@ -13,9 +13,10 @@ import uvloop
 from penstock.launch.state import DeploymentState, Running, write_state
 from penstock.measure.generator.pool import Exchange
 from penstock.measure.generator.target import HttpTarget
+from penstock.measure.sweep.figures import Slo
 from tests.penstock.measure.generator.support import TOKENS, serving
 from tests.perf.cpu import cpu_seconds
-from tests.perf.http import BenchFailed, Requests, Settings, Stage, Tally, _measure, _target, figures
+from tests.perf.http import BenchFailed, Requests, Settings, Stage, Tally, _measure, _target, figures, report
 
 
 def bench(**more: Any) -> Settings:
@@ -135,3 +136,22 @@ def test_cpu_time_grows_with_work() -> None:
     while cpu_seconds(os.getpid()) < before + 0.03:
         sum(range(10_000))
     assert cpu_seconds(2**22 + 1) == 0.0
+
+
+def test_one_figure_is_the_gap_between_tokens_and_one_that_between_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    tally = Tally()
+    for cached in (0, 60):
+        exchange = Exchange(b"", lambda _: None, sent=0.0, first=0.081, last=0.101, ended=0.101, status=200)
+        exchange.gaps_s.extend([0.010, 0.010])
+        exchange.prompt_tokens, exchange.cached_tokens, exchange.output_tokens = 100, cached, 21
+        tally.count(exchange, 21, Slo(ttft=90, itl=0.9 if cached else 1.1))
+    stage = figures(2, 1.0, tally, {}, 0.0, Slo(ttft=90))
+    assert (stage.itl_p50_ms, stage.gap_p99_ms) == (pytest.approx(1.0), pytest.approx(10.0))
+    assert stage.hit_rate == pytest.approx(0.3)
+    assert (stage.good_share, stage.good_per_s, stage.slo) == (0.5, 1.0, "ttft=90")
+    report([stage], {}, 0.5)
+    out = capsys.readouterr().out
+    assert "50% of each prompt is common to all" in out
+    assert "1.00*" in out
+    assert "30%" in out
+    assert "percentiles of fewer than 100 requests" in out

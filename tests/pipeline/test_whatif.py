@@ -47,9 +47,8 @@ async def test_every_decision_is_made_again_as_it_was_and_with_a_change(
     assert same["recorded"] == same["then"]
     assert same["ms_per_token"] > 0
     why = same["reasons"]
-    assert {each["worker"]: each["chosen"] for each in why["workers"] if each["chosen"]} == same["recorded"][
-        "by_worker"
-    ]
+    chosen = {each["worker"]: each["chosen"] for each in why["workers"] if each["chosen"]}
+    assert chosen == same["recorded"]["by_worker"]
     assert sum(why["decided_by"].values()) == why["decisions"] == REQUESTS
     without = await output(whatif_command.run, recorded, capsys, "--without", "worker-0")
     assert without["reproduced"] == REQUESTS

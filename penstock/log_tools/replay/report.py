@@ -6,7 +6,6 @@ Shows differences as text, if the model's tokenizer is available.
 """
 
 import contextlib
-from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -159,9 +158,7 @@ def same_routes(routes: Mapping[tuple[str, str], int]) -> dict[str, str]:
 
 
 def measured(runs: Sequence[RecordedRun]) -> MeasuredPair:
-    itl: array[float] = array("d")
-    for run in runs:
-        itl.extend(run.itl_ms())
+    itl = [sum(gaps) / len(gaps) for run in runs if (gaps := run.itl_ms())]
     return MeasuredPair(
         series([value for run in runs if (value := run.ttft_ms) is not None]),
         series(itl),

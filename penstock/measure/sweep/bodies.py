@@ -17,7 +17,7 @@ from typing import Any
 from penstock.measure.generator.target import HttpTarget
 from penstock.measure.simulation.trace import RequestTrace
 from penstock.measure.sweep.smoke import PATHS, Abilities, Api
-from penstock.measure.sweep.workload import LoadLevel, TokenText, Workload
+from penstock.measure.sweep.workload import LoadLevel, RecordedConversation, TokenText, Workload
 
 _MOST_BYTES = 4 << 30  # of one level's requests, in memory
 _CACHED_UNITS = 4096
@@ -29,12 +29,16 @@ class LevelTooLarge(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """A request to send, ``at_s`` seconds after the first one. None: as soon as another one has ended."""
+    """A request to send, ``at_s`` seconds after the first one. None: as soon as another one has ended.
+
+    ``follows``: when the one before it, the turn before of the same conversation, has ended.
+    """
 
     request: bytes
     isl: int
     osl: int
     at_s: float | None = None
+    follows: bool = False
 
 
 class Bodies:
@@ -114,12 +118,53 @@ class Bodies:
             planned.append(PlannedRequest(request, tokens + self._overhead, row.output_length, at_s))
         return planned
 
+    def of_dataset(
+        self, conversations: Sequence[RecordedConversation], level: LoadLevel, seed: int, run: int
+    ) -> list[PlannedRequest]:
+        """The turns of conversations, drawn anew for each level and run, as many as the level has requests.
+
+        Each turn has the recorded answers of those before it, so that all servers get the same requests, and asks for
+        as many tokens as the recorded one has. A conversation begins with a mark of its level, run and number: what
+        an earlier one has left in a cache does not count.
+
+        Raises:
+            LevelTooLarge: they do not fit into memory.
+        """
+        own = Random(f"{seed} {level.folder} {run}")
+        planned: list[PlannedRequest] = []
+        size = drawn = 0
+        order: list[RecordedConversation] = []
+        while len(planned) < level.requests:
+            if not order:
+                order = own.sample(conversations, len(conversations))
+            conversation = order.pop()
+            drawn += 1
+            mark = f"[{own.randrange(1 << 32):08x} {drawn}] "
+            messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
+            tokens = self._overhead + self._texts.count(conversation.system)
+            for number, (asked, answer) in enumerate(conversation.turns):
+                text = asked if number else mark + asked
+                messages.append({"role": "user", "content": text})
+                tokens += self._texts.count(text)
+                osl = max(1, self._texts.count(answer))
+                request = self._body(self._abilities.length(osl) | self._common | {"messages": messages})
+                size = _checked(size + len(request), level)
+                planned.append(PlannedRequest(request, tokens, osl, follows=number > 0))
+                messages.append({"role": "assistant", "content": answer})
+                tokens += osl
+                if len(planned) == level.requests:
+                    break
+        return planned
+
     def request(self, prompt: str, osl: int, images: Sequence[bytes] = ()) -> bytes:
         body = self._abilities.length(osl) | self._common
         if self._api == "completions":
             body["prompt"] = prompt
         else:
             body["messages"] = [{"role": "user", "content": _content(prompt, images)}]
+        return self._body(body)
+
+    def _body(self, body: dict[str, Any]) -> bytes:
         encoded = json.dumps(body, separators=(",", ":"))
         return f"{self._head}{len(encoded)}\r\n\r\n{encoded}".encode()
 

@@ -11,7 +11,7 @@ from penstock.measure.generator.lag import LagMeter
 from penstock.measure.generator.pool import ClosedLoop, ConnectionPool, Exchange, send_in_time
 from penstock.measure.sweep.bodies import PlannedRequest
 from penstock.measure.sweep.endpoints import SweptEndpoint
-from penstock.measure.sweep.figures import RequestRecord, figures, record
+from penstock.measure.sweep.figures import RequestRecord, Slo, figures, record
 from penstock.measure.sweep.results import ClientFigures, LevelRun
 from penstock.measure.sweep.server_metrics import Scraper
 from penstock.measure.sweep.workload import LoadLevel
@@ -30,11 +30,13 @@ class RunLimits:
         failed: requests of a run that may fail before it is aborted.
         timeout_s: of one request.
         scrape_s: between two reads of the server's metrics.
+        slo: limits that good requests keep.
     """
 
     failed: int = 10
     timeout_s: float = 600.0
     scrape_s: float = 1.0
+    slo: Slo | None = None
 
 
 @dataclass(slots=True)
@@ -47,17 +49,29 @@ class _Progress:
     failed: int = 0
     error: str = ""  # the last one
     sent: int = 0
+    due: list[int] = field(default_factory=list)  # next turns of conversations whose last turn was answered
     over: asyncio.Event = field(default_factory=asyncio.Event)  # all are done, or too many have failed
 
     def following(self) -> Exchange | None:
-        if self.sent == len(self.planned) or self.aborted:
+        if self.aborted:
             return None
-        exchange = Exchange(self.planned[self.sent].request, self.count, key=self.sent)
+        if self.due:
+            return self._exchange(self.due.pop())
+        while self.sent < len(self.planned) and self.planned[self.sent].follows:
+            self.sent += 1
+        if self.sent == len(self.planned):
+            return None
         self.sent += 1
-        return exchange
+        return self._exchange(self.sent - 1)
+
+    def _exchange(self, number: int) -> Exchange:
+        return Exchange(self.planned[number].request, self.count, key=number)
 
     def count(self, exchange: Exchange) -> None:
         self.done.append(exchange)
+        following = exchange.key + 1
+        if following < len(self.planned) and self.planned[following].follows:
+            self.due.append(following)  # also of a turn that failed: the others have the recorded answer before them
         if exchange.error:
             self.failed += 1
             self.error = exchange.error
@@ -100,7 +114,7 @@ async def run_level(
     run = LevelRun(
         number=number,
         began=began_at,
-        figures=figures(records, endpoint.gpus),
+        figures=figures(records, endpoint.gpus, limits.slo),
         server=scraper.figures(),
         client=_client(lag, progress.done),
         aborted=progress.aborted,

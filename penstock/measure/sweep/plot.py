@@ -14,7 +14,7 @@ from rich.console import Console
 from penstock.cli.terminal import fail
 from penstock.configs.flags import Parser
 from penstock.measure.plots import PlotsMissing, drawn
-from penstock.measure.sweep.report import knee_of, print_report
+from penstock.measure.sweep.report import knee_of, load_text, print_report
 from penstock.measure.sweep.results import (
     BadResults,
     EndpointSeries,
@@ -101,6 +101,7 @@ PLOTS = (
         (PlotLine("latency_ms", "p50", "p50"), PlotLine("latency_ms", "p99", "p99", "--")),
         scale=1e-3,
     ),
+    Plot("goodput_vs_{x}", "Goodput: requests within the limits", "requests/s", (PlotLine("good_per_s"),)),
     Plot(
         "kv_hit_rate_vs_{x}",
         "Prompt tokens found in the KV cache",
@@ -133,10 +134,28 @@ def draw(series: Sequence[EndpointSeries], folder: Path) -> int:
             axis = figure.subplots()
             paint(axis)
             axis.set_title(title)
+            for line, text in enumerate(workloads(series)):
+                figure.text(0.01, -0.03 - 0.045 * line, text, fontsize=7, color=_MUTED)
             if len(series) > 1 or len(axis.get_legend_handles_labels()[0]) > 1:
                 axis.legend(fontsize=8.5, handlelength=2.4)
         count += 1
     return count
+
+
+def workloads(series: Sequence[EndpointSeries]) -> list[str]:
+    """What the series measured: the load, the number of requests, and which endpoints it is of where they differ."""
+    texts: dict[str, list[str]] = {}
+    for each in series:
+        first = each.results[0]
+        counts = sorted({result.level.requests for result in each.results})
+        many = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+        runs = max(len(result.complete) for result in each.results)
+        text = f"{first.model}: {load_text(first)}; {many} requests a level" + (f", {runs} runs" if runs > 1 else "")
+        shares = [share for result in each.results if (share := mean(result, "cached_share")) is not None]
+        bounds = list(dict.fromkeys(f"{share:.0%}" for share in (min(shares), max(shares)))) if shares else []
+        text += f"; {' to '.join(bounds)} of prompt tokens from the cache" if bounds else ""
+        texts.setdefault(text, []).append(each.name)
+    return [text if len(texts) == 1 else f"{', '.join(names)}: {text}" for text, names in texts.items()]
 
 
 def _painters(series: Sequence[EndpointSeries], kind: str) -> Iterator[tuple[str, str, Callable[[Any], None]]]:
@@ -240,6 +259,8 @@ _SUMMARISED = (
     "tokens_per_s_per_user",
     "tokens_per_s_per_gpu",
     "cached_share",
+    "good_per_s",
+    "good_share",
 )
 _DISTRIBUTIONS = ("ttft_ms", "itl_ms", "gap_ms", "latency_ms", "isl", "osl")
 

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.terminal import stdout
+from penstock.measure.sweep.figures import FEW
 from penstock.measure.sweep.results import EndpointSeries, Knee, LevelResult, find_knee, mean, point
 
 _COLUMNS: tuple[tuple[str, str, str, int], ...] = (  # heading, figure, part, decimals
@@ -14,6 +15,7 @@ _COLUMNS: tuple[tuple[str, str, str, int], ...] = (  # heading, figure, part, de
     ("tok/s", "output_tokens_per_s", "", 0),
     ("/user", "tokens_per_s_per_user", "", 1),
     ("/GPU", "tokens_per_s_per_gpu", "", 1),
+    ("good/s", "good_per_s", "", 2),
     ("TTFT", "ttft_ms", "mean", 0),
     ("p50", "ttft_ms", "p50", 0),
     ("p95", "ttft_ms", "p95", 0),
@@ -48,28 +50,59 @@ def table(series: EndpointSeries) -> Table:
     for heading in ("hit", "batch", "KV", "failed"):
         shown.add_column(heading, justify="right", no_wrap=True)
     for result in series.results:
-        cells = [_number(mean(result, figure, part), decimals) for _, figure, part, decimals in columns]
+        cells = [
+            _number(mean(result, figure, part), decimals)
+            + (MARK if part.startswith("p") and few(result, figure) else "")
+            for _, figure, part, decimals in columns
+        ]
         shown.add_row(f"{result.level.value:g}", *cells, *_server(result), str(_failed(result)))
     return shown
 
 
 def title(series: EndpointSeries) -> str:
     first = series.results[0]
-    load = f"trace {first.trace}" if first.trace else f"ISL {first.workload.isl}, OSL {first.workload.osl}"
+    load = load_text(first)
     runs = max(len(each.complete) for each in series.results)
     repeated = f", means of {runs} runs" if runs > 1 else ""
     return f"{series.name}: {first.model} at {first.url}, {load}{repeated}; times in ms"
 
 
+def load_text(result: LevelResult) -> str:
+    """What was sent, in few words."""
+    if result.trace:
+        return f"requests of {result.trace}"
+    workload = result.workload
+    common = f", {workload.shared_prefix:.0%} of a prompt common" if workload.shared_prefix else ""
+    return f"ISL {workload.isl}, OSL {workload.osl}{common}"
+
+
+MARK = "*"
+
+
+def few(result: LevelResult, figure: str) -> bool:
+    """Whether the percentiles of a figure are of fewer than ``FEW`` requests in some run."""
+    return any(getattr(run.figures, figure) is not None and run.figures.requests < FEW for run in result.complete)
+
+
 def remarks(series: EndpointSeries) -> list[str]:
     """Sentences about the knee, the lengths, missing features, and levels where the generator was the limit."""
-    lines = [knee_text(series), lengths_text(series)]
+    lines = [knee_text(series), lengths_text(series), _slo_text(series)]
+    if any(few(each, "latency_ms") for each in series.results):
+        lines.append(f"{MARK} percentiles of fewer than {FEW} requests: a p99 is then one of the slowest (--requests).")
     lines += dict.fromkeys(warning for each in series.results for warning in each.warnings)
     lines.append(_generator_text(series))
     for each in series.results:
         if reasons := dict.fromkeys(reason for run in each.runs for reason in run.figures.errors):
             lines.append(f"{each.level.title}: {_failed(each)} failed: {'; '.join(reasons)}")
     return [line for line in lines if line]
+
+
+def _slo_text(series: EndpointSeries) -> str:
+    parts = [
+        f"{each.level.title}: {share:.0%}" for each in series.results if (share := mean(each, "good_share")) is not None
+    ]
+    limits = next((run.figures.slo for each in series.results for run in each.complete if run.figures.slo), "")
+    return f"Requests within {limits} (ms): {', '.join(parts)}." if parts else ""
 
 
 def _generator_text(series: EndpointSeries) -> str:

@@ -5,6 +5,7 @@ The order of a sweep: smoke requests, warm-up, then levels and their repetitions
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,19 +24,24 @@ from penstock.measure.simulation.trace import RequestTrace, TraceError, multipli
 from penstock.measure.sweep import results
 from penstock.measure.sweep.bodies import Bodies, LevelTooLarge, PlannedRequest
 from penstock.measure.sweep.endpoints import BadEndpoint, SweptEndpoint, parse_endpoints
+from penstock.measure.sweep.figures import BadSlo, Slo, slo_of
 from penstock.measure.sweep.level_run import RunLimits, run_level, warm_up
 from penstock.measure.sweep.report import print_report
 from penstock.measure.sweep.results import BadResults, LevelResult, LevelRun, read_series
 from penstock.measure.sweep.smoke import Api, Smoke, Unhealthy, smoke
 from penstock.measure.sweep.workload import (
     PRESETS,
+    BadDataset,
     LoadLevel,
     NoShortWord,
+    RecordedConversation,
     TokenText,
     Workload,
     WorkloadFlags,
     concurrency_level,
+    described,
     levels_of,
+    read_conversations,
     workload_of,
 )
 
@@ -61,6 +67,13 @@ class Plan:
     levels: tuple[LoadLevel, ...]
     extra: dict[str, Any] = field(default_factory=dict)
     trace: RequestTrace | None = None
+    conversations: tuple[RecordedConversation, ...] = ()
+    slo: Slo | None = None
+
+    @property
+    def source(self) -> str:
+        """Name of what is sent instead of the workload; "": nothing."""
+        return Path(self.settings.dataset).name if self.conversations else self.trace.name if self.trace else ""
 
 
 @dataclass(slots=True)
@@ -84,7 +97,7 @@ class Sweep:
     def __init__(self, plan: Plan, texts: Callable[[str], TokenText]) -> None:
         self._plan = plan
         self._settings = settings = plan.settings
-        self._limits = RunLimits(settings.max_failed, settings.timeout_s, settings.scrape_s)
+        self._limits = RunLimits(settings.max_failed, settings.timeout_s, settings.scrape_s, plan.slo)
         self._texts = texts
         self._loaded: list[SmokedEndpoint] = []
         self._failed = False
@@ -198,7 +211,8 @@ class Sweep:
 
         run, records = await run_level(loaded.endpoint, level, planned, self._limits, number=number, show=show)
         results.save_records(folder, number, records)
-        for warning in (*run.client.warnings, *_lengths(run, self._plan.workload.images)):
+        counted = self._plan.workload.images or bool(self._plan.conversations)  # templates add to each turn
+        for warning in (*run.client.warnings, *_lengths(run, uncertain=bool(counted))):
             self._say(f"{title}: {warning}")
         return run
 
@@ -223,7 +237,7 @@ class Sweep:
             workload=plan.workload,
             seed=settings.seed,
             gpus=loaded.endpoint.gpus,
-            trace=plan.trace.name if plan.trace else "",
+            trace=plan.source,
             stream=settings.stream,
             warnings=loaded.smoke.warnings,
             fingerprint=loaded.smoke.fingerprint,
@@ -242,6 +256,8 @@ class Sweep:
         )
 
     def _planned(self, bodies: Bodies, level: LoadLevel, number: int) -> list[PlannedRequest]:
+        if self._plan.conversations:
+            return bodies.of_dataset(self._plan.conversations, level, self._settings.seed, number)
         if self._plan.trace is not None:
             return bodies.of_trace(self._plan.trace, level, self._settings.seed, number)
         return bodies.synthetic(self._plan.workload, level, self._settings.seed, number)
@@ -253,20 +269,24 @@ class Sweep:
 def _raised(plan: Plan, loaded: Smoke) -> list[str]:
     """Says that prompts are longer than asked for because the chat template alone is."""
     least, asked = loaded.abilities.overhead_tokens + 1, plan.workload.isl
-    if plan.trace is not None or asked >= least:
+    if plan.source or asked >= least:
         return []
     return [f"prompts have at least {least} tokens instead of {asked}: the server's chat template adds {least - 1}"]
 
 
-def _lengths(run: LevelRun, images: int) -> list[str]:
-    """Notes about lengths that differ from the requested ones, by the server's count. Images add to them."""
+def _lengths(run: LevelRun, *, uncertain: bool) -> list[str]:
+    """Notes about lengths that differ from the requested ones, by the server's count.
+
+    Args:
+        uncertain: what the server counts for a prompt is not known: images, and templates of several turns, add to it.
+    """
     notes = []
     figures = run.figures
     for what, seen, asked in (
         ("prompts", figures.isl, figures.isl_asked),
         ("answers", figures.osl, figures.osl_asked),
     ):
-        if images and what == "prompts":
+        if uncertain and what == "prompts":
             continue
         if seen is not None and asked is not None and abs(seen.mean - asked.mean) > _OFF * asked.mean:
             notes.append(f"{what} had {seen.mean:.0f} tokens on average instead of {asked.mean:.0f}")
@@ -299,6 +319,9 @@ class SweepSettings(WorkloadFlags, frozen=True, kw_only=True, forbid_unknown_fie
         bool, Meta(description="look for the knee: double the concurrency while throughput grows, then bisect")
     ] = False
     max_concurrency: Annotated[int, Meta(ge=1, le=8192, description="of --search")] = 1024
+    slo: Annotated[
+        str, Meta(description="limits in ms of good requests, as in ttft=500,itl=50: goodput; also latency")
+    ] = ""
     repeat: Annotated[
         int, Meta(ge=1, le=100, description="runs per level, each with other prompts; 5 give `compare` its intervals")
     ] = 1
@@ -313,7 +336,10 @@ class SweepSettings(WorkloadFlags, frozen=True, kw_only=True, forbid_unknown_fie
     overwrite: Annotated[bool, Meta(description="run levels again that are finished")] = False
 
 
-_REFUSED = (BadSettings, BadEndpoint, BadTarget, BadResults, TraceError, ModelError, NoShortWord, LevelTooLarge)
+_REFUSED = (
+    BadSettings, BadEndpoint, BadTarget, BadResults, BadDataset, TraceError, ModelError, NoShortWord, LevelTooLarge
+)  # fmt: skip
+_OF_DYNAMO = "CONCURRENCIES"  # the variable that its sweep reads
 
 
 def run(settings: SweepSettings) -> int:
@@ -342,7 +368,18 @@ def plan_of(settings: SweepSettings) -> Plan:
         BadEndpoint: an endpoint that cannot be used.
         TraceError: the trace cannot be read.
     """
+    settings = _with_concurrencies(settings)
     loads = [flag for flag, given in (("--rate", settings.rate), ("--trace", settings.trace)) if given]
+    if settings.dataset and loads:
+        raise BadSettings(f"--dataset and {loads[0]} exclude each other: conversations are sent turn after turn")
+    if settings.dataset and settings.api != "chat":
+        raise BadSettings("--dataset needs --api chat")
+    try:
+        slo = slo_of(settings.slo)
+    except BadSlo as error:
+        raise BadSettings(str(error)) from None
+    if slo is not None and not settings.stream and (slo.ttft or slo.itl):
+        raise BadSettings("--slo of ttft and itl needs --stream; give latency=… instead")
     if settings.concurrency and loads:
         raise BadSettings(f"--concurrency and {loads[0]} exclude each other")
     if len(loads) > 1:
@@ -358,8 +395,14 @@ def plan_of(settings: SweepSettings) -> Plan:
     endpoints = parse_endpoints(
         settings.endpoint, settings.metrics, settings.gpus, api_key=settings.api_key, insecure=settings.insecure
     )
+    conversations = read_conversations(Path(settings.dataset)) if settings.dataset else []
     if settings.preset != "none" and PRESETS[settings.preset].up:
         print(f"preset {settings.preset}; a deployment for it: penstock up {PRESETS[settings.preset].up}")
+    if conversations:
+        turns = sum(len(each.turns) for each in conversations)
+        print(f"asked for: {len(conversations):,} conversations with {turns:,} turns of {settings.dataset}")
+    elif trace is None:
+        print(f"asked for: {described(workload)}")
     return Plan(
         settings=settings,
         endpoints=tuple(endpoints),
@@ -367,7 +410,25 @@ def plan_of(settings: SweepSettings) -> Plan:
         levels=tuple(levels_of(settings, len(trace.rows) if trace else 0)),
         extra=_extra(settings.extra_body),
         trace=trace,
+        conversations=tuple(conversations),
+        slo=slo,
     )
+
+
+def _with_concurrencies(settings: SweepSettings) -> SweepSettings:
+    """With the levels of the variable that Dynamo's sweep reads, unless a flag or our own variable names some.
+
+    Raises:
+        BadSettings: it has something else than numbers.
+    """
+    text = os.environ.get(_OF_DYNAMO, "")
+    if not text.strip() or settings.concurrency or settings.rate or settings.trace or settings.search:
+        return settings
+    parts = text.replace(",", " ").split()
+    if not all(part.isdecimal() and 1 <= int(part) <= 8192 for part in parts):
+        raise BadSettings(f"{_OF_DYNAMO}={text!r}: give numbers from 1 to 8192, or unset it and use --concurrency")
+    print(f"levels from {_OF_DYNAMO}: {', '.join(parts)}")
+    return msgspec.structs.replace(settings, concurrency=tuple(map(int, parts)))
 
 
 def _extra(text: str) -> dict[str, Any]:

@@ -8,14 +8,86 @@ of " one" and those of " two". Whether that holds is tried once; where it does n
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
-from msgspec import Meta, Struct
+import msgspec
+from msgspec import Meta, Struct, field
 from tokenizers import Tokenizer
 
 from penstock.measure.generator.pool import WORDS
 from penstock.measure.simulation.trace import Multipliers
+
+MOST_DATASET_BYTES = 4 << 30
+
+
+class BadDataset(ValueError):
+    """A file of conversations that cannot be used; the text names it."""
+
+
+class RecordedConversation(NamedTuple):
+    """``turns``: what the user says, and the answer to it."""
+
+    turns: tuple[tuple[str, str], ...]
+    system: str = ""
+
+
+class _Said(Struct):
+    speaker: str = field(name="from", default="")
+    value: str = ""
+
+
+class _Recorded(Struct):
+    conversations: list[_Said] = []
+
+
+_USERS, _ASSISTANTS, _SYSTEMS = ("human", "user"), ("gpt", "chatgpt", "bing", "bard", "assistant"), ("system",)
+
+
+def read_conversations(path: Path) -> list[RecordedConversation]:
+    """Conversations of a file in the form of ShareGPT: a JSON array, or a line each.
+
+    What comes before the user's first message, and a message without an answer, is left out; so is a conversation of
+    which nothing is left.
+
+    Raises:
+        BadDataset: it cannot be read, or has no conversation.
+    """
+    try:
+        if path.stat().st_size > MOST_DATASET_BYTES:
+            raise BadDataset(f"{path}: more than {MOST_DATASET_BYTES >> 30} GiB; cut it into parts")
+        data = path.read_bytes()
+        if data.lstrip()[:1] == b"[":
+            recorded = msgspec.json.decode(data, type=list[_Recorded])
+        else:
+            recorded = [msgspec.json.decode(line, type=_Recorded) for line in data.splitlines() if line.strip()]
+    except OSError as error:
+        raise BadDataset(f"{path}: {error.strerror or error}") from None
+    except msgspec.DecodeError as error:
+        raise BadDataset(
+            f'{path}: {error}; a conversation is {{"conversations": [{{"from": "human", "value": "…"}}, '
+            '{"from": "gpt", "value": "…"}]}, all in a JSON array or a line each'
+        ) from None
+    found = [each for each in map(_conversation, recorded) if each.turns]
+    if not found:
+        raise BadDataset(f"{path}: no conversation with a message and its answer")
+    return found
+
+
+def _conversation(recorded: _Recorded) -> RecordedConversation:
+    turns: list[tuple[str, str]] = []
+    system = asked = ""
+    for said in recorded.conversations:
+        if said.speaker in _SYSTEMS and not turns:
+            system = said.value
+        elif said.speaker in _USERS:
+            asked = said.value
+        elif said.speaker in _ASSISTANTS and asked and said.value:
+            turns.append((asked, said.value))
+            asked = ""
+    return RecordedConversation(tuple(turns), system)
+
 
 LEVELS = (1, 2, 5, 10, 50, 100, 250)
 _REQUESTS_PER_CONNECTION = 3
@@ -133,6 +205,9 @@ class WorkloadFlags(Multipliers, frozen=True, kw_only=True, forbid_unknown_field
         Meta(description="requests per second with Poisson arrivals, instead of --concurrency"),
     ] = ()
     trace: Annotated[str, Meta(description="file in Mooncake's format: its arrivals, lengths and prefixes")] = ""
+    dataset: Annotated[
+        str, Meta(description="file of conversations in ShareGPT's form, whose turns are sent one after the other")
+    ] = ""
     speed: Annotated[
         tuple[Annotated[float, Meta(gt=0)], ...], Meta(description="how many times faster than recorded a --trace is")
     ] = (1.0,)
@@ -145,14 +220,31 @@ def workload_of(flags: WorkloadFlags) -> Workload:
     base = PRESETS[flags.preset].workload
     return Workload(
         isl=flags.isl or base.isl,
-        isl_stddev=base.isl_stddev if flags.isl_stddev < 0 else flags.isl_stddev,
+        isl_stddev=_scaled(base.isl_stddev, flags.isl, base.isl) if flags.isl_stddev < 0 else flags.isl_stddev,
         osl=flags.osl or base.osl,
-        osl_stddev=base.osl_stddev if flags.osl_stddev < 0 else flags.osl_stddev,
+        osl_stddev=_scaled(base.osl_stddev, flags.osl, base.osl) if flags.osl_stddev < 0 else flags.osl_stddev,
         shared_prefix=base.shared_prefix if flags.shared_prefix < 0 else flags.shared_prefix,
         prefixes=flags.prefixes or base.prefixes,
         images=base.images if flags.images < 0 else flags.images,
         image_size=flags.image_size,
     )
+
+
+def _scaled(stddev: float, asked: int, mean: int) -> float:
+    """A preset's deviation for a mean that is less than its own: as large a part of it."""
+    return stddev * asked / mean if 0 < asked < mean else stddev
+
+
+def described(workload: Workload) -> str:
+    """What is asked for, in words."""
+    text = f"prompts of {workload.isl:,} ± {workload.isl_stddev:g} tokens"
+    if workload.shared_prefix:
+        texts = f"one of {workload.prefixes:,} common texts" if workload.prefixes > 1 else "common to all"
+        text += f", {workload.shared_prefix:.0%} of them {texts}"
+    else:
+        text += ", nothing of them common"
+    text += f", {workload.images} images" if workload.images else ""
+    return f"{text}; answers of {workload.osl:,} ± {workload.osl_stddev:g} tokens"
 
 
 def levels_of(flags: WorkloadFlags, trace_rows: int = 0) -> list[LoadLevel]:

@@ -1,6 +1,7 @@
 """A whole sweep against small servers: its order, its files, what ends it, and what a second run does."""
 
 import asyncio
+import io
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -8,17 +9,20 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from penstock.configs.flags import BadSettings
 from penstock.measure.simulation.trace import RequestTrace, TraceRow
 from penstock.measure.sweep import results
 from penstock.measure.sweep.endpoints import parse_endpoints
-from penstock.measure.sweep.report import knee_of
+from penstock.measure.sweep.figures import Slo
+from penstock.measure.sweep.plot import workloads
+from penstock.measure.sweep.report import knee_of, print_report
 from penstock.measure.sweep.results import BadResults, read_series
 from penstock.measure.sweep.smoke import Unhealthy
 from penstock.measure.sweep.sweep_command import Plan, Sweep, SweepFailed, SweepSettings, plan_of
 from penstock.measure.sweep.sweep_command import run as run_command
-from penstock.measure.sweep.workload import LoadLevel, Workload, concurrency_level
+from penstock.measure.sweep.workload import LoadLevel, RecordedConversation, Workload, concurrency_level
 from tests.penstock.measure.sweep.fake_server import TEXTS, FakeServer, fake_server
 from tests.penstock.measure.sweep.samples import load_records
 
@@ -29,7 +33,11 @@ def plan(out: Path, *servers: FakeServer, **more: Any) -> Plan:
         "workload": Workload(isl=60, isl_stddev=5.0, osl=4),
         "levels": (concurrency_level(2), concurrency_level(4)),
     }
-    planned |= {name: more.pop(name) for name in ("workload", "levels", "trace", "extra") if name in more}
+    planned |= {
+        name: more.pop(name)
+        for name in ("workload", "levels", "trace", "extra", "conversations", "slo")
+        if name in more
+    }
     settings = SweepSettings(out=str(out), **{"warm_up": 0} | more)
     return Plan(settings=settings, endpoints=tuple(parse_endpoints(named)), **planned)
 
@@ -71,6 +79,69 @@ async def test_prompts_are_as_long_as_asked_for_as_the_server_counts_them(tmp_pa
             assert (record.isl, record.osl) == (record.isl_asked, record.osl_asked)
         assert result.runs[0].figures.isl is not None
         assert 185 < result.runs[0].figures.isl.mean < 215
+
+
+async def test_the_turns_of_a_conversation_are_sent_one_after_the_other_with_recorded_answers(tmp_path: Path) -> None:
+    talks = tuple(
+        RecordedConversation(tuple((f"ask {talk} {turn}", f"answer {talk} {turn}") for turn in range(3)), "be brief")
+        for talk in range(4)
+    )
+    async with fake_server() as server:
+        await run(plan(tmp_path, server, conversations=talks, levels=(concurrency_level(3, 12),), repeat=2))
+        bodies = [body["messages"] for body in server.bodies if body["messages"][0]["content"] == "be brief"]
+    assert len(bodies) == 24
+    begun: list[str] = []
+    for messages in bodies:
+        roles = [each["role"] for each in messages]
+        turn = roles.count("user") - 1
+        assert roles == ["system", *["user", "assistant"] * turn, "user"]
+        mark, talk = messages[1]["content"].rsplit(" ", 3)[0], messages[1]["content"].split()[-2]
+        assert messages[-1]["content"].endswith(f"ask {talk} {turn}")
+        assert [each["content"] for each in messages[2::2]] == [f"answer {talk} {n}" for n in range(turn)]
+        if turn == 0:
+            begun.append(mark)
+        else:
+            assert mark in begun, "a turn was sent before the one before it"
+    assert len(set(begun)) == 8, "no run finds the prompts of another one in a cache"
+    (result,) = read_series([tmp_path])[0].results
+    assert [each.figures.requests for each in result.runs] == [12, 12]
+    assert {each.osl_asked for each in load_records(tmp_path / "a/c3", 1)} == {TEXTS.count("answer 0 0")}
+
+
+def test_the_variable_of_another_sweep_is_honoured_or_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CONCURRENCIES", "4, 1 2")
+    endpoint = ("a=http://127.0.0.1:9",)
+    assert [each.value for each in plan_of(SweepSettings(endpoint=endpoint)).levels] == [1, 2, 4]
+    out = capsys.readouterr().out
+    assert "levels from CONCURRENCIES: 4, 1, 2" in out
+    assert "asked for: prompts of 2,000 ± 10 tokens, nothing of them common" in out
+    assert [each.value for each in plan_of(SweepSettings(endpoint=endpoint, concurrency=(8,))).levels] == [8]
+    monkeypatch.setenv("CONCURRENCIES", "many")
+    with pytest.raises(BadSettings, match="CONCURRENCIES='many': give numbers"):
+        plan_of(SweepSettings(endpoint=endpoint))
+
+
+async def test_goodput_and_percentiles_of_few_requests_are_shown_as_such(tmp_path: Path) -> None:
+    async with fake_server() as server:
+        await run(
+            plan(tmp_path, server, levels=(concurrency_level(2, 10), concurrency_level(4, 100)), slo=Slo(ttft=1e6))
+        )
+    (series,) = read_series([tmp_path])
+    out = io.StringIO()
+    print_report([series], Console(file=out, width=220))
+    rows = {line.split()[0]: line.split() for line in out.getvalue().splitlines() if line[:6].strip().isdigit()}
+    assert sum(cell.endswith("*") for cell in rows["2"]) == sum(each in ("p50", "p95", "p99") for each in _head(out))
+    assert not any(cell.endswith("*") for cell in rows["4"])
+    assert "good/s" in _head(out)
+    assert "Requests within ttft=1e+06 (ms): concurrency 2: 100%, concurrency 4: 100%." in out.getvalue()
+    assert "* percentiles of fewer than 100 requests" in out.getvalue()
+    assert workloads([series]) == ["m: ISL 60, OSL 4; 10 to 100 requests a level"]
+
+
+def _head(out: io.StringIO) -> list[str]:
+    return next(line.split() for line in out.getvalue().splitlines() if "conc." in line)
 
 
 async def test_prompts_below_the_chat_templates_length_are_said_to_be_longer(
