@@ -305,9 +305,6 @@ class RouterSettings(Common, frozen=True, kw_only=True):
             "pipeline itself does, and names the others; for users who log in by nkeys"
         ),
     ] = ""
-    cells: Annotated[
-        Positive, about("cells of the deployment; with several, routers tell gateways what requests cost in theirs")
-    ] = 1
     mode: Annotated[RouterMode, about("how a worker is chosen; kv: by cached blocks and load")] = "kv"
     overlap_weight: Annotated[
         float, Meta(ge=0, description="work that one cached token saves, in prompt tokens; 0: ignore caches")
@@ -342,7 +339,8 @@ class RouterSettings(Common, frozen=True, kw_only=True):
         float,
         Meta(
             ge=0,
-            description="with --cells: seconds without a worker for a request until it runs in another cell; 0: never",
+            description="where there are several cells: seconds without a worker for a request until it runs in "
+            "another one; 0: never",
         ),
     ] = 3.0
     stalled_after_s: Annotated[

@@ -218,7 +218,10 @@ class Subjects:
 
     @property
     def cost(self) -> str:
-        """Where gateways that choose between cells ask a cell's router what a request would cost there."""
+        """Where gateways that choose between cells ask a cell's router what a request would cost there.
+
+        An empty message asks for ``loads`` for the next seconds.
+        """
         return f"{self.namespace}.cost"
 
     @property

@@ -44,6 +44,7 @@ from penstock.schemas.wire import encode
 
 NEAREST = 1024.0  # prompt tokens; without it, short prompts and the flushes of a gateway are spread over all cells
 ASK_TOKENS = 512  # in shorter prompts, what is cached cannot outweigh ``NEAREST``
+ASK_LOADS_S = 1.0  # routers publish loads as long as they are asked to
 ASK_S = 0.02  # then what gateways can see by themselves decides
 # In overload, what a cell holds counts less than prompts that begin alike: these belong together, since one of them is
 # computed from what the other has left in a cache. With 1 instead of 1 / 4, the mean is 7 to 45 % higher.
@@ -173,9 +174,10 @@ class CellChooser:
     def __init__(self, buses: Sequence[Bus], nearest: int) -> None:
         self._buses = buses
         self._choice = CellChoice(len(buses), nearest)
+        self._followed: set[int] = set()
 
     async def follow(self, cell: int) -> None:
-        """Take the loads that a cell's routers publish."""
+        """Take the loads that a cell's routers publish, which ``keep_asking`` has them do."""
         bus = self._buses[cell]
 
         async def observe(message: Any) -> None:
@@ -185,6 +187,16 @@ class CellChooser:
                 log.debug("loads_unreadable", error=str(error))
 
         await bus.nc.subscribe(bus.subjects.loads, cb=observe)
+        self._followed.add(cell)
+
+    async def keep_asking(self) -> None:
+        """Ask the routers of all cells for loads, until it is cancelled."""
+        while True:
+            for cell in self._followed:
+                bus = self._buses[cell]
+                if bus.connected:
+                    bus.nc.post(bus.subjects.cost)
+            await asyncio.sleep(ASK_LOADS_S)
 
     async def choose(self, request: GenerateRequest, usable: Sequence[int]) -> int:
         """The cell for a request.

@@ -172,6 +172,8 @@ class Gateway:
         await self.guard.open(self.tasks)
         await self.limiter.open(self.tasks)
         self.tasks.spawn(self._sweep(), name="sweep")
+        if len(self.cells) > 1:
+            self.tasks.spawn(self._chooser.keep_asking(), name="ask-for-loads")
 
     async def _open_cell(self, cell: Cell) -> None:
         await cell.open()

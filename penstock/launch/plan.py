@@ -191,7 +191,7 @@ def in_cells(
             cell = cell_of(child.name, active)
         elif child.role == "router":
             cell = number % up.cells
-            more = {"cells": up.cells, "sys_nats_url": sys_url(cell)}
+            more = {"sys_nats_url": sys_url(cell)}
         elif child.role == "trace":
             cell = number
         else:

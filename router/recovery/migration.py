@@ -54,6 +54,7 @@ class Migration:
 
     Args:
         after_s: for so long a request must have had no worker.
+        several: whether there are several cells, as far as gateways have told.
         owns: whether this router places the requests of a model.
         send: gives a request to a cell, by its number within the deployment.
     """
@@ -63,6 +64,7 @@ class Migration:
         bus: Bus,
         after_s: float,
         *,
+        several: Callable[[], bool],
         cluster: ClusterState,
         held: HeldRequests,
         terminal: TerminalPublisher,
@@ -71,6 +73,7 @@ class Migration:
     ) -> None:
         self._bus = bus
         self._after_s = after_s
+        self._several = several
         self._cluster = cluster
         self._held = held
         self._terminal = terminal
@@ -83,7 +86,7 @@ class Migration:
         """Look several times a second, until it is cancelled."""
         while True:
             await asyncio.sleep(self._pause)
-            if not self._bus.connected:
+            if not (self._bus.connected and self._several()):
                 self._since.clear()  # leases run out unseen
             elif len(self._held) or self._since:
                 try:

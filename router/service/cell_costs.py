@@ -2,9 +2,11 @@
 
 For a long prompt it matters which worker has its beginning, and what that one has to do: the gateway asks, and the
 answer is what the decision would be. For others the loads of the workers suffice, which are published at intervals.
+That happens while a gateway asks for them, which it does if it has several cells: a router need not know.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +32,7 @@ log = structlog.get_logger("router")
 
 PUBLISH_S = 0.02
 REPEAT_S = 1.0  # unchanged loads are published again, for gateways that have just started
+WANTED_S = 3.0  # after a gateway has asked for them; it does every ``ASK_LOADS_S``
 SHARE = 25.0  # of the time, computing loads takes at most one part in so many
 
 
@@ -38,6 +41,9 @@ class CellCosts:
     Args:
         router: its id.
         owns: whether this router places the requests of a model.
+
+    Attributes:
+        wanted: gateways of several cells are there.
     """
 
     def __init__(
@@ -57,12 +63,21 @@ class CellCosts:
         self._held = held
         self._held_tokens: dict[str, int] = {}  # by model, when loads were computed last: thousands may be held
         self._owns = owns
+        self._asked = asyncio.Event()
+        self._asked_at = -math.inf
+
+    @property
+    def wanted(self) -> bool:
+        return time.monotonic() - self._asked_at < WANTED_S
 
     async def run(self) -> None:
-        """Answer, and publish loads, until it is cancelled."""
+        """Answer, and publish loads while they are wanted, until it is cancelled."""
         await self._bus.nc.subscribe(self._bus.subjects.cost, cb=self._answer)
         published, at, took = b"", 0.0, 0.0
         while True:
+            if not self.wanted:
+                self._asked.clear()
+                await self._asked.wait()
             await asyncio.sleep(max(PUBLISH_S, SHARE * took))
             began = time.monotonic()
             loads = encode(self.loads(self._bus.clock.now_ns()))
@@ -72,6 +87,10 @@ class CellCosts:
                 published, at = loads, began
 
     async def _answer(self, message: Any) -> None:
+        self._asked_at = time.monotonic()
+        self._asked.set()
+        if not message.data:  # for the loads, which it gets without an answer
+            return
         try:
             request = requests.decode(message.data)
         except msgspec.MsgspecError as error:  # of a later release

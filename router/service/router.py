@@ -177,27 +177,27 @@ class Router:
         if self._settings.resteer_after_s:
             resteering = resteer(self._bus, self.cluster, self._settings.resteer_after_s, recovery.on_late)
             self.tasks.spawn(resteering, name="resteering")
-        if self._settings.cells > 1:
-            costs = CellCosts(
+        costs = CellCosts(
+            self._bus,
+            self.id,
+            tracker=self.cluster.tracker,
+            decider=self.decider,
+            held=self.held,
+            owns=self.intake.owns,
+        )
+        self.tasks.spawn(costs.run(), name="cell-costs")
+        if self._settings.migrate_after_s:
+            migration = Migration(
                 self._bus,
-                self.id,
-                tracker=self.cluster.tracker,
-                decider=self.decider,
+                self._settings.migrate_after_s,
+                several=lambda: costs.wanted,
+                cluster=self.cluster,
                 held=self.held,
+                terminal=self.terminal,
                 owns=self.intake.owns,
+                send=self.migrate,
             )
-            self.tasks.spawn(costs.run(), name="cell-costs")
-            if self._settings.migrate_after_s:
-                migration = Migration(
-                    self._bus,
-                    self._settings.migrate_after_s,
-                    cluster=self.cluster,
-                    held=self.held,
-                    terminal=self.terminal,
-                    owns=self.intake.owns,
-                    send=self.migrate,
-                )
-                self.tasks.spawn(migration.run(), name="migration")
+            self.tasks.spawn(migration.run(), name="migration")
         await self.intake.start(self.tasks)
         await self.deletion.start(self.tasks)
         log.info("router_open", router=self.id, mode=self._settings.mode)

@@ -294,7 +294,7 @@ async def test_more_cells_are_there_at_once_and_what_cannot_be_is_refused_with_t
     assert sorted(now.keys() - before.keys()) == ["nats-1", "router-1"]
     assert before.items() <= now.items(), "what runs is left as it is"
     assert [each.name for each in state.processes if each.outdated] == [
-        "worker-1", "router-0", "gateway-0", "dashboard",
+        "worker-1", "gateway-0", "dashboard",
     ]  # fmt: skip
     assert [each.cell for each in state.processes if each.name == "worker-1"] == [0]
     os.kill(now["worker-1"], signal.SIGKILL)
@@ -304,7 +304,7 @@ async def test_more_cells_are_there_at_once_and_what_cannot_be_is_refused_with_t
     state = await set_cells(1)
     assert (len(state.cells), state.active_cells) == (2, 1)
     assert [each.name for each in state.processes if each.outdated] == [
-        "worker-1", "router-0", "gateway-0", "dashboard",
+        "worker-1", "gateway-0", "dashboard",
     ]  # fmt: skip
     assert await up.stop() == 0
 
