@@ -283,7 +283,6 @@ class HeldOrder(Generic[T]):
         overlaps: leading blocks of a prompt cached, by target.
         by_size: whether short prompts go first, and requests wait for better targets; False: first come, first served.
         weights: of tenants, as in ``RequestQueue``.
-        cells: there are several, so ``uncomputed`` is asked.
     """
 
     def __init__(
@@ -294,7 +293,6 @@ class HeldOrder(Generic[T]):
         *,
         by_size: bool = True,
         weights: Mapping[str, float] | None = None,
-        cells: bool = False,
     ) -> None:
         self.queue: RequestQueue[Held[T]] = RequestQueue(weights)
         self._tracker = tracker
@@ -302,7 +300,7 @@ class HeldOrder(Generic[T]):
         self._overlaps = overlaps
         self._by_size = by_size
         self._looked: deque[tuple[int, str]] = deque()  # when each was looked up, oldest first
-        self._prefixes = HeldPrefixes() if cells and by_size else None
+        self._prefixes: HeldPrefixes | None = None  # from the first time on that ``uncomputed`` is asked
 
     def push(
         self,
@@ -356,8 +354,12 @@ class HeldOrder(Generic[T]):
     def uncomputed(self, request: RoutingRequest, keys: Sequence[int]) -> int:
         """Prompt tokens of a request that would be held: what no target caches or computes, and no held one has."""
         tokens = request.prompt_tokens + request.resumed_tokens
-        if self._prefixes is None or not len(keys):
+        if not self._by_size or not len(keys):
             return tokens
+        if self._prefixes is None:
+            self._prefixes = HeldPrefixes()
+            for entry in self.queue:
+                self._prefixes.add(entry.item.keys)
         return tokens - self._size(request) * max(
             self._present(self._overlaps(keys), keys), self._prefixes.blocks(keys)
         )

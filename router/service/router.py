@@ -132,7 +132,6 @@ class Router:
             cluster.caches.overlaps,
             by_size=settings.mode == "kv",
             weights=self.tenants.weights,
-            cells=settings.cells > 1,
         )
         limit = settings.local_prefill_tokens
         return HeldRequests(settings.max_held_bytes, LOCAL_PREFILL_TOKENS if limit < 0 else limit, order)

@@ -51,9 +51,7 @@ class CellsPolicy:
         self._requests = requests
         self._rng = random.Random(self.seed)
         self._choices = [CellChoice(self.cells, gateway % self.cells) for gateway in range(self.gateways)]
-        self._policies = [
-            PlacementPolicy(self.seed, weights=self.weights, joined=False, cells=True) for _ in range(self.cells)
-        ]
+        self._policies = [PlacementPolicy(self.seed, weights=self.weights, joined=False) for _ in range(self.cells)]
         self._of_worker = cells_of(fleet, self.cells)
         self._of_request: dict[int, int] = {}
         self._guests: set[int] = set()

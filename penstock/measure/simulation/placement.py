@@ -80,7 +80,6 @@ class SimulatedRouter:
     Args:
         overlaps: leading blocks of a prompt that each target caches (``PrefixIndex.match``); absent: none.
         kv_events: False: ``stored`` is not called, so the backlog of prompts is estimated.
-        cells: there are several, of which this is the router of one.
     """
 
     def __init__(
@@ -90,13 +89,12 @@ class SimulatedRouter:
         mode: RouterMode = "kv",
         weights: Weights = Weights(),  # noqa: B008  # frozen
         kv_events: bool = True,
-        cells: bool = False,
     ) -> None:
         self.tracker = LoadTracker(kv_events=kv_events)
         self._overlaps = overlaps
         arrays = array_decisions(self.tracker)
         self._decisions = Decisions(self.tracker, arrays, mode, weights)
-        self._order: HeldOrder[Arrival] = HeldOrder(self.tracker, arrays, overlaps, by_size=mode == "kv", cells=cells)
+        self._order: HeldOrder[Arrival] = HeldOrder(self.tracker, arrays, overlaps, by_size=mode == "kv")
         self._number = 0
         self._changed = False  # since the last ``pump`` that placed nothing
 
@@ -254,7 +252,6 @@ class PlacementPolicy:
         seed: breaks ties.
         kv_events: False: the router predicts what targets cache from its own decisions.
         joined: False: workers take requests only after ``join``.
-        cells: there are several, of which this is one.
     """
 
     seed: int = 0
@@ -262,7 +259,6 @@ class PlacementPolicy:
     _: KW_ONLY
     kv_events: bool = True
     joined: bool = True
-    cells: bool = False
 
     def start(self, fleet: SimulatedFleet, requests: Sequence[Request]) -> None:
         self._requests = requests
@@ -271,7 +267,7 @@ class PlacementPolicy:
         self._blocks = [worker.blocks for worker in fleet.workers]
         self._predicted = ApproximateIndex(_INDEX_BLOCKS)
         overlaps = self._index.match if self.kv_events else self._predicted.match
-        self.router = SimulatedRouter(overlaps, weights=self.weights, kv_events=self.kv_events, cells=self.cells)
+        self.router = SimulatedRouter(overlaps, weights=self.weights, kv_events=self.kv_events)
         self._encoders = _Encoders(fleet)
         self._now = 0
         self._fleet = fleet

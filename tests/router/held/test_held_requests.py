@@ -305,17 +305,19 @@ def keys_of(bits: list[int]) -> list[int]:
     return keys
 
 
-def test_what_a_held_request_begins_with_is_known_until_it_leaves_however_it_does() -> None:
+@pytest.mark.parametrize("known_before", [True, False])  # whether there were several cells by then
+def test_what_a_held_request_begins_with_is_known_until_it_leaves_however_it_does(known_before: bool) -> None:
     tracker = LoadTracker()
     tracker.put_worker(Registration("w", MODEL, "aggregated", "mock", 1, BLOCK, 100, 4, 4096))
-    held = HeldRequests(100 * HELD_BYTES, 256, HeldOrder(tracker, None, lambda _: {}, cells=True))
+    held = HeldRequests(100 * HELD_BYTES, 256, HeldOrder(tracker, None, lambda _: {}))
     prompt = list(range(1, 5 * BLOCK + 1))
 
     def asked(deadline_s: float = 60.0) -> PendingRequest:
         return PendingRequest(request(prompt, deadline_s=deadline_s), b"", "reply", 0)
 
-    assert held.uncomputed(asked()) == len(prompt)
     waiting = [asked(), asked(), asked(-1.0)]
+    if known_before:
+        assert held.uncomputed(asked()) == len(prompt)
     for each in waiting:
         assert held.hold(each, 1, 1)
     assert held.uncomputed(asked()) == 0, "all five blocks are in what is held"
