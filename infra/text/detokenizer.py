@@ -7,6 +7,7 @@ tokens depends on those k tokens only, never on batching, so another process can
 import re
 from codecs import utf_8_decode
 from collections.abc import Container, Mapping, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import msgspec
@@ -72,6 +73,21 @@ class Detokenizer:
             else []
         )
         self.longest_bytes = max(map(len, self._raw), default=1)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of whole answers and prompts, a fourth as long as the tokenizer takes for it."""
+        if not self._byte_level:
+            return str(self._tokenizer.decode(list(tokens)))
+        spoken = self._spoken
+        try:
+            data = b"".join([spoken[token] for token in tokens])
+        except IndexError:  # padding of the model's output layer
+            data = b"".join([spoken[token] for token in tokens if token < len(spoken)])
+        return data.decode("utf-8", "replace")
+
+    @cached_property
+    def _spoken(self) -> list[bytes]:
+        return [b"" if token in self._special else raw for token, raw in enumerate(self._raw)]
 
     def raw(self, token: int) -> bytes:
         """A token's own bytes, special tokens included; possibly a part of a character. b"" for unknown ids."""

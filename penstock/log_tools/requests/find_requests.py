@@ -173,12 +173,13 @@ class LoggedRequest(msgspec.Struct, frozen=True):
 
 
 async def ended(
-    bus: Readable, criteria: Criteria, *, before: int = 0
+    bus: Readable, criteria: Criteria, *, before: int = 0, wanted: Callable[[bytes], bool] = lambda data: True
 ) -> AsyncGenerator[tuple[int, LoggedRequest], None]:
     """Ended requests with the sequences of their records, latest end first.
 
     Args:
         before: begin before this sequence of DONE; 0: with the last.
+        wanted: whether a record may be one of them, which is not decoded otherwise.
     Raises:
         ServingError: the stream cannot be read.
     """
@@ -188,7 +189,7 @@ async def ended(
     async for entry in read_backwards(bus, stream, subjects, before=before):
         if oldest and entry.time_ns < oldest:  # it was accepted even earlier
             return
-        summary = of_entry(entry)
+        summary = of_entry(entry) if wanted(entry.data) else None
         if summary is not None and criteria.accepts(summary.summary):
             yield entry.seq, summary
 

@@ -346,7 +346,13 @@ async def _ended(bus: Readable, options: ListOptions, cell: int | None) -> Async
         async for summary in summaries(bus, options.criteria):
             yield RequestLine(summary, cell=cell)
         return
-    async for _, each in ended(bus, options.criteria):  # with what --grep searches
+    search, texts_of = options.grep.search, options.texts.of_record
+
+    def wanted(record: bytes) -> bool:
+        texts = texts_of(record)
+        return texts is None or any(map(search, texts))
+
+    async for _, each in ended(bus, options.criteria, wanted=wanted):
         if (line := _line(each, options, cell)) is not None:
             yield line
 

@@ -44,6 +44,7 @@ TOKENS = st.lists(st.integers(0, 620), max_size=40)
 def test_byte_level_text_of_any_tokens_is_the_tokenizers_own(ids: list[int]) -> None:
     tokenizer, detokenizer = byte_level()
     assert "".join(shown(detokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert detokenizer.text(ids) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @given(st.text(max_size=60))
@@ -61,6 +62,7 @@ def test_other_vocabularies_stream_what_the_tokenizer_decodes(text: str) -> None
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     pieces = shown(detokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert detokenizer.text(ids) == tokenizer.decode(ids, skip_special_tokens=True)
     assert all("\ufffd" not in piece for piece in pieces)
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry
 from penstock.infra.model.modeldir import TINY, load_tokenizer
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.requests import find_requests
@@ -156,6 +157,22 @@ async def test_text_is_found_in_prompts_and_in_answers(bus: Bus, broker: Embedde
     (found,) = await listed(bus, broker, "--grep", "paris", "-i")
     assert "Paris" in str(found["match"])
     assert await listed(bus, broker, "--grep", "Rome") == []
+
+
+async def test_records_without_the_text_are_not_decoded(
+    bus: Bus, broker: EmbeddedNats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, decoded = load_tokenizer(TINY), list[int]()
+    for text in ("nothing", "the capital of France", "nothing"):
+        await end(bus, await accept(bus, prompt=pack_tokens(tokenizer.encode(text).ids)))
+    of_entry = find_requests.of_entry
+
+    def noted(entry: Entry) -> object:
+        decoded.append(entry.seq)
+        return of_entry(entry)
+
+    monkeypatch.setattr(find_requests, "of_entry", noted)
+    assert len(await listed(bus, broker, "--grep", "France")) == len(decoded) == 1
 
 
 async def test_reading_ends_where_no_older_record_can_match(bus: Bus) -> None:
