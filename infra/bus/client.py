@@ -16,6 +16,7 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 from urllib.parse import ParseResult
 
@@ -29,6 +30,7 @@ from nats.protocol.parser import Parser
 CRLF = b"\r\n"
 _VERSION = b"NATS/1.0\r\n"
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_is_name = lru_cache(maxsize=256)(_NAME.fullmatch)  # of headers: programs use few different ones
 # The headers that the server adds, in its order.
 _REPUBLISHED = re.compile(
     rb"\r\nNats-Stream: [^\r]*\r\nNats-Subject: ([^\r]*)\r\nNats-Sequence: (\d+)\r\n"
@@ -188,7 +190,7 @@ def publish_command(subject: str, payload: bytes, reply: str, headers: Mapping[s
     if not headers:
         return b"PUB %b %d\r\n%b\r\n" % (where.encode(), len(payload), payload)
     # Not f-strings: nats-py's own names are members of an enum, which format as its name.
-    lines = [name + ": " + value for name, value in headers.items() if _NAME.fullmatch(name)]
+    lines = [name + ": " + value for name, value in headers.items() if _is_name(name)]
     text = "\r\n".join(lines)
     # A line break in a value would begin another header.
     if len(lines) != len(headers) or text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:

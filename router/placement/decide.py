@@ -344,9 +344,10 @@ def _waits_for_better(
     if context.waited_s is None or not costs:
         return False
     full = [costs[target.id] for target, reason in rejected if reason == "full"]
-    best = min(costs[target.id] for target in scored.targets)
-    better = min(full, default=None)
-    if better is None or better.whole >= best.whole:
+    if not full:
+        return False
+    best, better = min(costs[target.id] for target in scored.targets), min(full)
+    if better.whole >= best.whole:
         return False
     return context.waited_s < PATIENCE_S * (best.uncached_tokens - better.uncached_tokens)
 

@@ -259,26 +259,25 @@ class Decider:
             held: number of requests held, for the record.
             waited_s: since its arrival.
         """
-        tracker = self._cluster.tracker
-        request = self.request(pending, keys, now_ns)
+        tracker, model = self._cluster.tracker, pending.request.model
         if self.arrays is None and not self._many_targets:
-            self._warn_of_many_targets(request.model)
+            self._warn_of_many_targets(model)
         self._decisions += 1
         reusable: Sequence[int] = () if pending.computes_whole_prompt else keys
-        shared = self._policy.shared_blocks(request.model, reusable)
-        if shared:
-            request = msgspec.structs.replace(request, shared_blocks=shared)
+        shared = self._policy.shared_blocks(model, reusable)
+        session: tuple[TargetId, ...] = ()
         if pending.request.session:
-            targets = self._policy.sessions.targets(session_of(pending.request), pending.request.id)
-            request = msgspec.structs.replace(request, session=targets)
+            session = self._policy.sessions.targets(session_of(pending.request), pending.request.id)
+        request = self._request(pending, keys, now_ns, shared, session)
+        serving = tracker.serving(model)
         inputs = DecisionInputs(
             self._seeds.getrandbits(32),
             self._decisions,
             held,
             tracker.loads.learned.samples,
             shared,
-            next((each.block_size for each in tracker.serving(request.model)), 0),
-            session=request.session,
+            serving[0].block_size if serving else 0,
+            session=session,
         )
         decision = self._policy.decide(
             request,
@@ -300,7 +299,14 @@ class Decider:
             targets = [(stage.worker, stage.rank) for stage in route if stage.role != ENCODE]
             self._policy.sessions.sent(session_of(request), request.id, targets)
 
-    def request(self, pending: PendingRequest, keys: Sequence[int], now_ns: int) -> RoutingRequest:
+    def _request(
+        self,
+        pending: PendingRequest,
+        keys: Sequence[int],
+        now_ns: int,
+        shared_blocks: int,
+        session: tuple[TargetId, ...],
+    ) -> RoutingRequest:
         """What routing depends on; a request whose revision has no worker may move to another one."""
         request, tracker = pending.request, self._cluster.tracker
         pinned = pending.pinned_revision
@@ -314,7 +320,9 @@ class Decider:
             avoid |= crowded(tracker, request.model, pending.suspect, now_ns)
         if pending.gone:
             avoid |= {pending.gone}
-        return routing_request(pending, keys, avoid=avoid, revision=revision)
+        return routing_request(
+            pending, keys, avoid=avoid, revision=revision, shared_blocks=shared_blocks, session=session
+        )
 
     def _warn_of_many_targets(self, model: str) -> None:
         targets = sum(each.dp_size for each in self._cluster.tracker.serving(model))

@@ -21,6 +21,7 @@ import msgspec
 
 from penstock.router.placement.routing import RoutingDecision, RoutingRequest
 from penstock.router.state.attempts import Positions, count_crashes
+from penstock.router.state.holders import TargetId
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import Registration, Revisions, WorkerState
 from penstock.schemas.jobs import ALONE, SUSPECT, Decision, DecisionInputs, EarlierWorker, Job, LoadHeader
@@ -145,13 +146,20 @@ def trimmed(request: GenerateRequest) -> GenerateRequest:
 
 
 def routing_request(
-    pending: PendingRequest, keys: Sequence[int], *, avoid: frozenset[str], revision: str | None
+    pending: PendingRequest,
+    keys: Sequence[int],
+    *,
+    avoid: frozenset[str],
+    revision: str | None,
+    shared_blocks: int = 0,
+    session: tuple[TargetId, ...] = (),
 ) -> RoutingRequest:
     """
     Args:
         keys: of the prompt's full blocks.
         avoid: workers to use only if no other is left.
         revision: as ``required_revision`` returned it.
+        shared_blocks, session: as in ``RoutingRequest``.
     """
     request = pending.request
     return RoutingRequest(
@@ -168,6 +176,8 @@ def routing_request(
         processors=pending.processors,
         revision=revision,
         tokenizer=request.tokenizer,
+        shared_blocks=shared_blocks,
+        session=session,
     )
 
 

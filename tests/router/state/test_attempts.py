@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.infra.bus.direct_get import Entry
-from penstock.router.state.attempts import ActiveRequest, UnownedRequests, read_sent
+from penstock.router.state.attempts import ActiveRequest, EndedAttempts, UnownedRequests, read_sent
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import LoadHeader, load_header
@@ -144,3 +144,15 @@ def test_the_jobs_themselves_are_not_kept() -> None:
     kept = UnownedRequests()
     kept.add("r0", msgspec.structs.replace(sent(1, "r0", 1, "a"), data=bytes(1 << 20)), 0)
     assert [each.entry.data for each in kept.take()] == [b""]
+
+
+def test_a_snapshot_has_the_ended_attempts_as_they_were_when_it_began() -> None:
+    """What ends between two of its parts is read from the log again: 65,536 are not looked up once more for it."""
+    ended = EndedAttempts()
+    for request in "abcd":
+        ended.close(request, 1)
+    parts = ended.parts(2)
+    assert next(parts) == (("a", 1), ("b", 1))
+    ended.close("c", 2)
+    ended.close("e", 1)
+    assert list(parts) == [(("c", 1), ("d", 1))]
