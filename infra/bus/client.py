@@ -121,6 +121,7 @@ def has_status(raw: bytes) -> bool:
     return raw.startswith(b"NATS/1.0 ")
 
 
+@lru_cache(maxsize=256)
 def _beginning(name: str) -> bytes:
     """The beginning of a header's line, with the end of the line before it."""
     return b"\r\n%b:" % name.encode()
