@@ -16,7 +16,7 @@ from penstock.cli.figures import counted, moment_ns, parse_size, show_size
 from penstock.configs.flags import Parser
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Readable, format_time, get, get_last, read, read_backwards
-from penstock.log_tools.export.read_lines import copy_messages
+from penstock.log_tools.export.read_lines import copy_messages, spans_of
 from penstock.log_tools.export.recording import Exported, export_media, media_of
 from penstock.log_tools.export.redaction import VOCABULARY, Redactor
 from penstock.log_tools.requests.find_requests import of_entry
@@ -316,10 +316,11 @@ async def _export_messages(
     began = time.perf_counter()
     file.write(header_line(header))
     writer = LineWriter(chosen, file, redactor)
+    spans = await spans_of(log.reader, chosen)
     with without_gc():
         for stream, limits in header.streams.items():
             if limits.messages and (stream != "KV" or chosen.kv):
-                await copy_messages(log, stream, limits.last_seq, chosen, writer.add)
+                await copy_messages(log, stream, limits.last_seq, spans, writer.add)
     writer.flush()
     seconds = time.perf_counter() - began
     return _Exported(Counted(len(writer.requests), writer.messages, seconds, writer.left_out), writer.media)

@@ -1,43 +1,69 @@
 """Messages of the log as records, from a broker or from files."""
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
-from penstock.infra.bus.direct_get import Entry, format_time, read
+from penstock.infra.bus.direct_get import Entry, Readable, format_time, read
 from penstock.log_tools.sources.data_folder import StoredLog
 from penstock.log_tools.sources.log_line import LogLine, Selection
 from penstock.log_tools.sources.open_log import Log
 from penstock.log_tools.sources.store_files import message, parse_headers
+from penstock.log_tools.timeline.read import stored_between
 from penstock.schemas.requests import time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 
 BATCH = 1_000
+FEW = 50  # requests, of which each one's place in the log is looked up
 NS = 1_000_000_000
 _SERVERS_HEADERS = "Nats-"
 _KEPT_HEADERS = ("Nats-Msg-Id",)
 
 
 async def copy_messages(
-    log: Log, stream: str, until_seq: int, chosen: Selection, add: Callable[[LogLine], None]
+    log: Log,
+    stream: str,
+    until_seq: int,
+    spans: Sequence[tuple[int, int]],
+    add: Callable[[LogLine], None],
 ) -> None:
-    """Pass the messages of a stream that may be about selected requests to ``add``.
+    """Pass the messages of a stream that were stored in these times (see ``spans_of``) to ``add``.
 
     Raises:
         ServingError: the stream cannot be read.
     """
-    since, until = span(chosen)
-    if stream == "KV":
-        since = 0  # routers know what workers held from its beginning on
-    before = format_time(until) if until else ""
     name = log.reader.subjects.stream(stream)
-    if log.files is not None:
-        for record in records_of(log.files, stream, since_ns=since, until_seq=until_seq, until_ns=until):
-            add(record)
-        return
-    async for entry in read(log.bus, name, ">", since_ns=since, until_seq=until_seq, batch=BATCH):
-        record = of_entry_as_record(stream, entry)
-        if before and record.time > before:
-            return
-        add(record)
+    for since, until in spans if stream != "KV" else [(0, spans[-1][1])]:  # routers know KV from its beginning on
+        if log.files is not None:
+            for record in records_of(log.files, stream, since_ns=since, until_seq=until_seq, until_ns=until):
+                add(record)
+            continue
+        before = format_time(until) if until else ""
+        stored = read(log.bus, name, ">", since_ns=since, until_seq=until_seq, batch=BATCH)
+        async with contextlib.aclosing(stored) as entries:
+            async for entry in entries:
+                record = of_entry_as_record(stream, entry)
+                if before and record.time > before:
+                    break
+                add(record)
+
+
+async def spans_of(reader: Readable, chosen: Selection) -> list[tuple[int, int]]:
+    """When the messages of the selected requests were stored: times that ascend and do not overlap (Unix, ns).
+
+    A 0 is an open end. Of a few requests, each has its own time.
+
+    Raises:
+        ServingError: a stream cannot be read.
+    """
+    if not 0 < len(chosen.ids) <= FEW:
+        return [span(chosen)]
+    spans: list[tuple[int, int]] = []
+    for since, until in sorted([await stored_between(reader, each) for each in chosen.ids]):
+        if spans and since <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(spans[-1][1], until)
+        else:
+            spans.append((since, until))
+    return spans
 
 
 def records_of(

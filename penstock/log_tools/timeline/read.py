@@ -17,13 +17,14 @@ from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas import done, jobs, requests, tokens
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest, time_of
-from penstock.schemas.streams import CLOCK_SKEW_NS
+from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 from penstock.schemas.subjects import HEADER_MSG_ID, KEPT
 from penstock.schemas.summary import record_is_lost
 from penstock.schemas.transfer import Handoff, decode_ledger
 
 NEAR_NS = 100_000_000  # the clocks of a process and of the broker differ by less, or more is read
 LONG_NS = 20_000_000_000  # a window above which the broker filters
+LATE_NS = 60_000_000_000  # behind the end, workers that were lost, or are told to cancel, may still send output
 NEAR_BATCH, TOKENS_BATCH = 100, 300
 EVERYTHING = ">"
 
@@ -151,6 +152,27 @@ def _lost_end(bus: Readable, timeline: RequestTimeline, now_ns: int) -> str:
             "broker has lost it, or no router runs"
         )
     return ""
+
+
+async def stored_between(bus: Readable, request_id: str) -> tuple[int, int]:
+    """When the messages about a request were stored, by the broker's clock: at the earliest and latest (Unix, ns).
+
+    Raises:
+        ValueError: not a request id.
+        ServingError: a stream cannot be read.
+    """
+    made_ns, timeline = time_of(request_id), RequestTimeline(request_id)
+    since, until = made_ns - CLOCK_SKEW_NS, made_ns + int(LONGEST_DEADLINE_S * 1e9) + CLOCK_SKEW_NS
+    last = await _record(bus, timeline, since)
+    if last is not None:
+        event = done.decode(last.data)
+        plain = isinstance(event, done.Done) and event.attempt == 1 and not event.code
+        until = last.time_ns + (CLOCK_SKEW_NS if plain else LATE_NS)
+    near = made_ns - NEAR_NS
+    async for entry in window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS):
+        if entry.headers.get(HEADER_MSG_ID) == request_id:
+            return max(0, entry.time_ns - NEAR_NS), until
+    return max(0, since), until
 
 
 async def _record(bus: Readable, timeline: RequestTimeline, since: int) -> Entry | None:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import gzip
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from penstock.log_tools.requests import inspect, list_requests, tail
 from penstock.log_tools.sources import store_files
 from penstock.log_tools.sources.export_file import open_export
 from penstock.log_tools.sources.log_copy import STREAMS_DIR, CopyFailed
+from penstock.log_tools.sources.log_line import Selection
 from penstock.log_tools.sources.open_log import LogSource, open_log
 from penstock.log_tools.timeline.read import read_timeline
 from penstock.schemas.kv import KvBatch, Stored
+from penstock.schemas.requests import GenerateRequest, new_request_id
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode
 from tests.infra.bus.support import opened
@@ -104,6 +107,32 @@ async def test_a_batch_smaller_than_the_stream_is_followed_by_the_next(
         found = list(file.records())
     assert [record.seq for record in found if record.stream == "REQUESTS"] == list(range(1, 8))
     assert [record.seq for record in found if record.stream == "WORK"] == [1, 3, 4, 5, 6, 7]
+
+
+async def test_of_a_few_requests_the_log_is_read_from_the_acceptance_to_the_end_of_each(bus: Bus) -> None:
+    second = 10**9
+    now = time.time_ns()
+    old = await accept(bus, id=new_request_id(now - 100 * second))  # by a clock that is late
+    await end(bus, old)
+    ended = await accept(bus)
+    await end(bus, ended)
+    failed = await accept(bus)
+    await end(bus, failed, code="worker_lost")
+    running = await accept(bus)
+
+    async def spans(*of: GenerateRequest) -> list[tuple[int, int]]:
+        return await read_lines.spans_of(bus, Selection(frozenset(each.id for each in of)))
+
+    ((since, until),) = await spans(ended)
+    assert now - second < since < now + second
+    assert now < until < now + 10 * second
+    ((_, late),) = await spans(failed)
+    assert now + 59 * second < late < now + 70 * second
+    ((_, open_end),) = await spans(running)
+    assert open_end > now + 3600 * second
+    ((first, _),) = await spans(old, ended)
+    assert first < now - 101 * second
+    assert await spans(failed, running, ended) == [(since, open_end)]
 
 
 async def test_one_request_is_exported_without_the_others(
