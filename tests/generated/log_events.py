@@ -359,6 +359,7 @@ MEANINGS = {
     "node_starts": "all nodes are there; the engine starts",
     "node_stops": "another node of the engine was asked to stop; the worker drains",
     "numpy_not_installed": "many targets, and no numpy",
+    "operator_refused": "the broker did not take what was given on the dashboard as the operator's password",
     "one_token_refused": "TensorRT-LLM refused to compute a prompt for a handoff",
     "output_unconfirmed": "the broker did not confirm in time that it has the output of a request with `no_store`",
     "peer_connect_failed": "NIXL cannot connect to another worker: blocks from there are computed here",

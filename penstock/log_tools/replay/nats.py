@@ -280,7 +280,7 @@ async def _send(
     args: argparse.Namespace,
     cell: int,
 ) -> SentReplays:
-    targets = {name: _model(name, fleet, changes) for name in {run.request.model for run in runs if run.request}}
+    targets = {name: naming_inputs(name, fleet, changes) for name in {run.request.model for run in runs if run.request}}
     gateway = f"{REPLAYS}{secrets.token_hex(4)}"
     planned = plan_replay(runs, changes, speed, gateway=gateway, inputs_of=lambda request: targets[request.model])
     concurrency = MAX_OPEN if speed else max(1, args.concurrency)
@@ -289,7 +289,12 @@ async def _send(
         return await sender.send(planned)
 
 
-def _model(recorded: str, fleet: Sequence[Registration], changes: Changes) -> NamingInputs:
+def naming_inputs(recorded: str, fleet: Sequence[Registration], changes: Changes) -> NamingInputs:
+    """What the new ids of a model's requests depend on at a deployment.
+
+    Raises:
+        ValueError: no worker serves the model.
+    """
     model = changes.model or recorded
     for worker in fleet:
         if model in (worker.model, *worker.aliases) and worker.role != "encode":

@@ -383,13 +383,23 @@ async def _follow(cells: Cells, after: Sequence[int], options: ListOptions, cons
 def _line(request: LoggedRequest, options: ListOptions, cell: int | None) -> RequestLine | None:
     if options.grep is None:
         return RequestLine(request.summary, cell=cell)
-    texts = [options.texts.prompt(request.request)] if request.request is not None else []
-    texts += options.texts.outputs(request.record) if request.record is not None else []
-    for text in texts:
-        if match := options.grep.search(text):
+    match = match_in(options.grep, options.texts, request)
+    return RequestLine(request.summary, match, cell) if match is not None else None
+
+
+def match_in(wanted: re.Pattern[str], texts: Texts, request: LoggedRequest) -> str | None:
+    """What a request's prompt or answer has of a pattern, with its surroundings; None: neither has it.
+
+    Raises:
+        ValueError: the model's tokenizer is not to be found.
+    """
+    searched = [texts.prompt(request.request)] if request.request is not None else []
+    searched += texts.outputs(request.record) if request.record is not None else []
+    for text in searched:
+        if match := wanted.search(text):
             start = max(0, match.start() - BEFORE)
             end = max(match.end(), start + SNIPPET)
-            return RequestLine(request.summary, " ".join(text[start:end].split()), cell)
+            return " ".join(text[start:end].split())
     return None
 
 

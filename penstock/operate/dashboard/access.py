@@ -20,7 +20,7 @@ class Access:
     """
 
     def __init__(self, token: str, port: int) -> None:
-        self._token = token
+        self.token = token
         self._cookie = f"penstock-{port}"
 
     def refusal(self, request: Request) -> Response | None:
@@ -42,4 +42,4 @@ class Access:
         )
 
     def _is_token(self, given: str) -> bool:
-        return bool(given) and hmac.compare_digest(given.encode(), self._token.encode())
+        return bool(given) and hmac.compare_digest(given.encode(), self.token.encode())

@@ -1,6 +1,8 @@
 """The dashboard's pages and its stream of changes, over HTTP."""
 
+import asyncio
 import contextlib
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,20 +19,25 @@ from starlette.staticfiles import StaticFiles
 from penstock.cli.figures import clock, duration_ns, moment_ns
 from penstock.infra.bus.connection import refusals, why_unreachable
 from penstock.log_tools.requests import inspection_page
+from penstock.log_tools.requests.describe import Texts
 from penstock.log_tools.requests.find_requests import LoggedRequest, ended, merged, unfinished
 from penstock.log_tools.requests.inspection import inspect
 from penstock.log_tools.requests.leases import leases, stopped_ns
+from penstock.log_tools.requests.list_requests import match_in
 from penstock.log_tools.requests.neighbours import read_neighbours
 from penstock.log_tools.sources.open_log import Log, in_order
 from penstock.log_tools.timeline.read import ID, ids_of, only, read_timeline
+from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.operate.dashboard import pages
 from penstock.operate.dashboard.access import Access
+from penstock.operate.dashboard.actions import ActionRefused, Forms, OperatorLogin, send_again, terminate
 from penstock.operate.dashboard.live import Live, Moment
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import request_of_answer
 from penstock.schemas.summary import Criteria
 
 MAX_WATCHERS = 64
+SEARCH_S = 5.0
 FILTERS = ("state", "since", "until", "at", "model", "tenant", "worker", "code", "min_duration", "min_ttft")
 # Nothing from elsewhere, and no script but ours: a prompt on a page must not become one.
 POLICY = (
@@ -54,6 +61,9 @@ class Dashboard:
         self._live = live
         self._access = access
         self._namespace = logs[0].bus.subjects.namespace
+        self._forms = Forms(access.token)
+        self._login = OperatorLogin()
+        self._texts = Texts()
 
     def application(self) -> Starlette:
         """The ASGI application."""
@@ -62,6 +72,8 @@ class Dashboard:
             Route("/live", self._guarded(self._follow)),
             Route("/requests", self._guarded(self._requests)),
             Route("/requests/{id}", self._guarded(self._request)),
+            Route("/requests/{id}/terminate", self._guarded(self._terminate), methods=["POST"]),
+            Route("/requests/{id}/again", self._guarded(self._again), methods=["POST"]),
             Route("/find", self._guarded(self._find)),
             Route("/leases", self._guarded(self._leases)),
             Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
@@ -78,6 +90,8 @@ class Dashboard:
                     for bus in (log.bus for log in self._logs):
                         stack.enter_context(refusals(bus.on_refused, bus.user, "dashboard", "reader"))
                     response = await endpoint(request)
+            except ActionRefused as error:
+                response = self._problem("Not done", str(error), 403)
             except ServingError as error:
                 refused = error.code is Code.permission_denied
                 title = "Not for this role" if refused else "The broker does not answer"
@@ -101,15 +115,18 @@ class Dashboard:
         return HTMLResponse(pages.overview(moment, stopped=self._stopped, namespace=self._namespace))
 
     async def _requests(self, request: Request) -> Response:
-        query = {name: request.query_params.get(name, "").strip() for name in (*FILTERS, "before")}
+        query = {name: request.query_params.get(name, "").strip() for name in (*FILTERS, "text", "before")}
         try:
             criteria, before = _criteria(query), _sequences(query["before"], len(self._logs))
         except ValueError as error:
             page = pages.requests([], query, older="", error=str(error), namespace=self._namespace)
             return HTMLResponse(page, 400)
         found: list[LoggedRequest] = []
+        search = TextSearch(self._texts, query["text"])
         for log in self._logs if not query["before"] else ():
-            found += await unfinished(log.bus, criteria, stopped=log.stopped)
+            found += [
+                each for each in await unfinished(log.bus, criteria, stopped=log.stopped) if await search.matches(each)
+            ]
         found.sort(key=lambda each: each.summary.created_ns, reverse=True)
         older = ""
         async with contextlib.AsyncExitStack() as stack:
@@ -117,12 +134,14 @@ class Dashboard:
             for part in parts:
                 await stack.enter_async_context(contextlib.aclosing(part))
             async for at, seq, each in merged(parts, lambda item: item[2].summary.ended_ns):
-                if len(found) >= pages.PER_PAGE:
+                if len(found) >= pages.PER_PAGE or search.over:
                     older = ".".join(map(str, before))
                     break
-                found.append(each)
+                if await search.matches(each):
+                    found.append(each)
                 before[at] = seq
-        return HTMLResponse(pages.requests(found, query, older=older, error="", namespace=self._namespace))
+        page = pages.requests(found, query, older=older, error=search.problem, namespace=self._namespace, search=search)
+        return HTMLResponse(page)
 
     async def _request(self, request: Request) -> Response:
         request_id = request_of_answer(request.path_params["id"])
@@ -145,7 +164,38 @@ class Dashboard:
             return self._problem("Not found", str(problem), 404)
         inspection = msgspec.structs.replace(inspect(timeline), neighbours=neighbours)
         body = inspection_page.body(inspection, links=True)
-        return HTMLResponse(pages.request(request_id, Markup(body), namespace=self._namespace))
+        acts = [] if self._stopped else ["again"] if timeline.done is not None else ["terminate", "again"]
+        page = pages.request(request_id, Markup(body), acts=acts, mark=self._forms.mark, namespace=self._namespace)
+        return HTMLResponse(page)
+
+    # --- what the operator does ---
+
+    async def _terminate(self, request: Request) -> Response:
+        fields = await self._forms.read(request)
+        there, timeline = await self._found(request.path_params["id"])
+        async with self._login.bus(there, fields.get("password", "")) as bus:
+            if timeline.done is None and not await terminate(bus, timeline.request):
+                raise ActionRefused("the request was told to end, and has not yet: open its page again in a while")
+        return RedirectResponse(f"/requests/{timeline.request_id}", 303)
+
+    async def _again(self, request: Request) -> Response:
+        fields = await self._forms.read(request)
+        there, timeline = await self._found(request.path_params["id"])
+        async with self._login.bus(there, fields.get("password", "")) as bus:
+            cell = there.cell if len(self._logs) > 1 else -1
+            return RedirectResponse(f"/requests/{await send_again(there, bus, timeline.request, cell)}", 303)
+
+    async def _found(self, request_id: str) -> tuple[Log, RequestTimeline]:
+        """
+        Raises:
+            ActionRefused: nothing runs, or the log does not have it.
+        """
+        if self._stopped:
+            raise ActionRefused("the deployment is stopped")
+        for there in in_order(self._logs, request_id):
+            with contextlib.suppress(ValueError):
+                return there, await read_timeline(there.bus, request_id)
+        raise ActionRefused(f"the log does not have request {request_id}")
 
     async def _find(self, request: Request) -> Response:
         request_id = request.query_params.get("id", "").strip()
@@ -164,6 +214,45 @@ class Dashboard:
         if self._live.watchers >= MAX_WATCHERS:
             return PlainTextResponse(f"{MAX_WATCHERS} browsers watch already\n", 503, {"Retry-After": "10"})
         return StreamingResponse(_events(self._live), media_type="text/event-stream")
+
+
+class TextSearch:
+    """Looks for a text in prompts and answers, without regard to case, for ``SEARCH_S`` a page.
+
+    Args:
+        text: "": every request matches.
+    Attributes:
+        found: by request, the text with its surroundings.
+        last_ns: when the last request that was searched had ended.
+        problem: why texts could not be searched; "": they could.
+    """
+
+    def __init__(self, texts: Texts, text: str) -> None:
+        self._texts = texts
+        self._wanted = re.compile(re.escape(text), re.IGNORECASE) if text else None
+        self._until = time.monotonic() + SEARCH_S
+        self.found: dict[str, str] = {}
+        self.last_ns = 0
+        self.problem = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether the time of a page is over."""
+        searched = self.last_ns and time.monotonic() > self._until  # each page gets on by one at least
+        return self._wanted is not None and bool(searched or self.problem)
+
+    async def matches(self, request: LoggedRequest) -> bool:
+        if self._wanted is None:
+            return True
+        try:
+            match = await asyncio.to_thread(match_in, self._wanted, self._texts, request)
+        except ValueError as error:
+            self.problem = str(error)
+            return False
+        self.last_ns = request.summary.ended_ns or self.last_ns
+        if match is not None:
+            self.found[request.summary.id] = match
+        return match is not None
 
 
 async def _events(live: Live) -> AsyncGenerator[bytes, None]:

@@ -30,7 +30,8 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="penstock dashboard",
         description="show a deployment in the browser: live workers, queues and streams, and every request with what "
-        "happened to it. It only reads. A stopped deployment's requests are shown as they were.",
+        "happened to it. It only reads, but for requests that are terminated or sent again with the operator's "
+        "password. A stopped deployment's requests are shown as they were.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=PORT, help="0: any free one (default: %(default)s)")

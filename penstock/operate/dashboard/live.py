@@ -20,6 +20,7 @@ log = structlog.get_logger("dashboard")
 HISTORY = 180  # snapshots
 AGAIN_S = 2.0  # after the broker did not answer
 KEPT_S = 10.0  # without a watcher: what was seen before is no longer how things are, nor does its line go on
+FRESH_S = 2.0  # the age up to which counts are shown as those of now
 
 
 class Moment(NamedTuple):
@@ -45,14 +46,18 @@ class Live:
 
     @property
     def now(self) -> Moment:
-        """The last snapshots; empty if no page was open lately."""
-        if self._is_old:
+        """The last snapshots; empty if no page was open lately, or none is as new as a page that opens shows."""
+        if self._is_old or not (self._is_fresh or self._problem):
             return Moment((), "")
         return Moment(tuple(self._history), self._problem)
 
     @property
     def _is_old(self) -> bool:
         return not self._watchers and time.monotonic() - self._left > KEPT_S
+
+    @property
+    def _is_fresh(self) -> bool:
+        return bool(self._history) and time.time_ns() - self._history[-1].at_ns < FRESH_S * 1e9
 
     @property
     def watchers(self) -> int:
@@ -84,14 +89,14 @@ class Live:
         self._watched.set()
         seen = self._number if self._history else -1
         try:
-            if self._history:
+            if self._is_fresh:
                 yield self.now
             while True:
                 async with self._changed:
                     while self._number == seen:
                         await self._changed.wait()
                     seen = self._number
-                yield self.now
+                yield Moment(tuple(self._history), self._problem)
         finally:
             self._watchers -= 1
             if not self._watchers:

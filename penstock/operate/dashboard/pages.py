@@ -6,7 +6,7 @@ Small line charts as SVG, drawn on the server. Pure.
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -134,7 +134,22 @@ def charts(history: Sequence[DeploymentSnapshot]) -> dict[str, Markup]:
     return {name: Markup(sparkline(values, label=f"{labels[name]}, lately")) for name, values in series.items()}
 
 
-def requests(found: Sequence[LoggedRequest], query: dict[str, str], *, older: str, error: str, namespace: str) -> str:
+class Searched(Protocol):
+    """What a search for a text has found: ``found`` by request; it has come to those that ended at ``last_ns``."""
+
+    found: dict[str, str]
+    last_ns: int
+
+
+def requests(
+    found: Sequence[LoggedRequest],
+    query: dict[str, str],
+    *,
+    older: str,
+    error: str,
+    namespace: str,
+    search: Searched | None = None,
+) -> str:
     """A page of the list.
 
     Args:
@@ -148,14 +163,21 @@ def requests(found: Sequence[LoggedRequest], query: dict[str, str], *, older: st
         states=STATES,
         older=older,
         error=error,
+        matches=search.found if search is not None else {},
+        searched_ns=search.last_ns if search is not None and query.get("text") else 0,
         namespace=namespace,
         here="requests",
     )
 
 
-def request(request_id: str, body: Markup, *, namespace: str) -> str:
-    """The page of one request."""
-    return _render("request.html", id=request_id, body=body, namespace=namespace, here="requests")
+def request(request_id: str, body: Markup, *, acts: Sequence[str], mark: str, namespace: str) -> str:
+    """The page of one request.
+
+    Args:
+        acts: what the operator may do: "terminate", "again".
+        mark: of the forms for that.
+    """
+    return _render("request.html", id=request_id, body=body, acts=acts, mark=mark, namespace=namespace, here="requests")
 
 
 def leases(found: Mapping[str, TicketLease], now_ns: int, *, stopped: bool, namespace: str) -> str:

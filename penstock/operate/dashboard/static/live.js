@@ -2,7 +2,10 @@
 const link = document.getElementById("link");
 const lost = document.getElementById("lost"); // read out by screen readers; the time of each update is not
 const pause = document.getElementById("pause");
+const OLD_MS = 5000; // without an update: what is shown is marked as old
 let paused = false;
+let seen = Date.now();
+let shown = "";
 
 pause.addEventListener("click", () => {
   paused = !paused;
@@ -13,9 +16,12 @@ pause.addEventListener("click", () => {
 const events = new EventSource("/live");
 events.addEventListener("live", (event) => {
   const now = JSON.parse(event.data);
+  seen = Date.now();
+  document.body.classList.remove("old");
   link.textContent = "live, " + now.clock;
   if (lost.textContent) lost.textContent = "";
   if (paused) return;
+  shown = now.clock;
   for (const [id, html] of Object.entries(now.sections)) {
     const element = document.getElementById(id);
     // What the keyboard is in stays as it is, and so does a selection.
@@ -28,6 +34,11 @@ events.addEventListener("live", (event) => {
     }
   }
 });
+setInterval(() => {
+  if (paused || Date.now() - seen < OLD_MS) return;
+  document.body.classList.add("old");
+  link.textContent = shown ? "as of " + shown : "";
+}, 1000);
 events.onerror = () => {
   link.textContent = "";
   lost.textContent = "the dashboard does not answer; trying again";

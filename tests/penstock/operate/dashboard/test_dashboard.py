@@ -13,6 +13,7 @@ import uvicorn
 from starlette.requests import Request
 
 from penstock.infra.bus.connection import Bus
+from penstock.infra.model.modeldir import TINY, load_tokenizer
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.process.sockets import bind
 from penstock.launch.state import TOKEN_FILE, stored_token
@@ -27,6 +28,7 @@ from penstock.schemas import wire
 from penstock.schemas.fleet import Registration
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.transfer import Handoff, Handoffs
+from penstock.schemas.wire import pack_tokens
 from tests.infra.bus.support import opened
 from tests.penstock.log_tools.requests.support import accept, assign, end
 from tests.penstock.log_tools.sources.test_stopped import stored
@@ -119,6 +121,44 @@ async def test_requests_are_listed_filtered_and_shown_in_pages(bus: Bus) -> None
         for number in ("-5", "x", "9" * 30):
             bad = await here.client.get(f"/requests?before={number}")
             assert (bad.status_code, "is not a sequence" in bad.text) == (400, True)
+
+
+async def test_a_text_is_searched_in_prompts_and_answers_a_bounded_time(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(TINY)
+    prompts = ["where is the <b>Harbour</b>?", "nothing", "also nothing"]
+    asked = [await accept(bus, prompt=pack_tokens(tokenizer.encode(prompt).ids)) for prompt in prompts]
+    for request in asked:
+        answer = tokenizer.encode("it is at the harbour" if request is asked[2] else "no").ids
+        await end(bus, request, *answer)
+    async with serving(bus) as here:
+        page = (await here.client.get("/requests?text=harbour")).text
+        assert [request.id in page for request in asked] == [True, False, True]
+        assert "&lt;b&gt;Harbour&lt;/b&gt;" in page
+        monkeypatch.setattr("penstock.operate.dashboard.app.SEARCH_S", -1.0)
+        page = (await here.client.get("/requests?text=harbour")).text
+        assert "Search on" in page
+        assert [request.id in page for request in asked] == [False, False, True]
+        before = page.partition('name="before" value="')[2].partition('"')[0]
+        assert "Search on" in (await here.client.get(f"/requests?text=harbour&before={before}")).text
+
+
+async def test_counts_that_are_not_of_now_are_not_shown_when_a_page_opens(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = Live(Observer(bus), 0.01)
+    running = asyncio.create_task(live.run())
+    try:
+        await first_seen(live)
+        assert live.now.history
+        monkeypatch.setattr("penstock.operate.dashboard.live.FRESH_S", 0.0)  # as if some seconds had passed
+        assert live.now.history == ()
+        before = live._history[-1].at_ns
+        assert (await first_seen(live)).history[-1].at_ns > before
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_request_has_a_page_and_an_unknown_one_an_answer(bus: Bus) -> None:
