@@ -289,7 +289,7 @@ def _neighbour(stay: _Stay, job: OtherJob, end: Done | None) -> Neighbour | None
             started, first, tokens = times.started_ns, times.first_token_ns, end.usage.completion
             to_compute = 0 if job.handed else max(0, job.prompt_tokens - end.usage.cached)
             if stay.role == "prefill" and first:
-                until = first
+                until, tokens = first, 0  # others generate them
     if job.stored_ns >= stay.until_ns or (until and until <= stay.since_ns):
         return None
     if job.stored_ns > stay.since_ns:
@@ -524,24 +524,30 @@ def sentences(neighbours: Neighbours, begin_ns: int) -> Iterator[tuple[str, tupl
         text += f", with {counted(router.prompt_tokens, 'prompt token')}" if router.found else ""
         yield f"{text}{_tenants(router.by_tenant)}.", router.requests
     for each in neighbours.workers:
-        parts = each.parts
         first = f" (its first token: {after(each.first_token_ns)})" if each.first_token_ns else ""
         text = f"{each.worker} had it from {after(each.since_ns)} to {after(each.until_ns)}{first}"
         text += f", attempt {each.attempt}" if each.attempt > 1 else ""
-        ahead = parts.get(AHEAD, 0)
-        text += f". Ahead: {counted(ahead, 'request')} with {counted(each.ahead_tokens, 'prompt token')} to compute"
+        yield f"{text}. {'. '.join(_of_worker(each))}{_tenants(each.by_tenant)}.{_cut(each)}", each.requests
+
+
+def _of_worker(each: BesideAtWorker) -> Iterator[str]:
+    """Sentences, without full stops."""
+    ahead, running, later, unfinished = (each.parts.get(part, 0) for part in (AHEAD, RUNNING, LATER, UNFINISHED))
+    if each.role != "decode":  # where prompts are computed
+        text = f"Ahead: {counted(ahead, 'request')} with {counted(each.ahead_tokens, 'prompt token')} to compute"
         text += f" ({each.counted_tokens:,} by the router's count)" if each.counted_tokens >= 0 else ""
-        text += f"; {parts.get(RUNNING, 0):,} were generating; {parts.get(LATER, 0):,} came later"
-        text += f"; {parts[UNFINISHED]:,} are not finished" if parts.get(UNFINISHED) else ""
-        text += (
-            f". Meanwhile it computed {counted(each.computed_tokens, 'prompt token')} of others before its first token"
-            if each.first_token_ns
-            else f". Meanwhile it computed {counted(each.computed_tokens, 'prompt token')} of others"
-        )
-        text += f" and generated about {counted(each.generated_tokens, 'token')} for them, "
-        text += f"at most {counted(each.most, 'other')} at once{_tenants(each.by_tenant)}."
-        text += " Earlier ones may be missing." if each.older_unread else ""
-        yield text, each.requests
+        yield text
+        before = " before its first token" if each.first_token_ns else ""
+        yield f"Meanwhile it computed {counted(each.computed_tokens, 'prompt token')} of others{before}"
+    text = f"{running:,} were generating, {later:,} came later"
+    text += f", {unfinished:,} have not ended" if unfinished else ""
+    if each.generated_tokens:
+        text += f"; about {counted(each.generated_tokens, 'token')} were generated for others"
+    yield f"{text}; at most {counted(each.most, 'other')} at once"
+
+
+def _cut(each: BesideAtWorker) -> str:
+    return " Earlier ones may be missing." if each.older_unread else ""
 
 
 def _tenants(by_tenant: Mapping[str, int]) -> str:
