@@ -7,6 +7,7 @@ the term that it had most more of than the chosen one; what decided at all is th
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -20,6 +21,7 @@ from penstock.log_tools.whatif.decided_again import (
 )
 from penstock.router.placement.cost import RequestSize
 from penstock.router.placement.routing import TIE, Weights
+from penstock.router.state.holders import TargetId
 from penstock.schemas.jobs import Candidate, DecisionInputs, Job
 from penstock.schemas.requests import decode
 from penstock.schemas.wire import encode
@@ -38,20 +40,22 @@ PROMPT, AHEAD, HELD_UP, CONTEXT, SLOTS, SERVED, SLOWER, SESSION = TERMS = (
     "slower",
     "not its session's",
 )
-ALONE, EQUAL = "no other had room", "nothing: they cost the same"
+ALONE, EQUAL = "no other could", "nothing: they cost the same"
 UNLISTED = "not in the table"
 
+Part = Literal["whole", "prefill", "decode"]  # of a request, whose cost is asked for
 _MANY = 1 << 40
 
 
 def terms(
-    size: RequestSize, at: Candidate, inputs: DecisionInputs, weights: Weights, *, stage: str
+    size: RequestSize,
+    at: Candidate,
+    inputs: DecisionInputs,
+    weights: Weights,
+    *,
+    stage: Part,
 ) -> dict[str, float]:
-    """The cost at a candidate by term, in prompt tokens of work.
-
-    Args:
-        stage: "whole", "prefill" or "decode".
-    """
+    """The cost at a candidate by term, in prompt tokens of work."""
 
     def cost(candidate: Candidate, given: DecisionInputs) -> float:
         value: float = getattr(recorded_cost(size, candidate, given, weights), stage)
@@ -79,7 +83,7 @@ class WorkerReasons(msgspec.Struct, frozen=True):
     """What became of a worker (or rank of one) in all decisions.
 
     Attributes:
-        chosen: decisions in which it computes the prompt.
+        chosen: decisions in which it computes the prompt, or generates behind a prefill worker.
         behind: by term, decisions that another one won, since this one had more of it.
         excluded: by reason, decisions in which it could not be chosen.
         unlisted: decisions whose table, of the cheapest, it is not in.
@@ -150,8 +154,8 @@ def reasons(recorded: Sequence[Job], of: int, weights: Weights = Weights()) -> D
     excluded: defaultdict[str, Counter[str]] = defaultdict(Counter)
     then: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for number, job in enumerate(explained):
-        winner = recorded_route(job)[0]
-        chosen[_name(*winner)] += 1
+        for target in recorded_route(job):
+            chosen[_name(*target)] += 1
         for each in job.decision.candidates:
             names.add(_name(each.worker, each.rank))
             listed[_name(each.worker, each.rank)] += 1
@@ -164,7 +168,8 @@ def reasons(recorded: Sequence[Job], of: int, weights: Weights = Weights()) -> D
         for what, change in changes.items():
             again = redecide(job, change, number)
             if again is not None and again.then is not None:
-                then[_name(*again.then.route[0])][what] += 1
+                for target in again.then.route:
+                    then[_name(*target)][what] += 1
                 moved[what] += again.then.route != again.recorded.route
     return DecisionReasons(
         len(explained),
@@ -197,27 +202,38 @@ def changes_of(weights: Weights) -> dict[str, PlacementChange]:
 
 
 def against(job: Job, weights: Weights) -> dict[str, tuple[str, float]]:
-    """For each candidate that lost: by which term, and how much more it would have cost.
+    """For each candidate that lost: by which term, and how much more it would have cost than the one of its stage.
 
-    Candidates of another stage than the one that computes the prompt are left out.
+    What moving the KV costs is left out: it is between two targets.
     """
     if job.inputs is None:
         return {}
     route = recorded_route(job)
-    pair = len(route) > 1
-    stage = "prefill" if pair else "whole"
-    table = job.decision.candidates if pair else candidates_of(job)
-    table = tuple(each for each in table if each.excluded in ("", "prefill_full"))
-    winner = next((each for each in table if (each.worker, each.rank) == route[0]), None)
+    if len(route) == 1:
+        return _against(job, job.inputs, route[0], candidates_of(job), weights, "whole")
+    table = tuple(each for each in job.decision.candidates if each.excluded in ("", "prefill_full"))
+    computing = _against(job, job.inputs, route[0], table, weights, "prefill")
+    return computing | _against(job, job.inputs, route[-1], table, weights, "decode")
+
+
+def _against(
+    job: Job,
+    inputs: DecisionInputs,
+    chosen: TargetId,
+    table: Sequence[Candidate],
+    weights: Weights,
+    stage: Part,
+) -> dict[str, tuple[str, float]]:
+    winner = next((each for each in table if (each.worker, each.rank) == chosen), None)
     if winner is None:
         return {}
     size = recorded_size(job, decode(job.request))
-    own = terms(size, winner, job.inputs, weights, stage=stage)
+    own = terms(size, winner, inputs, weights, stage=stage)
     lost = {}
     for each in table:
         if each is winner or each.role != winner.role:
             continue
-        other = terms(size, each, job.inputs, weights, stage=stage)
+        other = terms(size, each, inputs, weights, stage=stage)
         more = {term: other[term] - own[term] for term in TERMS}
         cost = sum(more.values())
         term = max(TERMS, key=lambda term: more[term]) if cost > TIE else EQUAL

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from penstock.log_tools.whatif import reasons as chapter
 from penstock.log_tools.whatif.decided_again import recorded_cost
-from penstock.log_tools.whatif.reasons import ALONE, EQUAL, UNLISTED, Sample, reasons, terms
+from penstock.log_tools.whatif.reasons import ALONE, EQUAL, UNLISTED, Part, Sample, reasons, terms
 from penstock.router.placement.cost import RequestSize
 from penstock.router.placement.routing import Weights
 from penstock.schemas.jobs import Candidate, DecisionInputs
 from tests.penstock.log_tools.whatif.test_change import BLOCK, job
 
+STAGES: tuple[Part, ...] = ("whole", "prefill", "decode")
 COUNTS = st.integers(0, 5_000)
 
 
@@ -33,11 +34,15 @@ COUNTS = st.integers(0, 5_000)
     ),
     st.builds(RequestSize, st.integers(1, 4_000), st.integers(0, 60), st.integers(1, 3), st.integers(0, 10)),
     st.sampled_from([(), (("w", 0),)]),
-    st.sampled_from(["whole", "prefill", "decode"]),
+    st.sampled_from(STAGES),
     st.builds(Weights, st.sampled_from([0.5, 1.0]), st.sampled_from([1.0, 2.0])),
 )
 def test_the_terms_of_a_cost_add_up(
-    at: Candidate, size: RequestSize, session: tuple[tuple[str, int], ...], stage: str, weights: Weights
+    at: Candidate,
+    size: RequestSize,
+    session: tuple[tuple[str, int], ...],
+    stage: Part,
+    weights: Weights,
 ) -> None:
     inputs = DecisionInputs(block_size=BLOCK, session=session)
     found = terms(size, at, inputs, weights, stage=stage)
