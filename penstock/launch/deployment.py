@@ -42,14 +42,18 @@ from penstock.launch.groups import PlanError, assign, fleet_of, with_name
 from penstock.launch.machine import Listeners, all_cores, cores, free_port, gpus, held_run
 from penstock.launch.nats import apply_at, apply_if_lost, connect_operator, copy_tenants, divide_at
 from penstock.launch.plan import (
+    LACKING_S,
     PlannedProcess,
     check_workers,
     further,
     in_cells,
+    joined_cell,
+    lacking_cells,
     of_further_cells,
     plan,
     routers_of,
     sized,
+    spared_worker,
     worker_state,
     workers_by_role,
 )
@@ -263,6 +267,7 @@ class Deployment:
         assign(self._fleet.groups, self._gpus)  # raises before anything starts
         self._ready_s = settings.ready_s or (3600.0 if self._fleet.slow or settings.diffusion else 120.0)
         self._planned: list[PlannedProcess] = []
+        self._moved: dict[str, int] = {}  # cells of workers that joined others than the plan has
         self._started: dict[str, PlannedProcess] = {}  # by name, as each was planned when it was started
         self._cells_shown = 0  # by the dashboard, which reads their number when it starts
         self._cells_refused = ""
@@ -433,6 +438,8 @@ class Deployment:
         """Each start is as the process is planned by then."""
 
         def command() -> Sequence[str]:
+            if planned.role == "worker" and self._ready:
+                self._join(planned.name)
             now = self._started[planned.name] = next(each for each in self._planned if each.name == planned.name)
             return self._command(now)
 
@@ -494,6 +501,7 @@ class Deployment:
         self._models = tuple(dict.fromkeys(each.root or each.id for each in served))
         self._ready = True
         self._write_state()
+        self._change(self._balance(), name="balance")
 
     def _greet(self, seconds: float) -> None:
         if self.settings.log_format == "json":
@@ -558,6 +566,45 @@ class Deployment:
             self._planned.append(planned)
             await self._keep(self._keeper(planned))
 
+    # --- cells that lack workers ---
+
+    def _workers(self) -> dict[str, int]:
+        """The cells of all workers but those that are drained, by name."""
+        drained = {keeper.child.name for keeper in self._keepers if keeper.drained}
+        return {each.name: each.cell for each in self._planned if each.role == "worker" and each.name not in drained}
+
+    def _move(self, worker: str, cell: int) -> None:
+        """Plan a worker for another cell. It goes there when it is started the next time."""
+        self._moved[worker] = cell
+        self._planned = self._placed(self._planned)
+
+    def _join(self, worker: str) -> None:
+        """A worker that starts goes where it lacks."""
+        planned = next(each.cell for each in self._planned if each.name == worker)
+        others = {name: cell for name, cell in self._workers().items() if name != worker}
+        cell = joined_cell(worker, planned, others, self._active)
+        if cell != planned:
+            log.info("worker_joins", name=worker, cell=cell)
+            self._move(worker, cell)
+
+    async def _balance(self) -> None:
+        """Give a cell that lacks workers for ``LACKING_S`` one of another cell, one at a time."""
+        since: dict[tuple[str, int], float] = {}
+        while True:
+            await asyncio.sleep(LACKING_S / 12)
+            now, workers = time.monotonic(), self._workers()
+            since = {each: since.get(each, now) for each in sorted(lacking_cells(workers, self._active))}
+            kind, cell = next((each for each, began in since.items() if now - began >= LACKING_S), ("", 0))
+            if not kind or self._changing.locked() or self._outdated():  # `penstock restart` is at it
+                continue
+            name = spared_worker(kind, workers, self._active)
+            log.warning("worker_moved", name=name, cell=cell, why=f"this cell lacks {kind} workers")
+            self._move(name, cell)
+            for keeper in self._keepers:
+                if keeper.child.name == name:
+                    keeper.child.terminate()  # it finishes what it runs, and starts again
+            since.clear()
+
     # --- another number of cells ---
 
     async def _set_cells(self, active: int) -> None:
@@ -575,6 +622,7 @@ class Deployment:
                     await self._add_cell(self.settings.cells, active)
                 write_cells(self.data_dir, CellCounts(self.settings.cells, active))
                 self._active = active
+                self._moved.clear()
                 self._planned = self._placed(self._planned)
                 log.info("cells_set", active=active, cells=self.settings.cells)
                 await self._divide_streams(before)
@@ -602,7 +650,8 @@ class Deployment:
         check_workers(active, workers_by_role(workers))
 
     def _placed(self, planned: Iterable[PlannedProcess]) -> list[PlannedProcess]:
-        return in_cells(planned, self.settings, self._active, url=self._url, sys_url=self._sys_url)
+        places: dict[str, Any] = {"url": self._url, "sys_url": self._sys_url, "moved": self._moved}
+        return in_cells(planned, self.settings, self._active, **places)
 
     async def _add_cell(self, cell: int, shares: int) -> None:
         """A further cell, with broker, streams and router. It has no workers yet, so gateways send nothing there.
@@ -665,13 +714,7 @@ class Deployment:
         }
         cells = {name: planned.cell for name, planned in self._started.items()}
         cells |= {broker.name: cell for cell, broker in enumerate(self._brokers)}
-        outdated = {
-            planned.name
-            for planned in self._planned
-            if (started := self._started.get(planned.name)) is not None and started.argv != planned.argv
-        }
-        if self._cells_shown not in (0, self.settings.cells):
-            outdated.add("dashboard")
+        outdated = self._outdated()
         first = max(0, self.settings.cell)
         return DeploymentState(
             http_url=self._listeners.url,
@@ -690,7 +733,7 @@ class Deployment:
                     k.drained,
                     start_of(k.child.pid),
                     first + cells.get(k.child.name, 0),
-                    k.child.pid is not None and k.child.name in outdated,
+                    k.child.name in outdated,
                 )
                 for k in self._keepers
             ),
@@ -711,6 +754,14 @@ class Deployment:
             active_cells=self._active,
             cells_refused=self._cells_refused,
         )
+
+    def _outdated(self) -> set[str]:
+        """The processes that run otherwise than they are planned now."""
+        started = self._started
+        names = {each.name for each in self._planned if each.name in started and started[each.name].argv != each.argv}
+        if self._cells_shown not in (0, self.settings.cells):
+            names.add("dashboard")
+        return names & {keeper.child.name for keeper in self._keepers if keeper.child.pid is not None}
 
     def _write_state(self) -> None:
         write_state(self.data_dir / "state.json", self._state())

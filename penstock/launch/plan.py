@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -174,11 +175,13 @@ def in_cells(
     *,
     url: BrokerUrl,
     sys_url: Callable[[int], str],
+    moved: Mapping[str, int] = MappingProxyType({}),
 ) -> list[PlannedProcess]:
     """These processes where they belong: their cell, its namespace and its broker.
 
     Args:
         active: cells that have workers and take new requests; 0: all. The others are read.
+        moved: cells of workers that are not where ``cell_of`` has them.
         sys_url: as for ``plan``.
     """
     active = active or up.cells
@@ -188,7 +191,7 @@ def in_cells(
         number = int(child.name.rpartition("-")[2])
         cell, more = 0, dict[str, Any]()
         if child.role == "worker":
-            cell = cell_of(child.name, active)
+            cell = moved.get(child.name, cell_of(child.name, active))
         elif child.role == "router":
             cell = number % up.cells
             more = {"sys_nats_url": sys_url(cell)}
@@ -298,6 +301,56 @@ def routers_of(up: UpSettings) -> int:
 def cell_of(worker: str, cells: int) -> int:
     """The cell of a worker: those of each role are dealt over the cells, so that prefill and decode stay together."""
     return int(worker.rpartition("-")[2]) % cells
+
+
+# A cell that lacks workers for so long gets one of another cell, which drains first. Those that crash or are restarted
+# still belong to their cell.
+LACKING_S = 60.0
+
+
+def kind_of(worker: str) -> str:
+    """Of a worker's name: those of one kind have the same role, model and settings."""
+    return worker.rpartition("-")[0]
+
+
+def _counts(kind: str, workers: Mapping[str, int], active: int) -> list[int]:
+    counts = [0] * active
+    for name, cell in workers.items():
+        if kind_of(name) == kind and cell < active:
+            counts[cell] += 1
+    return counts
+
+
+def joined_cell(worker: str, planned: int, others: Mapping[str, int], active: int) -> int:
+    """The cell that a worker joins when it starts: one with the fewest of its kind, the planned one if that is one.
+
+    Args:
+        others: cells of the other workers, by name, without those that are drained.
+    """
+    counts = _counts(kind_of(worker), others, active)
+    return min(range(active), key=lambda cell: (counts[cell], cell != planned))
+
+
+def lacking_cells(workers: Mapping[str, int], active: int) -> set[tuple[str, int]]:
+    """Kinds of workers, and cells that have none of them, or less than half of their share, where others can spare one.
+
+    Args:
+        workers: cells by name, without those that are drained.
+    """
+    found = set()
+    for kind in {kind_of(name) for name in workers}:
+        counts = _counts(kind, workers, active)
+        few = [cell for cell in range(active) if not counts[cell] or 2 * counts[cell] < sum(counts) / active]
+        found |= {(kind, cell) for cell in few if max(counts) - counts[cell] >= 2}
+    return found
+
+
+def spared_worker(kind: str, workers: Mapping[str, int], active: int) -> str:
+    """The worker of a kind that goes to another cell: the last of the cell that has the most."""
+    counts = _counts(kind, workers, active)
+    most = counts.index(max(counts))
+    names = [name for name, cell in workers.items() if kind_of(name) == kind and cell == most]
+    return max(names, key=lambda name: int(name.rpartition("-")[2]))
 
 
 def worker_state(up: UpSettings) -> str:

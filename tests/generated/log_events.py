@@ -496,5 +496,7 @@ MEANINGS = {
     "worker_task_failed": "loading a worker's cache failed; tried again",
     "workers_name_different_parsers": "workers of one model disagree about its parsers",
     "workers_name_unknown_parsers": "workers name parsers that this gateway does not have",
+    "worker_joins": "a worker starts in another cell than planned, which has fewer of its kind",
+    "worker_moved": "a worker drains, and starts again in a cell that has lacked such workers for a minute",
     "workers_not_added": "`up` could not start more workers",
 }

@@ -11,11 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.launch.plan import LACKING_S
 from penstock.launch.state import read_cells
-from penstock.operate import restart
+from penstock.operate import drain, restart
 from penstock.operate.doctor import doctor_command
 from penstock.schemas.requests import cell_in
-from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, token_prompt
+from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, token_prompt, until
 
 COUNT = 12
 PATH = "/v1/completions"
@@ -120,3 +121,29 @@ async def test_a_second_cell_comes_and_goes_under_load(tmp_path: Path, oracle: O
 @pytest.mark.timeout(300)
 async def test_one_cell_becomes_four_and_one_again_under_load(tmp_path: Path, oracle: Oracle) -> None:
     await resize(tmp_path, oracle, workers=8, gateways=2, cells=4, clients=24)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_cell_whose_workers_were_drained_gets_one_of_the_other_under_load(
+    tmp_path: Path, oracle: Oracle
+) -> None:
+    deployment = Deployment(tmp_path, "--workers", "4", "--gateways", "2", "--cells", "2", "--mock-speedup", "5")
+    try:
+        load = Load(deployment, oracle)
+        async with load.running(8):
+            argv = ["worker-1", "worker-3", "--force", "--data-dir", str(deployment.data_dir)]
+            assert await asyncio.to_thread(drain.run, argv) == 0
+            await load.until_cells({0})
+
+            async def has_worker() -> bool:
+                running = [each for each in deployment.state.processes if each.role == "worker" and each.pid]
+                return {each.name: each.cell for each in running} == {"worker-0": 0, "worker-2": 1}
+
+            await until(has_worker, "the second cell has a worker", LACKING_S + 30)
+            await load.until_cells({0, 1})
+            argv = ["worker-1", "worker-3", "--data-dir", str(deployment.data_dir)]
+            assert await asyncio.to_thread(restart.run, argv) == 0
+            assert workers_in(deployment) == {0: 2, 1: 2}
+    finally:
+        assert await asyncio.to_thread(deployment.stop) == 0

@@ -14,6 +14,7 @@ import nats
 from penstock.configs.flags import parse
 from penstock.configs.settings import GatewaySettings, RouterSettings, WorkerSettings
 from penstock.schemas import fleet, wire
+from penstock.schemas.control import DRAINED
 from penstock.schemas.subjects import Subjects
 
 
@@ -53,6 +54,7 @@ def serve(gateway: GatewaySettings) -> None:
 def main() -> None:
     role, argv = sys.argv[1], sys.argv[2:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGUSR2, lambda *_: sys.exit(DRAINED))
     if os.environ.get("FAKE_BAD") == role:
         print("cannot use these settings")
         sys.exit(2)

@@ -1,5 +1,6 @@
 """What joins a running deployment, workers and cells, is as if it had been started with it."""
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +12,18 @@ from hypothesis import strategies as st
 from penstock.configs.settings import GatewaySettings, WorkerSettings
 from penstock.configs.up_settings import UpSettings
 from penstock.launch.groups import PlanError, WorkerFleet, WorkerGroup, fleet_of
-from penstock.launch.plan import PlannedProcess, cell_of, further, in_cells, of_further_cells, plan
+from penstock.launch.plan import (
+    PlannedProcess,
+    cell_of,
+    further,
+    in_cells,
+    joined_cell,
+    kind_of,
+    lacking_cells,
+    of_further_cells,
+    plan,
+    spared_worker,
+)
 from penstock.launch.state import CellCounts, read_cells, write_cells
 
 
@@ -115,6 +127,49 @@ def test_each_cell_that_stays_active_keeps_its_first_worker(before: int, after: 
     for cell in range(min(before, after)):
         first = next(name for name in names if cell_of(name, before) == cell)
         assert cell_of(first, after) == cell
+
+
+fleets = st.dictionaries(
+    st.tuples(st.sampled_from(["worker", "prefill"]), st.integers(0, 30)).map(lambda each: f"{each[0]}-{each[1]}"),
+    st.integers(0, 3),
+)
+
+
+@given(fleets)
+def test_workers_move_one_by_one_until_no_cell_lacks_them(workers: dict[str, int]) -> None:
+    for _ in range(len(workers) + 1):
+        lacking = sorted(lacking_cells(workers, 4))
+        if not lacking:
+            break
+        kind, cell = lacking[0]
+        name = spared_worker(kind, workers, 4)
+        before = Counter(at for other, at in workers.items() if kind_of(other) == kind)
+        assert kind_of(name) == kind
+        assert before[workers[name]] >= before[cell] + 2, "the other cell has more than this one nevertheless"
+        workers[name] = cell
+    assert not lacking_cells(workers, 4)
+    for kind in {kind_of(name) for name in workers}:
+        counts = [sum(kind_of(name) == kind and at == cell for name, at in workers.items()) for cell in range(4)]
+        assert all(counts) or sum(counts) < 4
+        assert min(counts) * 2 >= sum(counts) / 4 or sum(counts) < 4
+
+
+@given(fleets, st.integers(0, 3))
+def test_a_worker_joins_a_cell_with_the_fewest_of_its_kind(workers: dict[str, int], planned: int) -> None:
+    counts = Counter(dict.fromkeys(range(4), 0))
+    counts.update(cell for name, cell in workers.items() if kind_of(name) == "prefill")
+    cell = joined_cell("prefill-31", planned, workers, 4)
+    assert counts[cell] == min(counts.values())
+    assert cell == planned or counts[planned] > counts[cell]
+
+
+@given(st.integers(1, 6), st.integers(0, 20))
+def test_where_workers_are_dealt_over_the_cells_none_lacks_them_and_restarts_move_none(cells: int, count: int) -> None:
+    workers = {f"worker-{number}": cell_of(f"worker-{number}", cells) for number in range(count)}
+    assert not lacking_cells(workers, cells)
+    for name, cell in workers.items():
+        others = {other: at for other, at in workers.items() if other != name}
+        assert joined_cell(name, cell, others, cells) == cell
 
 
 def test_a_further_worker_joins_an_active_cell() -> None:

@@ -30,7 +30,7 @@ from penstock.launch.groups import fleet_of
 from penstock.launch.plan import PlannedProcess, plan, sized
 from penstock.launch.readiness import get
 from penstock.launch.show import curl_line, readable, welcome
-from penstock.launch.state import DeploymentState, ask_for_cells, read_state, write_state
+from penstock.launch.state import DeploymentState, ask_for_cells, read_state, write_resume, write_state
 
 READY = b'{"status":"ready"}'  # a fake gateway's answer
 FAKE = [sys.executable, "-m", "tests.penstock.launch.fake_child"]
@@ -306,6 +306,41 @@ async def test_more_cells_are_there_at_once_and_what_cannot_be_is_refused_with_t
     assert [each.name for each in state.processes if each.outdated] == [
         "worker-1", "gateway-0", "dashboard",
     ]  # fmt: skip
+    assert await up.stop() == 0
+
+
+async def test_a_cell_that_lacks_workers_gets_one_of_another_cell_and_those_that_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.launch.deployment.LACKING_S", 0.3)
+    up = Up(up_settings(tmp_path, workers=4, cells=2))
+    await up.ready()
+    await until(lambda: up.state().models)
+
+    def cells() -> dict[str, int]:
+        """Of the workers that run."""
+        running = [each for each in up.state().processes if each.role == "worker" and each.pid is not None]
+        return {each.name: each.cell for each in running if not each.outdated}
+
+    async def resume(name: str) -> None:
+        write_resume(tmp_path / "data", [name])
+        os.kill(os.getpid(), RESUME)
+        await until(lambda: name in cells())
+
+    pids = up.pids()
+    assert cells() == {"worker-0": 0, "worker-1": 1, "worker-2": 0, "worker-3": 1}
+    for name in ("worker-1", "worker-3"):
+        os.kill(pids[name], signal.SIGUSR2)
+    await until(lambda: cells() == {"worker-0": 0, "worker-2": 1})
+    assert up.pids()["worker-0"] == pids["worker-0"]
+    await resume("worker-3")
+    assert cells()["worker-3"] == 1, "where it was planned, as long as no cell has fewer"
+    await resume("worker-1")
+    assert cells()["worker-1"] == 0
+    await resume("worker-4")
+    assert cells()["worker-4"] == 0
+    await resume("worker-6")
+    assert cells()["worker-6"] == 1, "although by its number it would be in the first one"
     assert await up.stop() == 0
 
 
