@@ -291,7 +291,7 @@ async def _timeline(
                 timeline = await read_timeline(log.reader, request_id, with_tokens=options.batches)
                 if not options.neighbours:
                     return timeline, None
-                neighbours = await read_neighbours(log.reader, timeline)
+                neighbours = await read_neighbours(log.reader, timeline, stopped=log.stopped)
                 return timeline, neighbours if options.neighbours == "ids" else counts_only(neighbours)
             except UnknownRequest as error:
                 unknown = unknown or error

@@ -16,6 +16,7 @@ from rich.console import Console
 from penstock.cli.figures import counted, span
 from penstock.cli.terminal import Column, escape, fitting_table
 from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, get_last_of, read
+from penstock.log_tools.requests.find_requests import unfinished
 from penstock.log_tools.timeline.events import PromptPrefilled, TokensStored
 from penstock.log_tools.timeline.read import window
 from penstock.log_tools.timeline.request_timeline import RequestTimeline, StageRun
@@ -24,6 +25,7 @@ from penstock.schemas.done import Done
 from penstock.schemas.jobs import Job, Revoke, rank_of
 from penstock.schemas.requests import Priority
 from penstock.schemas.subjects import HEADER_LOAD, KEPT
+from penstock.schemas.summary import QUEUED, Criteria
 from penstock.schemas.transfer import Prefilled
 from penstock.schemas.wire import TOKEN_BYTES, decoder
 
@@ -105,6 +107,8 @@ class HeldByRouter(msgspec.Struct, frozen=True, omit_defaults=True):
     """In the router, while the request waited for a worker.
 
     Attributes:
+        router: "": it waits now, and no router has said that it holds it.
+        until_ns: when it was placed; 0: it was not.
         held: how many requests it held in the end; -1: its decision does not say.
         found: others that waited at the same time, in any router of the cell.
     """
@@ -335,13 +339,17 @@ def _most_at_once(periods: Sequence[tuple[int, int]]) -> int:
 # --- from the log ---
 
 
-async def read_neighbours(bus: Readable, timeline: RequestTimeline) -> Neighbours:
+async def read_neighbours(bus: Readable, timeline: RequestTimeline, *, stopped: bool = False) -> Neighbours:
     """
+    Args:
+        stopped: the log is of a deployment that does not run.
     Raises:
         ServingError: a stream cannot be read.
     """
     workers = [await _at_worker(bus, timeline.request_id, stay) for stay in stays(timeline)]
     routers = []
+    if not timeline.stages and timeline.done is None:
+        routers.append(await _waiting_now(bus, timeline, stopped))
     for routed in timeline.routed:
         decision = routed.decision
         if decision.waited_ns >= WAITED_NS:
@@ -353,6 +361,28 @@ async def read_neighbours(bus: Readable, timeline: RequestTimeline) -> Neighbour
                 )
             )
     return Neighbours(tuple(workers), tuple(routers))
+
+
+async def _waiting_now(bus: Readable, timeline: RequestTimeline, stopped: bool) -> HeldByRouter:
+    """Those that wait for a worker as this request does."""
+    own, found = timeline.request, []
+    for each in await unfinished(bus, Criteria(states=frozenset({QUEUED})), stopped=stopped):
+        summary = each.summary
+        if summary.id != own.id:
+            part = AHEAD if summary.created_ns < own.created_ns else LATER
+            named = (summary.id, summary.tenant, summary.model, summary.priority, part)
+            found.append(Neighbour(*named, summary.prompt_tokens, since_ns=summary.created_ns))
+    found.sort(key=lambda each: each.since_ns)
+    return HeldByRouter(
+        "",
+        1,
+        own.created_ns,
+        0,
+        found=len(found),
+        prompt_tokens=sum(each.prompt_tokens for each in found),
+        by_tenant=dict(Counter(each.tenant for each in found).most_common()),
+        requests=tuple(found[:MOST]),
+    )
 
 
 async def _at_worker(bus: Readable, request_id: str, stay: _Stay) -> BesideAtWorker:
@@ -518,9 +548,12 @@ def sentences(neighbours: Neighbours, begin_ns: int) -> Iterator[tuple[str, tupl
 
     for router in neighbours.routers:
         text = f"{router.router} held it from {after(router.since_ns)} to {after(router.until_ns)}"
+        text = text if router.until_ns else "It waits for a worker"
         text += f", attempt {router.attempt}" if router.attempt > 1 else ""
         text += f"; in the end it held {counted(router.held, 'request')}" if router.held >= 0 else ""
-        text += f". {counted(router.found, 'other request')} waited at the same time"
+        text += (
+            f". {counted(router.found, 'other request')} {'waited at the same time' if router.until_ns else 'as well'}"
+        )
         text += f", with {counted(router.prompt_tokens, 'prompt token')}" if router.found else ""
         yield f"{text}{_tenants(router.by_tenant)}.", router.requests
     for each in neighbours.workers:

@@ -156,7 +156,7 @@ class Dashboard:
             try:
                 timeline = await read_timeline(log.bus, request_id, with_tokens=True)
                 beside = request.query_params.get("neighbours") is not None
-                neighbours = await read_neighbours(log.bus, timeline) if beside else None
+                neighbours = await read_neighbours(log.bus, timeline, stopped=log.stopped) if beside else None
                 break
             except ValueError as error:
                 problem = problem or error

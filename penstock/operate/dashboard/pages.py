@@ -55,6 +55,7 @@ def _shape(points: Sequence[str]) -> str:
 
 
 PER_PAGE = 100
+MADE_WITH = ("revision", "engine", "build", "adapter")  # columns where requests differ in it
 
 
 def _meter(part: float, whole: float, label: str) -> Markup:
@@ -163,6 +164,7 @@ def requests(
         states=STATES,
         older=older,
         error=error,
+        differing=[name for name in MADE_WITH if len({getattr(each.summary, name) for each in found} - {""}) > 1],
         matches=search.found if search is not None else {},
         searched_ns=search.last_ns if search is not None and query.get("text") else 0,
         namespace=namespace,

@@ -10,7 +10,7 @@ from rich.console import Console
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.log_tools.requests.neighbours import Neighbours, counts_only, read_neighbours, show
+from penstock.log_tools.requests.neighbours import counts_only, read_neighbours, show
 from penstock.log_tools.timeline.read import UnknownRequest, ids_of, only, read_timeline, times_of
 from penstock.schemas.done import Done, Outcome, Timings, Usage
 from penstock.schemas.jobs import Candidate, DecisionInputs, Stage
@@ -126,9 +126,16 @@ async def test_a_router_s_held_requests_are_those_that_waited_at_the_same_time(b
     assert hidden.routers[0].found == 1
 
 
-async def test_no_worker_yet_has_no_neighbours(bus: Bus) -> None:
-    asked = await accept(bus)
-    assert await read_neighbours(bus, await read_timeline(bus, asked.id)) == Neighbours()
+async def test_a_request_that_waits_is_beside_those_that_wait(bus: Bus) -> None:
+    before, asked, later, placed = [await accept(bus, tenant=name) for name in "abcd"]
+    await send(bus, placed)
+    neighbours = await read_neighbours(bus, await read_timeline(bus, asked.id), stopped=True)
+    (router,) = neighbours.routers
+    assert [(each.id, each.part) for each in router.requests] == [(before.id, "ahead"), (later.id, "later")]
+    assert (router.found, router.until_ns, neighbours.workers) == (2, 0, ())
+    out = io.StringIO()
+    show(neighbours, Console(file=out, width=200), asked.created_ns)
+    assert "It waits for a worker. 2 other requests as well, with 200 prompt tokens (1 of a, 1 of c)." in out.getvalue()
 
 
 async def test_an_unambiguous_beginning_of_an_id_is_enough(bus: Bus) -> None:

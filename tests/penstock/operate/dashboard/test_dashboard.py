@@ -123,6 +123,19 @@ async def test_requests_are_listed_filtered_and_shown_in_pages(bus: Bus) -> None
             assert (bad.status_code, "is not a sequence" in bad.text) == (400, True)
 
 
+async def test_a_list_has_a_column_for_what_requests_were_made_with_where_they_differ(bus: Bus) -> None:
+    one = await accept(bus, revision="r1")
+    async with serving(bus) as here:
+        assert "Revision" not in (await here.client.get("/requests")).text
+        await accept(bus, revision="r2")
+        page = (await here.client.get("/requests")).text
+    assert '<th scope="col">Revision</th>' in page
+    assert ">r1</td>" in page
+    assert ">r2</td>" in page
+    assert one.id in page
+    assert "Adapter" not in page
+
+
 async def test_a_text_is_searched_in_prompts_and_answers_a_bounded_time(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
