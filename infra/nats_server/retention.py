@@ -22,6 +22,7 @@ MAX_BYTES = 1 << 60
 MAX_AGE_S = 100 * 365 * 86400.0  # the broker counts nanoseconds in 63 bits
 # A stream that the pipeline works from must outlast the longest request; KV and HANDOFF only what routers catch up on.
 MIN_AGE_S = LONGEST_DEADLINE_S
+LEAST_S = 60.0  # a stream that is younger says little of the rate
 SETTABLE = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF", "AUDIT")
 
 
@@ -46,6 +47,14 @@ class StreamUse(msgspec.Struct, frozen=True):
     operator_set: tuple[str, ...] = ()
     last_seq: int = 0
     incomplete: tuple[str, ...] = ()
+
+    @property
+    def reach_s(self) -> float:
+        """How old its messages become before they are deleted, if they come as fast as since the oldest; 0: unknown."""
+        if not self.max_bytes or not self.bytes or self.oldest_s < LEAST_S:
+            return self.max_age_s
+        full_s = self.oldest_s * self.max_bytes / self.bytes
+        return min(full_s, self.max_age_s or full_s)
 
 
 class Loss(msgspec.Struct, frozen=True):

@@ -138,6 +138,7 @@ _COLUMNS = (
     Column("full", 1, right=True),
     Column("oldest", 2, right=True),
     Column("kept for", right=True),
+    Column("reaches", 2, right=True),
     Column("consumers", 4, right=True),
     Column("", 5),
 )
@@ -155,6 +156,7 @@ def _table(uses: Sequence[StreamUse], width: int) -> Table:
             f"[{'yellow' if full >= FULL else 'default'}]{full:.0%}[/]" if use.max_bytes else "-",
             show_duration(use.oldest_s) if use.messages else "-",
             show_duration(use.max_age_s) + ("*" if "max_age" in use.operator_set else "") if use.max_age_s else "-",
+            reach(use),
             str(use.consumers),
             use.description,
         )
@@ -164,6 +166,14 @@ def _table(uses: Sequence[StreamUse], width: int) -> Table:
         table.caption = "* set by the operator"
         table.caption_justify = "left"
     return table
+
+
+def reach(use: StreamUse) -> str:
+    """How old messages become at the present rate; yellow if the stream is full before they are as old as allowed."""
+    if not use.reach_s:
+        return "-"
+    early = use.max_age_s and use.reach_s < use.max_age_s
+    return f"[yellow]{show_duration(use.reach_s)}[/]" if early else show_duration(use.reach_s)
 
 
 async def _set(args: argparse.Namespace, console: Console) -> None:

@@ -27,6 +27,7 @@ from penstock.operate.observe import (
     tenant_rows,
     unsteady,
 )
+from penstock.operate.streams import reach
 
 BAR = 10  # characters
 FULL = 0.8  # shown in yellow from here on
@@ -150,6 +151,7 @@ _STREAMS = (
     Column("size", right=True),
     Column("full"),
     Column("oldest", 1, right=True),
+    Column("reaches", 2, right=True),
 )
 _ENDED = (
     Column("ended last"),
@@ -231,6 +233,7 @@ def _streams(snapshot: DeploymentSnapshot, width: int) -> Table:
             show_size(use.bytes),
             bar(use.bytes, use.max_bytes),
             show_duration(use.oldest_s) if use.messages else "-",
+            reach(use),
         )
         for use in snapshot.streams
         if use.description  # the buckets behind the registry and the object stores are `penstock streams list`'s

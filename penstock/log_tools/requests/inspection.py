@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.cli.figures import counted
+from penstock.infra.bus.direct_get import format_time
 from penstock.log_tools.requests.neighbours import Neighbours
 from penstock.log_tools.timeline.events import (
     AttemptReturned,
@@ -435,6 +436,14 @@ def _attempt(ticket: str) -> int:
 # --- what is not there ---
 
 
+def _reach(timeline: RequestTimeline, stream: str, kept: str) -> str:
+    """How far back a stream reaches that lacks a request's messages, and what it keeps."""
+    limit = f"it keeps them {kept} (7 days with `penstock up --record`), or until it is full"
+    begin_ns = timeline.begins.get(stream, 0)
+    begin = f"reaches back to {format_time(begin_ns)[:-7]}Z only" if begin_ns else "is empty"
+    return f"{stream} {begin}; {limit} (`penstock streams set {stream}`)"
+
+
 def _missing(timeline: RequestTimeline, with_tokens: bool) -> Iterator[str]:
     done = timeline.done
     if timeline.damaged:
@@ -451,14 +460,14 @@ def _missing(timeline: RequestTimeline, with_tokens: bool) -> Iterator[str]:
         if done is None:
             yield "no router has placed it yet" if not timeline.lost_end else "its jobs, if a router has placed it"
         elif done.worker:
-            yield "its jobs are gone: WORK keeps them for a day (7 days with `penstock up --record`)"
+            yield f"its jobs are gone: {_reach(timeline, 'WORK', 'for a day')}"
         else:
             yield "no router placed it"
     stored = sum(event.count for event in timeline.events() if isinstance(event, TokensStored))
     if with_tokens and done is not None and 0 < stored < done.usage.completion:
         yield f"some of its token batches are missing: they have {stored} of {done.usage.completion} tokens"
     if with_tokens and done is not None and done.usage.completion and not stored:
-        yield "its token batches are gone: TOKENS keeps them for an hour (7 days with `penstock up --record`)"
+        yield f"its token batches are gone: {_reach(timeline, 'TOKENS', 'for an hour')}"
     offers = {event.ticket for event in timeline.events() if isinstance(event, BlocksHandedOff)}
     if offers - {line.ticket for line in timeline.handoffs}:
         yield "the ledger has nothing about its handoffs: HANDOFF keeps an hour"

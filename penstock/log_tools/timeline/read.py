@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, format_time, get_last, read
 from penstock.log_tools.sources.data_folder import StoredLog
+from penstock.log_tools.timeline.events import TokensStored
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas import done, jobs, requests, tokens
 from penstock.schemas.errors import ServingError
@@ -131,7 +132,18 @@ async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = F
             timeline.add_handoff(line)
     if with_tokens:
         await _add_tokens(bus, timeline, since, until_ns)
+    if timeline.done is not None and timeline.done.worker and not timeline.routed:
+        timeline.begins["WORK"] = await _begin(bus, "WORK")
+    if with_tokens and not any(isinstance(event, TokensStored) for event in timeline.events()):
+        timeline.begins["TOKENS"] = await _begin(bus, "TOKENS")
     return timeline
+
+
+async def _begin(bus: Readable, name: str) -> int:
+    """When the oldest message of a stream was stored (Unix, ns); 0: it is empty."""
+    async for entry in read(bus, bus.subjects.stream(name), EVERYTHING, batch=1):
+        return entry.time_ns
+    return 0
 
 
 def _lost_end(bus: Readable, timeline: RequestTimeline, now_ns: int) -> str:

@@ -131,6 +131,8 @@ class RequestTimeline:
         returned: attempts that a worker returned, by number.
         handoffs: the ledger's lines, in stream order.
         damaged: messages about it that are left out, because they are not as they were stored: stream and sequence.
+        begins: when the oldest message of a stream was stored that has none about it though it had (Unix, ns); 0: the
+            stream is empty.
         lost_end: why its end is not known though it is over, or may be; "": it is known, or the request runs.
     """
 
@@ -144,6 +146,7 @@ class RequestTimeline:
         self.returned: dict[int, AttemptReturned] = {}
         self.handoffs: list[Handoff] = []
         self.damaged: list[str] = []
+        self.begins: dict[str, int] = {}
         self.lost_end = ""
         self._compact = compact
         self._done_ns = 0

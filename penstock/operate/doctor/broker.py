@@ -5,7 +5,7 @@ import time
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
-from penstock.cli.figures import show_size
+from penstock.cli.figures import show_duration, show_size
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import parse_time
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
@@ -13,11 +13,12 @@ from penstock.infra.nats_server.apply_streams import check, stream_configs, wide
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_config, request
 from penstock.infra.nats_server.retention import StreamUse, uses
 from penstock.operate.doctor.finding import CheckResult, check_broker_certificate, ok, problem, warning
-from penstock.schemas.streams import Topology, divided, topology
+from penstock.schemas.streams import LONGEST_DEADLINE_S, Topology, divided, topology
 
 NEARLY_FULL = 0.8
 SKEW_S = 1.0
 APPLY = "run `penstock streams apply` with the operator's credentials"
+HISTORY = ("REQUESTS", "WORK", "DONE", "TOKENS", "KV")
 ENDLESS = (
     "DONE",
     "KV",
@@ -70,6 +71,7 @@ async def check_broker(bus: Bus, cells: int = 1) -> list[CheckResult]:
         in_memory = {spec.name for spec in expected.streams if spec.memory}
         streams = await uses(bus, expected)
         findings += _fill(streams, bus.subjects.stream("REQUESTS"), in_memory)
+        findings += check_history(streams)
         findings.append(_replicas(streams))
         findings.append(await _clock(bus))
     except BrokerProblem as error:
@@ -115,6 +117,22 @@ def _fill(streams: list[StreamUse], queue: str, in_memory: Collection[str]) -> l
     size, limit = (show_size(sum(getattr(use, name) for use in stored)) for name in ("bytes", "max_bytes"))
     text = f"no stream is nearly full; on the disk they have {size} and may grow to {limit} for each copy"
     return findings or [ok("stream size", text)]
+
+
+def check_history(streams: list[StreamUse]) -> list[CheckResult]:
+    """How far back the log reaches: what is deleted because its stream is full, not because of its age."""
+    early = [use for use in streams if use.name.endswith(HISTORY) and use.max_age_s and 0 < use.reach_s < use.max_age_s]
+    if not early:
+        return [ok("history", "at the present rates, every stream keeps its messages as long as it may")]
+    text = "; ".join(
+        f"{use.name} keeps about {show_duration(use.reach_s)} at the present rate, not {show_duration(use.max_age_s)}"
+        for use in early
+    )
+    # What runs is continued from its job, and shown from its tokens.
+    if all(use.reach_s >= LONGEST_DEADLINE_S for use in early):
+        return [ok("history", text)]
+    fix = "enlarge what `inspect` and `replay` need: `penstock streams set STREAM --max-bytes …`"
+    return [warning("history", text, fix)]
 
 
 def _replicas(streams: list[StreamUse]) -> CheckResult:

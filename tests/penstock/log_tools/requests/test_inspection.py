@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from penstock.infra.bus.direct_get import format_time, read
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.requests.inspect import as_json, run, show
 from penstock.log_tools.requests.inspection import MOST_LINES, InspectedEvent, Inspection, inspect, line_of, token_lines
@@ -239,6 +240,24 @@ async def test_both_attempts_of_a_request_whose_worker_died_are_shown(broker: Em
     assert f"{other.id} goes on instead of {dying.id}, behind" in continued.text
     assert "worker_lost" in continued.text
     assert [entry.text for entry in found.events if "ends here" in entry.text] == ["attempt 1 ends here"]
+
+
+async def test_of_a_request_that_is_older_than_the_jobs_it_says_how_far_back_they_reach(
+    broker: EmbeddedNats, pipeline: Subjects
+) -> None:
+    async with log_client(broker, pipeline) as log:
+        asked = await accept(log.bus)
+        await assign(log.bus, asked)
+        await stream(log.bus, asked, 5)
+        await end(log.bus, asked, 5)
+        await log.bus.js.purge_stream(pipeline.stream("WORK"))  # as if it were full
+        (gone,) = inspect(await read_timeline(log.bus, asked.id, with_tokens=True)).missing
+        assert "its jobs are gone: WORK is empty; it keeps them for a day" in gone
+        other = await accept(log.bus)
+        await assign(log.bus, other)
+        (stored,) = [entry async for entry in read(log.bus, pipeline.stream("WORK"), ">")]
+        (gone,) = inspect(await read_timeline(log.bus, asked.id, with_tokens=True)).missing
+        assert f"WORK reaches back to {format_time(stored.time_ns)[:-7]}Z only" in gone
 
 
 async def test_the_command_writes_text_json_and_a_page(

@@ -21,6 +21,7 @@ from penstock.configs.settings import GatewaySettings
 from penstock.infra.bus import audit
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.nats_server.retention import StreamUse
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.nats import apply_at
 from penstock.launch.readiness import get
@@ -29,7 +30,7 @@ from penstock.log_tools.sources.open_log import LogSource
 from penstock.operate.doctor import finding as certificates
 from penstock.operate.doctor import fleet as fleet_checks
 from penstock.operate.doctor import machine
-from penstock.operate.doctor.broker import check_address, check_broker
+from penstock.operate.doctor.broker import check_address, check_broker, check_history
 from penstock.operate.doctor.doctor_command import check_logs, examine, redacted, run, write_bundle
 from penstock.operate.doctor.finding import CheckResult, CheckStatus
 from penstock.operate.doctor.fleet import (
@@ -76,6 +77,23 @@ def worker(name: str = "w-1", **more: object) -> Registration:
 
 def statuses(findings: list[CheckResult]) -> dict[str, CheckStatus]:
     return {finding.check: finding.status for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("oldest_s", "size", "status", "said"),
+    [
+        (480.0, GIB, CheckStatus.warning, "ps_WORK keeps about 8 min at the present rate, not 24 h"),
+        (480.0, GIB // 10, CheckStatus.ok, "ps_WORK keeps about 80 min at the present rate"),
+        (480.0, GIB // 1000, CheckStatus.ok, "as long as it may"),
+        (30.0, GIB // 10, CheckStatus.ok, "as long as it may"),  # of half a minute, nothing is concluded
+    ],
+)
+def test_a_stream_that_is_full_before_its_messages_are_old_is_named(
+    oldest_s: float, size: int, status: CheckStatus, said: str
+) -> None:
+    use = StreamUse("ps_WORK", "jobs", 9, size, GIB, oldest_s, 86400.0, 1)
+    (finding,) = check_history([use, StreamUse("KV_ps_workers", "", 1, GIB, GIB, 480.0, 86400.0, 0)])
+    assert (finding.status, said in finding.what) == (status, True), finding
 
 
 # -- this machine -------------------------------------------------------------------------------------------------
