@@ -9,6 +9,9 @@ enough for it to matter what a cell has cached, the routers of all cells are ask
 mean time to the first token of eight workers is then within 2 % of one router's, with four cells as with two; from what
 gateways can see by themselves it was 5 to 9 % longer. For short prompts the loads suffice that routers publish.
 
+Of more than 16 cells, 16 are compared: the nearest, some that depend on what the prompt begins with, and others in
+turn. So a request costs no more in a deployment with 64 cells than in one with 16.
+
 h: tokens that the cell's router holds for each worker, since no worker has room. If all cells hold requests, the work
 that is left of a prompt decides, and a quarter of h: a cell whose held requests begin like this one will have computed
 its beginning by then. The nearest cell is preferred so that
@@ -21,9 +24,11 @@ from typing import Any
 
 import msgspec
 import structlog
+from blake3 import blake3
 from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
+from penstock.schemas.block_hashes import split
 from penstock.schemas.cells import (
     HELD_UP,
     HELD_UP_COMPUTING,
@@ -49,6 +54,15 @@ ASK_S = 0.02  # then what gateways can see by themselves decides
 # In overload, what a cell holds counts less than prompts that begin alike: these belong together, since one of them is
 # computed from what the other has left in a cache. With 1 instead of 1 / 4, the mean is 7 to 45 % higher.
 HELD = 1 / 4
+# Cells for a request: each that is asked costs the gateway and its router a message. If only eight of 16 are compared,
+# the mean time to the first token is 9 to 20 % longer; if all 16, within 1 % of one router's.
+CONSIDERED = 16
+ALIKE = (
+    1,
+    8,
+    32,
+    128,
+)  # blocks; for each, one of these cells is the same for all prompts that begin with the same ones
 FULL = 1e7  # prompt tokens; a cell without room is taken when all are
 
 
@@ -110,6 +124,7 @@ class CellChoice:
     def __init__(self, cells: int, nearest: int) -> None:
         self._cells = [_Cell() for _ in range(cells)]
         self._nearest = nearest
+        self._turn = nearest
 
     def choose(
         self, model: str, tokens: int, usable: Sequence[int], costs: Mapping[int, CellCost] | None = None
@@ -135,6 +150,22 @@ class CellChoice:
         self._cells[best].sent(model, tokens)
         return best
 
+    def considered(self, beginnings: Sequence[int], usable: Sequence[int]) -> Sequence[int]:
+        """Of many cells, those in which a request is compared: the nearest, those of its beginnings, others in turn.
+
+        Args:
+            beginnings: a number for each, which prompts share that begin alike.
+        """
+        if len(usable) <= CONSIDERED:
+            return usable
+        chosen = {usable[each % len(usable)] for each in beginnings}
+        if self._nearest in usable:
+            chosen.add(self._nearest)
+        while len(chosen) < CONSIDERED:
+            chosen.add(usable[self._turn % len(usable)])
+            self._turn += 1
+        return sorted(chosen)
+
     def room(self, model: str, prompt_tokens: Sequence[int], others: Sequence[int], *, stranded: bool) -> list[int]:
         """Cells that take requests of another one, for the first of these; they count as sent there.
 
@@ -159,6 +190,14 @@ class CellChoice:
         """A router of a cell says how loaded the workers of its models are."""
         for each in loads.models:
             self._cells[cell].observe(each)
+
+
+def beginnings_of(request: GenerateRequest) -> list[int]:
+    """Numbers that requests share whose prompts begin alike, or those of a session."""
+    if request.session:
+        return [int.from_bytes(blake3(request.session.encode()).digest(4), "little")]
+    names = split(request.digests)
+    return [int.from_bytes(names[length - 1][:4], "little") for length in ALIKE if length <= len(names)]
 
 
 log = structlog.get_logger("gateway")
@@ -205,6 +244,7 @@ class CellChooser:
             usable: cells with workers and room for it.
         """
         costs: dict[int, CellCost] = {}
+        usable = self._choice.considered(beginnings_of(request), usable)
         if request.prompt_tokens >= ASK_TOKENS and len(usable) > 1:
             tokens = request.prompt_tokens
             asked = encode(msgspec.structs.replace(request, prompt=b"", prompt_length=tokens, client_body=b""))

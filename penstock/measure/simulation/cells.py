@@ -68,10 +68,13 @@ class CellsPolicy:
     def arrive(self, request: Request, now_ns: int) -> Placement | None:
         self._until(now_ns)
         choice = self._choices[self._rng.randrange(self.gateways)]
+        keys = request.keys
+        beginnings = [hash((keys[length - 1],)) for length in cell_choice.ALIKE if length <= len(keys)]
+        usable = choice.considered(beginnings, range(self.cells))
         costs = {}
         if request.prompt_tokens >= cell_choice.ASK_TOKENS:
-            costs = {cell: self._cost(cell, request, now_ns) for cell in range(self.cells)}
-        return self._enter(choice.choose(_MODEL, request.prompt_tokens, range(self.cells), costs), request, now_ns)
+            costs = {cell: self._cost(cell, request, now_ns) for cell in usable}
+        return self._enter(choice.choose(_MODEL, request.prompt_tokens, usable, costs), request, now_ns)
 
     def decode(self, request: Request, now_ns: int) -> Target:
         raise AssertionError("decode workers are chosen with the prefill worker")

@@ -1,7 +1,10 @@
 """The choice of a cell: what its router answers, else the loads of its workers; and the nearest cell."""
 
-from penstock.gateway.service.cell_choice import NEAREST, CellChoice
+import msgspec
+
+from penstock.gateway.service.cell_choice import CONSIDERED, NEAREST, CellChoice, beginnings_of
 from penstock.schemas.cells import CellCost, CellLoads, ModelLoad, TargetLoad
+from tests.workers.support import BLOCK, request
 
 MODEL = "m"
 SHORT, LONG = 200, 4096  # tokens
@@ -83,3 +86,27 @@ def test_a_cell_that_holds_requests_itself_takes_none_but_those_without_any_work
     assert choice.room(MODEL, [LONG], (1,), stranded=False) == []
     assert choice.room(MODEL, [LONG], (1,), stranded=True) == [1]
     assert choice.room(MODEL, [LONG], (), stranded=True) == []
+
+
+def test_of_many_cells_the_nearest_those_of_the_prompts_beginning_and_others_in_turn_are_compared() -> None:
+    many = range(64)
+    first, second = CellChoice(64, 3), CellChoice(64, 40)
+    alike = [7, 64 + 8, 9]
+    seen = [frozenset(choice.considered(alike, many)) for choice in (first, second) for _ in range(30)]
+    assert {len(each) for each in seen} == {CONSIDERED}
+    assert all({7, 8, 9} <= each for each in seen), "each gateway looks where such prompts went before"
+    assert all(3 in each for each in seen[:30])
+    assert all(40 in each for each in seen[30:])
+    assert set().union(*seen) == set(many), "none is left idle beside a full one"
+    assert 3 not in first.considered(alike, range(10, 64)), "the nearest is away"
+    assert first.considered(alike, range(CONSIDERED)) == range(CONSIDERED)
+
+
+def test_requests_of_a_session_and_prompts_that_begin_alike_are_compared_in_the_same_cells() -> None:
+    one, longer, other = (request([*range(8 * BLOCK), *rest]) for rest in ((1,), range(99), range(99, 0, -1)))
+    assert len(beginnings_of(one)) == 2
+    assert beginnings_of(one) == beginnings_of(longer)[:2] == beginnings_of(other)[:2]
+    assert beginnings_of(request(range(8, 8 + BLOCK))) != beginnings_of(one)[:1]
+    turns = [msgspec.structs.replace(each, session="s") for each in (one, request(range(90, 99)))]
+    assert beginnings_of(turns[0]) == beginnings_of(turns[1])
+    assert beginnings_of(request((1,))) == []
