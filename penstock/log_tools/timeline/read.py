@@ -179,7 +179,7 @@ async def stored_between(bus: Readable, request_id: str) -> tuple[int, int]:
     if last is not None:
         event = done.decode(last.data)
         plain = isinstance(event, done.Done) and event.attempt == 1 and not event.code
-        until = last.time_ns + (CLOCK_SKEW_NS if plain else LATE_NS)
+        until = last.time_ns + (5 * NEAR_NS if plain else LATE_NS)
     near = made_ns - NEAR_NS
     async for entry in window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS):
         if entry.headers.get(HEADER_MSG_ID) == request_id:
