@@ -22,6 +22,7 @@ from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import Readable, get_last, read
 from penstock.log_tools.requests.describe import Texts
 from penstock.log_tools.requests.find_requests import LoggedRequest, ended, merged, of_entry, summaries, unfinished
+from penstock.log_tools.requests.slow import Samples, itl_ms, report
 from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_cells, run_command
 from penstock.schemas.keys import PREFIX, check_id
 from penstock.schemas.summary import NOT_SAMPLED, QUEUED, RUNNING, STATES, UNKNOWN, Criteria, RequestSummary, as_dict
@@ -190,16 +191,11 @@ SNIPPET = 60  # characters of what --grep found
 BEFORE = 10  # of them in front of it, so that a narrow terminal shows the match
 
 
-def _itl_ms(request: RequestSummary) -> float:
-    """The mean gap between tokens."""
-    gaps = request.completion_tokens - 1
-    known = gaps > 0 and request.first_token_ns and request.ended_ns
-    return (request.ended_ns - request.first_token_ns) / 1e6 / gaps if known else 0.0
-
-
+SLOWEST_PERCENT = 5.0
+WHY = {"slow": "duration", "ttft": "ttft", "itl": "itl"}
 SORTS: dict[str, Callable[[RequestSummary], float]] = {
     "ttft": lambda request: request.ttft_ms or 0.0,
-    "itl": _itl_ms,
+    "itl": lambda request: itl_ms(request) or 0.0,
     "tokens": lambda request: request.prompt_tokens + request.completion_tokens,
     "wait": lambda request: max(0, request.routed_ns - request.created_ns) if request.routed_ns else 0,
 }
@@ -220,6 +216,8 @@ class ListOptions(NamedTuple):
     grep: re.Pattern[str] | None
     texts: Texts
     sort: str = ""
+    why: str = ""
+    slowest_percent: float = SLOWEST_PERCENT
 
 
 def run(argv: Sequence[str]) -> int:
@@ -258,6 +256,16 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sort", choices=sorted(SORTS), default="", help="the largest first, of all that match: wait is for a worker"
     )
+    parser.add_argument(
+        "--why",
+        choices=tuple(WHY),
+        default="",
+        help="no list: where the slowest differ from the others, by duration (slow), time to the first token or "
+        "between tokens",
+    )
+    parser.add_argument(
+        "--slowest", type=float, default=SLOWEST_PERCENT, metavar="PERCENT", help="of --why (default: %(default)g)"
+    )
     parser.add_argument("--limit", "-n", type=int, default=50, help="at most so many; 0: all")
     parser.add_argument("--follow", "-f", action="store_true", help="then print requests as they end, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
@@ -288,7 +296,14 @@ def _options(args: argparse.Namespace) -> ListOptions:
         grep = re.compile(args.grep, re.IGNORECASE if args.ignore_case else 0) if args.grep else None
     except re.error as error:
         raise ValueError(f"--grep {args.grep!r} is not a regular expression: {error}") from error
-    return ListOptions(criteria, args.limit, args.follow, args.json, grep, Texts(args.model_path), args.sort)
+    if not 0 < args.slowest < 100:
+        raise ValueError(f"--slowest {args.slowest:g}: give a number of percent between 0 and 100")
+    if args.why and args.follow:
+        raise ValueError("--why looks at requests that have ended: leave out --follow")
+    texts = Texts(args.model_path)
+    return ListOptions(
+        criteria, args.limit, args.follow, args.json, grep, texts, args.sort, WHY.get(args.why, ""), args.slowest
+    )
 
 
 async def _run(source: LogSource, options: ListOptions, console: Console) -> None:
@@ -296,6 +311,9 @@ async def _run(source: LogSource, options: ListOptions, console: Console) -> Non
         if options.follow and any(log.stopped for log in logs):
             raise ValueError("the deployment is stopped: there is nothing to follow")
         cells = [(log, log.cell if len(logs) > 1 else None) for log in logs]
+        if options.why:
+            await _explain(cells, options, console)
+            return
         ends = [
             await get_last(log.reader, log.reader.subjects.stream("DONE"), log.reader.subjects.all("done"))
             for log in logs
@@ -339,6 +357,23 @@ async def _list(cells: Cells, options: ListOptions) -> AsyncGenerator[RequestLin
             count += 1
             if count == options.limit:
                 return
+
+
+async def _explain(cells: Cells, options: ListOptions, console: Console) -> None:
+    samples = Samples(options.why)
+    for log, cell in cells:
+        async with contextlib.aclosing(_ended(log.reader, options, cell)) as found:
+            async for line in found:
+                samples.add(line.summary, cell)
+    try:
+        slow = samples.slowest(options.slowest_percent)
+    except ModuleNotFoundError as error:
+        raise ValueError("--why needs numpy: pip install 'penstock[router]'") from error
+    if options.as_json:
+        console.file.write(_encode(slow).decode() + "\n")
+        return
+    for line_of_report in report(slow, console.width):
+        console.print(line_of_report, markup=False, highlight=False, soft_wrap=True)
 
 
 async def _ended(bus: Readable, options: ListOptions, cell: int | None) -> AsyncGenerator[RequestLine, None]:

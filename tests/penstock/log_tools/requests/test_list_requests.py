@@ -175,6 +175,16 @@ async def test_records_without_the_text_are_not_decoded(
     assert len(await listed(bus, broker, "--grep", "France")) == len(decoded) == 1
 
 
+async def test_why_requests_are_slow_is_said_instead_of_a_list(bus: Bus, broker: EmbeddedNats) -> None:
+    for number in range(60):
+        slow = number % 3 == 0
+        await end(bus, await accept(bus), 1, 2, worker=f"w-{slow:d}", took_ms=500 if slow else 50)
+    (found,) = await listed(bus, broker, "--why", "slow", "--slowest", "33")
+    assert (found["slow"], found["others"], found["measure"]) == (20, 40, "duration")
+    assert found["differences"][0]["property"] == "worker"
+    assert found["differences"][0]["groups"][0]["value"] == "w-1"
+
+
 async def test_reading_ends_where_no_older_record_can_match(bus: Bus) -> None:
     for _ in range(3):
         await end(bus, await accept(bus))
@@ -259,6 +269,8 @@ async def test_jobs_are_not_read_where_no_request_is_open(
         (("--since", "yesterday"), "15m, 2h, 7d"),
         (("--min-ttft", "3"), "300ms"),
         (("--grep", "("), "regular expression"),
+        (("--why", "slow", "--slowest", "0"), "between 0 and 100"),
+        (("--why", "slow", "--follow"), "leave out --follow"),
         (("--limit", "-1"), "0 for all"),
     ],
 )
