@@ -71,6 +71,11 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
         raise ValueError(f"no `penstock up` runs on {data_dir}; the one that wrote its state.json was killed")
     timeout_s = duration_ns(args.timeout) / 1e9
     if args.cells:
+        if not state.active_cells:
+            raise ValueError(
+                f"the `penstock up` on {data_dir} is of an earlier release, which cannot change its cells: stop it, "
+                "and start this one"
+            )
         state = await _with_cells(data_dir, args.cells, timeout_s)
         console.print(f"cells that take new requests: {args.cells}", highlight=False)
     processes = _ordered(state, args.names)
@@ -116,7 +121,7 @@ async def _with_cells(data_dir: Path, number: int, timeout_s: float) -> Deployme
             asked.unlink(missing_ok=True)
             raise RestartFailed(
                 f"`penstock up` on {data_dir} has not changed its cells after {timeout_s:g} s (--timeout); see its "
-                "output. One of a release before --cells has to be stopped and started again"
+                "output"
             )
         await asyncio.sleep(POLL_S)
     state = _state(data_dir)

@@ -30,7 +30,16 @@ from penstock.launch.groups import fleet_of
 from penstock.launch.plan import PlannedProcess, plan, sized
 from penstock.launch.readiness import get
 from penstock.launch.show import curl_line, readable, welcome
-from penstock.launch.state import DeploymentState, ask_for_cells, read_state, write_resume, write_state
+from penstock.launch.state import (
+    CellCounts,
+    DeploymentState,
+    ask_for_cells,
+    read_cells,
+    read_state,
+    write_cells,
+    write_resume,
+    write_state,
+)
 
 READY = b'{"status":"ready"}'  # a fake gateway's answer
 FAKE = [sys.executable, "-m", "tests.penstock.launch.fake_child"]
@@ -307,6 +316,20 @@ async def test_more_cells_are_there_at_once_and_what_cannot_be_is_refused_with_t
         "worker-1", "gateway-0", "dashboard",
     ]  # fmt: skip
     assert await up.stop() == 0
+
+
+async def test_a_later_start_has_the_cells_of_before_and_reads_those_that_take_no_requests(tmp_path: Path) -> None:
+    for cells, active in ((2, 2), (0, 1)):
+        up = Up(up_settings(tmp_path, workers=2, cells=cells))
+        state = await up.ready()
+        assert (len(state.cells), state.active_cells) == (2, active)
+        assert {each.name: each.cell for each in state.processes if each.role in ("worker", "router")} == {
+            "worker-0": 0, "worker-1": active - 1, "router-0": 0, "router-1": 1,
+        }  # fmt: skip
+        assert not any(each.outdated for each in state.processes)
+        assert await up.stop() == 0
+        assert read_cells(tmp_path / "data") == CellCounts(2, active)
+        write_cells(tmp_path / "data", CellCounts(2, 1))
 
 
 async def test_a_cell_that_lacks_workers_gets_one_of_another_cell_and_those_that_come_later(

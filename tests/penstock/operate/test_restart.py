@@ -12,6 +12,7 @@ import pytest
 from penstock.infra.nats_server.datadir import Lock
 from penstock.launch.state import CellState, DeploymentState, Running, start_of, write_state
 from penstock.operate.restart import outdated, run
+from penstock.schemas.fleet import Load, Registration
 
 
 @pytest.fixture
@@ -125,6 +126,41 @@ def test_a_cell_that_is_given_up_keeps_a_worker_of_each_role_until_no_gateway_se
     assert [each.name for each in outdated(state)] == [
         "worker-6", "prefill-6", "gateway-0", "worker-5", "worker-2", "worker-3", "prefill-2",
     ]  # fmt: skip
+
+
+async def test_the_last_workers_of_a_cell_wait_until_nothing_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.operate import restart
+
+    waiting = [({"standard": 1}, {"standard": 0}), ({"standard": 0}, {"standard": 2}), ({"standard": 0}, {})]
+    loads = [1, 0]
+
+    async def queued(bus: object) -> tuple[dict[str, int], dict[str, int]]:
+        return waiting.pop(0) if len(waiting) > 1 else waiting[0]
+
+    async def registrations(bus: object) -> list[Registration]:
+        load = Load(waiting=loads.pop(0) if len(loads) > 1 and len(waiting) == 1 else loads[0])
+        return [Registration("w", "m", "aggregated", "mock", 1, 32, 100, 4, 4096, load=load)]
+
+    monkeypatch.setattr(restart, "queued", queued)
+    monkeypatch.setattr(restart, "registrations", registrations)
+    monkeypatch.setattr(restart, "POLL_S", 0.0)
+    await restart._until_empty(None, 3, 60.0)  # type: ignore[arg-type]
+    assert (len(waiting), loads) == (1, [0])
+    loads[0] = 5
+    with pytest.raises(restart.RestartFailed, match="cell 3 still has 5 waiting requests"):
+        await restart._until_empty(None, 3, 0.0)  # type: ignore[arg-type]
+
+
+def test_one_of_an_earlier_release_is_not_asked_for_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left_behind(tmp_path, os.getpid(), 0)
+    lock = Lock(tmp_path / "up.lock")
+    lock.acquire("penstock up")
+    try:
+        assert run(["--rolling", "--cells", "2", "--data-dir", str(tmp_path)]) == 1
+    finally:
+        lock.release()
+    assert "is of an earlier release" in capsys.readouterr().err
+    assert not (tmp_path / "cells.wanted").exists()
 
 
 def test_another_number_of_cells_is_for_all_processes(capsys: pytest.CaptureFixture[str]) -> None:
