@@ -206,7 +206,7 @@ REFRESH_EACH_NS = 1_000_000  # per held request, if that is longer: lookups take
 REFRESHED = 64  # looked up again at once, at most
 TRIED = 8  # requests of a lane for which ``candidates`` cannot compute targets in advance
 # Of a window, at once: where a target has room, one of the first requests mostly fits. For one, a loop takes 12 µs with
-# two targets and 20 with four; arrays take 40 with any, 60 for four requests and 230 for 28, or 63 if none fits.
+# two targets and 20 with four; arrays take 40 with any, 60 for four requests and 230 for 28, or 15 if none fits.
 PARTS = (1, 4, WINDOW)
 TARGET_BYTES = 100  # of a held request, for each target that caches some of it
 PREFIX_BYTES = 100  # for each length of its prompt that ``HeldPrefixes`` keeps
@@ -217,16 +217,18 @@ class Held(Generic[T]):
 
     Attributes:
         bytes: that it takes, about; ``HeldOrder.push`` sets what it adds.
+        leading: blocks of its prompt that active requests of a target had when that was looked up last, at most.
         queued: whether it came with a message, as all do but later attempts.
     """
 
-    __slots__ = ("bytes", "cached", "item", "keys", "looked_ns", "queued", "request")
+    __slots__ = ("bytes", "cached", "item", "keys", "leading", "looked_ns", "queued", "request")
 
     def __init__(self, item: T, request: RoutingRequest, keys: Sequence[int]) -> None:
         self.item = item
         self.request = request
         self.keys = keys
         self.cached: Mapping[TargetId, int] = {}
+        self.leading = 0
         self.looked_ns = 0
         self.bytes = 0
         self.queued = False
@@ -417,6 +419,10 @@ class HeldOrder(Generic[T]):
         self, part: Sequence[QueueEntry[Held[T]]], serving: Sequence[Registration], now_ns: int
     ) -> Iterator[QueueEntry[Held[T]]]:
         """The requests that have a target with room and need not wait for a better one."""
+        if self._arrays is not None and len(part) > 1:
+            # In overload most have none, and to look at all of them takes several times as long as to leave those out.
+            pool, room = self._arrays.room_of(part[0].item.request, now_ns)
+            part = [each for each in part if pool.may_fit(each.item.request, self._leading(each.item), room)]
         if not part:
             return
         if self._arrays is not None and (are_many(serving) or len(part) > FEW):
@@ -428,6 +434,12 @@ class HeldOrder(Generic[T]):
         for entry in part:
             if is_ready(self._held_request(entry, now_ns), targets):
                 yield entry
+
+    def _leading(self, held: Held[T]) -> int:
+        """At most so many leading blocks of a prompt belong to active requests of a target."""
+        if not self._tracker.loads.shares_at_most(held.keys, held.leading):
+            held.leading = max(self._tracker.loads.prefixes(held.keys).numbers, default=0)
+        return held.leading
 
     def _held_request(self, entry: QueueEntry[Held[T]], now_ns: int) -> HeldRequest:
         held = entry.item

@@ -186,6 +186,7 @@ class Pool(NamedTuple):
 
     Attributes:
         usable: whether a target would take a request of no length, if it had room.
+        some_usable: whether any would.
         longest, largest: tokens of prompt and answer together, tokens of a prompt, that a target takes.
         least_longest, least_largest: that every target takes.
         block_size: of all targets, or of each.
@@ -198,6 +199,7 @@ class Pool(NamedTuple):
     position: Mapping[TargetId, int]
     rows: Rows
     usable: NDArray[np.bool_]
+    some_usable: bool
     longest: Column
     largest: Column
     least_longest: float
@@ -250,16 +252,19 @@ class Pool(NamedTuple):
             return self.usable
         return self.usable & (tokens + request.max_tokens <= self.longest) & (tokens < self.largest)
 
-    def may_have_room(self, held: HeldRequest, room: float) -> bool:
+    def may_fit(self, request: RoutingRequest, leading: int, room: float) -> bool:
         """False: no target has room for a request, although one takes it once there is.
 
         Args:
-            room: blocks, the most that a target has (``TargetTerms``).
+            leading: at most so many leading blocks of it belong to active requests of a target.
+            room: as ``ArrayDecisions.room_of`` returned it.
         """
-        tokens = held.request.prompt_tokens + held.request.resumed_tokens
-        leading = held.leading.numbers if isinstance(held.leading, Depths) else held.leading.values()
-        needed = tokens // self.most_block_size - min(max(leading, default=0), held.request.prompt_blocks)
-        return bool(needed <= room or not self.allowed(held.request).any())
+        tokens = request.prompt_tokens + request.resumed_tokens
+        needed = tokens // self.most_block_size - min(leading, request.prompt_blocks)
+        if needed <= room:
+            return True
+        allowed = self.allowed(request)
+        return not (self.some_usable if allowed is self.usable else allowed.any())
 
     def rejection(self, at: int, request: RoutingRequest) -> str:
         """Why a target never takes the request; "": it does, once it has room."""
@@ -319,6 +324,7 @@ class Pools:
         ids = [(registration.worker, rank) for registration, rank in each_rank]
         registrations = [registration for registration, _ in each_rank]
         small = msgspec.structs.replace(request, prompt_tokens=0, max_tokens=0)
+        usable = np.array([not rejection(small, RoutingTarget(("", 0), each, IDLE)) for each in registrations])
         longest = np.array([each.max_model_len for each in registrations], np.float64)
         sizes = {each.block_size for each in registrations}
         largest = np.array([each.total_blocks * each.block_size for each in registrations], np.float64)
@@ -327,7 +333,8 @@ class Pools:
             registrations,
             {target: at for at, target in enumerate(ids)},
             np.array([self._tracker.loads.row(target) for target in ids], np.intp),
-            np.array([not rejection(small, RoutingTarget(("", 0), each, IDLE)) for each in registrations]),
+            usable,
+            bool(usable.any()),
             longest,
             largest,
             longest.min(),
@@ -398,6 +405,13 @@ class ArrayDecisions:
         loads = self._columns.loads(pool.rows[at], now_ns)
         return tuple(map(candidate_of, ids, blocks, loads, scores, rejections))
 
+    def room_of(self, request: RoutingRequest, now_ns: int) -> tuple[Pool, float]:
+        """The pool of a request that an ``aggregated_pool`` serves, and the most blocks that a target of it has room
+        for (``TargetTerms``)."""
+        pool = self._pools.pool(request)
+        assert pool is not None
+        return pool, float(self._columns.terms(pool.rows, 1, now_ns).room.max())
+
     def ready(self, requests: Sequence[HeldRequest], now_ns: int) -> list[int]:
         """Positions of the requests for which ``is_ready`` holds.
 
@@ -406,15 +420,6 @@ class ArrayDecisions:
         """
         pool = self._pools.pool(requests[0].request)
         assert pool is not None
-        if all(held.request.n == 1 for held in requests):
-            room = self._columns.terms(pool.rows, 1, now_ns).room.max()
-            # In overload most have none: columns of all of them would take several times as long.
-            kept = [number for number, held in enumerate(requests) if pool.may_have_room(held, room)]
-        else:
-            kept = list(range(len(requests)))
-        return [kept[at] for at in self._ready(pool, [requests[at] for at in kept], now_ns)] if kept else []
-
-    def _ready(self, pool: Pool, requests: Sequence[HeldRequest], now_ns: int) -> list[int]:
         sizes = np.zeros((4, len(requests), 1))
         cached, leading = np.zeros((2, len(requests), len(pool.ids)))
         allowed = np.zeros(cached.shape, np.bool_)

@@ -398,6 +398,10 @@ class ActivePrefixes:
                 self._forgotten.pop()
         return not self._forgotten
 
+    def at_most(self, keys: Sequence[int], blocks: int) -> bool:
+        """Whether no target has more than ``blocks`` leading blocks of a prompt; False: unknown. A tenth of a match."""
+        return blocks >= len(keys) or keys[blocks] not in self._masks
+
     def match(self, keys: Sequence[int]) -> Depths:
         """Leading blocks of a prompt that active requests have, by target; to be read at once."""
         return Depths(self._levels(keys), self._targets)

@@ -310,6 +310,10 @@ class TargetLoads:
         """Leading blocks of a prompt that active requests have, by target; to be read at once."""
         return self._prefixes.match(keys)
 
+    def shares_at_most(self, keys: Sequence[int], blocks: int) -> bool:
+        """``ActivePrefixes.at_most`` for ``prefixes``."""
+        return self._prefixes.at_most(keys, blocks)
+
     def sweep(self, limit: int) -> bool:
         """As ``ActivePrefixes.sweep``."""
         return self._prefixes.sweep(limit)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,14 +13,12 @@ from penstock.router.held.held_requests import (
     HELD_BYTES,
     PREFIX_LENGTHS,
     READ_AHEAD,
-    WINDOW,
     Held,
     HeldOrder,
     HeldPrefixes,
     HeldRequests,
 )
-from penstock.router.placement.arrays import Pool
-from penstock.router.placement.cost import FEW, HeldRequest
+from penstock.router.placement.cost import FEW
 from penstock.router.placement.decision_inputs import array_decisions
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.placement.routing import RoutingRequest
@@ -218,31 +215,12 @@ def test_only_as_many_held_requests_are_looked_at_as_it_takes_to_find_one_with_r
         tracker.admit(f"r{number}", 1, f"w{number % workers}", load, now_ns=0)
     looked_at.clear()
     assert list(order.candidates("", 0)) == []
-    assert looked_at == list(range(WINDOW)), "each once where none has room"
-
-
-def test_no_arrays_are_made_of_held_requests_that_no_target_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    tracker = LoadTracker()
-    tracker.put_worker(Registration("w", MODEL, "aggregated", "mock", 1, 16, 100, 8, 4096))
-    tracker.admit("r", 1, "w", LoadHeader(80 * 16, 0, "", 1 << 62, ""), now_ns=0)
-    arrays = array_decisions(tracker)
-    assert arrays is not None
-    columns: list[Any] = []
-
-    def counted(_: Pool, blocks: Any) -> Any:
-        columns.append(blocks)
-        return np.zeros(1)
-
-    monkeypatch.setattr(Pool, "column", counted)
-
-    def held(blocks: int, **more: Any) -> HeldRequest:
-        return HeldRequest(RoutingRequest(MODEL, blocks * 16, 1, prompt_blocks=blocks, **more), {}, {}, 0.0)
-
-    assert arrays.ready([held(14)] * 10, 0) == []
-    assert not columns
-    assert arrays.ready([held(14), held(13), held(14)], 0) == [1], "95 of 100 blocks: 80, 13 and one for each answer"
-    assert len(columns) == 2
-    assert arrays.ready([held(14), held(400)], 0) == [1], "no worker ever takes it: it is decided, and ends"
+    assert looked_at == [0], "nothing begins as they do, so none has room"
+    tracker.finish("r0")
+    tracker.admit("again", 1, "w0", LoadHeader(16, 0, "", 1 << 62, ""), now_ns=0, keys=[7])
+    looked_at.clear()
+    assert list(order.candidates("", 0)) == []
+    assert looked_at == [0, 7]
 
 
 def test_a_held_message_is_claimed_at_intervals_for_as_long_as_it_is_held() -> None:
@@ -326,3 +304,27 @@ def test_what_a_held_request_begins_with_is_known_until_it_leaves_however_it_doe
     assert held.uncomputed(asked()) == 0
     held.expired(waiting[2].request.deadline_ns + 1)
     assert held.uncomputed(asked()) == len(prompt)
+
+
+def test_a_held_request_fits_where_an_active_one_begins_as_it_does() -> None:
+    """95 blocks are filled at most. What was known of its beginning when it was held is not enough."""
+    tracker = LoadTracker()
+    tracker.put_worker(Registration("w", MODEL, "aggregated", "mock", 1, 16, 100, 8, 4096))
+    order: HeldOrder[str] = HeldOrder(tracker, array_decisions(tracker), lambda _: {})
+
+    def admit(name: str, keys: list[int]) -> None:
+        tracker.admit(name, 1, "w", LoadHeader(16 * len(keys), 0, "", 1 << 62, ""), now_ns=0, keys=keys)
+
+    def candidates() -> list[str]:
+        return [entry.id for entry in order.candidates("", 0)]
+
+    admit("large", [*range(100, 160)])
+    admit("small", [*range(200, 210)])
+    for name, begin in (("first", 300), ("second", 400), ("alike", 0)):
+        held = Held(name, RoutingRequest(MODEL, 480, 10, prompt_blocks=30), [*range(begin, begin + 30)])
+        assert order.push(name, held, rank=0, arrived_ns=0, deadline_ns=1 << 62, now_ns=0)
+    assert candidates() == [], "22 blocks are left"
+    admit("begins", [*range(10)])
+    assert candidates() == [], "11 are left, and 20 needed"
+    tracker.finish("small")
+    assert candidates() == ["alike"], "22 are left"

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.measure.simulation.placement import Arrival, SimulatedRouter
+from penstock.router.held.held_requests import Held, HeldOrder
 from penstock.router.placement import cost
 from penstock.router.placement.cost import FEW, HeldRequest, is_ready
 from penstock.router.placement.decide import decide
@@ -135,17 +136,13 @@ def compare_decisions(
     jobs=JOBS,
     requests=st.lists(st.tuples(ASKED, st.integers(0, 20), st.sampled_from([0.0, 0.5, 100.0])), min_size=1, max_size=8),
     most_uncomputed=MOST_UNCOMPUTED,
-    one=st.booleans(),
 )
 def test_the_ready_requests_are_those_of_the_loop(
     workers: list[dict[str, Any]],
     jobs: list[tuple[int, int, int, int]],
     requests: list[tuple[tuple[int, int, int], int, float]],
     most_uncomputed: int,
-    one: bool,
 ) -> None:
-    if one:  # sequence each: most are left out before any array is made
-        requests = [((family, blocks, 1), *rest) for (family, blocks, _), *rest in requests]  # type: ignore[misc]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cost, "MOST_UNCOMPUTED", most_uncomputed)
         compare_ready(workers, jobs, requests)
@@ -166,6 +163,45 @@ def compare_ready(
     assert arrays is not None
     targets = tracker.targets(50, "m")
     assert arrays.ready(held, 50) == [at for at, each in enumerate(held) if is_ready(each, targets)]
+
+
+@examples(50)
+@given(
+    workers=WORKERS.filter(bool),
+    jobs=JOBS,
+    asked=st.lists(st.tuples(ASKED, st.integers(0, 20)), min_size=1, max_size=40),
+    more=st.lists(st.tuples(st.integers(0, 19), ASKED), max_size=5),
+)
+def test_the_held_requests_to_place_are_those_of_the_loop(
+    workers: list[dict[str, Any]],
+    jobs: list[tuple[int, int, int, int]],
+    asked: list[tuple[tuple[int, int, int], int]],
+    more: list[tuple[int, tuple[int, int, int]]],
+) -> None:
+    """Those that cannot fit are left out before any is looked at, as long as nothing more begins as they do."""
+    tracker = fleet(workers, jobs)
+    arrays = array_decisions(tracker)
+    assert arrays is not None
+    orders: list[HeldOrder[int]] = [HeldOrder(tracker, each, lambda _: {}) for each in (arrays, None)]
+    for order in orders:
+        for number, ((family, blocks, n), own) in enumerate(asked):
+            request = RoutingRequest("m", (blocks + own) * 16 + 3, 50, prompt_blocks=blocks + own, n=n)
+            prompt = [*keys(family, blocks), *keys(1000 + number, own)]
+            held = Held(number, request, prompt)
+            assert order.push(str(number), held, rank=0, arrived_ns=number, deadline_ns=1 << 62, now_ns=0)
+
+    def compare() -> None:
+        ready, expected = ([entry.id for entry in order.candidates("", 50)] for order in orders)
+        assert ready == expected
+
+    compare()
+    for number, (at, (family, blocks, n)) in enumerate(more):
+        load = LoadHeader(blocks * 16, 0, "", 1 << 62, "", n)
+        tracker.admit(f"more {number}", 1, f"w{at:02}", load, now_ns=50, keys=keys(family, blocks))
+        compare()
+    for number in range(len(jobs)):
+        tracker.finish(str(number))
+        compare()
 
 
 @examples(30)
