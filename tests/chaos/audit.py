@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -48,6 +48,7 @@ class Log(msgspec.Struct):
     Attributes:
         accepted: (request id, tag) of every accepted request.
         times: Unix time at which each was stored, by id.
+        carried: requests of another cell that ran under an id of this one, and the ids that their clients know.
         streamed: the token stream, by request; None: it was not read.
         leases: tickets that are still open.
         held: what workers say that they still hold.
@@ -59,6 +60,7 @@ class Log(msgspec.Struct):
     accepted: Sequence[tuple[str, str]] = ()
     ends: Sequence[End] = ()
     times: Mapping[str, float] = {}
+    carried: Mapping[str, str] = {}
     streamed: Mapping[str, Streamed] | None = None
     astray: Sequence[str] = ()
     on_disk: Sequence[str] = ()
@@ -193,9 +195,10 @@ def judge(
     problems += [
         Problem("extra", f"a terminal event ({end.code or 'ok'}) of a request that nobody made", request)
         for request, each in ends.items()
-        if request not in known and request not in deleted
+        if request not in known and request not in deleted and request not in log.carried
         for end in each
     ]
+    problems += carried_problems(log, ends, known, deleted)
     strays = [(request, tag) for request, tag in log.accepted if tag not in by_tag]
     problems += [Problem("extra", "an accepted request of no client of ours", *stray) for stray in strays]
     problems += rate_problems(log, [tag for tag in by_tag if by_tag[tag][0].kind == "limited"], around.rpm)
@@ -208,6 +211,19 @@ def judge(
     ):
         problems += [Problem(what, line) for line in lines]
     return Judgement(dict(rows), problems)
+
+
+def carried_problems(
+    log: Log, ends: Mapping[str, Sequence[End]], known: Collection[str], deleted: Collection[str]
+) -> Iterable[Problem]:
+    """What is wrong with requests that ran in another cell, beside what their clients saw."""
+    for request, origin in log.carried.items():
+        if origin in deleted:
+            yield Problem("kept", f"it was deleted, and ran in another cell as {request}, which is in the log", origin)
+        elif origin not in known:
+            yield Problem("extra", f"it runs in another cell for {origin}, which nobody made", request)
+        if len(ends.get(request, ())) > 1:
+            yield Problem("duplicated", f"{len(ends[request])} terminal events of {origin} in another cell", request)
 
 
 # Ends of a client that are neither an answer nor a failure, and are counted.

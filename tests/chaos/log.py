@@ -3,7 +3,8 @@
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last, read
@@ -26,7 +27,8 @@ async def whole(buses: Sequence[Bus], since_ns: int, urls: Sequence[str], *, wit
         buses: of the cells, by their numbers.
         gone: workers that ended so lately that the server keeps their consumers.
     """
-    accepted = [await accepted_since(bus, since_ns) for bus in buses]
+    stored = [await stored_since(bus, since_ns) for bus in buses]
+    accepted = [accepted_of(cell) for cell in stored]
     ends = [await ends_since(bus, since_ns) for bus in buses]
     streamed: dict[str, Streamed] = {}
     for bus in buses:
@@ -34,11 +36,12 @@ async def whole(buses: Sequence[Bus], since_ns: int, urls: Sequence[str], *, wit
     return Log(
         accepted=[(request, tag) for cell in accepted for request, (tag, _) in cell.items()],
         times={request: at for cell in accepted for request, (_, at) in cell.items()},
+        carried={request: each.origin for cell in stored for request, each in cell.items() if each.origin},
         ends=[end for cell in ends for end in cell],
         streamed=streamed,
         astray=[
             f"cell {cell} has {what} of {request}, whose cell is {cell_in(request)}"
-            for cell, found in enumerate(zip(accepted, ends, strict=True))
+            for cell, found in enumerate(zip(stored, ends, strict=True))
             for what, requests in (
                 ("the request", [*found[0]]),
                 ("a terminal event", [end.request for end in found[1]]),
@@ -62,15 +65,33 @@ async def records_left(bus: Bus, requests: Sequence[str]) -> list[str]:
     return [each for each in requests if await get_last(bus, stream, bus.subjects.done_of(each)) is not None]
 
 
-async def accepted_since(bus: Bus, since_ns: int) -> dict[str, tuple[str, float]]:
-    """Tag, and when it was first stored, of the requests by id. Routers publish one again that waits for long."""
+class Stored(NamedTuple):
+    """A request in a cell's log.
+
+    Attributes:
+        at: Unix time at which it was first stored. Routers publish one again that waits for long.
+        origin: the request of another cell that runs here under this one's id; "": it is a client's.
+    """
+
+    tag: str
+    at: float
+    origin: str
+
+
+async def stored_since(bus: Bus, since_ns: int) -> dict[str, Stored]:
+    """The requests in a cell's log, by id."""
     stream, subject = bus.subjects.stream("REQUESTS"), bus.subjects.all("request")
-    found: dict[str, tuple[str, float]] = {}
+    found: dict[str, Stored] = {}
     async for entry in read(bus, stream, subject, since_ns=since_ns):
         if entry.data:
             request = requests.decode(entry.data)
-            found.setdefault(request.id, (request.user, entry.time_ns / 1e9))
+            found.setdefault(request.id, Stored(request.user, entry.time_ns / 1e9, request.origin))
     return found
+
+
+def accepted_of(stored: Mapping[str, Stored]) -> dict[str, tuple[str, float]]:
+    """Those that clients made: tag, and when each was stored, by id."""
+    return {request: (each.tag, each.at) for request, each in stored.items() if not each.origin}
 
 
 async def streamed_since(bus: Bus, since_ns: int) -> dict[str, Streamed]:

@@ -329,7 +329,7 @@ class Run:
     async def _delete_left(self, since_ns: int) -> None:
         """Responses that their client would have deleted, had it known of them, and those that were learned."""
         deleted = {seen.request for seen in self._seen if seen.outcome == "deleted"}
-        accepted = [await log.accepted_since(bus, 0) for bus in self._buses]
+        accepted = [log.accepted_of(await log.stored_since(bus, 0)) for bus in self._buses]
         for request, (tag, _) in [one for cell in accepted for one in cell.items()]:
             if "-delete-" in tag and request not in deleted:
                 with contextlib.suppress(Failed, TimeoutError):  # then it is found on the disk

@@ -230,6 +230,16 @@ def test_what_the_runner_deleted_for_a_client_excuses_nothing_else(
     assert kinds(case, hits("gateway-0")) == expected
 
 
+def test_a_request_that_ran_in_another_cell_was_accepted_once_and_is_erased_there_too() -> None:
+    case = kept()
+    carry(case, End("copy", ""))
+    assert kinds(case) == set()
+    case = kept("delete")
+    case.seen.outcome, case.seen.request = "deleted", "id"
+    case.log.accepted, case.log.ends, case.log.carried = [], [], {"copy": "id"}
+    assert "kept" in kinds(case)
+
+
 def test_what_only_memory_had_may_be_lost_with_broker_and_gateway_together_and_not_otherwise() -> None:
     case = kept("no-store")
     case.seen.outcome, case.seen.code, case.seen.choices[0] = "failed", "content_lost", Shown()
@@ -277,11 +287,18 @@ def test_a_refusal_takes_no_longer_than_promised_beside_the_time_for_which_the_g
     assert kinds(case, hits("worker-1", at=101.0, act=Act.stop, hold_s=6.0)) == {"slow"}
 
 
+def carry(case: Case, *ends: End) -> None:
+    """It has run in another cell as "copy"."""
+    case.log.carried, case.log.ends = {"copy": "id"}, [*case.log.ends, *ends]
+
+
 BROKEN: dict[str, tuple[str, Callable[[Case], object]]] = {
     "no terminal event": ("missing", lambda case: setattr(case.log, "ends", [])),
     "two terminal events": ("duplicated", lambda case: setattr(case.log, "ends", [End("id", ""), End("id", "")])),
     "no request in the log": ("missing", lambda case: setattr(case.log, "accepted", [])),
     "accepted twice": ("duplicated", lambda case: setattr(case.log, "accepted", [("id", "tag"), ("other", "tag")])),
+    "run in another cell for nobody": ("extra", lambda case: setattr(case.log, "carried", {"copy": "nobody"})),
+    "ended twice in another cell": ("duplicated", lambda case: carry(case, End("copy", ""), End("copy", ""))),
     "other text": ("wrong", lambda case: shown(case, TEXT.replace("quick", "quack"))),
     "a hole in the text": ("wrong", lambda case: shown(case, TEXT.replace("quick ", ""))),
     "text twice": ("wrong", lambda case: shown(case, TEXT.replace("quick ", "quick quick "))),
