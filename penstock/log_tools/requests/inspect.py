@@ -67,11 +67,11 @@ def show(inspection: Inspection, console: Console, *, now_ns: int) -> None:
     console.print()
     console.print(_waterfall(inspection, console.width))
     console.print()
+    if inspection.neighbours is not None:
+        show_neighbours(inspection.neighbours, console, inspection.request.created_ns)
     _show_events(inspection, console)
     for text in inspection.missing:
         console.print(f"missing: {escape(text)}", style="yellow", highlight=False, soft_wrap=True)
-    if inspection.neighbours is not None:
-        show_neighbours(inspection.neighbours, console, inspection.request.created_ns)
     _show_content(inspection, console)
 
 

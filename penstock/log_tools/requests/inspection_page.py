@@ -62,17 +62,18 @@ def _body(inspection: Inspection, links: bool) -> Iterator[str]:
     yield "<h2>Where its time went</h2>"
     yield '<div role="table" aria-label="Phases">'
     yield from _waterfall(inspection)
-    yield "</div><h2>What happened</h2>"
-    yield '<div class="scroll"><table><thead><tr><th class="n">after</th><th class="n">attempt</th><th>event</th>'
-    yield "<th>details</th></tr></thead><tbody>"
-    for entry in inspection.events:
-        yield _event(entry, request.created_ns)
-    yield "</tbody></table></div>"
+    yield "</div>"
     if inspection.neighbours is not None:
         yield '<h2 id="beside">What ran beside it</h2>'
         yield from _neighbours(inspection.neighbours, request.created_ns, links)
     elif links:
         yield '<p><a href="?neighbours=1#beside">What ran beside it</a></p>'
+    yield "<h2>What happened</h2>"
+    yield '<div class="scroll"><table><thead><tr><th class="n">after</th><th class="n">attempt</th><th>event</th>'
+    yield "<th>details</th></tr></thead><tbody>"
+    for entry in inspection.events:
+        yield _event(entry, request.created_ns)
+    yield "</tbody></table></div>"
     yield from (f'<p class="dim">Missing: {escape(text)}.</p>' for text in inspection.missing)
     yield from _content(inspection)
 

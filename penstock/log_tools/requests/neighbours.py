@@ -34,7 +34,7 @@ MOST = 2_000  # other requests of a worker, or of a router
 TOGETHER = 200  # records looked up at once
 LATER_S = 60.0  # behind a request's end, in which the files of a stopped deployment are searched for others' records
 WAITED_NS = 2_000_000  # a request that was placed sooner was not held
-SHOWN = 20
+SHOWN = 12
 
 AHEAD, RUNNING, LATER, UNFINISHED = "ahead", "running", "later", "unfinished"
 PARTS = {
@@ -632,9 +632,9 @@ FIRST_NUMBER = next(at for at, column in enumerate(_COLUMNS) if column.right)
 
 
 def show(neighbours: Neighbours, console: Console, begin_ns: int) -> None:
-    console.print("\n[bold]beside it[/]")
+    console.print("[bold]beside it[/]")
     if not neighbours.workers and not neighbours.routers:
-        console.print("no worker has had it yet, and no router held it")
+        console.print("no worker has had it yet, and no router held it\n")
     for text, requests in sentences(neighbours, begin_ns):
         console.print(escape(text), highlight=False)
         if requests:
