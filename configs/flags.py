@@ -17,8 +17,6 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, get_a
 
 import msgspec
 
-from penstock.configs.settings import CONFIG_FILE, SameAs
-
 S = TypeVar("S", bound=msgspec.Struct)
 
 PREFIX = "PENSTOCK_"
@@ -92,6 +90,8 @@ class BadSettings(ValueError):
 
 def flags_of(kind: type[msgspec.Struct]) -> list[Flag]:
     """The flags of a settings Struct, in the order of its fields."""
+    from penstock.configs.settings import SameAs  # commands without settings use this module, too
+
     hints = get_type_hints(kind, include_extras=True)
     flags = []
     for field in msgspec.structs.fields(kind):
@@ -221,6 +221,8 @@ def _from_file(path: str, flags: Sequence[Flag], problems: list[str]) -> dict[st
         path: "": ``penstock.yaml`` in the working directory, if there is one.
     """
     import yaml  # late: only a process that may have such a file pays for it
+
+    from penstock.configs.settings import CONFIG_FILE
 
     file = Path(path or CONFIG_FILE)
     if not path and not file.is_file():

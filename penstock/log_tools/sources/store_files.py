@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from operator import le
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import structlog
@@ -39,7 +39,9 @@ import structlog
 from penstock.infra.bus.direct_get import parse_time
 from penstock.infra.nats_server.binary import MINIMUM, TESTED, dotted, find_server, parse_version
 from penstock.log_tools.sources.highway_hash import highway_hash_64
-from penstock.log_tools.sources.log_line import BadLine, LogLine
+
+if TYPE_CHECKING:  # the forms of all messages take longer to load than one request takes to find
+    from penstock.log_tools.sources.log_line import LogLine
 
 log = structlog.get_logger("store")
 
@@ -697,6 +699,12 @@ def without_limits(name: str, meta: bytes) -> tuple[bytes, str]:
 BLOCK_BYTES = 4 << 20
 
 
+def _bad(text: str) -> ValueError:
+    from penstock.log_tools.sources.log_line import BadLine
+
+    return BadLine(text)
+
+
 class StreamFiles:
     """Writes one stream under recorded sequences and times. ``add`` its messages in order, then ``close``.
 
@@ -721,15 +729,15 @@ class StreamFiles:
         self.messages = 0
         (self._folder / "msgs").mkdir(mode=0o700, parents=True)
 
-    def add(self, record: LogLine) -> None:
+    def add(self, record: "LogLine") -> None:
         """
         Raises:
             BadLine: a sequence that does not follow the one before, or a subject of another namespace.
         """
         if record.seq <= self._last:
-            raise BadLine(f"sequence {record.seq} of {record.stream} comes after {self._last}")
+            raise _bad(f"sequence {record.seq} of {record.stream} comes after {self._last}")
         if not record.subject.startswith(self._from):
-            raise BadLine(f"subject {record.subject} does not begin with {self._from}")
+            raise _bad(f"subject {record.subject} does not begin with {self._from}")
         self._last = record.seq
         subject = (self._to + record.subject[len(self._from) :]).encode()
         headers = b""
