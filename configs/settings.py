@@ -639,6 +639,9 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         about("--print-config: the servers of a cluster, comma-separated, as HOST or HOST:PORT (of routes; 6222)"),
     ] = ()
     node: Annotated[str, about("--print-config: which of --cluster the configuration is for")] = ""
+    cells: Annotated[
+        int, Meta(ge=0, description="cells of the deployment that use the broker, each with streams of its own; 0: one")
+    ] = 0
     store_dir: Annotated[str, about("--print-config: folder of the store on the server")] = "/var/lib/nats"
     tenants_file: Annotated[
         str,

@@ -41,7 +41,9 @@ _GROWS = ("max_age", "max_bytes", "duplicate_window", "num_replicas")  # an oper
 SET_BY_OPERATOR = "penstock-set-by-operator"
 
 
-async def apply(nc: Client, topology: Topology, replicas: int = 1, *, size_bytes: int = 0) -> list[str]:
+async def apply(
+    nc: Client, topology: Topology, replicas: int = 1, *, size_bytes: int = 0, tags: Sequence[str] = ()
+) -> list[str]:
     """Create missing streams and enlarge those that are too small. Returns the changes, one line each.
 
     Safe to repeat and to run on several machines at once.
@@ -49,9 +51,11 @@ async def apply(nc: Client, topology: Topology, replicas: int = 1, *, size_bytes
     Args:
         size_bytes: of all streams together that are created now, as of ``penstock.schemas.streams.scaled``; 0: their
             own sizes.
+        tags: of the servers of a cluster that keep the streams; a server has to have all of them. Streams that are
+            elsewhere move there. Empty: any servers, or those where the streams are.
     Raises:
-        BrokerProblem: JetStream is off, a limit is too low, a permission is missing, or an existing stream
-            differs in a way that cannot be changed in place.
+        BrokerProblem: JetStream is off, no server has the tags, a limit is too low, a permission is missing, or an
+            existing stream differs in a way that cannot be changed in place.
     """
     await check(nc, topology)
     done = []
@@ -61,7 +65,10 @@ async def apply(nc: Client, topology: Topology, replicas: int = 1, *, size_bytes
         except ValueError as error:
             raise BrokerProblem(f"--store-size: {error}") from None
     configs = stream_configs(topology, replicas)
-    await _check_room(nc, topology.subjects, configs, replicas)
+    if tags:
+        for config in configs:
+            config["placement"] = {"tags": list(tags)}
+    await _check_room(nc, topology.subjects, configs, replicas, tags)
     for config in configs:
         if size_bytes and config["storage"] == "file":  # a start without the setting does not make it larger
             config |= {"metadata": {SET_BY_OPERATOR: "max_bytes"}}
@@ -115,7 +122,10 @@ async def apply_submissions(nc: Client, subjects: Subjects, tenant: str, max_pen
     info = await request(nc, f"STREAM.INFO.{subjects.stream('SUBMIT')}", {})
     if 0 < info["config"]["max_bytes"] < stream.max_bytes:  # all streams were made smaller
         stream = replace(stream, max_bytes=info["config"]["max_bytes"])
-    done = await _apply_stream(nc, stream_config(stream, info["config"]["num_replicas"]))
+    config = stream_config(stream, info["config"]["num_replicas"])
+    if placed := info["config"].get("placement"):
+        config["placement"] = placed
+    done = await _apply_stream(nc, config)
     return done + await _apply_consumer(nc, consumer)
 
 
@@ -151,12 +161,20 @@ async def check(nc: Client, topology: Topology) -> None:
     _check_limit(limits, "max_streams", len(topology.streams) + len(topology.buckets) + len(topology.objects))
 
 
-async def _check_room(nc: Client, subjects: Subjects, configs: Sequence[Config], replicas: int) -> None:
+async def _check_room(
+    nc: Client, subjects: Subjects, configs: Sequence[Config], replicas: int, tags: Sequence[str]
+) -> None:
     """Check that the server has room for what is to be created or enlarged, before anything is.
 
     A server does not tell its limits (``max_file_store``, ``max_memory_store``) to those who may use it, and counts
     what streams may take, not what they do. So a stream without messages is created with the size in question.
     """
+    if tags and not await _fits(nc, subjects, "file", _MIB, replicas, tags):
+        raise BrokerProblem(
+            f"no {replicas} server{'s' if replicas > 1 else ''} of the cluster with room and the "
+            f"tag{'s' if len(tags) > 1 else ''} {', '.join(tags)}: set `server_tags: [{', '.join(tags)}]` in the "
+            "configuration of the servers that are to keep these streams, or name other tags with --placement-tags"
+        )
     needed = dict.fromkeys(_STORES, 0)
     for config in configs:
         existing = await existing_config(nc, f"STREAM.INFO.{config['name']}", STREAM_NOT_FOUND)
@@ -164,12 +182,13 @@ async def _check_room(nc: Client, subjects: Subjects, configs: Sequence[Config],
         after = config["max_bytes"] if existing is None else widened(existing, config)["max_bytes"]
         needed[config["storage"]] += max(0, after - before)
     for storage, size in needed.items():
-        if not size or await _fits(nc, subjects, storage, size, replicas):
+        if not size or await _fits(nc, subjects, storage, size, replicas, tags):
             continue
         free, taken = 0, size
         while taken - free > _MIB:
             middle = (free + taken) // 2
-            free, taken = (middle, taken) if await _fits(nc, subjects, storage, middle, replicas) else (free, middle)
+            fits = await _fits(nc, subjects, storage, middle, replicas, tags)
+            free, taken = (middle, taken) if fits else (free, middle)
         raise BrokerProblem(
             f"the streams need {size} bytes of {storage} storage ({size / _GIB:.1f} GiB), and the broker has {free} "
             f"free ({free / _GIB:.1f} GiB): raise {_STORES[storage]} of its `jetstream {{ ... }}` block, or the limit "
@@ -177,10 +196,14 @@ async def _check_room(nc: Client, subjects: Subjects, configs: Sequence[Config],
         )
 
 
-async def _fits(nc: Client, subjects: Subjects, storage: str, size: int, replicas: int) -> bool:
+async def _fits(
+    nc: Client, subjects: Subjects, storage: str, size: int, replicas: int, tags: Sequence[str] = ()
+) -> bool:
     """Whether a stream of this size can be created; other refusals are left to the real ones."""
     name = subjects.stream(f"PROBE_{secrets.token_hex(4)}")
-    config = {"name": name, "subjects": [f"{subjects.namespace}.probe.{name}"], "max_bytes": size}
+    config: Config = {"name": name, "subjects": [f"{subjects.namespace}.probe.{name}"], "max_bytes": size}
+    if tags:
+        config["placement"] = {"tags": list(tags)}
     try:
         await request(nc, f"STREAM.CREATE.{name}", config | {"storage": storage, "num_replicas": replicas})
     except BrokerProblem as error:

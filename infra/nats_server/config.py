@@ -16,11 +16,12 @@ from penstock.infra.nats_server.permissions import (
     Permissions,
     account,
     exports,
+    in_all,
     permissions,
     role_of,
 )
 from penstock.schemas.streams import MAX_PAYLOAD
-from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
+from penstock.schemas.subjects import DEFAULT_TENANT, Subjects, cell_namespace
 
 USERS = tuple(f"{role}{second}" for role in (*BROKER_ROLES, "sys") for second in ("", SECOND))
 
@@ -40,6 +41,8 @@ CONSUMERS = -1  # per stream: unlimited; the default is 1,000
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """A server's place in a cluster. All servers share name, secrets and routes; ``node`` and ``port`` differ.
+
+    A server has its name as a tag, by which streams are placed on it (``penstock streams apply --placement-tags``).
 
     With passwords from the environment, ``node`` and each route are the ``$NAME`` of a variable that holds the server's
     name, or the route's URL.
@@ -81,6 +84,7 @@ class ServerConfig:
         nkeys: public keys by user. If there are any, only these users exist, and log in by their nkeys.
         client_certs: users log in with certificates that have their names as DNS names. One user per role is enough,
             since a certificate is replaced without a change here.
+        cells: of the deployment that use the server. ``subjects`` are those of the first.
     """
 
     name: str
@@ -101,6 +105,7 @@ class ServerConfig:
     passwords_file: str = ""
     nkeys: Mapping[str, str] = field(default_factory=dict)
     client_certs: bool = False
+    cells: int = 1
 
     def users(self) -> list[str]:
         """In the order of ``USERS``."""
@@ -194,9 +199,11 @@ ping_max: 2
 
 
 def _accounts(config: ServerConfig) -> str:
+    cells = [Subjects(cell_namespace(config.subjects.namespace, cell)) for cell in range(config.cells)]
+
     def written(user: str) -> str:
         sys = role_of(user) == "sys"
-        allowed = None if sys else permissions(user, config.subjects, config.nkeys)
+        allowed = None if sys else in_all([permissions(user, each, config.nkeys) for each in cells])
         return (f"      # {user}\n" if config.nkeys else "") + _user(config.identity(user), allowed)
 
     users = "\n".join(written(user) for user in config.users() if role_of(user) not in ("client", "sys"))
@@ -253,6 +260,7 @@ def _cluster(config: ServerConfig) -> str:
     # Servers connect to every address that they hear of, and certificates are for names, not for IP addresses.
     advertise = f"  advertise: {_quote(cluster.advertise)}\n" if cluster.advertise else ""
     return f"""
+server_tags: [{_server_name(config)}]
 cluster {{
   name: {_quote(cluster.name)}
   listen: "{config.host}:{cluster.port}"

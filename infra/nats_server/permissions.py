@@ -144,6 +144,18 @@ def role_of(user: str) -> str:
     return user.removesuffix(SECOND)
 
 
+def in_all(each: Sequence[Permissions | None]) -> Permissions | None:
+    """What one user may do in several namespaces."""
+    known = [permitted for permitted in each if permitted is not None]
+    if not known:
+        return None
+    publish, subscribe, deny = (
+        tuple(dict.fromkeys(subject for permitted in known for subject in getattr(permitted, field)))
+        for field in ("publish", "subscribe", "deny")
+    )
+    return Permissions(publish, subscribe, known[0].respond, deny)
+
+
 def permissions(user: str, s: Subjects, nkeys: Mapping[str, str] | None = None) -> Permissions | None:
     """The least a role needs, for one of its users; None: everything in its account.
 

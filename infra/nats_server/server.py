@@ -32,7 +32,8 @@ class EmbeddedNats:
 
     ``port`` 0 means the one used the last time, or any free one; a restart keeps the port, so that clients find
     the server again. Belongs to no event loop: any may call it. ``beside``: other servers of the deployment on this
-    machine, which share its memory; another number counts from the next start on.
+    machine, which share its memory; another number counts from the next start on. ``cells``: of the deployment that
+    share it, each with a namespace.
     """
 
     role = "nats"
@@ -51,6 +52,7 @@ class EmbeddedNats:
         host: str = LOOPBACK,
         name: str = "nats",
         beside: int = 0,
+        cells: int = 1,
     ) -> None:
         self.name = name
         self.beside = beside
@@ -63,6 +65,7 @@ class EmbeddedNats:
         self._jetstream = jetstream
         self._durability = durability
         self._cluster = cluster
+        self._cells = cells
         self._host = host
         self._reached = LOOPBACK if host in ("0.0.0.0", "::") else host  # by processes of this machine
         self._secrets: dict[str, str] = {}
@@ -175,6 +178,7 @@ class EmbeddedNats:
                 jetstream=self._jetstream,
                 sync_always=self._durability == "power",
                 cluster=self._cluster,
+                cells=self._cells,
                 tenants_file=INCLUDE,
                 passwords_file=PASSWORDS_INCLUDE,
             )

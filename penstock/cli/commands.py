@@ -282,6 +282,13 @@ class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "default: that of the first"
         ),
     ] = ()
+    placement_tags: Annotated[
+        tuple[str, ...],
+        msgspec.Meta(
+            description="tags of the servers of a NATS cluster that keep the streams of each cell, in the order of the "
+            "cells; several of one cell are separated by semicolons; default: any servers"
+        ),
+    ] = ()
     record: Annotated[
         bool, msgspec.Meta(description="keep tokens, jobs and KV events for 7 days, as records are, for replay")
     ] = False

@@ -5,7 +5,6 @@ import contextlib
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,7 +32,7 @@ from penstock.infra.process.sockets import CannotListen
 from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.schemas.errors import ServingError
 from penstock.schemas.streams import GIB, Topology, divided, scaled, topology
-from penstock.schemas.subjects import Subjects, inbox_prefix
+from penstock.schemas.subjects import Subjects, cell_namespace, inbox_prefix
 
 log = structlog.get_logger("nats")
 
@@ -146,6 +145,7 @@ def own_config(settings: NatsSettings, secrets: Mapping[str, str]) -> str:
         tls=Tls(settings.tls_cert, settings.tls_key, settings.tls_ca) if settings.tls_cert else None,
         nkeys=load_nkeys(Path(settings.nkeys), USERS, SECOND) if settings.nkeys else {},
         client_certs=settings.client_certs,
+        cells=settings.cells or 1,
     )
     private = " It holds passwords." if cluster is not None or not (settings.nkeys or settings.client_certs) else ""
     made = f"# Made by `penstock nats --print-config`, for nats-server {dotted(MINIMUM)} or newer.{private}"
@@ -167,14 +167,21 @@ async def _serve(settings: NatsSettings) -> int:
         settings.monitor_host,
         durability=settings.durability,
         host=settings.nats_host,
+        cells=settings.cells or 1,
     )
-    record, size = settings.record, settings.store_size
-    again = partial(apply_if_lost, broker.url, broker.subjects, record=record, store_size=size)
+    cells = [Subjects(cell_namespace(settings.namespace, cell)) for cell in range(settings.cells or 1)]
+    sizes: dict[str, Any] = {"record": settings.record, "store_size": settings.store_size, "cells": len(cells)}
+
+    async def again() -> None:
+        for subjects in cells:
+            await apply_if_lost(broker.url, subjects, **sizes)
+
     keeper = Keeper(broker, restarted=again)
     with StopSignals() as stop:
         try:
             await keeper.start()
-            await apply_at(broker.url("operator"), broker.subjects, record=record, store_size=size)
+            for subjects in cells:
+                await apply_at(broker.url("operator"), subjects, **sizes)
             print(f"nats-server on {settings.nats_host}:{broker.port}; log: {broker.log_path}")
             print(f"passwords of {', '.join(BROKER_ROLES)} and sys: {broker.data_dir / 'secrets.json'}")
             async with DiskWatch(broker):
@@ -186,19 +193,28 @@ async def _serve(settings: NatsSettings) -> int:
 
 
 async def apply_at(
-    url: str, subjects: Subjects, replicas: int = 1, *, record: bool = False, store_size: float = 0.0, cells: int = 1
+    url: str,
+    subjects: Subjects,
+    replicas: int = 1,
+    *,
+    record: bool = False,
+    store_size: float = 0.0,
+    cells: int = 1,
+    tags: Sequence[str] = (),
 ) -> list[str]:
     """Connect as the operator, apply, close.
 
     Args:
         store_size: GiB of all streams together that are created now, in all cells; 0: their own sizes.
         cells: of the deployment, of which this is one.
+        tags: as of ``apply``.
     Raises:
         BrokerProblem: as ``apply``, or no server answers there.
     """
     async with as_operator(url, "streams apply") as nc:
         size = int(store_size * GIB / cells)
-        done = await apply(nc, divided(topology(subjects, record=record), cells), replicas, size_bytes=size)
+        whole = divided(topology(subjects, record=record), cells)
+        done = await apply(nc, whole, replicas, size_bytes=size, tags=tags)
         if done:
             async with recorded(nc, subjects, "streams apply", f"namespace {subjects.namespace}", _told(done)):
                 pass

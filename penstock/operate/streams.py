@@ -33,7 +33,13 @@ def run_apply(settings: StreamsSettings) -> int:
     """Create the streams of each cell on its broker and print the changes."""
     home: tuple[str, Subjects] | None = None
     try:
-        for url, subjects, cells in _applied_at(settings):
+        for cell, (url, subjects, cells) in enumerate(_applied_at(settings)):
+            if settings.placement_tags and len(settings.placement_tags) != cells:
+                raise ValueError(
+                    f"--placement-tags names {len(settings.placement_tags)} cells, the deployment has {cells}: name "
+                    "the tags of each"
+                )
+            tags = settings.placement_tags[cell].split(";") if settings.placement_tags else ()
             work = apply_at(
                 url,
                 subjects,
@@ -41,6 +47,7 @@ def run_apply(settings: StreamsSettings) -> int:
                 record=settings.record,
                 store_size=settings.store_size,
                 cells=cells,
+                tags=tags,
             )
             for line in asyncio.run(work) or [
                 f"nothing to do: all streams of namespace {subjects.namespace!r} are there"

@@ -24,13 +24,13 @@ SECRETS = {user: f"p-{user}" for user in USERS}
 
 
 @asynccontextmanager
-async def server(config: Path) -> AsyncIterator[None]:
+async def server(config: Path) -> AsyncIterator["subprocess.Popen[bytes]"]:
     with config.with_suffix(".log").open("wb") as log:
         made = subprocess.Popen(  # noqa: ASYNC220
             [find_server(), "-c", config], stdout=log, stderr=log, preexec_fn=die_with_parent()
         )
     try:
-        yield
+        yield made
     finally:
         made.kill()
         made.wait(30)

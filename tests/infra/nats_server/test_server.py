@@ -33,7 +33,7 @@ from penstock.infra.nats_server.server import EmbeddedNats, memory_bytes, was_st
 from penstock.infra.process.sockets import CannotListen
 from penstock.launch.nats import apply_at, own_config
 from penstock.schemas.streams import topology
-from penstock.schemas.subjects import Subjects
+from penstock.schemas.subjects import Subjects, cell_namespace
 from tests.cluster_support import NODES, three_nodes
 from tests.conftest import Connect, round_trip
 from tests.pipeline.support import until as eventually
@@ -555,6 +555,37 @@ def test_a_binary_is_found_without_path(monkeypatch: pytest.MonkeyPatch) -> None
     find_server.cache_clear()
     assert find_server().name.startswith("nats-server")
     find_server.cache_clear()
+
+
+async def test_streams_of_cells_are_on_the_servers_with_their_tags_and_move_with_them(tmp_path: Path) -> None:
+    """Three servers of one cluster take 4 s to start. Roles may use the streams of all cells."""
+    async with three_nodes(tmp_path, cells=2) as cluster:
+        second = Subjects(cell_namespace(cluster.subjects.namespace, 1))
+        await apply_at(cluster.url(), second, cells=2, tags=("node-1",))
+        streams = [config["name"] for config in stream_configs(topology(second))]
+        assert {(await cluster.placement(name))[0] for name in streams} == {1}
+        with pytest.raises(BrokerProblem, match=r"tag nowhere: set `server_tags: \[nowhere\]`"):
+            await apply_at(cluster.url(), second, cells=2, tags=("nowhere",))
+        assert await apply_at(cluster.url(), second, cells=2) == [], "without tags they stay where they are"
+        done = await apply_at(cluster.url(), second, cells=2, tags=("node-2",))
+        assert {"placement" in line for line in done} == {True}
+
+        async def moved() -> bool:
+            return (await cluster.placement(second.stream("REQUESTS")))[0] == 2
+
+        await eventually(moved, "the stream is on the server with the other tag")
+        gateway = await cluster.client(0, "gateway")
+        errors: list[str] = []
+
+        async def failed(error: Exception) -> None:
+            errors.append(str(error))
+
+        gateway._error_cb = failed
+        try:
+            assert not await refused(gateway, errors, second.request("m", "standard", "r-1"))
+            assert await refused(gateway, errors, Subjects(f"{second.namespace}1").request("m", "standard", "r-1"))
+        finally:
+            await gateway.close()
 
 
 @pytest.mark.slow
