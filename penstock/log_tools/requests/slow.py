@@ -68,6 +68,21 @@ class Slow(msgspec.Struct, frozen=True):
     examples: tuple[str, ...]
 
 
+class HeatMap(NamedTuple):
+    """How many requests were accepted at a time and took so long.
+
+    Attributes:
+        begins_s: of the columns (Unix time), which are ``step_s`` wide.
+        from_ms: of the rows, ascending; each ends where the next begins.
+        counts: by row, then column.
+    """
+
+    begins_s: list[int]
+    step_s: int
+    from_ms: list[float]
+    counts: list[list[int]]
+
+
 def itl_ms(request: RequestSummary) -> float | None:
     """The mean gap between tokens; None: unknown, or there are fewer than two."""
     gaps = request.completion_tokens - 1
@@ -108,6 +123,7 @@ _NUMBERS: dict[str, tuple[str, Callable[[RequestSummary], float]]] = {
 _CELL = "cell"
 _STEPS_S = (1, 10, 60, 600, 3600, 6 * 3600, 86400)
 _MOST_STEPS = 50
+_SHORTEST_MS = 0.01
 
 
 class _Values(NamedTuple):
@@ -199,12 +215,33 @@ class Samples:
         import numpy as np
 
         created = np.frombuffer(self._created, np.int64)
-        first, last = int(created.min()), int(created.max())
-        step = next((each for each in _STEPS_S if (last - first) / each <= _MOST_STEPS), _STEPS_S[-1])
-        first = _midnight(first) + (first - _midnight(first)) // step * step
+        first, last, step = self._steps()
         form = "%H:%M:%S" if step < 60 else "%H:%M" if last - first < 86400 else "%m-%d %H:%M"
         labels = [f"{_local(at):{form}} to {_local(at + step):{form}}" for at in range(first, last + 1, step)]
         return _difference("accepted", labels, (created - first) // step, slow)
+
+    def _steps(self) -> tuple[int, int, int]:
+        """The begin of the first of equal parts of the time, the last acceptance, and the length of a part."""
+        first, last = min(self._created), max(self._created)
+        step = next((each for each in _STEPS_S if (last - first) / each <= _MOST_STEPS), _STEPS_S[-1])
+        return _midnight(first) + (first - _midnight(first)) // step * step, last, step
+
+    def heat_map(self) -> HeatMap:
+        """By acceptance and what is compared, in steps of 1, 2, 5, 10, ... ms. There is at least one request."""
+        import numpy as np
+
+        first, last, step = self._steps()
+        took = np.maximum(np.frombuffer(self._took), _SHORTEST_MS)
+        powers = range(math.floor(math.log10(took.min())), math.floor(math.log10(took.max())) + 1)
+        edges = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+        low = max(0, int(np.searchsorted(edges, took.min(), side="right")) - 1)
+        edges = edges[low : int(np.searchsorted(edges, took.max(), side="right"))]
+        begins = list(range(first, last + 1, step))
+        rows = np.searchsorted(edges, took, side="right") - 1
+        columns = (np.frombuffer(self._created, np.int64) - first) // step
+        counts = np.zeros((len(edges), len(begins)), np.int64)
+        np.add.at(counts, (rows, columns), 1)
+        return HeatMap(begins, step, edges, counts.tolist())
 
 
 def _local(at_s: int) -> datetime:

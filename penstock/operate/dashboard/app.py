@@ -20,11 +20,12 @@ from penstock.cli.figures import clock, duration_ns, moment_ns
 from penstock.infra.bus.connection import refusals, why_unreachable
 from penstock.log_tools.requests import inspection_page
 from penstock.log_tools.requests.describe import Texts
-from penstock.log_tools.requests.find_requests import LoggedRequest, ended, merged, unfinished
+from penstock.log_tools.requests.find_requests import LoggedRequest, ended, merged, summaries, unfinished
 from penstock.log_tools.requests.inspection import inspect
 from penstock.log_tools.requests.leases import leases, stopped_ns
-from penstock.log_tools.requests.list_requests import match_in
+from penstock.log_tools.requests.list_requests import SLOWEST_PERCENT, WHY, match_in
 from penstock.log_tools.requests.neighbours import read_neighbours
+from penstock.log_tools.requests.slow import Samples
 from penstock.log_tools.sources.open_log import Log, in_order
 from penstock.log_tools.timeline.read import ID, ids_of, only, read_timeline
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
@@ -33,7 +34,7 @@ from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.actions import ActionRefused, Forms, OperatorLogin, send_again, terminate
 from penstock.operate.dashboard.live import Live, Moment
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.requests import request_of_answer
+from penstock.schemas.requests import cell_in, request_of_answer
 from penstock.schemas.summary import Criteria
 
 MAX_WATCHERS = 64
@@ -74,6 +75,7 @@ class Dashboard:
             Route("/requests/{id}", self._guarded(self._request)),
             Route("/requests/{id}/terminate", self._guarded(self._terminate), methods=["POST"]),
             Route("/requests/{id}/again", self._guarded(self._again), methods=["POST"]),
+            Route("/slow", self._guarded(self._slow)),
             Route("/find", self._guarded(self._find)),
             Route("/leases", self._guarded(self._leases)),
             Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
@@ -142,6 +144,36 @@ class Dashboard:
                 before[at] = seq
         page = pages.requests(found, query, older=older, error=search.problem, namespace=self._namespace, search=search)
         return HTMLResponse(page)
+
+    async def _slow(self, request: Request) -> Response:
+        query = {name: request.query_params.get(name, "").strip() for name in FILTERS}
+        query["why"] = why = request.query_params.get("why", "slow")
+        try:
+            criteria, samples = _criteria(query), Samples(WHY[why])
+        except (ValueError, KeyError) as error:
+            page = pages.slow(None, None, query, note="", error=str(error), namespace=self._namespace)
+            return HTMLResponse(page, 400)
+        until, note = time.monotonic() + SEARCH_S, ""
+        async with contextlib.AsyncExitStack() as stack:
+            parts = [summaries(log.bus, criteria) for log in self._logs]
+            for part in parts:
+                await stack.enter_async_context(contextlib.aclosing(part))
+            async for each in merged(parts, lambda summary: summary.ended_ns):
+                samples.add(each, cell_in(each.id) if len(self._logs) > 1 else None)
+                if len(samples) % 100 == 0 and time.monotonic() > until:
+                    note = f"The last {len(samples):,} requests: more were not read within {SEARCH_S:g} s."
+                    break
+        compared = heat = None
+        missing = ""
+        try:
+            compared = await asyncio.to_thread(samples.slowest, SLOWEST_PERCENT)
+        except ModuleNotFoundError:
+            missing = "Comparing needs numpy: pip install 'penstock[router]'."
+        except ValueError as problem:
+            missing = str(problem)
+        if len(samples) and "numpy" not in missing:
+            heat = await asyncio.to_thread(samples.heat_map)
+        return HTMLResponse(pages.slow(compared, heat, query, note=note, error=missing, namespace=self._namespace))
 
     async def _request(self, request: Request) -> Response:
         request_id = request_of_answer(request.path_params["id"])

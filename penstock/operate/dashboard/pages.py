@@ -3,16 +3,20 @@
 Small line charts as SVG, drawn on the server. Pure.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from penstock.cli.figures import clock, show_duration, show_size, span
 from penstock.log_tools.requests.find_requests import LoggedRequest
+from penstock.log_tools.requests.slow import HeatMap, Slow
 from penstock.log_tools.timeline.request_timeline import TicketLease
 from penstock.operate.dashboard.live import Moment
 from penstock.operate.observe import DeploymentSnapshot, away, tenant_rows, unsteady
@@ -170,6 +174,73 @@ def requests(
         namespace=namespace,
         here="requests",
     )
+
+
+def slow(
+    compared: Slow | None, heat: HeatMap | None, query: dict[str, str], *, note: str, error: str, namespace: str
+) -> str:
+    """Where the slow requests differ.
+
+    Args:
+        query: the filters, and "why": what is compared.
+        note: which requests were read, if not all.
+    """
+    filters = {name: value for name, value in query.items() if value and name not in ("why", "since", "until")}
+    return _render(
+        "slow.html",
+        compared=compared,
+        heat=_heat(heat, filters, query["why"]) if heat is not None else None,
+        query=query,
+        note=note,
+        error=error,
+        namespace=namespace,
+        here="requests",
+    )
+
+
+class HeatCell(NamedTuple):
+    """A cell of the heat map: its place, how dark it is (0 to 1), what it says, and the list of its requests."""
+
+    x: int
+    y: int
+    shade: float
+    title: str
+    url: str
+
+
+class Heat(NamedTuple):
+    """What the template draws. ``rows``, ``columns``: their labels, with their places."""
+
+    width: int
+    height: int
+    cells: list[HeatCell]
+    rows: list[tuple[int, str]]
+    columns: list[tuple[int, str]]
+
+
+def _heat(heat: HeatMap, filters: dict[str, str], why: str) -> Heat:
+    most = max(map(max, heat.counts))
+    least = {"slow": "min_duration", "ttft": "min_ttft"}.get(why)
+    cells = []
+    for row, counts in enumerate(heat.counts):
+        for column, count in enumerate(counts):
+            if not count:
+                continue
+            begin = datetime.fromtimestamp(heat.begins_s[column])
+            end = datetime.fromtimestamp(heat.begins_s[column] + heat.step_s)
+            chosen = filters | {"since": begin.isoformat(), "until": end.isoformat()}
+            chosen |= {least: f"{heat.from_ms[row]:g}ms"} if least else {}
+            title = f"{count} from {begin:%H:%M:%S}, {span(heat.from_ms[row])} or more"
+            shade = 0.15 + 0.85 * math.log1p(count) / math.log1p(most)
+            url = f"/requests?{urlencode(chosen)}"
+            cells.append(HeatCell(column, len(heat.counts) - 1 - row, round(shade, 2), title, url))
+    rows = [(len(heat.from_ms) - 1 - row, span(each)) for row, each in enumerate(heat.from_ms)]
+    every = max(1, len(heat.begins_s) // 8)
+    form = "%H:%M:%S" if heat.step_s < 60 else "%H:%M" if heat.step_s < 3600 else "%m-%d %H:%M"
+    columns = [
+        (place, f"{datetime.fromtimestamp(at):{form}}") for place, at in enumerate(heat.begins_s) if place % every == 0
+    ]
+    return Heat(len(heat.begins_s), len(heat.from_ms), cells, rows, columns)
 
 
 def request(request_id: str, body: Markup, *, acts: Sequence[str], mark: str, namespace: str) -> str:

@@ -95,6 +95,22 @@ def test_the_time_between_tokens_and_to_the_first_one_are_compared_too() -> None
         compared(make, measure="ttft")
 
 
+def test_a_heat_map_counts_each_request_once_where_it_was_accepted_and_how_long_it_took() -> None:
+    samples = Samples("duration")
+    rng = random.Random(1)
+    took = [10 ** rng.uniform(1.1, 3.5) for _ in range(500)]
+    for number, each in enumerate(took):
+        samples.add(request(number, each))
+    begins, step, edges, counts = samples.heat_map()
+    assert sum(map(sum, counts)) == 500
+    assert edges == [10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0]
+    assert (len(counts), step, len(begins)) == (len(edges), 1, 50)
+    assert [sum(row) for row in counts] == [
+        sum(low <= each < high for each in took) for low, high in zip(edges, [*edges[1:], 1e9], strict=True)
+    ]
+    assert [sum(row[column] for row in counts) for column in range(50)] == [10] * 50
+
+
 def test_too_few_requests_are_refused_with_the_number_that_is_needed() -> None:
     with pytest.raises(ValueError, match="the slowest 5 % are 15: at least 20 are needed"):
         compared(lambda number, rng: request(number, 20 + rng.random()), 300)

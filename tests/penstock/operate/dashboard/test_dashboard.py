@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import html
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
@@ -121,6 +123,28 @@ async def test_requests_are_listed_filtered_and_shown_in_pages(bus: Bus) -> None
         for number in ("-5", "x", "9" * 30):
             bad = await here.client.get(f"/requests?before={number}")
             assert (bad.status_code, "is not a sequence" in bad.text) == (400, True)
+
+
+async def test_a_page_says_where_slow_requests_differ_and_its_heat_map_leads_to_them(bus: Bus) -> None:
+    for number in range(400):
+        slow = number % 20 == 0
+        await end(bus, await accept(bus), 1, 2, worker=f"<w>-{slow:d}", took_ms=900 if slow else 30)
+    async with serving(bus) as here:
+        page = (await here.client.get("/slow")).text
+        row = page[page.index("<tbody>") :].partition("</tr>")[0]
+        assert "100 %" in row
+        assert "worker" in row
+        assert "&lt;w&gt;-1" in row
+        counts = [int(each) for each in re.findall(r"<title>(\d+) from", page)]
+        assert sum(counts) == 400
+        links = [html.unescape(each) for each in re.findall(r'<a href="(/requests[^"]+)"><rect', page)]
+        slowest = [each for each in links if "min_duration=500ms" in each]
+        shown = [(await here.client.get(each)).text.count("/requests/0") for each in slowest]
+        assert sum(shown) == 20
+        few = (await here.client.get("/slow?since=2030-01-01")).text
+        assert "at least 20 are needed" in few
+        for wrong in ("since=yesterday", "why=warp"):
+            assert (await here.client.get(f"/slow?{wrong}")).status_code == 400
 
 
 async def test_a_list_has_a_column_for_what_requests_were_made_with_where_they_differ(bus: Bus) -> None:
