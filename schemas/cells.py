@@ -111,6 +111,12 @@ def number_of(target: str) -> int:
     return int(number)
 
 
+def is_cell(target: str) -> bool:
+    """Whether it is the name of a cell in place of a worker's."""
+    kind, _, number = target.partition("-")
+    return kind == CELL and number.isdecimal()
+
+
 decode_room_question = decoder(RoomQuestion)
 decode_room_answer = decoder(RoomAnswer)
 decode_loads = decoder(CellLoads)

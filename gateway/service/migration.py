@@ -56,7 +56,8 @@ STORE_S = 600.0  # to store an end: as long as a broker may be away
 MEDIUM_BYTES = 1 << 30  # those of requests are within limits already
 QUEUE = "gateways"  # one of them answers a router
 
-UNRUN = (Code.worker_lost, Code.shutting_down)  # ends in the other cell that say nothing about the request
+# Ends in the other cell that say nothing about the request. ``worker_lost`` does: it has used up its attempts there.
+UNRUN = (Code.model_unavailable, Code.shutting_down)
 
 
 def guest_id(job: Job, request_id: str, cell: int) -> str:
@@ -113,12 +114,16 @@ def moved_back(items: Sequence[TokenItem], request_id: str, attempt: int) -> tup
 def event_of(job: Job, request: GenerateRequest, record: done.Done) -> done.Done:
     """The terminal event of a request, from the record of what ran in another cell. Pure."""
     times = record.timings
+    there = (each._replace(attempt=job.attempt) for each in times.earlier_workers)
     return msgspec.structs.replace(
         record,
         request=request.id,
         attempt=job.attempt,
         timings=msgspec.structs.replace(
-            times, created_ns=request.created_ns, streamed_ns=job.streamed_ns or times.streamed_ns
+            times,
+            created_ns=request.created_ns,
+            streamed_ns=job.streamed_ns or times.streamed_ns,
+            earlier_workers=(*jobs.earlier_workers(job), *there),
         ),
         submitted=wire.encode(
             msgspec.structs.replace(done.without_text(request) if request.no_store else request, ran_as=record.request)

@@ -24,7 +24,7 @@ from penstock.router.placement.pending import PendingRequest, Standing
 from penstock.router.recovery.terminal_events import TerminalPublisher
 from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.target_loads import ENCODE, serves
-from penstock.schemas.cells import RoomAnswer, RoomQuestion, decode_room_answer
+from penstock.schemas.cells import RoomAnswer, RoomQuestion, decode_room_answer, is_cell
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.wire import encode
@@ -114,15 +114,16 @@ class Migration:
         for pending in waiting:
             if pending.request.origin and self._held.remove(pending.request.id) is not None:
                 message = f"this cell has no worker for {pending.request.model!r}: the request goes back to its own"
-                self._terminal.end(pending, Code.worker_lost, message)
+                self._terminal.end(pending, Code.model_unavailable, message)
 
     async def _offer(self, model: str, waiting: Sequence[PendingRequest], *, stranded: bool) -> None:
         now_ns = self._bus.clock.now_ns()
         held_since = now_ns - int(HELD_S * 1e9)
+        back_since = now_ns - int(self._after_s * 1e9)
         movable = [
             each
             for each in waiting
-            if _may_leave(each) and (stranded or (each.attempt == 1 and each.since_ns <= held_since))
+            if may_leave(each, back_since) and (stranded or (each.attempt == 1 and each.since_ns <= held_since))
         ]
         if not movable:
             return
@@ -149,8 +150,15 @@ class Migration:
         return decode_room_answer(reply.data)
 
 
-def _may_leave(pending: PendingRequest) -> bool:
+def may_leave(pending: PendingRequest, back_since_ns: int) -> bool:
+    """Whether another cell may run a request. Pure.
+
+    Args:
+        back_since_ns: what a cell has returned later does not leave again yet, since that takes a job and a fence.
+    """
     request = pending.request
     if request.origin or request.worker or request.output in APART:
+        return False
+    if pending.earlier_workers and is_cell(pending.earlier_workers[-1].worker) and pending.since_ns > back_since_ns:
         return False
     return pending.suspect not in (Standing.unknown, Standing.poisonous)

@@ -23,6 +23,7 @@ from penstock.router.state.attempts import ActiveRequest
 from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.router_metrics import Metrics
 from penstock.schemas import jobs, requests, tokens, wire
+from penstock.schemas.cells import is_cell
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import WORKER_LOST, EarlierWorker
 from penstock.schemas.requests import time_of
@@ -208,14 +209,21 @@ class Recovery:
         elif stalled and attempt.reason.startswith(STALLED):
             message = f"{reason}; the attempt before {attempt.reason}"
             self._terminal.end(pending, Code.engine_error, message)
-        elif pending.attempt - self._cluster.returned.crashes(attempt.request_id) > self._max_attempts:
-            workers = "1 worker was" if attempt.attempt == 1 else f"{attempt.attempt} workers in turn were"
+        elif self._used_up(pending):
+            count = attempt.attempt - _in_cells(pending)
+            workers = "1 worker was" if count == 1 else f"{count} workers in turn were"
             message = f"{workers} lost or failed while running this request ({reason})"
             self._terminal.end(pending, Code.worker_lost, message)
         else:
             log.info("request_requeued", request=attempt.request_id, attempt=pending.attempt, reason=reason)
             self._cluster.tracker.requeue(attempt.request_id, attempt.attempt)
             await self._place(pending)
+
+    def _used_up(self, pending: PendingRequest) -> bool:
+        """Whether a request may have no further attempt. Crashes have a limit of their own, and no worker failed when
+        another cell returned it."""
+        uncounted = self._cluster.returned.crashes(pending.request.id) + _in_cells(pending)
+        return pending.attempt - uncounted > self._max_attempts
 
     async def _revoke(self, entry: ActiveRequest) -> None:
         """Stop the worker of the present stage: the attempt is void."""
@@ -231,6 +239,11 @@ class Recovery:
             stored.add_done_callback(lambda future: future.cancelled() or future.exception())
         except ServingError as error:  # the worker computes in vain; the answer is not affected
             log.warning("attempt_not_revoked", request=entry.request, worker=entry.worker, error=error.message)
+
+
+def _in_cells(pending: PendingRequest) -> int:
+    """Attempts that other cells returned."""
+    return len({each.attempt for each in pending.earlier_workers if is_cell(each.worker)})
 
 
 def _next_attempt(attempt: InterruptedAttempt, reason: str, now_ns: int) -> PendingRequest:

@@ -66,25 +66,31 @@ def test_what_may_have_ended_workers_runs_alone_there() -> None:
 
 
 def test_its_record_is_one_of_its_own_cell() -> None:
-    job = job_of(streamed_ns=7)
+    job = job_of(streamed_ns=7, lost=((1, "w1"),))
     guest = guest_id(job, REQUEST.id, 0)
-    there = done.Done(guest, REQUEST.model, 1, "w", (done.Outcome(STREAMED[0], "stop"),), submitted=b"other")
+    times = done.Timings(earlier_workers=(jobs.EarlierWorker(1, "v", "worker_lost"),))
+    there = done.Done(guest, REQUEST.model, 2, "w", (done.Outcome(STREAMED[0], "stop"),), timings=times, submitted=b"other")
     event = event_of(job, REQUEST, there)
     assert (event.request, event.attempt, event.worker, event.choices) == (REQUEST.id, 2, "w", there.choices)
     assert event.timings.streamed_ns == 7
+    assert event.timings.earlier_workers == (
+        jobs.EarlierWorker(1, "w1", "worker_lost"),
+        jobs.EarlierWorker(2, "v", "worker_lost"),
+    )
     recorded = done.request_of(event)
     assert recorded == msgspec.structs.replace(REQUEST, ran_as=guest)
     assert recorded is not None
     assert not recorded.origin
 
 
-@pytest.mark.parametrize("code", [Code.worker_lost, Code.shutting_down])
+@pytest.mark.parametrize("code", [Code.model_unavailable, Code.shutting_down])
 def test_an_end_that_returns_it_is_no_end_for_its_readers(code: Code) -> None:
     failed = Finish("error", code=code, message="this cell has no worker")
     items = [TokenItem("g", 1, 0, 4, STREAMED[1]), TokenItem("g", 2, 0, 5, b"", failed)]
     assert moved_back(items, "r", 3) == (TokenItem("r", 3, 0, 4, STREAMED[1]),)
-    late = TokenItem("g", 2, 0, 5, b"", Finish("error", code=Code.deadline_exceeded))
-    assert moved_back([late], "r", 3) == (TokenItem("r", 3, 0, 5, b"", late.finish),)
+    for final in (Code.deadline_exceeded, Code.worker_lost):
+        item = TokenItem("g", 2, 0, 5, b"", Finish("error", code=final))
+        assert moved_back([item], "r", 3) == (TokenItem("r", 3, 0, 5, b"", item.finish),)
 
 
 async def test_what_was_streamed_is_there_for_each_gateway_that_submits_it(

@@ -2,11 +2,13 @@
 
 import pytest
 
-from penstock.router.recovery.migration import can_run
+from penstock.router.placement.pending import PendingRequest
+from penstock.router.recovery.migration import can_run, may_leave
 from penstock.router.state.load_tracker import LoadTracker, merge
-from penstock.schemas.cells import CELL, cell_target, number_of
+from penstock.schemas.cells import CELL, cell_target, is_cell, number_of
 from penstock.schemas.fleet import Registration, WorkerState
-from penstock.schemas.jobs import LoadHeader
+from penstock.schemas.jobs import EarlierWorker, LoadHeader
+from tests.penstock.log_tools.traces import samples
 
 LOAD = LoadHeader(100, 0, "gateway", 600_000_000_000, "standard")
 
@@ -45,5 +47,19 @@ def test_what_another_cell_runs_is_no_orphan_until_it_is_returned() -> None:
 
 def test_cells_have_names_in_place_of_workers() -> None:
     assert number_of(cell_target(12)) == 12
+    assert is_cell(cell_target(12))
+    assert not is_cell("cell-12ab34cd")
     with pytest.raises(ValueError, match="no cell"):
         number_of("worker-1")
+
+
+def test_what_a_cell_has_returned_stays_for_a_while() -> None:
+    """A cell that takes nothing would be asked several times a second, and each time takes a job and a fence."""
+    request = samples.request()
+    pending = PendingRequest(request, b"", "", since_ns=1_000, attempt=2)
+    assert may_leave(pending, 0)
+    pending.earlier_workers = (EarlierWorker(1, cell_target(1), "returned: cell 1: no worker"),)
+    assert not may_leave(pending, 999)
+    assert may_leave(pending, 1_000)
+    pending.earlier_workers += (EarlierWorker(2, "w", "worker_lost"),)
+    assert may_leave(pending, 999)

@@ -18,6 +18,7 @@ from penstock.router.recovery.terminal_events import InterruptedAttempt
 from penstock.router.state import cluster_state
 from penstock.router.state.lost_workers import RegistrationRemoval
 from penstock.schemas import deletions, done, jobs, tokens, wire
+from penstock.schemas.cells import cell_target
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, new_request_id
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT, Subjects
@@ -162,6 +163,34 @@ async def test_a_request_that_outlives_too_many_workers_ends(
         await eventually(lambda: one.unfinished == {})
         assert len(log.ends(asked)) == 1
         assert [job.attempt for _, job in await clients.work()] == [1, 2]
+
+
+async def test_cells_that_return_a_request_use_up_none_of_its_attempts(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
+) -> None:
+    """Workers of two cells that come and go would fail requests that no worker has ever had."""
+    async with routing(broker, pipeline, max_attempts=1) as one:
+        asked = request()
+        await clients.ask(asked)
+        await eventually(lambda: one.waiting == [asked.id])
+        for attempt in (1, 2, 3):
+            pending = one.router.held.remove(asked.id)
+            assert pending is not None
+            assert pending.attempt == attempt
+            await one.router.migrate(pending, 7, "no worker in this cell")
+            await clients.placed(asked, attempt)
+            event = done.Returned(asked.id, asked.model, attempt, cell_target(7), "cell 7: no worker")
+            headers = done.returned_headers(event) | {HEADER_MSG_ID: done.returned_id(event)}
+            await log.bus.js.publish(pipeline.returned(asked.model), wire.encode(event), headers=headers)
+            await eventually(lambda: one.waiting == [asked.id])
+        assert log.ends(asked) == []
+        stub = await clients.stub("w1")
+        await clients.placed(asked, 4)
+        await eventually(lambda: _echoed(one, asked))
+        await lose(clients, stub)
+        end = await log.end(asked)
+        assert end.code == Code.worker_lost
+        assert end.message.startswith("1 worker was lost")
 
 
 async def test_a_returned_request_is_requeued(log: LogClient, clients: Clients, one: Routing) -> None:
