@@ -171,6 +171,12 @@ class Revisions(NamedTuple):
     present: frozenset[str]
 
 
+def run_together(workers: Iterable[Registration]) -> bool:
+    """Whether workers of one model run requests, full or not: one of them by itself, or two of them as a pair."""
+    ready = [each for each in workers if each.state is WorkerState.ready and each.role != "encode"]
+    return any(not each.pair_only for each in ready) or {"prefill", "decode"} <= {each.role for each in ready}
+
+
 def reads(registration: Registration, tokenizer: str) -> bool:
     """Whether the worker's tokenizer is the prompt's. Older builds do not register theirs and count as equal."""
     return not tokenizer or not registration.tokenizer or registration.tokenizer == tokenizer

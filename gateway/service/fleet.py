@@ -37,7 +37,7 @@ from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import requests
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import APART, DIFFUSION, EMBED, NO_TOKENS, Registration, WorkerState, reads
+from penstock.schemas.fleet import APART, DIFFUSION, EMBED, NO_TOKENS, Registration, WorkerState, reads, run_together
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import token
 
@@ -195,7 +195,7 @@ class FleetView:
             unloaded=self._unloaded,
         )
         self.on_models: Callable[[], None] = lambda: None
-        self._served_in: list[frozenset[str] | None] = [None] * len(self.watches)  # models by cell; None: not known yet
+        self._served_in: list[Mapping[str, bool] | None] = [None] * len(self.watches)  # by cell; None: not known yet
         self._gateway = gateway
         self._settings = settings
         self._metrics = metrics
@@ -334,10 +334,24 @@ class FleetView:
         Args:
             name: canonical; "": any.
         """
+        served = self._served(cell)
+        return name in served if name else bool(served)
+
+    def best_of(self, cells: Iterable[int], name: str) -> list[int]:
+        """Those of some cells that run requests for a model. Where some have both workers of a pair, these only: a
+        worker of a pair that is left alone does the work of both.
+
+        Args:
+            name: canonical.
+        """
+        able = [each for each in cells if name in self._served(each)]
+        return [each for each in able if self._served(each)[name]] or able
+
+    def _served(self, cell: int) -> Mapping[str, bool]:
         served = self._served_in[cell]
         if served is None:
             served = self._served_in[cell] = _served(each.registration for each in self.watches[cell].members.values())
-        return name in served if name else bool(served)
+        return served
 
     def has_worker(self) -> bool:
         """Whether a worker takes requests for some model. Those of images and vectors count where all are learned."""
@@ -545,15 +559,21 @@ class FleetView:
             model.changed()  # its context holds the model
 
 
-def _served(registrations: Iterable[Registration]) -> frozenset[str]:
-    """The models that these workers can run requests for, by all their names."""
-    roles: dict[str, set[str]] = {}
+def _served(registrations: Iterable[Registration]) -> dict[str, bool]:
+    """The models that workers run requests for, by all their names, and whether each has all that its requests need:
+    not only one role of a pair."""
+    ready: dict[str, list[Registration]] = {}
     for each in registrations:
         if each.state is WorkerState.ready:
             for name in _names(each):
-                roles.setdefault(name, set()).add(each.role)
+                ready.setdefault(name, []).append(each)
     whole = {"aggregated", *APART}
-    return frozenset(name for name, had in roles.items() if had & whole or {"prefill", "decode"} <= had)
+    roles = {name: {each.role for each in workers} for name, workers in ready.items()}
+    return {
+        name: bool(roles[name] & whole) or {"prefill", "decode"} <= roles[name]
+        for name, workers in ready.items()
+        if run_together(workers)
+    }
 
 
 def _unreadable(request: GenerateRequest) -> ServingError:

@@ -358,9 +358,9 @@ class Gateway:
         """The request in the cell that suits it best; its id says which that is."""
         request = prepared.request
         accepting = [cell for cell in self.cells if cell.accepts(request)]
-        usable = [each for each in accepting if each.serves and self.fleet.serves_in(each.number, request.model)]
+        usable = self.fleet.best_of((cell.number for cell in accepting if cell.serves), request.model)
         # Without one it waits for workers or routers, but for no broker if it need not.
-        chosen = await self._chooser.choose(request, [cell.number for cell in usable or accepting])
+        chosen = await self._chooser.choose(request, usable or [cell.number for cell in accepting])
         if chosen == self._numbered(request.id):
             return prepared
         moved = msgspec.structs.replace(request, id=in_cell(request.id, self._first_cell + chosen))

@@ -221,11 +221,9 @@ class Carrier:
         except msgspec.MsgspecError as error:  # of a later release
             log.debug("room_not_known", error=str(error))
             return
-        others = [
-            each.number
-            for each in self._cells
-            if each is not self._own and each.serves and self._fleet.serves_in(each.number, question.model)
-        ]
+        others = self._fleet.best_of(
+            (each.number for each in self._cells if each is not self._own and each.serves), question.model
+        )
         if message.reply and self._own.bus.connected:
             answer = self._chooser.room(question, others)
             await self._own.bus.nc.publish(message.reply, wire.encode(answer))

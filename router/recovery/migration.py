@@ -23,10 +23,10 @@ from penstock.router.held.held_requests import HeldRequests
 from penstock.router.placement.pending import PendingRequest, Standing
 from penstock.router.recovery.terminal_events import TerminalPublisher
 from penstock.router.state.cluster_state import ClusterState
-from penstock.router.state.target_loads import ENCODE, serves
+from penstock.router.state.target_loads import serves
 from penstock.schemas.cells import RoomAnswer, RoomQuestion, decode_room_answer, is_cell
 from penstock.schemas.errors import Code
-from penstock.schemas.fleet import Registration, WorkerState
+from penstock.schemas.fleet import Registration, run_together
 from penstock.schemas.wire import encode
 
 log = structlog.get_logger("router")
@@ -41,12 +41,7 @@ APART = ("image", "video")  # outputs whose files are in the store of the cell w
 
 def can_run(registrations: Sequence[Registration], model: str) -> bool:
     """Whether a cell has ready workers that together run requests of a model, full or not. Pure."""
-    ready = [each for each in registrations if each.state is WorkerState.ready and serves(each, model)]
-    computing = [each for each in ready if each.role != ENCODE]
-    if not computing:
-        return False
-    roles = {each.role for each in computing}
-    return not all(each.pair_only for each in computing) or {"prefill", "decode"} <= roles
+    return run_together(each for each in registrations if serves(each, model))
 
 
 class Migration:

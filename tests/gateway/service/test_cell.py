@@ -125,7 +125,7 @@ async def test_a_cell_that_is_not_active_gets_no_request_but_its_ids_are_looked_
 ) -> None:
     async with gateway_on(broker, subjects, model, cells=[broker], nearest_cell=1, active_cells=1) as running:
         gateway = running.gateway
-        monkeypatch.setattr(gateway.fleet, "serves_in", lambda cell, name="": cell == 1)
+        monkeypatch.setattr(gateway.fleet, "best_of", lambda cells, name: [each for each in cells if each == 1])
         prepared = await gateway.prepare("completion", BODY)
         assert cell_in(prepared.request.id) == 0, "only the other one has workers"
         assert [each.accepts(prepared.request) for each in gateway.cells] == [True, False]

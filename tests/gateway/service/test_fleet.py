@@ -102,6 +102,20 @@ async def test_what_encode_workers_do_not_apply_says_nothing_of_workers_that_are
     assert known() == frozenset(), "a worker that is there applies none"
 
 
+async def test_a_decode_worker_alone_makes_a_cell_serve_unless_another_cell_has_a_pair(view: FleetView) -> None:
+    join(view, "d", "decode", pair_only=True)
+    assert not view.serves_in(0)
+    join(view, "d", "decode")
+    assert view.serves_in(0, "demo")
+    assert view.best_of([0], "demo") == [0]
+    alone = view._served(0)
+    join(view, "p", "prefill")
+    view._served_in = [alone, view._served(0), {}]
+    assert view.best_of([0, 1, 2], "demo") == [1]
+    assert view.best_of([0, 2], "demo") == [0]
+    assert view.best_of([2], "demo") == []
+
+
 async def test_a_parser_that_this_gateway_does_not_know_is_told_once_and_reads_nothing(view: FleetView) -> None:
     with capture_logs() as logs:
         join(view, "a", tool_call_parser="acme", reasoning_parser="basic")
