@@ -69,7 +69,9 @@ def test_its_record_is_one_of_its_own_cell() -> None:
     job = job_of(streamed_ns=7, lost=((1, "w1"),))
     guest = guest_id(job, REQUEST.id, 0)
     times = done.Timings(earlier_workers=(jobs.EarlierWorker(1, "v", "worker_lost"),))
-    there = done.Done(guest, REQUEST.model, 2, "w", (done.Outcome(STREAMED[0], "stop"),), timings=times, submitted=b"other")
+    there = done.Done(
+        guest, REQUEST.model, 2, "w", (done.Outcome(STREAMED[0], "stop"),), timings=times, submitted=b"other"
+    )
     event = event_of(job, REQUEST, there)
     assert (event.request, event.attempt, event.worker, event.choices) == (REQUEST.id, 2, "w", there.choices)
     assert event.timings.streamed_ns == 7
