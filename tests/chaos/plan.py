@@ -12,7 +12,8 @@ class Act(enum.StrEnum):
     kill = "kill"  # SIGKILL; the supervisor starts it again
     stop = "stop"  # SIGSTOP, then SIGCONT after ``hold_s``
     restart = "restart"  # SIGTERM; the supervisor starts it again
-    roll = "roll"  # every process but the broker is restarted, one after the other
+    roll = "roll"  # every process but the broker is restarted, one after the other; of several cells, all but one is
+    # given up and taken again
     crash = "crash"  # everything is killed at once, the supervisor too, and started again
     stall = "stall"  # its link to the broker carries nothing in one direction for ``hold_s``, and stays open
     fill = "fill"  # the broker's disk is full for ``hold_s``

@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -220,7 +221,10 @@ class System:
                 await asyncio.sleep(max(0.0, began + each.at_s - time.monotonic()))
                 if each.act in (Act.roll, Act.crash):
                     since = time.monotonic()
-                    await (self._roll() if each.act is Act.roll else self._crash())
+                    if each.act is Act.crash:
+                        await self._crash()
+                    else:
+                        await (self._regroup() if self.topology.cells > 1 else self._roll())
                     began += time.monotonic() - since  # what comes later keeps its distances
                 else:
                     self._hit(each)
@@ -348,6 +352,28 @@ class System:
                 self.late.append(f"{name} is not back {BACK_S:g} s after a rolling restart")
                 self._say(self.late[-1])
         self._say("rolling restart is over")
+
+    async def _regroup(self) -> None:
+        """Give up all cells but the first, and take them again: what moves is restarted in turn."""
+        for cells in (1, self.topology.cells):
+            self._say(f"{cells} active cells")
+            self.release()  # a process that is stopped would hold up those after it
+            command = ("restart", "--rolling", "--cells", str(cells), "--timeout", f"{BACK_S:g}s")
+            regrouping = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "penstock", *command, "--data-dir", str(self.deployment.data_dir)),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+            assert regrouping.stdout is not None
+            said = b""
+            async for said in regrouping.stdout:
+                if match := re.fullmatch(r"(\S+): ready again after (\S+) s\n", said.decode()):
+                    self.hits.append(Hit(time.time() - float(match[2]), Act.roll, match[1]))
+            if await regrouping.wait():
+                self.late.append(f"there are not {cells} active cells: {said.decode().strip()}")
+                self._say(self.late[-1])
+        self._say("the cells are as before")
 
     async def _crash(self) -> None:
         """Kill the supervisor, and with it everything; start it again on the same data."""
