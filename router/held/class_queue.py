@@ -19,7 +19,7 @@ seconds a request is overdue after twice the work in front of it, and after more
 
 import heapq
 from bisect import bisect_left, insort
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import Generic, NamedTuple, TypeVar
 
@@ -55,8 +55,6 @@ class _Limit(NamedTuple):
         came: work that its tenant had had when it came.
     """
 
-    entry_order: int
-    id: str
     came: float
     overdue: float
     alone: float
@@ -69,7 +67,8 @@ class _Tenant(Generic[T]):
 
     def __init__(self, passed: float) -> None:
         self.heap: list[QueueEntry[T]] = []  # by due time; removed entries stay until they reach the top
-        self.limits: deque[_Limit] = deque()  # oldest first; those of removed entries stay until they are first
+        # By request, oldest first. The first key of a dict is found behind all that were deleted before it.
+        self.limits: OrderedDict[str, _Limit] = OrderedDict()
         self.count = 0
         self.held = 0.0  # work
         self.had = 0.0
@@ -78,17 +77,20 @@ class _Tenant(Generic[T]):
     def push(self, entry: QueueEntry[T]) -> None:
         heapq.heappush(self.heap, entry)
         overdue, alone = self.had + OVERDUE_AFTER * self.held, self.had + ALONE_AFTER * self.held
-        if self.limits:
-            overdue, alone = max(overdue, self.limits[-1].overdue), max(alone, self.limits[-1].alone)
-        self.limits.append(_Limit(entry.order, entry.id, self.had, overdue, alone))
+        for last in reversed(self.limits.values()):
+            overdue, alone = max(overdue, last.overdue), max(alone, last.alone)
+            break
+        self.limits[entry.id] = _Limit(self.had, overdue, alone)
         self.count += 1
         self.held += entry.size
 
     def first(self, count: int, waiting: Mapping[str, QueueEntry[T]], now_ns: int) -> tuple[list[QueueEntry[T]], bool]:
         """The next requests, and whether the first of them is tried alone."""
         first_entries = self._overdue(count, waiting, now_ns)
-        if first_entries and self.had > max(self.limits[0].alone, self.limits[0].came + 2 * self.held):
-            return first_entries[:1], True
+        if first_entries:
+            limit = self.limits[first_entries[0].id]
+            if self.had > max(limit.alone, limit.came + 2 * self.held):
+                return first_entries[:1], True
         taken, kept = {entry.id for entry in first_entries}, []
         while self.heap and len(first_entries) < count:
             entry = heapq.heappop(self.heap)
@@ -105,25 +107,17 @@ class _Tenant(Generic[T]):
         if len(self.heap) > 2 * self.count + 64:
             self.heap = [each for each in self.heap if waiting.get(each.id) is each]
             heapq.heapify(self.heap)
-        if len(self.limits) > 2 * self.count + 64:
-            self.limits = deque(each for each in self.limits if _is_waiting(each, waiting))
 
     def _overdue(self, count: int, waiting: Mapping[str, QueueEntry[T]], now_ns: int) -> list[QueueEntry[T]]:
-        limits = self.limits
-        while limits and not _is_waiting(limits[0], waiting):
-            limits.popleft()
         overdue: list[QueueEntry[T]] = []
-        for limit in limits:
-            if len(overdue) == count:
+        for id, limit in self.limits.items():
+            entry = waiting[id]
+            waited_ns = now_ns - entry.arrived_ns
+            share = min(1.0, max(OVERDUE_FIRST, waited_ns / GROWING_NS))
+            after = max(share * (limit.overdue - limit.came), self.held)
+            if len(overdue) == count or waited_ns < OVERDUE_NS or self.had <= limit.came + after:
                 break
-            if _is_waiting(limit, waiting):
-                entry = waiting[limit.id]
-                waited_ns = now_ns - entry.arrived_ns
-                share = min(1.0, max(OVERDUE_FIRST, waited_ns / GROWING_NS))
-                after = max(share * (limit.overdue - limit.came), self.held)
-                if waited_ns < OVERDUE_NS or self.had <= limit.came + after:
-                    break
-                overdue.append(entry)
+            overdue.append(entry)
         return overdue
 
 
@@ -194,6 +188,7 @@ class ClassQueue(Generic[T]):
         self._drop(entry, self._tenants[entry.tenant], waiting)
 
     def _drop(self, entry: QueueEntry[T], tenant: _Tenant[T], waiting: Mapping[str, QueueEntry[T]]) -> None:
+        del tenant.limits[entry.id]
         tenant.count -= 1
         tenant.held -= entry.size
         if tenant.count:
@@ -207,8 +202,3 @@ class ClassQueue(Generic[T]):
 
     def _delete_share(self, name: str, tenant: _Tenant[T]) -> None:
         del self._by_share[bisect_left(self._by_share, (tenant.passed, name))]
-
-
-def _is_waiting(limit: _Limit, waiting: Mapping[str, QueueEntry[T]]) -> bool:
-    entry = waiting.get(limit.id)
-    return entry is not None and entry.order == limit.entry_order
