@@ -9,6 +9,7 @@ class Code(enum.StrEnum):
     invalid_request = "invalid_request"
     model_not_found = "model_not_found"
     model_unavailable = "model_unavailable"
+    endpoint_not_found = "endpoint_not_found"
     request_not_found = "request_not_found"
     request_erased = "request_erased"
     content_lost = "content_lost"
@@ -47,6 +48,7 @@ _STATUS = {
     Code.invalid_request: 400,
     Code.model_not_found: 404,
     Code.model_unavailable: 503,
+    Code.endpoint_not_found: 404,
     Code.request_not_found: 404,
     Code.request_erased: 410,
     Code.content_lost: 502,

@@ -14,7 +14,8 @@ import base64
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
@@ -32,10 +33,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.gateway.access.authentication import ANYONE, CALLER, Caller, audited, caller_of
-from penstock.gateway.apis.chat.tokenization import detokenize, tokenize
+from penstock.gateway.apis.chat.tokenization import detokenize, tokenize, tokenizer_info
 from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH
 from penstock.gateway.apis.images import IMAGE_PATHS
-from penstock.gateway.apis.messages.objects import message_error, messages_status
+from penstock.gateway.apis.messages.objects import MessagesModel, message_error, messages_status, model_page
 from penstock.gateway.apis.messages.prepare_message import count_message
 from penstock.gateway.base.chat_objects import CancelResponse, error_body, stopping
 from penstock.gateway.base.request_bodies import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
@@ -196,6 +197,16 @@ class Computed:
                 await self._refuse(send, INTERNAL)
 
 
+_MESSAGES = "/v1/messages"
+_ANTHROPIC_VERSION = b"anthropic-version"  # a header that all clients of Anthropic's send
+
+
+def asks_anthropic(scope: Scope) -> bool:
+    """Whether the client expects Anthropic's shapes."""
+    path: str = scope["path"]
+    return path.startswith(_MESSAGES) or any(name == _ANTHROPIC_VERSION for name, _ in scope["headers"])
+
+
 # Clients with a base URL that lacks /v1 ask for these.
 _WITHOUT_VERSION = tuple(
     "/" + path
@@ -212,11 +223,11 @@ def application(gateway: Gateway) -> App:
         exception_handlers={HTTPException: _http_error, ServingError: _serving_error, Exception: _crash},
     )
 
-    async def refuse(path: str, send: Send, error: ServingError) -> None:
+    async def refuse(scope: Scope, send: Send, error: ServingError) -> None:
         gateway.metrics.of("").requests.labels("http", error.code.value).inc()
         if error.code is Code.invalid_api_key:
             send = with_header(send, b"www-authenticate", b"Bearer")
-        await (send_message_error if path.startswith("/v1/messages") else send_error)(send, error)
+        await (send_message_error if asks_anthropic(scope) else send_error)(send, error)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -233,7 +244,7 @@ def application(gateway: Gateway) -> App:
         try:
             scope[CALLER] = gateway.guard.admit(path, scope["headers"])
         except ServingError as error:
-            await refuse(path, send, error)
+            await refuse(scope, send, error)
             return
         if direct is None and (entry := audited(scope["method"], path, scope[CALLER])) is not None:
             gateway.audit.note(entry)
@@ -287,6 +298,7 @@ def routes_of(gateway: Gateway) -> list[Route]:
         Route("/v1/responses/{id}/input_items", stored.input_items),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
+        Route("/tokenizer_info", api.tokenizer_info),
         Route("/v1/requests", api.requests),
         Route("/v1/requests/{id}", api.request, methods=["GET"]),
         Route("/v1/requests/{id}", api.cancel, methods=["DELETE"]),
@@ -342,15 +354,34 @@ class _Api:
         cards = text | {name: card for name, card in (diffusion | embedding).items() if name not in text}
         return {name: card for name, card in cards.items() if caller.may_name(name)}
 
+    def _for_messages(self, caller: Caller) -> dict[str, MessagesModel]:
+        """Models that take messages, as Anthropic describes them."""
+        began = datetime.fromtimestamp(self._gateway.started_ns // 1_000_000_000, UTC)
+        created, models = began.strftime("%Y-%m-%dT%H:%M:%SZ"), {}
+        for name, model in self._gateway.fleet.listed():
+            if caller.may_name(name):
+                length = model.card.max_model_len or None
+                models[name] = MessagesModel(name, name, created, length, length)
+        return models
+
     async def models(self, request: Request) -> Response:
-        return _reply({"object": "list", "data": list(self._cards(caller_of(request.scope)).values())})
+        caller = caller_of(request.scope)
+        if asks_anthropic(request.scope):
+            return _reply(model_page(list(self._for_messages(caller).values()), request.query_params))
+        return _reply({"object": "list", "data": list(self._cards(caller).values())})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        card = self._cards(caller_of(request.scope)).get(name)
+        name, caller = request.path_params["name"], caller_of(request.scope)
+        anthropic = asks_anthropic(request.scope)
+        card = self._for_messages(caller).get(name) if anthropic else self._cards(caller).get(name)
         if card is None:
             raise ServingError(Code.model_not_found, f"model {name[:200]!r} is not served here", param="model")
         return _reply(card)
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        name, caller = request.query_params.get("model", ""), caller_of(request.scope)
+        context = await self._gateway.fleet.context_for(name, caller)
+        return _reply(await asyncio.to_thread(tokenizer_info, context))
 
     async def requests(self, request: Request) -> Response:
         caller = caller_of(request.scope)
@@ -401,18 +432,90 @@ def _reply(value: Any, status: int = 200) -> Response:
     return Response(_json(value), status_code=status, media_type="application/json")
 
 
+_NO_ASSISTANTS = "POST /v1/responses continues a conversation with previous_response_id, and calls your tools."
+_NO_TUNING = "Train the model elsewhere, and serve its folder: penstock up --model FOLDER."
+_NO_RANKS = "Compare vectors of POST /v1/embeddings instead."
+_NO_ADMINISTRATION = "Keys and tenants are managed with `penstock keys` and `penstock tenants`."
+_MODELS_ARE_WORKERS = "A model is served as long as a worker runs it: penstock up --model MODEL."
+# What other servers have, by the path without /v1, and what to do here. Of several beginnings, the longest counts.
+ELSEWHERE = {
+    "api": "Of Ollama's API, there is nothing here. Use POST /v1/chat/completions.",
+    "assistants": _NO_ASSISTANTS,
+    "audio": "No model takes or makes sound here: transcribe or speak with another server.",
+    "chat/completions": "Read a chat with GET /v1/requests/ID; ID is in its header X-Request-Id.",
+    "classify": _NO_RANKS,
+    "complete": "Use POST /v1/messages.",
+    "completion": "Use POST /v1/completions.",
+    "containers": "Run code in a tool of your own.",
+    "conversations": _NO_ASSISTANTS,
+    "edits": "Use POST /v1/chat/completions.",
+    "engines": "GET /v1/models lists the models; requests name theirs in the field model.",
+    "evals": "Evaluate with a client such as lm-eval or guidellm.",
+    "fine-tunes": _NO_TUNING,
+    "fine_tuning": _NO_TUNING,
+    "generate": "Use POST /v1/completions.",
+    "generate_stream": 'Use POST /v1/completions with "stream": true.',
+    "images": "Images are made of texts only: POST /v1/images/generations.",
+    "infill": "Use POST /v1/completions with the model's own marks in the prompt.",
+    "messages/batches": 'Send each message to POST /v1/messages, with "priority": "batch".',
+    "moderations": "Ask a model for a verdict with POST /v1/chat/completions and a response_format.",
+    "openai": "Azure's paths are not served: set the base URL to http://HOST:PORT/v1, use the client without Azure, "
+    "and name the deployment's model in the field model.",
+    "organization": _NO_ADMINISTRATION,
+    "pooling": "Use POST /v1/embeddings.",
+    "projects": _NO_ADMINISTRATION,
+    "realtime": 'Stream the answer of POST /v1/responses or /v1/chat/completions with "stream": true.',
+    "rerank": _NO_RANKS,
+    "score": _NO_RANKS,
+    "threads": _NO_ASSISTANTS,
+    "v1beta": "Gemini's API is not served: use POST /v1/chat/completions.",
+    "v2/chat": "Cohere's API is not served: use POST /v1/chat/completions.",
+    "v2/embed": "Use POST /v1/embeddings.",
+    "v2/health": "Use GET /health/ready.",
+    "v2/models": "Use GET /v1/models.",
+    "v2/rerank": _NO_RANKS,
+    "vector_stores": "Make vectors with POST /v1/embeddings, and keep and search them in a store of your own.",
+    "videos": "Use POST /v1/videos/generations.",
+}
+
+
+def no_endpoint(method: str, path: str) -> ServingError:
+    """Why a path is not found, and what to ask instead."""
+    parts = path.removeprefix(f"/{_VERSION}/").strip("/").split("/")
+    beginnings = ("/".join(parts[:count]) for count in range(len(parts), 0, -1))
+    instead = next((ELSEWHERE[each] for each in beginnings if each in ELSEWHERE), "")
+    asked = f"{method} {path[:200]}"
+    why = f"{asked} is not supported. {instead}" if instead else f"there is no {asked}."
+    return ServingError(Code.endpoint_not_found, f"{why} GET /docs lists all endpoints")
+
+
+def _refusal(request: Request, error: ServingError, status: int, headers: Mapping[str, str] | None = None) -> Response:
+    if asks_anthropic(request.scope):
+        name = new_request_id()
+        status = messages_status(error.code) if status == error.code.status else status
+        body = _json(message_error(error, name))
+        headers = {**(headers or {}), "x-request-id": name, "request-id": name}
+    else:
+        body = _json(error_body(error))
+    return Response(body, status_code=status, media_type="application/json", headers=headers)
+
+
 async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    return _reply(error_body(error), error.code.status)
+    return _refusal(request, error, error.code.status)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}; see /docs"
-    body = error_body(ServingError(Code.invalid_request, message))
-    return Response(_json(body), status_code=error.status_code, media_type="application/json", headers=error.headers)
+    method, path = request.method, request.url.path
+    if error.status_code == 404:
+        return _refusal(request, no_endpoint(method, path), 404)
+    allowed = (error.headers or {}).get("Allow", "")
+    why = f"{method} is no method of {path}; use {allowed}" if allowed else f"{method} {path}: {error.detail}"
+    refused = ServingError(Code.invalid_request, f"{why} (see /docs)")
+    return _refusal(request, refused, error.status_code, error.headers)
 
 
 async def _crash(request: Request, error: Exception) -> Response:
     log.error("http_handler_failed", path=request.url.path, error=repr(error))
-    return _reply(error_body(INTERNAL), 500)
+    return _refusal(request, INTERNAL, 500)

@@ -252,7 +252,24 @@ OPERATIONS = (
         errors=(Code.request_not_found, Code.broker_unavailable),
         parameters=(("name", "path", "from the response's url"),),
     ),
-    Operation("get", "/v1/models", "List models", response=ModelList),
+    Operation(
+        "get",
+        "/tokenizer_info",
+        "The tokenizer's configuration and the chat template",
+        errors=(Code.model_not_found, Code.invalid_request),
+        parameters=(("model", "query", "needed where several are served"),),
+    ),
+    Operation(
+        "get",
+        "/v1/models",
+        "List models; with the header anthropic-version in Anthropic's format",
+        response=ModelList,
+        parameters=(
+            ("limit", "query", "Anthropic's format: at most so many, 1 to 1000; 20 if it is not given"),
+            ("after_id", "query", "Anthropic's format: those after this one"),
+            ("before_id", "query", "Anthropic's format: those before this one"),
+        ),
+    ),
     Operation(
         "get",
         "/v1/models/{name}",

@@ -1,4 +1,7 @@
-"""``/tokenize`` and ``/detokenize``, as vLLM's server has them: a body in, tokens or text out. Pure."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as vLLM's server has them.
+
+The first two are pure: a body in, tokens or text out. The third reads a file of the model's folder.
+"""
 
 from typing import Annotated, Any
 
@@ -8,6 +11,7 @@ from msgspec import Meta, Struct
 from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, ChatCompletionRequest, ChatMessage, TokenId, check_chat
 from penstock.gateway.apis.chat.prompt import chat_prompt, encode
 from penstock.gateway.base.request_bodies import PrepareContext, decode_body, invalid
+from penstock.infra.model.modeldir import read_json
 
 MAX_TOKENS = 1 << 20  # of one body of /detokenize
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -84,6 +88,28 @@ def detokenize(data: bytes, context: PrepareContext) -> Detokenized:
     if max(body.tokens, default=0) >= size:
         raise invalid("tokens", f"tokens has id {max(body.tokens)}; ids must be below {size}")
     return Detokenized(context.model.tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+
+_OF_HOST = ("_file", "_path", "_dir", "_or_path", "_commit_hash")  # what fields with names of files end with
+
+
+def tokenizer_info(context: PrepareContext) -> dict[str, Any]:
+    """What tokenizer_config.json says, and the chat template in use. Fields that name files or folders are left out.
+
+    Reads the file, so call it in a thread.
+    """
+    model = context.model
+    found = read_json(model.path / "tokenizer_config.json")
+    info = {name: value for name, value in found.items() if not name.endswith(_OF_HOST) and not _is_path(value)}
+    info.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    info.pop("chat_template", None)
+    if model.template is not None:
+        info["chat_template"] = model.template.suited(tools=False).source
+    return info
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(("/", "~/")) and value.count("/") > 1
 
 
 def _chat_tokens(body: TokenizeRequest, messages: list[ChatMessage], context: PrepareContext) -> list[int]:

@@ -1,10 +1,12 @@
-"""Messages, content blocks and events of the Messages API."""
+"""Messages, content blocks, events and models of the Messages API."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
 from penstock.gateway.apis.messages.bodies import THREAD
+from penstock.gateway.base.request_bodies import invalid
 from penstock.schemas.errors import Code, ServingError
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
@@ -89,6 +91,60 @@ class TokenCount(Struct, frozen=True):
     """Response of POST /v1/messages/count_tokens."""
 
     input_tokens: int
+
+
+class MessagesModel(Struct, frozen=True):
+    """One model of GET /v1/models, for clients of Anthropic's. Lengths in tokens; null: not known."""
+
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int | None = None
+    max_tokens: int | None = None
+    lifecycle: Literal["active"] = "active"
+    type: Literal["model"] = "model"
+
+
+class ModelPage(Struct, frozen=True):
+    """``has_more``: in the direction that was asked for."""
+
+    data: list[MessagesModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+MODELS_LIMIT, MOST_MODELS = 20, 1000  # of a page
+
+
+def model_page(models: Sequence[MessagesModel], query: Mapping[str, str]) -> ModelPage:
+    """
+    Args:
+        query: ``limit``, and ``after_id`` or ``before_id``, as in the URL.
+    Raises:
+        ServingError: invalid_request, with the parameter.
+    """
+    text = query.get("limit", str(MODELS_LIMIT))
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(MOST_MODELS)) else 0
+    if not 1 <= limit <= MOST_MODELS:
+        raise invalid("limit", f"limit is {text[:40]!r}; it must be 1 to {MOST_MODELS}")
+    after, before = query.get("after_id"), query.get("before_id")
+    if after is not None and before is not None:
+        raise invalid("before_id", "after_id and before_id exclude each other")
+    places = {model.id: place for place, model in enumerate(models)}
+    for field, name in (("after_id", after), ("before_id", before)):
+        if name is not None and name not in places:
+            raise invalid(field, f"{field} {name[:200]!r} is not the id of a model; take it from the page before")
+    if before is not None:
+        end = places[before]
+        start = max(end - limit, 0)
+        more = start > 0
+    else:
+        start = places[after] + 1 if after is not None else 0
+        end = min(start + limit, len(models))
+        more = end < len(models)
+    page = list(models[start:end])
+    return ModelPage(page, more, page[0].id if page else None, page[-1].id if page else None)
 
 
 class ErrorDetails(Struct, frozen=True):

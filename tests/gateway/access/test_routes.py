@@ -29,6 +29,7 @@ POLICIES = {
     "POST /v1/videos/generations": "key",
     "POST /tokenize": "key",
     "POST /detokenize": "key",
+    "GET /tokenizer_info": "key",
     "GET /v1/responses/{id}": "owner",
     "DELETE /v1/responses/{id}": "owner",
     "POST /v1/responses/{id}/cancel": "owner",

@@ -128,8 +128,8 @@ async def test_a_prompt_that_is_too_long_is_refused_with_the_limit(http: httpx.A
 
 
 async def test_paths_and_methods_that_do_not_exist(http: httpx.AsyncClient) -> None:
-    check_error(await http.get("/v1/nothing"), 404, "invalid_request", "/v1/nothing", "/docs")
-    check_error(await http.post("/v1/audio/speech", json={}), 404, "invalid_request", "/v1/audio/speech")
+    check_error(await http.get("/v1/nothing"), 404, "endpoint_not_found", "/v1/nothing", "/docs")
+    check_error(await http.post("/v1/audio/speech", json={}), 404, "endpoint_not_found", "/v1/audio/speech", "sound")
     answer = await http.get(CHAT)
     check_error(answer, 405, "invalid_request", "GET", "/docs")
     assert answer.headers["allow"] == "POST"

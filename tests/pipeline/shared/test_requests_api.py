@@ -245,6 +245,32 @@ async def test_health_models_and_documents(fast: Deployment) -> None:
             assert "openapi.json" in docs.text
 
 
+def test_the_anthropic_client_lists_and_pages_models(fast: Deployment) -> None:
+    import anthropic  # late: this takes 1.5 s, in each process that collects tests
+
+    with anthropic.Anthropic(base_url=fast.urls[0], api_key="none", max_retries=0) as client:
+        page = client.models.list(limit=1)
+        assert ([model.id for model in page.data], page.has_more) == (["tiny"], True)
+        assert [model.id for model in page] == ["tiny", "other"], "it asks for the second page by itself"
+        assert [model.id for model in client.models.list(limit=1, before_id="other")] == ["tiny"]
+        model = client.models.retrieve("other")
+        assert (model.type, model.display_name, model.max_input_tokens) == ("model", "other", 131_072)
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            client.models.retrieve("nobody")
+        assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+
+
+async def test_the_tokenizer_is_described_without_files_of_the_host(http: httpx.AsyncClient) -> None:
+    info = (await http.get("/tokenizer_info")).json()
+    assert "<|im_start|>" in info["chat_template"]
+    assert info["tokenizer_class"]
+    assert "eos_token" in info
+    assert not [name for name in info if name.endswith(("_file", "_or_path"))]
+    assert (await http.get("/tokenizer_info?model=other")).json() == info
+    refused = await http.get("/tokenizer_info?model=nobody")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
 async def test_the_document_describes_every_path_that_is_served(http: httpx.AsyncClient) -> None:
     document = (await http.get("/openapi.json")).json()
     assert document["openapi"] == "3.1.0"
@@ -257,7 +283,7 @@ async def test_the_document_describes_every_path_that_is_served(http: httpx.Asyn
             answer = await http.request(method.upper(), path.replace("{id}", "nobody").replace("{name}", "nobody"))
             assert answer.status_code != 405, (method, path)
             detail = answer.json().get("error", {}) if "json" in answer.headers["content-type"] else {}
-            assert "see /docs" not in detail.get("message", ""), f"{method} {path} is not served"
+            assert detail.get("code") != "endpoint_not_found", f"{method} {path} is not served"
 
 
 async def test_the_counters_count_what_happened(fast: Deployment, http: httpx.AsyncClient) -> None:
