@@ -6,7 +6,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,7 @@ from penstock.operate.workers import registrations
 from penstock.schemas.fleet import WorkerState
 
 POLL_S = 0.1
+UP_S = 0.5  # between looks whether `penstock up` runs
 ORDER = ("worker", "router", "gateway", "trace", "dashboard")  # each role finds the others ready
 
 
@@ -82,13 +84,44 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
     if args.rolling:
         first = outdated(state)
         processes = first if args.cells else first + [each for each in processes if each not in first]
+    tell = partial(console.print, highlight=False)
+    work = _restart_all(data_dir, state, processes, timeout_s, new_cells=bool(args.cells), tell=tell)
+    await _while_up_runs(data_dir, work)
+
+
+async def _while_up_runs(data_dir: Path, work: Coroutine[None, None, None]) -> None:
+    """
+    Raises:
+        RestartFailed: `penstock up` was killed meanwhile: nothing starts processes again.
+    """
+    working = asyncio.create_task(work)
+    try:
+        while not working.done():
+            await asyncio.wait({working}, timeout=UP_S)
+            if not working.done() and holder(data_dir / "up.lock") is None:
+                raise RestartFailed(f"`penstock up` on {data_dir} has ended; start it, and then run this command again")
+    finally:
+        working.cancel()
+        await asyncio.wait({working})
+    working.result()
+
+
+async def _restart_all(
+    data_dir: Path,
+    state: DeploymentState,
+    processes: Sequence[Running],
+    timeout_s: float,
+    *,
+    new_cells: bool,
+    tell: Callable[[str], None],
+) -> None:
     async with open_cells(LogSource(data_dir), name="restart", role="viewer", streams=()) as logs:
         buses = {log.cell: log.bus for log in logs}
         several = len(state.all_cells) > 1
         away = [each for each in processes if several and each.role == "worker" and each.cell not in buses]
         if away:
             raise ValueError(f"{away[0].name} cannot register while the broker of cell {away[0].cell} is away")
-        if args.cells:  # the routers of further cells have been started already
+        if new_cells:  # the routers of further cells have been started already
             for each in [each for each in state.processes if each.role == "router" and each not in processes]:
                 await _until_ready(buses, data_dir, each.name, None, time.monotonic() + timeout_s)
         emptied = set[int]()
@@ -99,7 +132,7 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
                     await _until_empty(buses[process.cell], process.cell, timeout_s)
                 emptied.add(process.cell)
             await _restart(buses, data_dir, process, timeout_s)
-            console.print(f"{process.name}: ready again after {time.monotonic() - began:.1f} s", highlight=False)
+            tell(f"{process.name}: ready again after {time.monotonic() - began:.1f} s")
 
 
 async def _with_cells(data_dir: Path, number: int, timeout_s: float) -> DeploymentState:

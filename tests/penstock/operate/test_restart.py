@@ -1,5 +1,6 @@
 """``penstock restart`` signals processes of its own deployment only."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -70,6 +71,39 @@ async def test_a_process_that_has_a_pid_since_later_is_not_signalled(
     finally:
         lock.release()
     assert other.poll() is None
+
+
+async def test_the_command_ends_when_penstock_up_is_killed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state.json stays, so it would wait for processes that nothing starts, for 15 minutes each."""
+    from penstock.operate import restart
+
+    monkeypatch.setattr(restart, "UP_S", 0.01)
+    lock = Lock(tmp_path / "up.lock")
+    lock.acquire("penstock up")
+    ended = list[str]()
+
+    async def wait() -> None:
+        try:
+            lock.release()
+            await asyncio.Event().wait()
+        finally:
+            ended.append("work")
+
+    with pytest.raises(restart.RestartFailed, match="has ended; start it"):
+        await restart._while_up_runs(tmp_path, wait())
+    assert ended == ["work"]
+
+
+async def test_a_failed_restart_says_why(tmp_path: Path) -> None:
+    from penstock.operate import restart
+
+    async def fail() -> None:
+        raise restart.RestartFailed("worker-0 is not ready")
+
+    with pytest.raises(restart.RestartFailed, match="worker-0 is not ready"):
+        await restart._while_up_runs(tmp_path, fail())
 
 
 async def test_a_worker_that_is_known_to_be_drained_a_moment_later_is_started_again(
