@@ -236,7 +236,12 @@ async def test_each_cell_is_exported_to_a_file_of_its_own(site: Site, tmp_path: 
         file = tmp_path / f"log.cell-{cell}.jsonl.gz"
         found = await command(site.deployment, "requests", "--file", str(file), "--json")
         assert [json.loads(line)["id"] for line in found.splitlines()] == site.of_cell(cell)
-    await command(site.deployment, "export", site.of_cell(1)[0], "--output", str(tmp_path / "one.jsonl"))
+    begins = site.of_cell(1)[0][:-1]  # of the id
+    await command(site.deployment, "export", begins, "--output", str(tmp_path / "one.jsonl"))
+    assert site.of_cell(1)[0] in await command(
+        site.deployment, "tail", "done", "--request", begins, "-n", "1", "--json"
+    )
+    assert site.of_cell(1)[0] in await command(site.deployment, "inspect", begins, "--no-batches")
     assert (tmp_path / "one.jsonl").exists()
 
 

@@ -45,6 +45,7 @@ from penstock.log_tools.sources.open_log import (
     open_log,
     run_command,
 )
+from penstock.log_tools.timeline.read import whole_ids
 from penstock.schemas import fleet
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest, cell_in, request_of_answer, time_of
@@ -99,7 +100,9 @@ def run(argv: Sequence[str]) -> int:
 
 def add_selection_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that select requests, for ``export`` and ``replay``."""
-    parser.add_argument("ids", nargs="*", metavar="ID", help="requests: the X-Request-Id header or id of each answer")
+    parser.add_argument(
+        "ids", nargs="*", metavar="ID", help="requests: the X-Request-Id header or id of each answer, or its beginning"
+    )
     parser.add_argument("--since", default="", help="accepted since: 15m, 2h, 7d ago, or 2026-11-22T09:30")
     parser.add_argument("--until", default="", help="accepted before; written like --since")
     parser.add_argument("--from-seq", type=int, default=0, metavar="N", help="from this sequence of REQUESTS on")
@@ -159,6 +162,7 @@ async def selection(args: argparse.Namespace, bus: Readable, *, everything: bool
 
 
 async def _run(args: argparse.Namespace) -> None:
+    args.ids = await whole_ids(LogSource.of(args), args.ids)
     parts = parts_of(args, LogSource.of(args))
     if len(parts) > 1 and args.output == STDIO:
         raise ValueError(

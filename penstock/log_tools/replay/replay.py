@@ -21,6 +21,7 @@ from penstock.log_tools.sources.export_file import write_json
 from penstock.log_tools.sources.log_copy import MEDIA
 from penstock.log_tools.sources.log_line import STREAMS
 from penstock.log_tools.sources.open_log import CellSource, LogSource, add_flags, open_log, run_command
+from penstock.log_tools.timeline.read import whole_ids
 
 FAIL_ON = ("tokens", "errors", "never")
 MAX_SPEED = "max"
@@ -116,6 +117,7 @@ async def _replay_cells(args: argparse.Namespace) -> list[ReplayReport]:
     Raises:
         NothingToReplay: of all cells.
     """
+    args.ids = await whole_ids(LogSource.of(args), args.ids)
     parts = parts_of(args, LogSource.of(args))
     reports: list[ReplayReport] = []
     nothing: list[NothingToReplay] = []

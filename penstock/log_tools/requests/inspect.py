@@ -27,11 +27,10 @@ from penstock.log_tools.sources.open_log import (
     add_flags,
     add_verify_flag,
     cells_for,
-    open_cells,
     open_log,
     run_command,
 )
-from penstock.log_tools.timeline.read import ID, UnknownRequest, ids_of, only, read_timeline
+from penstock.log_tools.timeline.read import UnknownRequest, read_timeline, whole_ids
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas.requests import request_of_answer
 from penstock.schemas.summary import NOT_SAMPLED, RequestSummary, as_dict, settings_text
@@ -279,12 +278,7 @@ async def _timeline(
         ValueError: not a request id, or no cell's log has this request.
     """
     unknown: ValueError | None = None
-    if len(request_id) < ID:
-        found: list[str] = []
-        async with open_cells(source, name="inspect", streams=REQUEST_STREAMS, files=True) as logs:
-            for log in logs:
-                found += await ids_of(log.reader, request_id)
-        request_id = only(found, request_id)
+    (request_id,) = await whole_ids(source, [request_id])
     for cell in cells_for(source, request_id):
         async with open_log(cell.source, name="inspect", streams=streams, files=True) as log:
             try:

@@ -16,6 +16,7 @@ from penstock.configs.flags import Parser, closest
 from penstock.infra.bus.direct_get import Entry, Readable, format_time, get_last, read, read_backwards
 from penstock.log_tools.requests.describe import Described, describe, plain
 from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, open_cells, run_command
+from penstock.log_tools.timeline.read import whole_id
 from penstock.schemas.requests import request_of_answer, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS
 
@@ -104,6 +105,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 async def _run(source: LogSource, args: argparse.Namespace, console: Console) -> None:
     names = sorted({stream for stream, _ in STREAMS.values()})
     async with open_cells(source, name="tail", streams=names, files=True) as logs:
+        args.request = await whole_id(logs, request_of_answer(args.request)) if args.request else ""
         options = _options(args, logs)
         if options.follow and any(log.stopped for log in logs):
             raise ValueError("the deployment is stopped: there is nothing to follow")

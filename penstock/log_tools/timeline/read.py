@@ -13,11 +13,12 @@ import msgspec
 
 from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, format_time, get_last, read
 from penstock.log_tools.sources.data_folder import StoredLog
+from penstock.log_tools.sources.open_log import Log, LogSource, open_cells
 from penstock.log_tools.timeline.events import TokensStored
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas import done, jobs, requests, tokens
 from penstock.schemas.errors import ServingError
-from penstock.schemas.requests import GenerateRequest, time_of
+from penstock.schemas.requests import GenerateRequest, request_of_answer, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 from penstock.schemas.subjects import HEADER_MSG_ID, KEPT
 from penstock.schemas.summary import record_is_lost
@@ -94,6 +95,27 @@ def only(found: Sequence[str], beginning: str) -> str:
         raise UnknownRequest(f"no request whose id begins with {beginning} in the log")
     more = ", …" if len(found) > OTHERS else ""
     raise ValueError(f"{beginning} is the beginning of several ids: {', '.join(found[:OTHERS])}{more}")
+
+
+async def whole_ids(source: LogSource, ids: Sequence[str]) -> list[str]:
+    """The ids of requests, where some are only the beginning of one: all cells are searched for these.
+
+    Raises:
+        ValueError: one is no id, or the beginning of none, or of several.
+        ServingError: a log cannot be read.
+    """
+    given = list(map(request_of_answer, ids))
+    if all(len(each) >= ID for each in given):
+        return given
+    async with open_cells(source, name="ids", streams=("REQUESTS", "DONE"), files=True) as logs:
+        return [await whole_id(logs, each) for each in given]
+
+
+async def whole_id(logs: Sequence[Log], request_id: str) -> str:
+    """As ``whole_ids``, of one in logs that are open."""
+    if len(request_id) >= ID:
+        return request_id
+    return only([found for log in logs for found in await ids_of(log.reader, request_id)], request_id)
 
 
 async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = False) -> RequestTimeline:

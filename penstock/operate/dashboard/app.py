@@ -27,7 +27,7 @@ from penstock.log_tools.requests.list_requests import SLOWEST_PERCENT, WHY, matc
 from penstock.log_tools.requests.neighbours import read_neighbours
 from penstock.log_tools.requests.slow import Samples
 from penstock.log_tools.sources.open_log import Log, in_order
-from penstock.log_tools.timeline.read import ID, ids_of, only, read_timeline
+from penstock.log_tools.timeline.read import ID, read_timeline, whole_id
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.operate.dashboard import pages
 from penstock.operate.dashboard.access import Access
@@ -180,8 +180,7 @@ class Dashboard:
         problem: ValueError | None = None
         if len(request_id) < ID:
             try:
-                found = [each for log in self._logs for each in await ids_of(log.bus, request_id)]
-                return RedirectResponse(f"/requests/{only(found, request_id)}", 303)
+                return RedirectResponse(f"/requests/{await whole_id(self._logs, request_id)}", 303)
             except ValueError as error:
                 return self._problem("Not found", str(error), 404)
         for log in in_order(self._logs, request_id):
