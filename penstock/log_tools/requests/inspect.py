@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -19,8 +19,6 @@ from penstock.cli.terminal import Column, bar, escape, fitting_table, print_hang
 from penstock.configs.flags import Parser
 from penstock.log_tools.requests.describe import Texts
 from penstock.log_tools.requests.inspection import Content, InspectedEvent, Inspection, Phase, inspect, line_of
-from penstock.log_tools.requests.neighbours import Neighbours, counts_only, read_neighbours
-from penstock.log_tools.requests.neighbours import show as show_neighbours
 from penstock.log_tools.sources.open_log import (
     REQUEST_STREAMS,
     LogSource,
@@ -34,6 +32,9 @@ from penstock.log_tools.timeline.read import UnknownRequest, read_timeline, whol
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas.requests import request_of_answer
 from penstock.schemas.summary import NOT_SAMPLED, RequestSummary, as_dict, settings_text
+
+if TYPE_CHECKING:  # few inspections have some, and it loads slowly
+    from penstock.log_tools.requests.neighbours import Neighbours
 
 WIDEST = 64  # columns of the waterfall, at most
 NARROWEST = 12
@@ -67,6 +68,8 @@ def show(inspection: Inspection, console: Console, *, now_ns: int) -> None:
     console.print(_waterfall(inspection, console.width))
     console.print()
     if inspection.neighbours is not None:
+        from penstock.log_tools.requests.neighbours import show as show_neighbours
+
         show_neighbours(inspection.neighbours, console, inspection.request.created_ns)
     _show_events(inspection, console)
     for text in inspection.missing:
@@ -271,7 +274,7 @@ async def _run(request_id: str, source: LogSource, options: InspectOptions, cons
 
 async def _timeline(
     request_id: str, source: LogSource, streams: Sequence[str], options: InspectOptions
-) -> tuple[RequestTimeline, Neighbours | None]:
+) -> "tuple[RequestTimeline, Neighbours | None]":
     """From the cell in the id, or from another one.
 
     Raises:
@@ -285,6 +288,8 @@ async def _timeline(
                 timeline = await read_timeline(log.reader, request_id, with_tokens=options.batches)
                 if not options.neighbours:
                     return timeline, None
+                from penstock.log_tools.requests.neighbours import counts_only, read_neighbours
+
                 neighbours = await read_neighbours(log.reader, timeline, stopped=log.stopped)
                 return timeline, neighbours if options.neighbours == "ids" else counts_only(neighbours)
             except UnknownRequest as error:

@@ -8,13 +8,12 @@ How a request spent its time: the bars of its waterfall. Pure.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from penstock.cli.figures import counted
 from penstock.infra.bus.direct_get import format_time
-from penstock.log_tools.requests.neighbours import Neighbours
 from penstock.log_tools.timeline.events import (
     AttemptReturned,
     AttemptRevoked,
@@ -39,6 +38,9 @@ from penstock.schemas.jobs import Candidate, EarlierWorker
 from penstock.schemas.requests import GenerateRequest, cell_in
 from penstock.schemas.summary import QUEUED, RUNNING, UNKNOWN, RequestSummary, of_done, of_request
 from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST
+
+if TYPE_CHECKING:  # few inspections have some, and it loads slowly
+    from penstock.log_tools.requests.neighbours import Neighbours
 
 MOST_LINES = 12  # of one worker in one attempt, besides the first and the ends
 _SPANS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1800)
@@ -217,7 +219,7 @@ class Inspection(msgspec.Struct, frozen=True, omit_defaults=True):
     events: tuple[InspectedEvent, ...]
     missing: tuple[str, ...] = ()
     content: Content = Content()
-    neighbours: Neighbours | None = None  # None: they were not read
+    neighbours: "Neighbours | None" = None  # None: they were not read
 
 
 def inspect(timeline: RequestTimeline, *, with_tokens: bool = True) -> Inspection:

@@ -189,9 +189,13 @@ class Samples:
             raise ValueError(f"all {len(self)} requests took {from_ms:g} ms: none is slower than the others")
         found = []
         for name, (places, of) in self._named.items():
+            if name == "first worker" and of == self._named["worker"].of:  # none had two
+                continue
             found.append(_difference(name, list(places), np.frombuffer(of, np.uint32), slow))
         found.append(self._when(slow))
         for name, numbers in self._numbers.items():
+            if name == "computed prompt" and numbers == self._numbers["prompt"]:  # nothing was cached
+                continue
             values = np.frombuffer(numbers)
             edges = np.unique(np.quantile(values, np.arange(_PARTS) / _PARTS, method="higher"))
             part = np.searchsorted(edges, values, side="right") - 1
@@ -333,7 +337,7 @@ def report(slow: Slow, width: int) -> Iterator[str]:
     if not slow.differences:
         yield "nothing that is recorded sets them apart"
         return
-    name_width = max(len(each.property) for each in slow.differences)
+    name_width = max(len("property"), *(len(each.property) for each in slow.differences))
     form = f"{{:>8}}  {{:<{name_width}}}  {{:<{{}}}}  {{:>11}}  {{:>13}}  {{:>9}}"
     rows = []
     for each in slow.differences:
