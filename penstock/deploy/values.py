@@ -30,6 +30,7 @@ Tree = Mapping[str, Any]  # as Kubernetes has it
 # What probes, services, volumes and the other processes rely on: the chart sets it, and ``settings`` must not.
 SETTLED = {
     *("name", "nats_url", "sys_nats_url", "namespace", "log_format", "log_level", "listen_fd"),
+    *("cells", "cell_nats_urls"),
     *(
         "http_host",
         "http_port",
@@ -48,7 +49,7 @@ SETTLED_OF_PLANNER = {
     *("connector", "data_dir", "history", "since", "json", "decisions"),
     *("kubernetes_url", "kubernetes_namespace", "kubernetes_workloads"),
 }
-SETTLED_OF_TRACE = {"data_dir", "file", "skip_bad", "otlp_endpoint", "once"}
+SETTLED_OF_TRACE = {"cells", "cell_nats_urls", "data_dir", "file", "skip_bad", "otlp_endpoint", "once"}
 KINDS: Mapping[str, type[Common]] = {"gateway": GatewaySettings, "router": RouterSettings, "worker": WorkerSettings}
 
 
@@ -217,6 +218,26 @@ class WorkerDefaults(PodValues, frozen=True, kw_only=True):
     ] = False
     topology_key: Annotated[str, about("node label; each engine's pods are placed where it has one value")] = ""
     autoscaling: Autoscaling = Autoscaling(metric="penstock_gateway_queued_requests", target=4)
+
+
+class CellValues(ValuesSection, frozen=True, kw_only=True):
+    """Cells of the deployment: each has its own streams, and routers and pools of `workers` with so many replicas."""
+
+    count: Annotated[int, Meta(ge=1, le=64)] = 1
+    placement_tags: Annotated[
+        tuple[Annotated[str, Meta(pattern="^[^,]+$")], ...],
+        about(
+            "of each cell in turn: tags of the NATS servers that keep its streams, several separated by semicolons; "
+            "the servers of the release are tagged with the names of their pods, RELEASE-nats-0 and so on. Default: any"
+        ),
+    ] = ()
+    urls_secrets: Annotated[
+        tuple[str, ...],
+        about(
+            "of each cell behind the first, if it has a NATS of its own: Secret with its URL under each user, as in "
+            "`broker.urlsSecret`; semicolons between several URLs of one. Default: that of the first"
+        ),
+    ] = ()
 
 
 class Streams(ValuesSection, frozen=True, kw_only=True):
@@ -390,6 +411,7 @@ class Values(ValuesSection, frozen=True, kw_only=True):
     ] = {}
     worker_defaults: WorkerDefaults = WorkerDefaults()
     broker: Broker = Broker()
+    cells: CellValues = CellValues()
     streams: Streams = Streams()
     models: Models = Models()
     hub: Hub = Hub()

@@ -20,9 +20,11 @@ from penstock.deploy.kubernetes import CHART
 from penstock.deploy.monitoring import ALERTS, GRAFANA, alert_rules
 from penstock.deploy.values import Thresholds
 from penstock.infra.engine_args.tree import decode, parse_yaml
+from penstock.infra.nats_server.config import USERS, ServerConfig, included
 from penstock.launch.recipes.catalogue import members
 from penstock.log_tools.traces.trace_command import check
 from penstock.planner.connectors import scale_path
+from penstock.schemas.subjects import Subjects
 from tests.generated.chart import files
 from tests.penstock.deploy.support import (
     Tree,
@@ -136,7 +138,20 @@ workers:
   vectors: {role: embed, engine: mock, model: /models/minilm}
 monitoring: {podMonitor: {enabled: true}}
 """
+CELLS = """
+models: {enabled: false}
+cells: {count: 3, placementTags: [demo-nats-0, demo-nats-1, "zone-a;ssd"]}
+streams: {replicas: 1}
+workers:
+  prefill: {engine: mock, replicas: 2}
+  decode: {engine: mock, autoscaling: {enabled: true, metric: penstock_worker_running}}
+monitoring: {podMonitor: {enabled: true}}
+trace: {enabled: true, endpoint: "https://otel.example.com/v1/traces"}
+"""
+CELLS_ON_OWN_NATS = OWN_NATS.replace("workers:", "cells: {count: 2, urlsSecrets: [nats-urls-1]}\nworkers:")
 CASES = {
+    "cells": CELLS,
+    "cells on brokers of one's own": CELLS_ON_OWN_NATS,
     "several models": SEVERAL,
     "a planner": PLANNED,
     "traces": TRACED,
@@ -317,6 +332,72 @@ def test_names_labels_volumes_ports_and_references_hold_together(case: str) -> N
         (behind,) = [pod for pod in pods(trees) if selects({"matchLabels": service["spec"]["selector"]}, pod)]
         names = {port["name"] for port in container(behind)["ports"]}
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
+
+
+def test_each_cell_has_routers_and_pools_of_its_own() -> None:
+    trees = manifests(CELLS)
+    arguments = {each["metadata"]["name"]: each for each in trees if each["kind"] == "Deployment"}
+    for cell, namespace in enumerate(("ps", "ps-1", "ps-2")):
+        end = f"-{cell}" if cell else ""
+        for name in ("router", "prefill", "decode"):
+            argv = command_of(arguments[f"demo-{name}{end}"]["spec"]["template"])
+            assert f"--namespace={namespace}" in argv
+            assert ("NetworkPolicy", f"demo-{name}{end}") in {
+                (each["kind"], each["metadata"]["name"]) for each in trees
+            }
+            assert f"demo-{name}{end}" in named(trees, "PodDisruptionBudget")
+        query = json.dumps(found(trees, "HorizontalPodAutoscaler", f"demo-decode{end}"))
+        assert f'"namespace": "{namespace}"' in query
+    for name in ("gateway", "trace"):
+        argv = command_of(arguments[f"demo-{name}"]["spec"]["template"])
+        assert {"--namespace=ps", "--cells=3"} <= set(argv)
+    (job,) = (pod for pod in pods(trees) if container(pod)["name"] == "streams")
+    assert {"--cells=3", "--placement-tags=demo-nats-0,demo-nats-1,zone-a;ssd"} <= set(container(job)["args"])
+
+
+def test_the_users_of_the_release_s_servers_have_the_rights_of_all_cells() -> None:
+    """As the server's configuration has them where we write it."""
+    text = found(manifests(CELLS), "ConfigMap", "demo-broker")["data"]["broker.conf"]
+    assert "server_tags: [$POD_NAME]" in text
+    ours = ServerConfig("n", 1, "", dict.fromkeys(USERS, "x"), Subjects("ps"), cells=3)
+    theirs, wanted = (
+        [set(re.findall(r'"([^"]+)"', line)) for line in each.splitlines() if re.match(" +(publish|subscribe):", line)]
+        for each in (text, included(ours))
+    )
+    assert len(theirs) == len(wanted)
+    assert all(has >= needs for has, needs in zip(theirs, wanted, strict=True))
+    assert "server_tags" not in found(manifests(), "ConfigMap", "demo-broker")["data"]["broker.conf"]
+
+
+def test_cells_on_brokers_of_their_own_get_their_urls() -> None:
+    trees = manifests(CELLS_ON_OWN_NATS)
+    for name, secret in (
+        ("demo-router", "nats-urls"),
+        ("demo-router-1", "nats-urls-1"),
+        ("demo-aggregated-1", "nats-urls-1"),
+    ):
+        url = environment(found(trees, "Deployment", name)["spec"]["template"])["PENSTOCK_NATS_URL"]
+        assert url["valueFrom"]["secretKeyRef"]["name"] == secret
+    gateway = environment(found(trees, "Deployment", "demo-gateway")["spec"]["template"])
+    assert gateway["CELL_1_URL"]["valueFrom"]["secretKeyRef"] == {"name": "nats-urls-1", "key": "gateway"}
+    assert gateway["PENSTOCK_CELL_NATS_URLS"]["value"] == "$(CELL_1_URL)"
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ("cells: {count: 2, placementTags: [a]}", "name the tags of each of the 2 cells; there are 1"),
+        (OWN_NATS + "cells: {count: 3, urlsSecrets: [a]}", "one for each of the 2 cells behind the first; there are"),
+        ("cells: {count: 2, urlsSecrets: [a]}", "they go with broker.urlsSecret"),
+        (
+            "cells: {count: 2}\nworkers: {mock: {engine: mock}, mock-1: {engine: mock}}",
+            "pool mock has this name in cell 1",
+        ),
+        ("cells: {count: 0}", "cells"),
+    ],
+)
+def test_cells_that_do_not_fit_are_refused_with_the_reason(values: str, says: str) -> None:
+    assert says in refused("models: {enabled: false}\n" + values.replace("models: {enabled: false}\n", ""))
 
 
 def selects(selector: Tree, template: Tree) -> bool:

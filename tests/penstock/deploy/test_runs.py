@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 
@@ -79,8 +80,9 @@ def variables(template: Tree, passwords: dict[str, str], name: str) -> dict[str,
     return made
 
 
-async def test_the_chart_s_command_lines_serve_a_request(tmp_path: Path) -> None:
-    trees, port = manifests(VALUES), free_port()
+@pytest.mark.parametrize("cells", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_the_chart_s_command_lines_serve_a_request(tmp_path: Path, cells: int) -> None:
+    trees, port = manifests(VALUES + f"cells: {{count: {cells}}}\n"), free_port()
     forget()
     passwords = secret(trees)
     processes = {}
@@ -103,7 +105,8 @@ async def test_the_chart_s_command_lines_serve_a_request(tmp_path: Path) -> None
                 assert process.wait(60) == 0, process.log.read_text()
                 continue
             processes[component] = (process, template)
-        assert set(processes) == {"gateway", "router", "prefill", "decode", "trace"}
+        of_cells = {f"{name}{end}" for name in ("router", "prefill", "decode") for end in ("", "-1")[:cells]}
+        assert set(processes) == {"gateway", "trace"} | of_cells
 
         async def traced() -> bool:
             return any(span.service == "penstock-gateway" for span in collector.spans)
@@ -115,7 +118,14 @@ async def test_the_chart_s_command_lines_serve_a_request(tmp_path: Path) -> None
                         continue
                     path = container(template)[probe]["httpGet"]["path"]
                     await answers(f"http://127.0.0.1:{ports[component]}{path}")
-            assert await ask(f"http://127.0.0.1:{ports['gateway']}", MODEL.name)
+            at = f"http://127.0.0.1:{ports['gateway']}"
+
+            async def all_are_used() -> bool:
+                async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+                    return not (await client.get(f"{at}/health/ready")).json().get("cells")
+
+            await until(all_are_used, "the gateway uses every cell")
+            assert await ask(at, MODEL.name)
             await until(traced, "the collector has the request's trace")
         finally:
             for process, _template in processes.values():

@@ -75,11 +75,52 @@ labels:
 {{- end }}
 {{- end }}
 
-{{/* What all processes are told. */}}
+{{/* The namespace of a cell: (dict "root" $ "cell" 0). */}}
+{{- define "penstock.namespace" -}}
+{{ .root.Values.namespace }}{{ if .cell }}-{{ .cell }}{{ end }}
+{{- end }}
+{{/* The name of what each cell has, in a cell: (dict "name" "router" "cell" 0). */}}
+{{- define "penstock.inCell" -}}
+{{ .name }}{{ if .cell }}-{{ .cell }}{{ end }}
+{{- end }}
+
+{{/* What all processes are told: (dict "root" $ "cell" 0). */}}
 {{- define "penstock.common" -}}
-- --namespace={{ .Values.namespace }}
+- --namespace={{ include "penstock.namespace" . }}
 - --log-format=json
-- --log-level={{ .Values.logLevel }}
+- --log-level={{ .root.Values.logLevel }}
+{{- end }}
+
+{{/* Fails where there is not one Secret for each cell. */}}
+{{- define "penstock.cellSecrets" -}}
+{{- $cells := .Values.cells -}}
+{{- $given := len $cells.urlsSecrets -}}
+{{- if and $given (ne (add1 $given) (int $cells.count)) -}}
+{{- fail (printf "cells.urlsSecrets: name one for each of the %d cells behind the first; there are %d" (sub (int $cells.count) 1) $given) -}}
+{{- end -}}
+{{- if and $given (or .Values.nats.enabled (not .Values.broker.urlsSecret)) -}}
+{{- fail "cells.urlsSecrets: they go with broker.urlsSecret, and nats.enabled: false" -}}
+{{- end -}}
+{{- end }}
+
+{{/* What processes of the whole deployment are told of its cells, of which there may be one. */}}
+{{- define "penstock.cells" -}}
+{{- $cells := .Values.cells -}}
+{{- if gt (int $cells.count) 1 }}
+- --cells={{ int $cells.count }}
+{{- end }}
+{{- end }}
+{{/* The same as variables, for a user of the brokers: (dict "root" $ "user" "gateway"). */}}
+{{- define "penstock.cellUrls" -}}
+{{- $urls := list -}}
+{{- range $at, $secret := .root.Values.cells.urlsSecrets }}
+{{- $name := printf "CELL_%d_URL" (add1 $at) }}
+{{- $urls = append $urls (printf "$(%s)" $name) }}
+- {name: {{ $name }}, valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $.user }}}}}
+{{- end }}
+{{- with $urls }}
+- {name: PENSTOCK_CELL_NATS_URLS, value: {{ join "," . | quote }}}
+{{- end }}
 {{- end }}
 
 {{/* As the NATS chart names its Service, its StatefulSet and, with -js, its volumes. */}}
@@ -94,12 +135,13 @@ labels:
 {{- end }}
 
 {{/*
-How a pod logs in to the broker as a user: (dict "root" $ "user" "gateway"). A URL with the password, or a URL and files
+How a pod logs in to the broker as a user: (dict "root" $ "user" "gateway"), of a cell with "cell". A URL with the password, or a URL and files
 (see penstock.login). The user sys has variables of its own.
 */}}
 {{- define "penstock.url" -}}
 {{- $broker := .root.Values.broker -}}
 {{- include "penstock.encrypted" .root -}}
+{{- include "penstock.cellSecrets" .root -}}
 {{- $prefix := ternary "PENSTOCK_SYS_NATS_" "PENSTOCK_NATS_" (eq .user "sys") -}}
 {{- if .root.Values.nats.enabled -}}
 {{- $user := printf "%s%s" .user (ternary "-2" "" $broker.second) -}}
@@ -120,7 +162,11 @@ How a pod logs in to the broker as a user: (dict "root" $ "user" "gateway"). A U
   {{- else }}
   valueFrom:
     secretKeyRef:
+      {{- if and .cell .root.Values.cells.urlsSecrets }}
+      name: {{ index .root.Values.cells.urlsSecrets (sub (int .cell) 1 | int) }}
+      {{- else }}
       name: {{ $broker.urlsSecret | required "broker.urlsSecret: name the Secret with the URLs of your NATS, or set broker.url or nats.enabled" }}
+      {{- end }}
       key: {{ .user }}
       {{- if eq .user "sys" }}
       optional: true

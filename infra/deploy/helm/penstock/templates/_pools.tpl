@@ -74,7 +74,13 @@ GPUs come from the engine arguments, as the engines count them.
 {{- $readOnly = $pool.readOnlyRootFilesystem -}}
 {{- end -}}
 {{- $decided := dict "ownModel" $ownModel "apart" $apart "names" $names "canonical" $canonical "role" $role "image" $image "model" $model "nodes" $nodes "mpi" $mpi "gpus" $gpus "external" $external "readOnlyRootFilesystem" $readOnly -}}
-{{- $_ := set $.pools $name (mergeOverwrite $pool $decided) -}}
+{{- range $cell := until (int $root.Values.cells.count) -}}
+{{- $own := include "penstock.inCell" (dict "name" $name "cell" $cell) -}}
+{{- if or (has $own (list "gateway" "router")) (hasKey $.pools $own) (and $cell (hasKey $given $own)) -}}
+{{- fail (printf "workers.%s: pool %s has this name in cell %d; choose another one" $own $name $cell) -}}
+{{- end -}}
+{{- $_ := set $.pools $own (mergeOverwrite (deepCopy $pool) $decided (dict "cell" $cell)) -}}
+{{- end -}}
 {{- end -}}
 {{- end }}
 
@@ -128,7 +134,7 @@ claims: [{name: nvlink}]
 {{/* Arguments of a worker: (dict "root" $ "name" $name "pool" $pool). */}}
 {{- define "penstock.workerArguments" -}}
 - worker
-{{ include "penstock.common" .root }}
+{{ include "penstock.common" (dict "root" .root "cell" .pool.cell) }}
 - --role={{ .pool.role }}
 - --engine={{ .pool.engine }}
 {{- with .pool.model }}
@@ -198,7 +204,7 @@ spec:
         - {name: HOME, value: /home/penstock}
         {{- else }}
         {{- include "penstock.ownName" . | nindent 8 }}
-        {{- include "penstock.url" (dict "root" .root "user" "worker") | nindent 8 }}
+        {{- include "penstock.url" (dict "root" .root "user" "worker" "cell" $pool.cell) | nindent 8 }}
         # on a volume that outlives the container: the next one reports whether this one crashed
         - {name: PENSTOCK_STATE_DIR, value: /tmp/penstock}
         {{- end }}
