@@ -4,6 +4,8 @@ A router that cannot place what it holds asks a gateway, which sees all cells, f
 gives to another cell, it stores in WORK as a job, at a role and under the name of that cell instead of a worker's.
 """
 
+import re
+
 import msgspec
 
 from penstock.schemas.wire import decoder
@@ -115,6 +117,25 @@ def is_cell(target: str) -> bool:
     """Whether it is the name of a cell in place of a worker's."""
     kind, _, number = target.partition("-")
     return kind == CELL and number.isdecimal()
+
+
+def returned_by(number: int, guest: str, why: str) -> str:
+    """Why an attempt was returned, by a cell that had it under an id of its own.
+
+    Args:
+        number: of the cell within the deployment.
+        guest: that id.
+    """
+    return f"cell {number} as {guest}: {why}"
+
+
+_RETURNED_BY = re.compile(r"returned: cell [0-9]+ as ([0-9a-f-]{36}): ")
+
+
+def guest_in(ended: str) -> str:
+    """The id that a cell had for an attempt, from how the attempt ended (``EarlierWorker.ended``); "": it says none."""
+    found = _RETURNED_BY.match(ended)
+    return found[1] if found is not None else ""
 
 
 decode_room_question = decoder(RoomQuestion)

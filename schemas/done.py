@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.schemas import requests
+from penstock.schemas.cells import guest_in, is_cell
 from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.requests import Embedding, GenerateRequest
 from penstock.schemas.subjects import HEADER_CRASHED, HEADER_RETURNED
@@ -158,6 +159,17 @@ def read_returned_header(text: str) -> ReturnedHeader:
     if form != "1":
         raise ValueError(f"{text!r} is not a header of this form")
     return ReturnedHeader(int(attempt), reason)
+
+
+def guests_of(event: Done) -> tuple[str, ...]:
+    """The ids under which other cells have the request: the one that ran it, and those that returned it.
+
+    Raises:
+        msgspec.MsgspecError: of a version that this one cannot read.
+    """
+    request = request_of(event)
+    earlier = (guest_in(each.ended) for each in event.timings.earlier_workers if is_cell(each.worker))
+    return tuple(filter(None, (*earlier, request.ran_as if request is not None else "")))
 
 
 def request_of(event: Done) -> GenerateRequest | None:

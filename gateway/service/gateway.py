@@ -27,7 +27,7 @@ from penstock.gateway.base.request_bodies import BOM, COMPACTION, PrepareContext
 from penstock.gateway.media.loader import MediaLoader
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.listing import Page, page_of
-from penstock.gateway.request_log.lookup import StoredRequest, request_of_record
+from penstock.gateway.request_log.lookup import StoredRequest
 from penstock.gateway.service.cell import LIMITS_S, SWEEP_S, Cell
 from penstock.gateway.service.cell_choice import CellChooser
 from penstock.gateway.service.conversations import Conversations
@@ -454,9 +454,8 @@ class Gateway:
     async def erase(self, request_id: str) -> None:
         """Have everything deleted that the log holds of a request that has ended; see ``Cell.erase``."""
         record = await self._record_of(request_id)
-        request = request_of_record(record) if record is not None else None
-        if request is not None and request.ran_as:
-            await self.cell_of(request.ran_as).erase(request.ran_as)
+        for guest in done.guests_of(record) if record is not None else ():
+            await self.cell_of(guest).erase(guest)
         await self.cell_of(request_id).erase(request_id)
 
     async def _answered(self, request: GenerateRequest) -> bool:

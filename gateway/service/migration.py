@@ -35,7 +35,7 @@ from penstock.infra.bus.publisher import Ack
 from penstock.infra.bus.puller import ACK, IN_PROGRESS, NAK, TERM, Puller
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas import contents, control, done, jobs, requests, summary, wire
-from penstock.schemas.cells import cell_target, decode_room_question, number_of
+from penstock.schemas.cells import cell_target, decode_room_question, number_of, returned_by
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import ALONE, Job
 from penstock.schemas.requests import GenerateRequest, Media, new_request_id
@@ -302,7 +302,7 @@ class Carrier:
                     await self._give_back(carried, request, error.message)
                     return
         if record.code in UNRUN:
-            await self._give_back(carried, request, f"cell {host.number}: {record.message}")
+            await self._give_back(carried, request, record.message, guest)
         else:
             await self._end(job, request, record)
 
@@ -423,10 +423,16 @@ class Carrier:
             once=True,
         )
 
-    async def _give_back(self, carried: _Carried, request: GenerateRequest, why: str) -> None:
-        """The attempt ended without a result: the router of its own cell places the next one."""
+    async def _give_back(self, carried: _Carried, request: GenerateRequest, why: str, guest: str = "") -> None:
+        """The attempt ended without a result: the router of its own cell places the next one.
+
+        Args:
+            guest: its id in the other cell, which has it in its log; "": it was not accepted there.
+        """
         if request.no_store:
             why = "it did not run in another cell"
+        if guest:
+            why = returned_by(carried.host.number, guest, why)
         target = cell_target(carried.host.number)
         event = done.Returned(request.id, request.model, carried.attempt, target, why)
         await self._own.publisher.publish(

@@ -274,14 +274,14 @@ class Ended(NamedTuple):
         subject: where its record is stored.
         ended_ns: Unix time.
         no_store: its content and tokens are in memory storage only.
-        ran_as: its id in another cell, which ran it; "": its own did, or that was not looked up.
+        guests: its ids in other cells that had it; (): none had, or that was not looked up.
     """
 
     id: str
     subject: str
     ended_ns: int
     no_store: bool
-    ran_as: str = ""
+    guests: tuple[str, ...] = ()
 
 
 async def find_ended(bus: Bus, request_id: str) -> Ended | None:
@@ -293,12 +293,11 @@ async def find_ended(bus: Bus, request_id: str) -> Ended | None:
     last = await get_last(bus, bus.subjects.stream("DONE"), bus.subjects.done_of(request_id), newest=True)
     if last is None:
         return None
-    request = None
+    guests: tuple[str, ...] = ()
     with contextlib.suppress(msgspec.MsgspecError):  # of a later release: nothing of it can be read
         event = done.decode(last.data)
-        request = done.request_of(event) if isinstance(event, done.Done) else None
-    ran_as = request.ran_as if request is not None else ""
-    return Ended(request_id, last.subject, last.time_ns, HEADER_NO_STORE in last.headers, ran_as)
+        guests = done.guests_of(event) if isinstance(event, done.Done) else ()
+    return Ended(request_id, last.subject, last.time_ns, HEADER_NO_STORE in last.headers, guests)
 
 
 class _Stored(NamedTuple):

@@ -67,9 +67,9 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
             cell, found = await _named(logs, request_id)
             ended[cell].append(found)
         count = sum(map(len, ended.values()))
-        for each in [each for found in ended.values() for each in found if each.ran_as]:
+        for guest in [guest for found in ended.values() for each in found for guest in each.guests]:
             with contextlib.suppress(ValueError):  # it was deleted there
-                cell, there = await _named(logs, each.ran_as)
+                cell, there = await _named(logs, guest)
                 ended[cell].append(there)
         if not count:
             raise ValueError(f"no request of tenant {args.tenant!r} has ended")

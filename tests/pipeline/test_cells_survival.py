@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
@@ -177,23 +178,35 @@ async def test_an_answer_that_the_other_cell_cannot_run_either_goes_on_when_work
     deployment: Deployment, gateways: list[httpx.AsyncClient], oracle: Oracle
 ) -> None:
     body = chat(9, COUNT)
-    returned = "returned: cell 0: this cell has no worker"
+    returned = re.compile("returned: cell 0 as ([0-9a-f-]{36}): this cell has no worker")
     async with gateways[1].stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
         parts = answer.aiter_bytes()
         raw = await anext(parts)
-        assert cell_in(answer.headers["x-request-id"]) == 1
+        request_id = answer.headers["x-request-id"]
+        assert cell_in(request_id) == 1
         before = migrations(deployment)
         async with without_workers(deployment, "worker-1", "worker-3"):
             await until_migrated(deployment, before)
             async with without_workers(deployment, "worker-0", "worker-2"):
 
                 async def is_back() -> bool:
-                    return returned in deployment.logs("router-1")
+                    return returned.search(deployment.logs("router-1")) is not None
 
                 await until(is_back, "its own cell has it again")
         async for part in parts:
             raw += part
     assert joined(events_of(raw)).strip() == oracle.answer(body, COUNT).strip()
+    found = returned.search(deployment.logs("router-1"))
+    assert found is not None
+    assert (await gateways[0].get(f"/v1/requests/{found[1]}")).status_code == 200
+
+    async def done() -> bool:
+        return bool((await gateways[0].get(f"/v1/requests/{request_id}")).json()["state"] == "done")
+
+    await until(done, "it has its record")
+    await command(deployment, "forget", "--yes", request_id)
+    for gone in (request_id, found[1]):
+        assert (await gateways[0].get(f"/v1/requests/{gone}")).status_code == 404
 
 
 async def test_it_also_goes_on_when_all_gateways_are_killed_meanwhile(

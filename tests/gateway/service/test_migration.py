@@ -15,6 +15,7 @@ from penstock.infra.bus.tasks import Tasks
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import done, jobs, requests, tokens, wire
+from penstock.schemas.cells import returned_by
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import cell_in, time_of
 from penstock.schemas.streams import MIGRATION_ACK_WAIT_S
@@ -83,6 +84,18 @@ def test_its_record_is_one_of_its_own_cell() -> None:
     assert recorded == msgspec.structs.replace(REQUEST, ran_as=guest)
     assert recorded is not None
     assert not recorded.origin
+
+
+def test_its_record_names_it_in_every_cell_that_had_it() -> None:
+    """Deleting it deletes what each of them has stored of it."""
+    returned, ran = guest_id(job_of(), REQUEST.id, 0), guest_id(job_of(3), REQUEST.id, 2)
+    why = f"returned: {returned_by(0, returned, 'no worker')}"
+    earlier = (jobs.EarlierWorker(1, "w", f"worker_lost: {returned_by(3, ran, 'text')}"),)
+    earlier += (jobs.EarlierWorker(2, "cell-0", why), jobs.EarlierWorker(3, "cell-1", "returned: no room"))
+    inputs = jobs.DecisionInputs(earlier_workers=earlier)
+    event = event_of(job_of(4, inputs=inputs), REQUEST, done.Done(ran, REQUEST.model, 1, "w"))
+    assert done.guests_of(event) == (returned, ran)
+    assert done.guests_of(done.Done("r", "m", 1)) == ()
 
 
 @pytest.mark.parametrize("code", [Code.model_unavailable, Code.shutting_down])
