@@ -254,6 +254,10 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     default_max_tokens: Annotated[
         int, Meta(ge=0, description="output tokens of a request without max_tokens; 0: the rest of the model's context")
     ] = 0
+    max_tenant_file_bytes: Annotated[
+        Positive,
+        about("bytes that the files of a tenant may take: what it uploads, and the results of its batches"),
+    ] = 1 << 30
     default_deadline_s: Annotated[Seconds, about("seconds until a request that sets no deadline fails")] = 600.0
     max_queue: Annotated[
         Positive, about("unrouted requests per priority (interactive, standard, batch); beyond it, clients get 429")

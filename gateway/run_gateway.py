@@ -15,6 +15,7 @@ import structlog
 from penstock.configs import logs
 from penstock.configs.settings import GatewaySettings, named, served_names
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
+from penstock.gateway.batches.driver import Batches
 from penstock.gateway.http.app import application
 from penstock.gateway.http.middleware import TrustedProxies, check_origins, with_access_log, with_cors, with_proxies
 from penstock.gateway.http.server import ConnectionLimits, HttpServer
@@ -153,7 +154,8 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
     lag = loop_lag.gauge(metrics.scope)
     gateway = Gateway(links, models, settings, metrics)
     nats_api = NatsApi(gateway, bus.tasks.group("nats-api"))
-    app = application(gateway)
+    batches = Batches(gateway)
+    app = application(gateway, batches)
     if settings.cors_origins:
         app = with_cors(app, settings.cors_origins)
     if front.proxies:
@@ -175,6 +177,7 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
     try:
         await gateway.open()
         await nats_api.open()
+        batches.open()
         if not gateway.guard.closed and not settings.insecure:
             check_loopback(listeners, settings.trusted_proxies)
         freeze_loaded()
@@ -185,6 +188,7 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
         await stop.wait()
         log.info("gateway_stopping", open_requests=gateway.open_requests, drain_s=settings.drain_s)
         gateway.draining = True
+        await _bounded("batches", batches.close(), STOP_S)  # others go on with them
         drain_s = settings.drain_s if stop.error is None else min(FAILED_DRAIN_S, settings.drain_s)
         await asyncio.gather(
             _bounded("http", server.drain(drain_s), drain_s + STOP_S),

@@ -17,6 +17,7 @@ HOUR = 60 * MINUTE
 DAY = 24 * HOUR
 WEEK = 7 * DAY
 AUDIT_S = 90 * DAY
+BATCHES_S = 31 * DAY  # a day more than a batch may run, or a file be kept
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -51,6 +52,7 @@ class StreamSpec:
     memory: bool = False  # never on a disk; a full stream refuses more; gone when a server without a cluster restarts
     description: str = ""
     lasting: bool = False  # messages leave it by its limits only: nobody can delete one
+    refuses: bool = False  # a full stream refuses more, rather than discard its oldest
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,7 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
             followed("budgets"),
             followed("verdicts"),
             BucketSpec(s.bucket("idempotency")),
+            followed("batches"),
             replace(followed("deleted"), max_bytes=8 * MIB),  # 60,000 requests of half an hour
             BucketSpec(s.bucket("planners"), max_bytes=MIB),
             BucketSpec(s.bucket("exporters"), max_bytes=MIB),
@@ -200,6 +203,7 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
             # A request may name an object up to half the object's age limit later, and then run this long.
             ObjectSpec(s.bucket("media"), 2 * HOUR + 5 * MINUTE, 4 * GIB),
             ObjectSpec(s.bucket("snapshots"), DAY, GIB),
+            ObjectSpec(s.bucket("batches"), BATCHES_S, 4 * GIB),  # files that clients upload, and results of batches
             ObjectSpec(s.bucket("results"), 6 * HOUR, 8 * GIB),  # images and videos, until they are fetched
         ),
         consumers=(*_router_consumers(s), gateways, _migrating(s)),
@@ -241,6 +245,8 @@ def stream_config(spec: StreamSpec, replicas: int = 1) -> dict[str, Any]:
         config |= {"retention": "workqueue", "discard": "new"}
     if spec.memory:
         config |= {"storage": "memory", "discard": "new", "allow_msg_ttl": True}
+    if spec.refuses:
+        config["discard"] = "new"
     if spec.lasting:
         config |= {"deny_delete": True, "deny_purge": True}
     if spec.live:
@@ -297,6 +303,14 @@ def _streams(s: Subjects, record: bool) -> tuple[StreamSpec, ...]:
             size=GIB // 16,
             lasting=True,
             description="who changed what, and read what of others",
+        ),
+        stream(
+            "BATCHES",
+            "batches",
+            age=BATCHES_S,
+            size=2 * GIB,
+            refuses=True,
+            description="requests and results of the lines of batches",
         ),
         stream("TOKENS", "tokens", age=hour, size=4 * GIB, live=live("tokens"), description="token output"),
         StreamSpec(

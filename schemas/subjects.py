@@ -184,6 +184,10 @@ class Subjects:
         """The terminal events of all requests as they are republished: headers without bodies."""
         return self.live(self.all("done"))
 
+    def batch(self, tenant: str, batch: str) -> str:
+        """The log of one batch of requests."""
+        return f"{self.namespace}.batches.{tenant}.{batch}"
+
     def routed(self, router: str) -> str:
         """Where a router receives the requests that another one read for it. Their replies acknowledge them."""
         return f"{self.namespace}.routed.{router}"

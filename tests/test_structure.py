@@ -35,6 +35,7 @@ LEVELS = {
         ("request_log",),
         ("admission",),
         ("service",),
+        ("batches",),
         ("http",),
         ("nats",),
         (".",),

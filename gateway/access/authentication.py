@@ -148,7 +148,7 @@ def refused(message: str) -> ServingError:
     return ServingError(Code.invalid_api_key, message)
 
 
-_LIST, _STORED = "/v1/requests", ("/v1/requests/", "/v1/responses/", "/v1/files/")
+_LIST, _STORED = "/v1/requests", ("/v1/requests/", "/v1/responses/", "/v1/files/", "/v1/media/", "/v1/batches/")
 _AUDITED_PATH = 200  # characters
 _NOBODY = digest_of(b"")  # compared if no key has the id, so that both refusals take the same time
 _UNKNOWN = "the API key is not valid: it may be mistyped, or belong to another deployment"
@@ -299,6 +299,25 @@ class Guard:
         caller = self._callers.get(key.id)
         if caller is None:
             caller = self._callers[key.id] = caller_with(key, self._tenants)
+        if isinstance(caller, ServingError):
+            raise caller
+        return caller
+
+    def caller_with_key(self, key_id: str, tenant: str) -> Caller:
+        """The caller of what was accepted with a key before, as that key is now.
+
+        Args:
+            key_id: "": it came without one, or with one of the gateway's own.
+        Raises:
+            ServingError: invalid_api_key: the key is valid no longer.
+        """
+        if not key_id:
+            return ANYONE if tenant == DEFAULT_TENANT else Caller(tenant, tenant)
+        key = self.table.keys.get(key_id)
+        if key is None:
+            raise refused("the API key that this was asked with was removed")
+        check_valid(key, time.time_ns())
+        caller = caller_with(key, self._tenants)
         if isinstance(caller, ServingError):
             raise caller
         return caller

@@ -379,7 +379,7 @@ class ImageAggregator:
     def response(self, base_url: str, contents: Sequence[bytes] | None = None) -> ImagesResponse:
         """
         Args:
-            base_url: goes in front of "/v1/files/...".
+            base_url: goes in front of "/v1/media/...".
             contents: of the files, if the client wants them in the response; None: it gets URLs.
         Raises:
             ServingError: the request failed.
@@ -394,7 +394,7 @@ class ImageAggregator:
                 width=file.width,
                 height=file.height,
                 bytes=file.bytes,
-                url=f"{base_url}/v1/files/{file.name}" if contents is None else None,
+                url=f"{base_url}/v1/media/{file.name}" if contents is None else None,
                 b64_json=base64.b64encode(contents[i]).decode() if contents is not None else None,
                 frames=file.frames if video else None,
                 frame_rate=file.frame_rate if video else None,

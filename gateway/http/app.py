@@ -40,6 +40,7 @@ from penstock.gateway.apis.messages.objects import MessagesModel, message_error,
 from penstock.gateway.apis.messages.prepare_message import count_message
 from penstock.gateway.base.chat_objects import CancelResponse, error_body, stopping
 from penstock.gateway.base.request_bodies import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
+from penstock.gateway.batches.driver import Batches
 from penstock.gateway.http import request_list
 from penstock.gateway.http.answers import INTERNAL, JSON, Generations, Reattach, answer_text, send_error, send_refusal
 from penstock.gateway.http.asgi import (
@@ -55,6 +56,7 @@ from penstock.gateway.http.asgi import (
     with_header,
     with_request_id,
 )
+from penstock.gateway.http.batches import FilesAndBatches
 from penstock.gateway.http.images import GeneratedFiles, ImageReattach, answer_images, base_url
 from penstock.gateway.http.openapi import document
 from penstock.gateway.http.prompt_batch import answer_prompts
@@ -210,16 +212,27 @@ def asks_anthropic(scope: Scope) -> bool:
 # Clients with a base URL that lacks /v1 ask for these.
 _WITHOUT_VERSION = tuple(
     "/" + path
-    for path in ("chat/", "completions", "responses", "messages", "embeddings", "models", "images/", "videos/")
+    for path in (
+        "chat/",
+        "completions",
+        "responses",
+        "messages",
+        "embeddings",
+        "models",
+        "images/",
+        "videos/",
+        "files",
+        "batches",
+    )
 )
 _VERSION = "v1"
 
 
-def application(gateway: Gateway) -> App:
+def application(gateway: Gateway, batches: Batches) -> App:
     """The ASGI application of one gateway."""
     answering = _answering(gateway)
     others = Starlette(
-        routes=routes_of(gateway),
+        routes=routes_of(gateway, batches),
         exception_handlers={HTTPException: _http_error, ServingError: _serving_error, Exception: _crash},
     )
 
@@ -278,9 +291,9 @@ def _answering(gateway: Gateway) -> dict[str, App]:
     }
 
 
-def routes_of(gateway: Gateway) -> list[Route]:
+def routes_of(gateway: Gateway, batches: Batches) -> list[Route]:
     """Every endpoint. Those that answer a body are here for requests with a wrong method."""
-    api, stored = _Api(gateway), StoredResponses(gateway)
+    api, stored, files = _Api(gateway), StoredResponses(gateway), FilesAndBatches(gateway, batches)
     page = (Path(__file__).parent / "docs.html").read_bytes()
     openapi = _json(document(version("penstock")))
 
@@ -303,7 +316,16 @@ def routes_of(gateway: Gateway) -> list[Route]:
         Route("/v1/requests/{id}", api.request, methods=["GET"]),
         Route("/v1/requests/{id}", api.cancel, methods=["DELETE"]),
         Route("/v1/requests/{id}/stream", Reattach(gateway, ImageReattach(gateway))),
-        Route("/v1/files/{name}", GeneratedFiles(gateway).get),
+        Route("/v1/media/{name}", GeneratedFiles(gateway).get),
+        Route("/v1/files", files.upload, methods=["POST"]),
+        Route("/v1/files", files.files, methods=["GET"]),
+        Route("/v1/files/{id}", files.file, methods=["GET"]),
+        Route("/v1/files/{id}", files.delete, methods=["DELETE"]),
+        Route("/v1/files/{id}/content", files.content, methods=["GET"]),
+        Route("/v1/batches", files.create, methods=["POST"]),
+        Route("/v1/batches", files.batches, methods=["GET"]),
+        Route("/v1/batches/{id}", files.batch, methods=["GET"]),
+        Route("/v1/batches/{id}/cancel", files.cancel, methods=["POST"]),
         Route("/health", api.health),
         Route("/ping", api.live),
         Route("/version", api.version),

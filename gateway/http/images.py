@@ -2,7 +2,7 @@
 
 Sends the answer of one image or video request over HTTP: progress events, or one JSON body.
 
-Generated images and videos: read from the object store, and served at ``GET /v1/files/{name}``.
+Generated images and videos: read from the object store, and served at ``GET /v1/media/{name}``.
 """
 
 import re
@@ -35,7 +35,7 @@ MEDIA_TYPES = {
     "mp4": "video/mp4",
 }
 ID_CHARACTERS = 36  # a name begins with the id of its request
-_NAME = re.compile(r"[0-9a-f-]{36}-[0-9]{1,9}-[0-9]{1,9}\.(png|jpg|webp|gif|mp4)")
+FILE_NAME = re.compile(r"[0-9a-f-]{36}-[0-9]{1,9}-[0-9]{1,9}\.(png|jpg|webp|gif|mp4)")
 
 
 async def read_file(gateway: Gateway, name: str, request: GenerateRequest | None = None) -> bytes:
@@ -55,14 +55,14 @@ async def read_file(gateway: Gateway, name: str, request: GenerateRequest | None
 
 
 class GeneratedFiles:
-    """``GET /v1/files/{name}``, for as long as the object store keeps the file."""
+    """``GET /v1/media/{name}``, for as long as the object store keeps the file."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
     async def get(self, request: Request) -> Response:
         name = request.path_params["name"]
-        match = _NAME.fullmatch(name)
+        match = FILE_NAME.fullmatch(name)
         if match is None:
             raise _not_found(name)
         sight = self._gateway.fleet.sight(caller_of(request.scope))

@@ -126,7 +126,7 @@ async def replace(bus: Bus, bucket: str, name: str, data: bytes | Sequence[bytes
     stored = await _find(bus, full, name, until, newest=True)
     winner = await _upload(bus, full, name, data, stored, until)
     if winner is None and stored is not None:
-        await _delete_chunks(bus, full, _chunks(full, stored.info.nuid))
+        await _purge(bus, full, _chunks(full, stored.info.nuid))
 
 
 async def _upload(
@@ -144,7 +144,7 @@ async def _upload(
             await _send_chunks(bus, _chunks(full, nuid), chunks, until)
             break
         except _Interrupted:  # what is stored may be incomplete or out of order
-            await _delete_chunks(bus, full, _chunks(full, nuid))
+            await _purge(bus, full, _chunks(full, nuid))
     stored = format_time(time.time_ns())
     info = _Info(name, full, nuid, size, len(chunks), digest, stored, options=_Options())
     headers = {
@@ -157,7 +157,7 @@ async def _upload(
     except _Moved:
         winner = await _find(bus, full, name, until)
         if winner is not None and winner.info.nuid != nuid:  # ours, if only its confirmation was lost
-            await _delete_chunks(bus, full, _chunks(full, nuid))
+            await _purge(bus, full, _chunks(full, nuid))
             return winner
     return None
 
@@ -174,6 +174,19 @@ async def get(bus: Bus, bucket: str, name: str, *, limit: int, newest: bool = Fa
     """
     chunks, _ = await _whole(bus, bucket, name, limit, timeout, newest=newest)
     return b"".join(each.data for each in chunks)
+
+
+async def delete(bus: Bus, bucket: str, name: str, *, timeout: float = PUT_S) -> None:
+    """Delete an object, if it is there. What cannot be deleted expires by its age.
+
+    Raises:
+        ServingError: broker_unavailable: the broker did not answer within ``timeout`` seconds.
+    """
+    full = bus.subjects.bucket(bucket)
+    stored = await _find(bus, full, name, Until.after(timeout), newest=True)
+    if stored is not None:
+        await _purge(bus, full, _entry(full, name))
+        await _purge(bus, full, _chunks(full, stored.info.nuid))
 
 
 async def messages(bus: Bus, bucket: str, name: str, *, limit: int, timeout: float = GET_S) -> list[Entry]:
@@ -294,8 +307,8 @@ async def _request(
     raise _silent(subject, until.timeout)
 
 
-async def _delete_chunks(bus: Bus, full: str, subject: str) -> None:
-    """Purge chunks that no entry names. Chunks that remain expire by their age."""
+async def _purge(bus: Bus, full: str, subject: str) -> None:
+    """Purge chunks that no entry names, or an entry. What remains expires by its age."""
     try:
         request = json.dumps({"filter": subject}).encode()
         await bus.nc.request(f"$JS.API.STREAM.PURGE.OBJ_{full}", request, timeout=REQUEST_S)

@@ -95,7 +95,16 @@ ADVISORIES = "$JS.EVENT.ADVISORY.API"
 WHO = "$SYS.REQ.USER.INFO"  # the broker's answer is about the one who asks
 # Each role has two users with the same rights, and each tenant: one can get a new password while the other is in use.
 SECOND = "-2"
-CONTENT = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF", "SUBMIT")  # streams that only ``reader`` may read
+CONTENT = (
+    "REQUESTS",
+    "WORK",
+    "TOKENS",
+    "DONE",
+    "KV",
+    "HANDOFF",
+    "SUBMIT",
+    "BATCHES",
+)  # streams that only ``reader`` may read
 AUDITED = ("gateway", "router", "planner", "keys", "operator")  # who write entries of the audit log
 CLIENT_KINDS = ("submit", "ask", "read", "cancel", "pass")  # subjects of NATS clients, and between gateways
 CLASSES = ("interactive", "standard", "batch")
@@ -262,6 +271,11 @@ def _gateway(s: Subjects) -> tuple[Right, ...]:
         _reads(*_buckets(s, "idempotency", "routers", "keys", "budgets", "verdicts", "deleted")),
         Right("read the length of the queue", (f"$JS.API.CONSUMER.INFO.{requests}.*",)),
         _stores(s.bucket("media")),
+        Right(
+            "run batches: their state, and the log of each, which is deleted once its files are made",
+            (f"$KV.{s.bucket('batches')}.>", s.all("batches"), f"$JS.API.STREAM.PURGE.{s.stream('BATCHES')}"),
+        ),
+        _reads(s.stream("BATCHES"), *_buckets(s, "batches")),
         _stores(s.bucket("batches")),
         _fetches(s.bucket("results")),
     )

@@ -1,0 +1,267 @@
+"""HTTP endpoints of files and batches, as OpenAI's clients use them."""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from penstock.gateway.access.authentication import Caller, caller_of
+from penstock.gateway.base.request_bodies import decode_body, invalid
+from penstock.gateway.batches.batch import (
+    ENDPOINTS,
+    BatchList,
+    BatchObject,
+    DeletedFile,
+    ExpiresAfter,
+    FileList,
+    FileObject,
+    batch_object,
+    check_metadata,
+    decode_create,
+    entered,
+    file_object,
+    kept_s,
+    read_form,
+    too_large,
+    window_s,
+)
+from penstock.gateway.batches.driver import Batches
+from penstock.gateway.batches.store import MAX_FILE_BYTES, BatchStore, count_by_tenant
+from penstock.gateway.http.asgi import ClientDisconnected, read_body
+from penstock.gateway.http.images import FILE_NAME
+from penstock.gateway.service.gateway import Gateway
+from penstock.schemas.batches import BATCH, FILE, Batch, BatchStatus, StoredFile
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import new_request_id
+
+FORM_BYTES = 64 << 10  # of an upload, beyond the file
+MAX_UPLOADS = 2  # in memory at a time; others are read when one of these has been stored
+UPLOAD_WAIT_S = 60.0
+MAX_UNFINISHED = 100  # batches of a tenant
+TRIES = 20  # to cancel a batch whose driver changes its entry meanwhile
+
+_json = msgspec.json.encode
+T = TypeVar("T", FileObject, BatchObject)
+_NS = 1_000_000_000
+
+
+class FilesAndBatches:
+    """The endpoints below ``/v1/files`` and ``/v1/batches``."""
+
+    def __init__(self, gateway: Gateway, batches: Batches) -> None:
+        self._gateway = gateway
+        self._batches = batches
+        self._uploads = asyncio.Semaphore(MAX_UPLOADS)
+
+    @property
+    def _store(self) -> BatchStore:
+        """
+        Raises:
+            ServingError: broker_unavailable.
+        """
+        if not self._batches.store.ready:
+            raise ServingError(
+                Code.broker_unavailable,
+                "files and batches have not been read from the broker yet; try again (has it its streams: 'penstock "
+                "streams apply'?)",
+                retry_after=1.0,
+            )
+        return self._batches.store
+
+    def _new_id(self, kind: str) -> str:
+        gateway = self._gateway
+        return kind + new_request_id(self._now_ns(), cell=max(0, gateway.settings.cell))
+
+    def _now_ns(self) -> int:
+        return self._gateway.bus.clock.now_ns()
+
+    # --- files ---
+
+    async def upload(self, request: Request) -> Response:
+        store, caller = self._store, caller_of(request.scope)
+        try:
+            async with asyncio.timeout(UPLOAD_WAIT_S):
+                await self._uploads.acquire()
+        except TimeoutError:
+            raise ServingError(
+                Code.overloaded, "other files are being uploaded to this gateway; try again", retry_after=5.0
+            ) from None
+        try:
+            return await self._upload(store, caller, request)
+        finally:
+            self._uploads.release()
+
+    async def _upload(self, store: BatchStore, caller: Caller, request: Request) -> Response:
+        limit = MAX_FILE_BYTES + FORM_BYTES
+        try:
+            body = await _body(request, limit)
+        except ServingError as error:
+            if error.code is Code.body_too_large:
+                raise too_large(f"more than {MAX_FILE_BYTES}", MAX_FILE_BYTES) from None
+            raise
+        form = await asyncio.to_thread(read_form, request.headers.get("content-type", ""), body)
+        del body
+        if (purpose := form.fields.get("purpose", "")) != "batch":
+            raise invalid("purpose", f"purpose {purpose[:40]!r} is not supported; use 'batch'")
+        if not form.content:
+            raise invalid("file", "the file is empty")
+        if len(form.content) > MAX_FILE_BYTES:
+            raise too_large(str(len(form.content)), MAX_FILE_BYTES)
+        kept = kept_s(_expiry(form.fields), "expires_after[seconds]")
+        most = self._gateway.settings.max_tenant_file_bytes
+        if (used := store.bytes_of(caller.tenant)) + len(form.content) > most:
+            raise ServingError(
+                Code.rate_limit_exceeded,
+                f"the files of tenant {caller.tenant!r} take {used} bytes, and this one {len(form.content)}; the limit "
+                f"is {most} (--max-tenant-file-bytes): delete files that you do not need",
+                param="file",
+            )
+        now_ns = self._now_ns()
+        file = StoredFile(
+            self._new_id(FILE), caller.tenant, form.name, purpose, len(form.content), now_ns, now_ns + kept * _NS
+        )
+        await store.put_file(file, form.content)
+        return _reply(file_object(file))
+
+    async def files(self, request: Request) -> Response:
+        caller, purpose = caller_of(request.scope), request.query_params.get("purpose")
+        found = [each for each in self._store.of(caller.sees, StoredFile) if isinstance(each, StoredFile)]
+        objects = [file_object(each) for each in found if purpose in (None, each.purpose)]
+        return _reply(FileList(*_page(objects, request, default=1000, most=10_000)))
+
+    async def file(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        if FILE_NAME.fullmatch(name):  # generated images were served here
+            return RedirectResponse(f"/v1/media/{name}", status_code=308)
+        return _reply(file_object(await self._found_file(request)))
+
+    async def content(self, request: Request) -> Response:
+        file = await self._found_file(request)
+        data = await self._store.content(file)
+        headers = {"content-disposition": "attachment", "x-content-type-options": "nosniff"}
+        return Response(data, media_type="application/jsonl", headers=headers)
+
+    async def delete(self, request: Request) -> Response:
+        file = await self._found_file(request)
+        await self._store.remove(file)
+        return _reply(DeletedFile(file.id))
+
+    async def _found_file(self, request: Request) -> StoredFile:
+        found = await self._store.find(request.path_params["id"], caller_of(request.scope).sees, StoredFile)
+        assert isinstance(found.value, StoredFile)
+        return found.value
+
+    # --- batches ---
+
+    async def create(self, request: Request) -> Response:
+        store, caller = self._store, caller_of(request.scope)
+        body = decode_body(decode_create, await _body(request, FORM_BYTES))
+        if body.endpoint not in ENDPOINTS:
+            raise invalid("endpoint", f"endpoint {body.endpoint[:80]!r} must be one of {', '.join(ENDPOINTS)}")
+        seconds = window_s(body.completion_window)
+        kept = kept_s(body.output_expires_after, "output_expires_after.seconds")
+        check_metadata(body.metadata)
+        source = await store.find(body.input_file_id, caller.tenant, StoredFile)
+        assert isinstance(source.value, StoredFile)
+        if source.value.purpose != "batch":
+            raise invalid("input_file_id", f"the purpose of {source.value.id} is not 'batch'")
+        if count_by_tenant(store.entries.values())[caller.tenant] >= MAX_UNFINISHED:
+            raise ServingError(
+                Code.queue_full, f"{MAX_UNFINISHED} batches of tenant {caller.tenant!r} have not ended; wait for one"
+            )
+        now_ns = self._now_ns()
+        batch = Batch(
+            self._new_id(BATCH),
+            caller.tenant,
+            body.endpoint,
+            source.value.id,
+            body.completion_window,
+            now_ns,
+            now_ns + seconds * _NS,
+            keep_s=kept,
+            key=caller.key.id if caller.key is not None else "",
+            metadata=body.metadata,
+        )
+        await store.change(batch, 0)
+        return _reply(batch_object(batch))
+
+    async def batches(self, request: Request) -> Response:
+        found = [each for each in self._store.of(caller_of(request.scope).sees, Batch) if isinstance(each, Batch)]
+        return _reply(BatchList(*_page([batch_object(each) for each in found], request, default=20, most=100)))
+
+    async def batch(self, request: Request) -> Response:
+        found = await self._store.find(request.path_params["id"], caller_of(request.scope).sees, Batch)
+        assert isinstance(found.value, Batch)
+        return _reply(batch_object(found.value))
+
+    async def cancel(self, request: Request) -> Response:
+        store, sees = self._store, caller_of(request.scope).sees
+        for _ in range(TRIES):
+            found = await store.find(request.path_params["id"], sees, Batch)
+            batch = found.value
+            assert isinstance(batch, Batch)
+            if batch.status in (BatchStatus.cancelling, BatchStatus.cancelled):
+                return _reply(batch_object(batch))
+            if batch.status not in (BatchStatus.validating, BatchStatus.in_progress):
+                raise invalid("id", f"batch {batch.id} is {batch.status.value}, and can be cancelled no longer")
+            changed = await store.change(entered(batch, BatchStatus.cancelling, self._now_ns()), found.revision)
+            if changed is not None:
+                return _reply(batch_object(entered(batch, BatchStatus.cancelling, self._now_ns())))
+        raise ServingError(Code.broker_unavailable, "the batch changes too often; try again", retry_after=1.0)
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """
+    Raises:
+        ServingError: it is too large, or damaged; cancelled: its client has gone.
+    """
+    try:
+        return await read_body(request.scope, request.receive, limit)
+    except ClientDisconnected:
+        raise ServingError(Code.cancelled, "the client disconnected") from None
+
+
+def _expiry(fields: dict[str, str]) -> ExpiresAfter | None:
+    """
+    Raises:
+        ServingError: invalid_request.
+    """
+    seconds = fields.get("expires_after[seconds]")
+    if seconds is None:
+        return None
+    if not re.fullmatch("[0-9]{1,9}", seconds) or fields.get("expires_after[anchor]") != "created_at":
+        raise invalid("expires_after", "expires_after needs the anchor 'created_at', and seconds as a number")
+    return ExpiresAfter("created_at", int(seconds))
+
+
+def _page(
+    objects: Sequence[T], request: Request, *, default: int, most: int
+) -> tuple[list[T], str | None, str | None, bool]:
+    """Those on a page, the first id, the last id, and whether there are more.
+
+    Raises:
+        ServingError: a parameter is wrong.
+    """
+    query = request.query_params
+    limit, after, order = query.get("limit", str(default)), query.get("after"), query.get("order", "desc")
+    if not re.fullmatch("[0-9]{1,5}", limit) or not 1 <= int(limit) <= most:
+        raise invalid("limit", f"limit {limit[:20]!r} must be a number from 1 to {most}")
+    if order not in ("asc", "desc"):
+        raise invalid("order", f"order {order[:20]!r} must be 'asc' or 'desc'")
+    ordered = list(objects if order == "desc" else reversed(objects))
+    start = 0
+    if after:
+        start = next((at + 1 for at, each in enumerate(ordered) if each.id == after), -1)
+        if start < 0:
+            raise invalid("after", f"after {after[:80]!r} is the id of none of them")
+    page = ordered[start : start + int(limit)]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return page, first, last, start + int(limit) < len(ordered)
+
+
+def _reply(value: Any) -> Response:
+    return Response(_json(value), media_type="application/json")

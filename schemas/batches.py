@@ -1,0 +1,127 @@
+"""Files and batches of requests, as gateways share them.
+
+Keys of the ``batches`` bucket are ``<tenant>.<id>``; a value is a ``StoredFile`` or a ``Batch``. The contents of files
+are objects under the same names, in an object store of the same name.
+
+``<namespace>.batches.<tenant>.<batch>`` is the log of one batch: which request runs for which line, and its result.
+Only the gateway that opened the log last appends to it: each message names the sequence of the one before.
+"""
+
+import enum
+
+import msgspec
+
+from penstock.schemas.wire import decoder
+
+FILE, BATCH = "file-", "batch_"  # how ids begin
+DAY_S = 86_400
+LONGEST_S = 30 * DAY_S  # a batch may run, and a file be kept
+
+
+class BatchStatus(enum.StrEnum):
+    """As OpenAI names them."""
+
+    validating = "validating"
+    in_progress = "in_progress"
+    finalizing = "finalizing"
+    cancelling = "cancelling"
+    completed = "completed"
+    failed = "failed"
+    expired = "expired"
+    cancelled = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        return self in _ENDED
+
+
+_ENDED = frozenset({BatchStatus.completed, BatchStatus.failed, BatchStatus.expired, BatchStatus.cancelled})
+
+
+class StoredFile(msgspec.Struct, frozen=True, omit_defaults=True, tag="file"):
+    """
+    Attributes:
+        size: of the content, in bytes.
+        expires_ns: when it is discarded, Unix time.
+    """
+
+    id: str
+    tenant: str
+    name: str
+    purpose: str
+    size: int
+    created_ns: int
+    expires_ns: int
+
+
+class LineError(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why the input of a batch cannot be run. ``line``: from 1 on; 0: of no line."""
+
+    code: str
+    message: str
+    line: int = 0
+    param: str = ""
+
+
+class Batch(msgspec.Struct, frozen=True, omit_defaults=True, tag="batch"):
+    """
+    Attributes:
+        endpoint: path of the requests.
+        window: as the client gave it, such as "24h".
+        expires_ns: what has no result by then gets none, Unix time.
+        keep_s: how long its output is kept after it was made.
+        key: id of the API key that made it; "": none.
+        driver: the gateway that runs it; "": any may take it.
+        times: when it entered each status, Unix time.
+    """
+
+    id: str
+    tenant: str
+    endpoint: str
+    input_file: str
+    window: str
+    created_ns: int
+    expires_ns: int
+    status: BatchStatus = BatchStatus.validating
+    keep_s: int = LONGEST_S
+    key: str = ""
+    driver: str = ""
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    output_file: str = ""
+    error_file: str = ""
+    metadata: dict[str, str] | None = None
+    errors: tuple[LineError, ...] = ()
+    times: dict[BatchStatus, int] = {}
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """This gateway drives the batch from here on."""
+
+    driver: str
+
+
+class Taken(msgspec.Struct, frozen=True, tag="taken"):
+    """Requests that are about to be accepted: lines, from 0 on, with ids. Of several of a line the last counts."""
+
+    lines: tuple[tuple[int, str], ...]
+
+
+class LineResult(msgspec.Struct, frozen=True, array_like=True):
+    """``text``: a line of the output file (``ok``), or of the error file, without its end."""
+
+    line: int
+    ok: bool
+    text: bytes
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """Results. Of several of a line the first counts."""
+
+    results: tuple[LineResult, ...]
+
+
+BatchMessage = Opened | Taken | Ended
+decode_entry = decoder(StoredFile | Batch)  # type: ignore[arg-type]
+decode_message = decoder(Opened | Taken | Ended)  # type: ignore[arg-type]
