@@ -96,13 +96,13 @@ class Batch(msgspec.Struct, frozen=True, omit_defaults=True, tag="batch"):
     times: dict[BatchStatus, int] = {}
 
 
-class Opened(msgspec.Struct, frozen=True, tag="opened"):
+class BatchOpened(msgspec.Struct, frozen=True, tag="opened"):
     """This gateway drives the batch from here on."""
 
     driver: str
 
 
-class Taken(msgspec.Struct, frozen=True, tag="taken"):
+class BatchTaken(msgspec.Struct, frozen=True, tag="taken"):
     """Requests that are about to be accepted: lines, from 0 on, with ids. Of several of a line the last counts."""
 
     lines: tuple[tuple[int, str], ...]
@@ -116,12 +116,12 @@ class LineResult(msgspec.Struct, frozen=True, array_like=True):
     text: bytes
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
+class BatchResults(msgspec.Struct, frozen=True, tag="ended"):
     """Results. Of several of a line the first counts."""
 
     results: tuple[LineResult, ...]
 
 
-BatchMessage = Opened | Taken | Ended
+BatchMessage = BatchOpened | BatchTaken | BatchResults
 decode_entry = decoder(StoredFile | Batch)  # type: ignore[arg-type]
-decode_message = decoder(Opened | Taken | Ended)  # type: ignore[arg-type]
+decode_message = decoder(BatchOpened | BatchTaken | BatchResults)  # type: ignore[arg-type]

@@ -18,12 +18,12 @@ from penstock.schemas.batches import (
     LONGEST_S,
     Batch,
     BatchMessage,
+    BatchResults,
     BatchStatus,
-    Ended,
+    BatchTaken,
     LineError,
     LineResult,
     StoredFile,
-    Taken,
 )
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import EMBEDDING
@@ -188,7 +188,7 @@ def unanswered(number: int, line: Line, batch: str, status: BatchStatus) -> Line
     return LineResult(number, False, _json(output))
 
 
-class Progress:
+class BatchProgress:
     """The fold of a batch's log.
 
     Attributes:
@@ -204,9 +204,9 @@ class Progress:
         self.failed = 0
 
     def push(self, message: BatchMessage) -> None:
-        if isinstance(message, Taken):
+        if isinstance(message, BatchTaken):
             self.taken.update((line, request) for line, request in message.lines if line not in self.ended)
-        elif isinstance(message, Ended):
+        elif isinstance(message, BatchResults):
             for result in message.results:
                 if result.line not in self.ended:
                     self.ended.add(result.line)
@@ -232,7 +232,7 @@ def files_of(messages: Iterable[BatchMessage], lines: list[Line], batch: str, st
     """
     first: dict[int, LineResult] = {}
     for message in messages:
-        if isinstance(message, Ended):
+        if isinstance(message, BatchResults):
             for result in message.results:
                 first.setdefault(result.line, result)
     for number, line in enumerate(lines):
@@ -401,7 +401,7 @@ def batch_object(batch: Batch) -> BatchObject:
         batch.error_file or None,
         BatchErrors(errors) if errors else None,
         batch.metadata,
-        **{f"{status.value}_at": times.get(status) for status in _TIMED},
+        **{f"{status.value}_at": times.get(status) for status in _TIMED},  # type: ignore[arg-type]
     )
 
 
@@ -413,7 +413,7 @@ def entered(batch: Batch, status: BatchStatus, now_ns: int) -> Batch:
 # --- forms ---
 
 
-class Upload(NamedTuple):
+class FileForm(NamedTuple):
     """A form of ``POST /v1/files``. ``fields``: all parts but the file."""
 
     name: str
@@ -424,7 +424,7 @@ class Upload(NamedTuple):
 _PARAMETER = re.compile(r';\s*([a-zA-Z*]+)=(?:"((?:[^"\\]|\\.)*)"|([^;\s]*))')
 
 
-def read_form(content_type: str, body: bytes) -> Upload:
+def read_form(content_type: str, body: bytes) -> FileForm:
     """
     Raises:
         ServingError: invalid_request: not multipart/form-data, damaged, or without a part "file".
@@ -452,7 +452,7 @@ def read_form(content_type: str, body: bytes) -> Upload:
             fields[disposition["name"]] = body[head_end + 4 : at].decode(errors="replace")
     if content is None:
         raise invalid("file", "the form has no part 'file'")
-    return Upload(name[-200:] or "file", content, fields)
+    return FileForm(name[-200:] or "file", content, fields)
 
 
 def _disposition(head: bytes) -> dict[str, str]:

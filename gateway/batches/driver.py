@@ -25,8 +25,8 @@ from penstock.gateway.apis.endpoints import aggregator_for, encode_answer
 from penstock.gateway.base.gateway_metrics import account
 from penstock.gateway.batches.batch import (
     ENDPOINTS,
+    BatchProgress,
     Line,
-    Progress,
     answered,
     body_of,
     entered,
@@ -34,19 +34,19 @@ from penstock.gateway.batches.batch import (
     read_input,
     refused,
 )
-from penstock.gateway.batches.store import BatchLog, BatchStore, LeaseLost, StoredEntry, key_of
+from penstock.gateway.batches.store import BatchLog, BatchStore, BucketEntry, LeaseLost, key_of
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas.batches import (
     FILE,
     Batch,
+    BatchResults,
     BatchStatus,
-    Ended,
+    BatchTaken,
     LineError,
     LineResult,
     StoredFile,
-    Taken,
 )
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Priority, cell_in, new_request_id, time_of
@@ -95,7 +95,7 @@ class BatchRun:
     """
 
     def __init__(
-        self, gateway: Gateway, store: BatchStore, stored: StoredEntry, caller: Callable[[Batch], Caller]
+        self, gateway: Gateway, store: BatchStore, stored: BucketEntry, caller: Callable[[Batch], Caller]
     ) -> None:
         assert isinstance(stored.value, Batch)
         self._gateway = gateway
@@ -112,13 +112,13 @@ class BatchRun:
         self._requests: dict[int, str] = {}  # ids of open lines
         self._inflight: dict[int, InflightRequest] = {}
         self._late: Counter[int] = Counter()  # how often a line was not begun within its deadline
-        self._progress = Progress()
+        self._progress = BatchProgress()
         self._results: list[LineResult] = []
         self._flushing = asyncio.Lock()
         self._wake = asyncio.Event()
         self._pause_until = 0.0
 
-    def seen(self, stored: StoredEntry) -> None:
+    def seen(self, stored: BucketEntry) -> None:
         """Another gateway may have changed the batch's entry."""
         value = stored.value
         if isinstance(value, Batch) and value.status is BatchStatus.cancelling and stored.revision > self._revision:
@@ -304,7 +304,7 @@ class BatchRun:
         self._next.extendleft(reversed(left))
         if not prepared:
             return
-        await self._log.append(Taken(tuple((number, each.request.id) for number, each in prepared)))
+        await self._log.append(BatchTaken(tuple((number, each.request.id) for number, each in prepared)))
         for number, each in prepared:
             self._start(number, each.request.id, each)
 
@@ -471,7 +471,7 @@ class BatchRun:
                     if count and size + len(result.text) > FLUSH_BYTES:
                         break
                     size, count = size + len(result.text), count + 1
-                message = Ended(tuple(self._results[:count]))
+                message = BatchResults(tuple(self._results[:count]))
                 await self._log.append(message)
                 del self._results[:count]
                 self._progress.push(message)
@@ -623,7 +623,7 @@ class Batches:
             if not self._closing:
                 self._runs.pop(key, None)
 
-    def _on_batch(self, stored: StoredEntry) -> None:
+    def _on_batch(self, stored: BucketEntry) -> None:
         found = self._runs.get(key_of(stored.value))
         if found is not None:
             found[0].seen(stored)

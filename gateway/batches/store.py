@@ -16,7 +16,7 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from penstock.gateway.batches.batch import Progress
+from penstock.gateway.batches.batch import BatchProgress
 from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get_last, read
@@ -28,7 +28,7 @@ from penstock.schemas.batches import (
     LONGEST_S,
     Batch,
     BatchMessage,
-    Opened,
+    BatchOpened,
     StoredFile,
     decode_entry,
     decode_message,
@@ -51,7 +51,7 @@ class LeaseLost(Exception):
     """Another gateway drives this batch, or it was deleted."""
 
 
-class StoredEntry(NamedTuple):
+class BucketEntry(NamedTuple):
     """``seen``: when this gateway first saw this revision, monotonic."""
 
     value: StoredFile | Batch
@@ -79,13 +79,13 @@ class BatchStore:
         ready: they have been read.
     """
 
-    def __init__(self, bus: Bus, on_batch: Callable[[StoredEntry], None] = lambda stored: None) -> None:
+    def __init__(self, bus: Bus, on_batch: Callable[[BucketEntry], None] = lambda stored: None) -> None:
         self._bus = bus
         self._bucket = bus.subjects.bucket(BUCKET)
         self._on_batch = on_batch
         self._tail = LogTail.of_bucket(bus, BUCKET, self._on_entry, self._forget)
         self._expired: list[str] = []
-        self.entries: dict[str, StoredEntry] = {}
+        self.entries: dict[str, BucketEntry] = {}
         self.ready = False
 
     async def start(self) -> None:
@@ -114,7 +114,7 @@ class BatchStore:
         except msgspec.MsgspecError as error:
             log.warning("batch_unreadable", key=key, error=str(error))
             return
-        stored = self.entries[key] = StoredEntry(value, entry.seq, time.monotonic())
+        stored = self.entries[key] = BucketEntry(value, entry.seq, time.monotonic())
         if isinstance(value, Batch):
             self._on_batch(stored)
 
@@ -131,7 +131,7 @@ class BatchStore:
             if isinstance(each.value, StoredFile) and each.value.tenant == tenant
         )
 
-    async def find(self, name: str, tenant: str | None, kind: type[StoredFile] | type[Batch]) -> StoredEntry:
+    async def find(self, name: str, tenant: str | None, kind: type[StoredFile] | type[Batch]) -> BucketEntry:
         """As the broker has it.
 
         Args:
@@ -146,10 +146,10 @@ class BatchStore:
         if found is not None and found.data:
             value = decode_entry(found.data)
             if isinstance(value, kind):
-                return StoredEntry(value, found.seq, time.monotonic())
+                return BucketEntry(value, found.seq, time.monotonic())
         raise not_found("file" if kind is StoredFile else "batch", name)
 
-    async def change(self, value: StoredFile | Batch, revision: int) -> StoredEntry | None:
+    async def change(self, value: StoredFile | Batch, revision: int) -> BucketEntry | None:
         """Store an entry in the place of a revision (0: a new one); None: it has another revision.
 
         Raises:
@@ -164,7 +164,7 @@ class BatchStore:
         except (NatsError, OSError, TimeoutError, msgspec.MsgspecError) as error:
             raise _unavailable(repr(error)) from None
         if reply.error is None:
-            return StoredEntry(value, reply.seq, time.monotonic())
+            return BucketEntry(value, reply.seq, time.monotonic())
         if reply.error.err_code == WRONG_LAST_SEQUENCE:
             return None
         raise _unavailable(str(reply.error))
@@ -225,19 +225,20 @@ class BatchLog:
         self._stream = bus.subjects.stream("BATCHES")
         self._subject = bus.subjects.batch(batch.tenant, batch.id)
         self._last = 0
+        self._appending = asyncio.Lock()  # each message names the one before
 
-    async def open(self, driver: str) -> Progress:
+    async def open(self, driver: str) -> BatchProgress:
         """Read it, and be the one who appends to it.
 
         Raises:
             ServingError: it cannot be read.
             LeaseLost: another gateway opened it meanwhile.
         """
-        progress = Progress()
+        progress = BatchProgress()
         async for entry in read(self._bus, self._stream, self._subject):
             progress.push(decode_message(entry.data))
             self._last = entry.seq
-        await self.append(Opened(driver))
+        await self.append(BatchOpened(driver))
         return progress
 
     async def append(self, message: BatchMessage) -> None:
@@ -246,7 +247,11 @@ class BatchLog:
         Raises:
             LeaseLost: another gateway has opened the log since.
         """
-        payload, refused = encode(message), ""
+        async with self._appending:
+            await self._append(encode(message))
+
+    async def _append(self, payload: bytes) -> None:
+        refused = ""
         while True:
             with suppress(NatsError, OSError, TimeoutError, ServingError, msgspec.MsgspecError):
                 reply = await compare_and_set(self._bus, self._subject, payload, self._last, WRITE_S)
@@ -278,7 +283,7 @@ class BatchLog:
             await self._bus.nc.request(f"$JS.API.STREAM.PURGE.{self._stream}", request, timeout=WRITE_S)
 
 
-def count_by_tenant(entries: Iterable[StoredEntry]) -> Counter[str]:
+def count_by_tenant(entries: Iterable[BucketEntry]) -> Counter[str]:
     """Batches that have not ended."""
     return Counter(
         each.value.tenant for each in entries if isinstance(each.value, Batch) and not each.value.status.ended

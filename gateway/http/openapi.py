@@ -36,6 +36,7 @@ from penstock.gateway.base.chat_objects import (
     ModelList,
     Status,
 )
+from penstock.gateway.batches.batch import BatchList, BatchObject, CreateBatch, DeletedFile, FileList, FileObject
 from penstock.gateway.http.request_list import RequestList
 from penstock.schemas.errors import Code
 
@@ -102,6 +103,13 @@ _COUNT = (
 )
 
 _RESPONSE_ID = ("id", "path", "the response's id")
+_FILE_ID = ("id", "path", "the file's id")
+_BATCH_ID = ("id", "path", "the batch's id")
+_LISTED = (
+    ("limit", "query", "at most so many"),
+    ("order", "query", "desc (default) or asc, by the time at which they were made"),
+    ("after", "query", "id of the last one of the page before"),
+)
 _ID = ("id", "path", "from X-Request-Id, or the response's id")
 
 OPERATIONS = (
@@ -245,8 +253,79 @@ OPERATIONS = (
         streams=ImageProgressEvent,
     ),
     Operation(
+        "post",
+        "/v1/files",
+        "Upload a file, as multipart/form-data with the parts file and purpose (batch)",
+        response=FileObject,
+        errors=(Code.invalid_request, Code.body_too_large, Code.rate_limit_exceeded, Code.broker_unavailable),
+    ),
+    Operation(
         "get",
-        "/v1/files/{name}",
+        "/v1/files",
+        "List files, the newest first",
+        response=FileList,
+        errors=(Code.invalid_request, Code.broker_unavailable),
+        parameters=(("purpose", "query", "only those: batch or batch_output"), *_LISTED),
+    ),
+    Operation(
+        "get",
+        "/v1/files/{id}",
+        "Get what is known of a file",
+        response=FileObject,
+        errors=(Code.request_not_found, Code.broker_unavailable),
+        parameters=(_FILE_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/files/{id}/content",
+        "Download a file",
+        response="application/jsonl",
+        errors=(Code.request_not_found, Code.broker_unavailable),
+        parameters=(_FILE_ID,),
+    ),
+    Operation(
+        "delete",
+        "/v1/files/{id}",
+        "Delete a file",
+        response=DeletedFile,
+        errors=(Code.request_not_found, Code.broker_unavailable),
+        parameters=(_FILE_ID,),
+    ),
+    Operation(
+        "post",
+        "/v1/batches",
+        "Run the requests of a file",
+        body=CreateBatch,
+        response=BatchObject,
+        errors=(Code.invalid_request, Code.request_not_found, Code.queue_full, Code.broker_unavailable),
+    ),
+    Operation(
+        "get",
+        "/v1/batches",
+        "List batches, the newest first",
+        response=BatchList,
+        errors=(Code.invalid_request, Code.broker_unavailable),
+        parameters=_LISTED,
+    ),
+    Operation(
+        "get",
+        "/v1/batches/{id}",
+        "Get the state of a batch",
+        response=BatchObject,
+        errors=(Code.request_not_found, Code.broker_unavailable),
+        parameters=(_BATCH_ID,),
+    ),
+    Operation(
+        "post",
+        "/v1/batches/{id}/cancel",
+        "Cancel a batch",
+        response=BatchObject,
+        errors=(Code.request_not_found, Code.invalid_request, Code.broker_unavailable),
+        parameters=(_BATCH_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/media/{name}",
         "Download a generated image or video, within six hours",
         response="application/octet-stream",
         errors=(Code.request_not_found, Code.broker_unavailable),

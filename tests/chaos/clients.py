@@ -160,7 +160,7 @@ class _Conversation:
             name = shown.text.rpartition("/")[2]
             while True:
                 try:
-                    async with self._opened("GET", f"/v1/files/{name}") as answer:
+                    async with self._opened("GET", f"/v1/media/{name}") as answer:
                         raw = await answer.read()
                 except Broken as broken:
                     self.seen.notes.append(str(broken))

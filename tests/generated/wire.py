@@ -20,6 +20,7 @@ import msgspec
 
 from penstock.schemas import (
     audit,
+    batches,
     deletions,
     done,
     fleet,
@@ -75,6 +76,11 @@ CHANNELS = (
     Channel("ps.plan.<model>", "ps_PLAN", (plans.Planned,), ("planned",), "planners", "people"),
     Channel("ps.audit.<user>", "ps_AUDIT", (audit.AuditEntry,), ("audit",), "whoever the subject names",
             "`penstock audit`"),
+    Channel("ps.batches.<tenant>.<batch>", "ps_BATCHES",
+            (batches.BatchOpened, batches.BatchTaken, batches.BatchResults),
+            ("batch_opened", "batch_taken", "batch_ended"), "the gateway that drives the batch", "its successor"),
+    Channel("$KV.ps_batches.<tenant>.<id>", "KV_ps_batches", (batches.StoredFile, batches.Batch),
+            ("stored_file", "batch"), "gateways", "gateways"),
     Channel("$KV.ps_workers.<worker>", "KV_ps_workers", (fleet.Registration,), ("registration",), "that worker",
             "everybody"),
     Channel("$KV.ps_routers.<router>", "KV_ps_routers", (routers.Member,), ("router",), "that router",

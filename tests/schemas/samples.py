@@ -7,6 +7,7 @@ import msgspec
 
 from penstock.schemas import (
     audit,
+    batches,
     cells,
     contents,
     control,
@@ -300,6 +301,42 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "job_of_a_suspect": (
         msgspec.structs.replace(JOB, suspect=jobs.ALONE, lost=((1, "w-1"), (2, "w-2"))),
         jobs.decode,
+    ),
+    "stored_file": (
+        batches.StoredFile(
+            "file-1", "acme", "in.jsonl", "batch", 9, 1_700_000_000_000_000_000, 1_700_000_001_000_000_000
+        ),
+        batches.decode_entry,
+    ),
+    "batch": (
+        batches.Batch(
+            "batch_1",
+            "acme",
+            "/v1/embeddings",
+            "file-1",
+            "24h",
+            1_700_000_000_000_000_000,
+            1_700_086_400_000_000_000,
+            status=batches.BatchStatus.cancelling,
+            keep_s=86_400,
+            key="0a1b2c3d4e5f",
+            driver="gw-1",
+            total=5,
+            completed=2,
+            failed=1,
+            output_file="file-2",
+            error_file="file-3",
+            metadata={"name": "nightly"},
+            errors=(batches.LineError("invalid_json_line", "no", 2, "body"),),
+            times={batches.BatchStatus.in_progress: 7, batches.BatchStatus.cancelling: 8},
+        ),
+        batches.decode_entry,
+    ),
+    "batch_opened": (batches.BatchOpened("gw-1"), batches.decode_message),
+    "batch_taken": (batches.BatchTaken(((3, REQUEST.id), (4, REQUEST.id))), batches.decode_message),
+    "batch_ended": (
+        batches.BatchResults((batches.LineResult(3, True, b"{}"), batches.LineResult(4, False, b"{}"))),
+        batches.decode_message,
     ),
     "verdict": (verdicts.Verdict(REQUEST.id, 7, "again"), verdicts.decode),
     "verdict_announced": (

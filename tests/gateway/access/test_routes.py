@@ -40,7 +40,16 @@ POLICIES = {
     "GET /v1/requests/{id}": "owner",
     "DELETE /v1/requests/{id}": "owner",
     "GET /v1/requests/{id}/stream": "owner",
-    "GET /v1/files/{name}": "owner",
+    "GET /v1/media/{name}": "owner",
+    "POST /v1/files": "key",
+    "GET /v1/files": "owner",
+    "GET /v1/files/{id}": "owner",
+    "DELETE /v1/files/{id}": "owner",
+    "GET /v1/files/{id}/content": "owner",
+    "POST /v1/batches": "key",
+    "GET /v1/batches": "owner",
+    "GET /v1/batches/{id}": "owner",
+    "POST /v1/batches/{id}/cancel": "owner",
     "GET /health": "open",
     "GET /ping": "open",
     "GET /version": "open",
@@ -54,7 +63,7 @@ POLICIES = {
 
 
 def served() -> Iterable[tuple[str, str]]:
-    for route in routes_of(cast(Any, MagicMock())):
+    for route in routes_of(cast(Any, MagicMock()), MagicMock()):
         assert isinstance(route, Route)
         for method in sorted((route.methods or {"GET"}) - {"HEAD"}):
             yield method, route.path
@@ -106,7 +115,7 @@ async def exchange(path: str, *headers: tuple[bytes, bytes]) -> tuple[int, dict[
     scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "headers": list(headers)}
     scope |= {"query_string": b"", "server": ("h", 1), "client": ("c", 1), "scheme": "http", "root_path": ""}
     scope[SCOPE] = MagicMock()
-    await application(gateway)(scope, receive, send)
+    await application(gateway, MagicMock())(scope, receive, send)
     return sent[0]["status"], dict(sent[0]["headers"]), b"".join(each.get("body", b"") for each in sent[1:])
 
 

@@ -47,7 +47,7 @@ def collected(diffusion: Diffusion = IMAGE, files: tuple[File, ...] = FILES) -> 
 
 def test_an_answer_names_its_files_under_the_clients_host() -> None:
     answer = collected().response("https://here:8000")
-    assert [each.url for each in answer.data] == [f"https://here:8000/v1/files/{file.name}" for file in FILES]
+    assert [each.url for each in answer.data] == [f"https://here:8000/v1/media/{file.name}" for file in FILES]
     assert (answer.object, answer.size, answer.inference_time_s, answer.steps, answer.seed) == (
         "image",
         "32x16",
@@ -67,7 +67,7 @@ def test_an_answer_holds_the_files_if_asked_for() -> None:
 def test_a_video_response_has_its_frames() -> None:
     answer = collected(VIDEO, FILM).response("")
     assert (answer.object, answer.data[0].frames, answer.data[0].frame_rate) == ("video", 9, 8.0)
-    assert answer.data[0].url == "/v1/files/r-1-0.webp"
+    assert answer.data[0].url == "/v1/media/r-1-0.webp"
 
 
 @pytest.mark.parametrize("reason", ["error", "cancelled"])

@@ -86,7 +86,7 @@ async def test_an_image_is_made_stored_and_fetched(studio: httpx.AsyncClient, bu
     assert (result["object"], result["model"], result["size"]) == ("image", "painter", "40x24")
     assert (result["seed"], result["steps"]) == (7, 3)
     assert 0 < result["inference_time_s"] < 30
-    assert picture["url"].startswith(str(studio.base_url).rstrip("/") + "/v1/files/")
+    assert picture["url"].startswith(str(studio.base_url).rstrip("/") + "/v1/media/")
     image = await fetched(studio, picture)
     assert (image.format, image.size) == ("PNG", (40, 24)) == ("PNG", (picture["width"], picture["height"]))
     again = (await studio.post(IMAGES, json=body)).json()
@@ -208,7 +208,7 @@ async def test_each_kind_of_model_is_asked_at_its_own_endpoint(studio: httpx.Asy
     assert card["output_modalities"] == ["video"]
     text = await studio.post("/v1/completions", json={"model": "tiny", "prompt": "hello", "max_tokens": 3})
     assert text.json()["usage"]["completion_tokens"] == 3
-    missing = await studio.get("/v1/files/01932c07-a4b8-7000-8000-0123456789ab-1-0.png")
+    missing = await studio.get("/v1/media/01932c07-a4b8-7000-8000-0123456789ab-1-0.png")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "request_not_found")
 
 

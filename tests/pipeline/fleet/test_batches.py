@@ -1,0 +1,145 @@
+"""A batch through SIGKILL of each kind of process, and of all: a result a line, no line twice, the right text."""
+
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from penstock.gateway.batches.store import BatchStore
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.direct_get import read
+from penstock.schemas import requests
+from penstock.schemas.batches import Batch
+from tests.pipeline.support import Deployment, Oracle, until
+
+pytestmark = pytest.mark.timeout(240)
+
+TOKENS = 23  # which no other test asks for
+CHAT = "/v1/chat/completions"
+AWAY = (openai.APIConnectionError, openai.InternalServerError)
+
+
+@pytest.fixture
+async def clients(fleet: Deployment) -> AsyncIterator[list[openai.AsyncOpenAI]]:
+    """One of each gateway."""
+    made = [openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) for url in fleet.urls]
+    yield made
+    for client in made:
+        await client.close()
+
+
+def body(text: str) -> dict[str, Any]:
+    message = {"role": "user", "content": text}
+    return {"model": "tiny", "messages": [message], "temperature": 0, "ignore_eos": True, "max_tokens": TOKENS}
+
+
+def long(number: int) -> dict[str, Any]:
+    return body(f"Number {number}") | {"max_tokens": 150}
+
+
+async def state_of(clients: list[openai.AsyncOpenAI], name: str) -> Any:
+    """None: no gateway answers at the moment."""
+    for client in clients:
+        try:
+            return await client.batches.retrieve(name)
+        except AWAY:
+            continue
+    return None
+
+
+async def driver_of(bus: Bus, name: str) -> str:
+    """The name of the process that drives a batch; "": none does."""
+    found = await BatchStore(bus).find(name, "default", Batch)
+    assert isinstance(found.value, Batch)
+    return found.value.driver.rpartition("-")[0]
+
+
+async def accepted(bus: Bus, said: str) -> list[str]:
+    """Ids of the requests of a batch, as often as they were accepted."""
+    subject = f"{bus.subjects.namespace}.request.*.batch.*"
+    stored = [requests.decode(entry.data) async for entry in read(bus, bus.subjects.stream("REQUESTS"), subject)]
+    return [each.id for each in stored if each.stop.max_tokens == TOKENS and each.user == said]
+
+
+async def test_a_batch_survives_the_death_of_each_process_and_of_all_and_runs_no_line_twice(
+    clients: list[openai.AsyncOpenAI], fleet: Deployment, oracle: Oracle
+) -> None:
+    count = 900
+    bodies = [body(f"Number {number}") | {"user": "survives"} for number in range(count)]
+    lines = [
+        json.dumps({"custom_id": str(number), "method": "POST", "url": CHAT, "body": each})
+        for number, each in enumerate(bodies)
+    ]
+    source = await clients[0].files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+    batch = await clients[0].batches.create(input_file_id=source.id, endpoint=CHAT, completion_window="24h")
+    seen = 0
+
+    async def further() -> bool:
+        now = await state_of(clients, batch.id)
+        return now is not None and now.request_counts.completed >= min(seen + 80, count)
+
+    bus = await connect(fleet.state.nats_url, role="operator", name="test")
+    try:
+        for victim in ("driver", "router", "worker", "nats", "all"):
+            await until(further, f"it goes on before the death of {victim}", 60)
+            now = await until(lambda: state_of(clients, batch.id), "a gateway answers")
+            assert now.status == "in_progress", "it is to be disturbed"
+            seen = now.request_counts.completed
+            names = [await until(lambda: driver_of(bus, batch.id), "it is driven")] if victim == "driver" else []
+            for process in fleet.state.processes:
+                if victim in ("all", process.role) or process.name in names:
+                    os.kill(process.pid, signal.SIGKILL)
+
+        async def over() -> Any:
+            now = await state_of(clients, batch.id)
+            return now if now is not None and now.status != "in_progress" and now.status != "finalizing" else None
+
+        ended = await until(over, "it has ended", 120)
+        assert (ended.status, ended.request_counts.completed, ended.error_file_id) == ("completed", count, None)
+        text = (await clients[0].files.content(ended.output_file_id)).text
+        output = [json.loads(each) for each in text.splitlines()]
+        assert [each["custom_id"] for each in output] == [str(number) for number in range(count)]
+        for asked, each in zip(bodies, output, strict=True):
+            assert each["response"]["body"]["choices"][0]["message"]["content"] == oracle.answer(asked, TOKENS)
+        ran = [each["response"]["request_id"] for each in output]
+        assert sorted(await accepted(bus, "survives")) == sorted(ran)
+    finally:
+        await bus.close()
+
+
+async def test_a_cancel_is_not_forgotten_when_the_driver_dies_with_it(
+    clients: list[openai.AsyncOpenAI], fleet: Deployment, fleet_bus: Bus
+) -> None:
+    count = 1500  # of which 512 run at a time, for two seconds
+    lines = [
+        json.dumps({"custom_id": str(number), "method": "POST", "url": CHAT, "body": long(number)})
+        for number in range(count)
+    ]
+    source = await clients[0].files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+    batch = await clients[0].batches.create(input_file_id=source.id, endpoint=CHAT, completion_window="24h")
+
+    async def begun() -> bool:
+        return bool((await clients[0].batches.retrieve(batch.id)).request_counts.completed)
+
+    await until(begun, "some have ended")
+    name = await driver_of(fleet_bus, batch.id)
+    pids = {process.name: process.pid for process in fleet.state.processes}
+    os.kill(pids[name], signal.SIGSTOP)  # it cannot see the cancel
+    other = next(client for process, client in zip(("gateway-0", "gateway-1"), clients, strict=True) if process != name)
+    assert (await other.batches.cancel(batch.id)).status == "cancelling"
+    os.kill(pids[name], signal.SIGKILL)
+
+    async def over() -> Any:
+        now = await state_of(clients, batch.id)
+        return now if now is not None and now.status == "cancelled" else None
+
+    ended = await until(over, "it is cancelled", 60)
+    counts = ended.request_counts
+    assert counts.completed + counts.failed == counts.total == count
+    assert counts.failed > 0
+    errors = (await other.files.content(ended.error_file_id)).text.splitlines()
+    assert {json.loads(each)["error"]["code"] for each in errors} == {"batch_cancelled"}
