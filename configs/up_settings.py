@@ -181,6 +181,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     )
     stream_ping_s: Annotated[float, _OF_GATEWAY] = _GATEWAY.stream_ping_s
     max_media_bytes: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_media_bytes
+    max_tenant_file_bytes: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_tenant_file_bytes
     max_image_pixels: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_image_pixels
     max_images: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_images
     media_timeout_s: Annotated[float, _OF_GATEWAY] = _GATEWAY.media_timeout_s

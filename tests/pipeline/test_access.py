@@ -31,7 +31,7 @@ MADE: list[str] = []  # every key of this module
 @pytest.fixture(scope="module")
 def deployment(new_deployment: NewDeployment) -> Deployment:
     flags = ("--mock-speedup", "0", "--gateways", "2", "--served-model-name", f"{MODEL_NAME},other")
-    return new_deployment(*flags, PENSTOCK_ACCESS_LOG="true")
+    return new_deployment(*flags, "--max-tenant-file-bytes", "100000", PENSTOCK_ACCESS_LOG="true")
 
 
 def keys(deployment: Deployment, *args: str) -> int:
@@ -135,6 +135,93 @@ async def test_a_revoked_key_is_refused_by_every_gateway_within_a_second(
     assert f"key={text.rpartition('-')[0]}" in deployment.logs("gateway-")
 
 
+async def batch_of(http: httpx.AsyncClient, key: dict[str, str], content: bytes = b"") -> tuple[str, str]:
+    """Ids of a file and of a batch made of it, of one chat unless a content is given."""
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
+    upload = {"file": ("in.jsonl", content or json.dumps(line).encode())}
+    file = await http.post("/v1/files", files=upload, data={"purpose": "batch"}, headers=key)
+    assert file.status_code == 200, file.text
+    body = {"input_file_id": file.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch = await http.post("/v1/batches", json=body, headers=key)
+    assert batch.status_code == 200, batch.text
+    return file.json()["id"], batch.json()["id"]
+
+
+async def ended_batch(http: httpx.AsyncClient, key: dict[str, str], batch: str) -> dict[str, Any]:
+    async def over() -> Any:
+        found = (await http.get(f"/v1/batches/{batch}", headers=key)).json()
+        return found if found["status"] in ("completed", "failed", "cancelled") else None
+
+    found: dict[str, Any] = await until(over, "the batch has ended")
+    return found
+
+
+@pytest.mark.usefixtures("tenants")
+async def test_files_and_batches_are_their_tenants_own_and_run_with_the_key_that_made_them(
+    https: list[httpx.AsyncClient], http: httpx.AsyncClient, bus: Bus
+) -> None:
+    texts = [await make(bus, https, tenant=tenant) for tenant in ("acme", "zenith")]
+    owner, another = map(bearer, texts)
+    file, batch = await batch_of(http, owner)
+    ended = await ended_batch(http, owner, batch)
+    assert ended["status"] == "completed"
+    for path in (f"/v1/files/{file}", f"/v1/files/{ended['output_file_id']}/content", f"/v1/batches/{batch}"):
+        assert (await http.get(path, headers=owner)).status_code == 200
+        assert (await http.get(path, headers=another)).status_code == 404
+    body = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    assert (await http.post("/v1/batches", json=body, headers=another)).status_code == 404, "its file is not found"
+    for path in ("/v1/files", "/v1/batches"):
+        names = {each["id"] for each in (await http.get(path, headers=another)).json()["data"]}
+        assert not names & {file, batch, ended["output_file_id"]}
+    output = (await http.get(f"/v1/files/{ended['output_file_id']}/content", headers=owner)).json()
+    request = output["response"]["request_id"]
+    assert (await http.get(f"/v1/requests/{request}", headers=another)).status_code == 404
+    listed = (await http.get("/v1/requests", headers=owner)).json()["data"]
+    assert request in {each["id"] for each in listed}, "it is the tenant's"
+
+
+@pytest.mark.usefixtures("tenants")
+async def test_a_line_that_its_key_may_not_ask_is_an_error(
+    https: list[httpx.AsyncClient], http: httpx.AsyncClient, bus: Bus
+) -> None:
+    narrow = bearer(await make(bus, https, tenant="acme", models=("other",)))
+    _, batch = await batch_of(http, narrow)
+    ended = await ended_batch(http, narrow, batch)
+    assert ended["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
+    error = (await http.get(f"/v1/files/{ended['error_file_id']}/content", headers=narrow)).json()
+    assert error["response"]["body"]["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.usefixtures("tenants")
+async def test_a_tenants_files_take_no_more_than_their_share(
+    https: list[httpx.AsyncClient], http: httpx.AsyncClient, bus: Bus
+) -> None:
+    owner, another = [bearer(await make(bus, https, tenant=tenant)) for tenant in ("acme", "zenith")]
+
+    async def upload(key: dict[str, str]) -> httpx.Response:
+        form = {"file": ("in.jsonl", b"x" * 60_000)}
+        return await http.post("/v1/files", files=form, data={"purpose": "batch"}, headers=key)
+
+    first = await upload(owner)
+    assert first.status_code == 200
+
+    async def full() -> bool:
+        names = {each["id"] for each in (await http.get("/v1/files", headers=owner)).json()["data"]}
+        return first.json()["id"] in names
+
+    await until(full, "the gateway knows of it")
+    refused = await upload(owner)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert "--max-tenant-file-bytes" in refused.json()["error"]["message"]
+    assert (await upload(another)).status_code == 200
+    assert (await http.delete(f"/v1/files/{first.json()['id']}", headers=owner)).status_code == 200
+
+    async def free() -> bool:
+        return (await upload(owner)).status_code == 200
+
+    await until(free, "what was deleted makes room")
+
+
 @pytest.mark.usefixtures("tenants")
 async def test_every_route_answers_each_role_as_its_policy_says(
     https: list[httpx.AsyncClient], http: httpx.AsyncClient, bus: Bus
@@ -153,12 +240,15 @@ async def test_every_route_answers_each_role_as_its_policy_says(
         "/v1/responses", json={"model": MODEL_NAME, "input": "Hello", "max_output_tokens": 4}, headers=roles["owner"]
     )
     response = made.json()["id"]
+    file, batch = await batch_of(http, roles["owner"])
+    ids = {"/v1/files/": file, "/v1/batches/": batch}
     wrong: list[str] = []
     for route, policy in POLICIES.items():
         method, path = route.split(" ")
         if method == "DELETE" or path.endswith("/cancel"):
             continue  # tried at last: they change what the others find
-        found = path.replace("{id}", response).replace("{name:path}", MODEL_NAME)
+        own = next((each for start, each in ids.items() if path.startswith(start)), response)
+        found = path.replace("{id}", own).replace("{name:path}", MODEL_NAME)
         for role, headers in roles.items():
             status = (await http.request(method, found.replace("{name}", "none.png"), headers=headers)).status_code
             known = role in ("owner", "operator", "another")
@@ -172,7 +262,10 @@ async def test_every_route_answers_each_role_as_its_policy_says(
                 expected = {400} if method == "POST" else {200}
             if status not in expected:
                 wrong.append(f"{route} for {role}: {status}, not {expected}")
-    for path in (f"/v1/responses/{response}/cancel", f"/v1/requests/{response}", f"/v1/responses/{response}"):
+    for path in (
+        *(f"/v1/responses/{response}/cancel", f"/v1/requests/{response}", f"/v1/responses/{response}"),
+        *(f"/v1/batches/{batch}/cancel", f"/v1/files/{file}"),
+    ):
         method = "POST" if path.endswith("/cancel") else "DELETE"
         for role, expected_status in (("none", 401), ("expired", 401), ("another", 404)):
             status = (await http.request(method, path, headers=roles[role])).status_code
