@@ -186,7 +186,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     lora: str = ""
     media: tuple[Media, ...] = ()
     worker: str = ""  # routing mode "direct": only this worker
-    endpoint: str = ""  # how the answer is shaped: "chat", "text", "response", "message", "embedding", "image", "video"
+    endpoint: str = ""  # shape of the answer: chat, text, response, message, ollama_chat, embedding, image, video
     stops_shown: bool = False  # the answer includes the stop string
     diffusion: Diffusion | None = None  # an image or video request: prompt, stop and sampling are ignored
     echo: bool = False  # the answer starts with the prompt

@@ -30,7 +30,7 @@ LEVELS = {
         ("base",),
         ("media", "grammars", "access", "admission.rate_limits"),
         ("apis.chat",),
-        ("apis.responses", "apis.messages"),
+        ("apis.responses", "apis.messages", "apis.ollama"),
         ("apis",),
         ("request_log",),
         ("admission",),

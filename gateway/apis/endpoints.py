@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol, get_args, get_origin
@@ -16,11 +17,24 @@ from penstock.gateway.apis.embeddings import EmbeddingAggregator, EmbeddingReque
 from penstock.gateway.apis.images import IMAGE, VIDEO, ImageGenerationRequest, VideoGenerationRequest
 from penstock.gateway.apis.messages.bodies import MessagesRequest
 from penstock.gateway.apis.messages.render import MessageEvents, message
+from penstock.gateway.apis.ollama.bodies import OllamaChatRequest, OllamaGenerateRequest
+from penstock.gateway.apis.ollama.render import OllamaLines, WholeOllama
 from penstock.gateway.apis.responses.bodies import CompactionRequest, ResponsesRequest, left_out
 from penstock.gateway.apis.responses.prepare_response import compacted
 from penstock.gateway.apis.responses.render import ResponseEvents, response
 from penstock.gateway.base.chat_objects import UsageBody
-from penstock.gateway.base.request_bodies import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE, invalid, unsupported
+from penstock.gateway.base.request_bodies import (
+    CHAT,
+    COMPACTION,
+    COMPLETION,
+    MESSAGE,
+    OLLAMA,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+    RESPONSE,
+    invalid,
+    unsupported,
+)
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import EMBEDDING, GenerateRequest
@@ -46,6 +60,8 @@ _BODY_TYPES: dict[str, type[msgspec.Struct]] = {
     RESPONSE: ResponsesRequest,
     COMPACTION: CompactionRequest,
     MESSAGE: MessagesRequest,
+    OLLAMA_CHAT: OllamaChatRequest,
+    OLLAMA_GENERATE: OllamaGenerateRequest,
     EMBEDDING: EmbeddingRequest,
     IMAGE: ImageGenerationRequest,
     VIDEO: VideoGenerationRequest,
@@ -216,7 +232,7 @@ def aggregator_for(request: GenerateRequest, detokenizer: Detokenizer | None, *,
     """
     Args:
         detokenizer: of its model; None: it makes vectors.
-        late: log-probabilities of the prompt may have expired.
+        late: log-probabilities of the prompt may have expired, and the time is not that of the answer.
     """
     if request.embedding is not None:
         return EmbeddingAggregator(request)
@@ -224,6 +240,8 @@ def aggregator_for(request: GenerateRequest, detokenizer: Detokenizer | None, *,
     body = _WHOLE.get(request.endpoint)
     if body is not None:
         return WholeAnswer(request, detokenizer, body)
+    if request.endpoint in OLLAMA:
+        return WholeOllama(request, detokenizer, None if late else time.time_ns)
     return AnswerAggregator(request, detokenizer, late=late)
 
 
@@ -244,6 +262,8 @@ def renderer_for(request: GenerateRequest, detokenizer: Detokenizer | None, *, i
         return SegmentRenderer(request, detokenizer, ResponseEvents(request, detokenizer))
     if request.endpoint == MESSAGE:
         return SegmentRenderer(request, detokenizer, MessageEvents(request))
+    if request.endpoint in OLLAMA:
+        return OllamaLines(request, detokenizer)
     return StreamRenderer(request, detokenizer, include_usage=include_usage)
 
 

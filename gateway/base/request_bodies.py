@@ -118,6 +118,8 @@ COMPLETION = "text"
 RESPONSE = "response"
 COMPACTION = "compaction"
 MESSAGE = "message"
+OLLAMA_CHAT, OLLAMA_GENERATE = "ollama_chat", "ollama_generate"
+OLLAMA = frozenset({OLLAMA_CHAT, OLLAMA_GENERATE})
 
 SEED_MASK = (1 << 63) - 1
 SERVICE_TIERS = {"flex": Priority.batch, "priority": Priority.interactive}

@@ -27,7 +27,7 @@ from penstock.gateway.apis.endpoints import (
 )
 from penstock.gateway.base.chat_objects import error_body, stopping, unconfirmed
 from penstock.gateway.base.gateway_metrics import ModelMetrics, account
-from penstock.gateway.base.request_bodies import MESSAGE
+from penstock.gateway.base.request_bodies import MESSAGE, OLLAMA
 from penstock.gateway.http.asgi import (
     REQUEST_ID,
     ClientDisconnected,
@@ -60,6 +60,7 @@ SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+LINES_HEADERS = [(b"content-type", b"application/x-ndjson"), *SSE_HEADERS[1:]]
 MODEL = "penstock.model"  # in the ASGI scope: the canonical name of the request's model
 IGNORED_OPTIONS = b"x-penstock-ignored-options"
 HEAD_CONSTRAINED_S = 5.0  # the same for constrained output: a worker may refuse what this gateway cannot check
@@ -371,7 +372,8 @@ class Responder:
         Args:
             followed: something is sent at once.
         """
-        headers = [*SSE_HEADERS, *id_headers(self._inflight.request)]
+        request = self._inflight.request
+        headers = [*(LINES_HEADERS if request.endpoint in OLLAMA else SSE_HEADERS), *id_headers(request)]
         start: dict[str, Any] = {"type": "http.response.start", "status": 200, "headers": headers}
         if followed:
             start[FOLLOWED] = True

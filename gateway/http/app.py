@@ -38,8 +38,17 @@ from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH
 from penstock.gateway.apis.images import IMAGE_PATHS
 from penstock.gateway.apis.messages.objects import MessagesModel, message_error, messages_status, model_page
 from penstock.gateway.apis.messages.prepare_message import count_message
+from penstock.gateway.apis.ollama.render import OllamaError
 from penstock.gateway.base.chat_objects import CancelResponse, error_body, stopping
-from penstock.gateway.base.request_bodies import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
+from penstock.gateway.base.request_bodies import (
+    CHAT,
+    COMPACTION,
+    COMPLETION,
+    MESSAGE,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+    RESPONSE,
+)
 from penstock.gateway.batches.driver import Batches
 from penstock.gateway.http import request_list
 from penstock.gateway.http.answers import INTERNAL, JSON, Generations, Reattach, answer_text, send_error, send_refusal
@@ -58,6 +67,7 @@ from penstock.gateway.http.asgi import (
 )
 from penstock.gateway.http.batches import FilesAndBatches
 from penstock.gateway.http.images import GeneratedFiles, ImageReattach, answer_images, base_url
+from penstock.gateway.http.ollama import OllamaModels, answer_load, asks_ollama, send_ollama_error
 from penstock.gateway.http.openapi import document
 from penstock.gateway.http.prompt_batch import answer_prompts
 from penstock.gateway.http.request_list import final_state, status_of
@@ -240,7 +250,10 @@ def application(gateway: Gateway, batches: Batches) -> App:
         gateway.metrics.of("").requests.labels("http", error.code.value).inc()
         if error.code is Code.invalid_api_key:
             send = with_header(send, b"www-authenticate", b"Bearer")
-        await (send_message_error if asks_anthropic(scope) else send_error)(send, error)
+        if asks_ollama(scope["path"]):
+            await send_ollama_error(send, error)
+        else:
+            await (send_message_error if asks_anthropic(scope) else send_error)(send, error)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -284,6 +297,11 @@ def _answering(gateway: Gateway) -> dict[str, App]:
         "/v1/responses/input_tokens": Computed(gateway, gateway.input_tokens),
         "/v1/messages": Generations(gateway, MESSAGE, answer_text, send_message_error),
         "/v1/messages/count_tokens": Computed(gateway, partial(gateway.compute, count_message), send_message_error),
+        **{
+            path: Generations(gateway, kind, answer_text, send_ollama_error, partial(answer_load, kind))
+            for kind, path in ((OLLAMA_CHAT, "/api/chat"), (OLLAMA_GENERATE, "/api/generate"))
+        },
+        "/api/show": Computed(gateway, OllamaModels(gateway).show, send_ollama_error),
         EMBEDDINGS_PATH: Generations(gateway, EMBEDDING, answer_text),
         "/tokenize": Computed(gateway, partial(gateway.compute, tokenize)),
         "/detokenize": Computed(gateway, partial(gateway.compute, detokenize)),
@@ -294,6 +312,7 @@ def _answering(gateway: Gateway) -> dict[str, App]:
 def routes_of(gateway: Gateway, batches: Batches) -> list[Route]:
     """Every endpoint. Those that answer a body are here for requests with a wrong method."""
     api, stored, files = _Api(gateway), StoredResponses(gateway), FilesAndBatches(gateway, batches)
+    ollama = OllamaModels(gateway)
     page = (Path(__file__).parent / "docs.html").read_bytes()
     openapi = _json(document(version("penstock")))
 
@@ -312,6 +331,9 @@ def routes_of(gateway: Gateway, batches: Batches) -> list[Route]:
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/tokenizer_info", api.tokenizer_info),
+        Route("/api/tags", ollama.tags),
+        Route("/api/ps", ollama.running),
+        Route("/api/version", ollama.version),
         Route("/v1/requests", api.requests),
         Route("/v1/requests/{id}", api.request, methods=["GET"]),
         Route("/v1/requests/{id}", api.cancel, methods=["DELETE"]),
@@ -461,7 +483,15 @@ _NO_ADMINISTRATION = "Keys and tenants are managed with `penstock keys` and `pen
 _MODELS_ARE_WORKERS = "A model is served as long as a worker runs it: penstock up --model MODEL."
 # What other servers have, by the path without /v1, and what to do here. Of several beginnings, the longest counts.
 ELSEWHERE = {
-    "api": "Of Ollama's API, there is nothing here. Use POST /v1/chat/completions.",
+    "api": "Of Ollama's API, chat, generate, show, tags, ps and version are served.",
+    "api/blobs": _MODELS_ARE_WORKERS,
+    "api/copy": "A model has several names with --served-model-name.",
+    "api/create": _MODELS_ARE_WORKERS,
+    "api/delete": _MODELS_ARE_WORKERS,
+    "api/embed": "Use POST /v1/embeddings.",
+    "api/embeddings": "Use POST /v1/embeddings.",
+    "api/pull": _MODELS_ARE_WORKERS,
+    "api/push": _MODELS_ARE_WORKERS,
     "assistants": _NO_ASSISTANTS,
     "audio": "No model takes or makes sound here: transcribe or speak with another server.",
     "chat/completions": "Read a chat with GET /v1/requests/ID; ID is in its header X-Request-Id.",
@@ -490,6 +520,7 @@ ELSEWHERE = {
     "rerank": _NO_RANKS,
     "score": _NO_RANKS,
     "threads": _NO_ASSISTANTS,
+    "uploads": "Send the file whole to POST /v1/files.",
     "v1beta": "Gemini's API is not served: use POST /v1/chat/completions.",
     "v2/chat": "Cohere's API is not served: use POST /v1/chat/completions.",
     "v2/embed": "Use POST /v1/embeddings.",
@@ -512,7 +543,9 @@ def no_endpoint(method: str, path: str) -> ServingError:
 
 
 def _refusal(request: Request, error: ServingError, status: int, headers: Mapping[str, str] | None = None) -> Response:
-    if asks_anthropic(request.scope):
+    if asks_ollama(request.url.path):
+        body = _json(OllamaError(error.message))
+    elif asks_anthropic(request.scope):
         name = new_request_id()
         status = messages_status(error.code) if status == error.code.status else status
         body = _json(message_error(error, name))

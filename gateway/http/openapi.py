@@ -17,6 +17,8 @@ from penstock.gateway.apis.images import (
 )
 from penstock.gateway.apis.messages.bodies import CountTokensRequest, MessagesRequest
 from penstock.gateway.apis.messages.objects import Message, MessageEvent, TokenCount
+from penstock.gateway.apis.ollama.bodies import OllamaChatRequest, OllamaGenerateRequest
+from penstock.gateway.apis.ollama.render import OllamaAnswer
 from penstock.gateway.apis.responses.bodies import CompactionRequest, ResponsesRequest
 from penstock.gateway.apis.responses.objects import (
     CompactedResponse,
@@ -37,9 +39,11 @@ from penstock.gateway.base.chat_objects import (
     Status,
 )
 from penstock.gateway.batches.batch import BatchList, BatchObject, CreateBatch, DeletedFile, FileList, FileObject
+from penstock.gateway.http.ollama import ShownModel, ShowRequest
 from penstock.gateway.http.request_list import RequestList
 from penstock.schemas.errors import Code
 
+_LINES = "application/x-ndjson"
 _REF = "#/components/schemas/{name}"
 
 
@@ -49,7 +53,7 @@ class Operation(Struct, frozen=True):
     Attributes:
         response: of a success; a media type if it is not JSON.
         errors: codes that a client should handle.
-        streams: type of the server-sent events with "stream": true.
+        streams: type of the server-sent events with "stream": true, or of what else ``streams_as`` names.
     """
 
     method: str
@@ -59,6 +63,7 @@ class Operation(Struct, frozen=True):
     response: type[Struct] | str = "application/json"
     errors: tuple[Code, ...] = ()
     streams: type[Struct] | None = None
+    streams_as: str = "text/event-stream"
     success: tuple[tuple[int, str], ...] = ((200, "success"),)  # (status, description)
     parameters: tuple[tuple[str, str, str], ...] = ()  # (name, "path" | "query" | "header", description)
 
@@ -215,6 +220,37 @@ OPERATIONS = (
         response=TokenCount,
         errors=_COUNT,
     ),
+    Operation(
+        "post",
+        "/api/chat",
+        "Ollama's chat, streamed unless stream is false; errors have Ollama's format",
+        body=OllamaChatRequest,
+        response=OllamaAnswer,
+        errors=_GENERATE,
+        streams=OllamaAnswer,
+        streams_as=_LINES,
+    ),
+    Operation(
+        "post",
+        "/api/generate",
+        "Ollama's answer to one prompt, streamed unless stream is false",
+        body=OllamaGenerateRequest,
+        response=OllamaAnswer,
+        errors=_GENERATE,
+        streams=OllamaAnswer,
+        streams_as=_LINES,
+    ),
+    Operation(
+        "post",
+        "/api/show",
+        "Describe a model to Ollama's clients",
+        body=ShowRequest,
+        response=ShownModel,
+        errors=(Code.model_not_found, Code.invalid_request),
+    ),
+    Operation("get", "/api/tags", "List models to Ollama's clients"),
+    Operation("get", "/api/ps", "List models to Ollama's clients, as loaded"),
+    Operation("get", "/api/version", "The version of Ollama whose API this is"),
     Operation(
         "post",
         "/v1/embeddings",
@@ -453,7 +489,7 @@ def _operation(operation: Operation, schema: dict[Any, Any]) -> dict[str, Any]:
     media = response if isinstance(response, str) else "application/json"
     content: dict[str, Any] = {media: {} if isinstance(response, str) else {"schema": schema[response]}}
     if operation.streams is not None:
-        content["text/event-stream"] = {"schema": schema[operation.streams]}
+        content[operation.streams_as] = {"schema": schema[operation.streams]}
     out: dict[str, Any] = {
         "summary": operation.summary,
         "operationId": operation.method + operation.path.translate(str.maketrans("/{}.", "____")),

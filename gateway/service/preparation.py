@@ -29,11 +29,23 @@ from penstock.gateway.apis.endpoints import check_options
 from penstock.gateway.apis.images import IMAGE_PATHS, prepare_images
 from penstock.gateway.apis.messages import prepare_message as anthropic_chat
 from penstock.gateway.apis.messages.prepare_message import prepare_message
+from penstock.gateway.apis.ollama import prepare_ollama as ollama_chat
+from penstock.gateway.apis.ollama.bodies import untagged
+from penstock.gateway.apis.ollama.prepare_ollama import prepare_ollama
 from penstock.gateway.apis.responses import chat
 from penstock.gateway.apis.responses.bodies import parse_compaction, parse_response
 from penstock.gateway.apis.responses.prepare_response import count_prompt_of, encode_kept, prepare_response, with_body
 from penstock.gateway.apis.responses.record import encode_stored
-from penstock.gateway.base.request_bodies import CHAT, COMPACTION, MESSAGE, RESPONSE, PrepareContext, invalid, rename
+from penstock.gateway.base.request_bodies import (
+    CHAT,
+    COMPACTION,
+    MESSAGE,
+    OLLAMA,
+    RESPONSE,
+    PrepareContext,
+    invalid,
+    rename,
+)
 from penstock.gateway.media.loader import MediaLoader
 from penstock.gateway.service.constraint_check import ConstraintCheck
 from penstock.gateway.service.conversations import Conversations
@@ -130,7 +142,8 @@ FEW_VALUES = 65_536  # in a body; so many are decoded in 3 ms
 PRIVATE_S = 120.0  # for all media of a request with no_store: routers erase what nobody asked for later than that
 COUNT_BYTES = 1 << 18  # searched for commas at once, which holds the interpreter for 0.1 ms
 
-_NAMES = {RESPONSE: chat.NAMES, MESSAGE: anthropic_chat.NAMES}  # of a chat's fields, for errors
+# Of a chat's fields, for errors.
+_NAMES = {RESPONSE: chat.NAMES, MESSAGE: anthropic_chat.NAMES, **dict.fromkeys(OLLAMA, ollama_chat.NAMES)}
 
 
 class RequestPreparer:
@@ -205,7 +218,7 @@ class RequestPreparer:
             return prepared if caller is ANYONE else prepared._replace(request=caller.own(prepared.request))
         if endpoint == EMBEDDING:
             return await self._embedding(body, caller, now_ns=now_ns, request_id=request_id, no_store=no_store)
-        context = await self._context(body, caller)
+        context = await self._context(body, caller, tagged=endpoint in OLLAMA)
         if no_store and not context.no_store:
             context = context._replace(no_store=True)
         while True:
@@ -215,6 +228,8 @@ class RequestPreparer:
                 )
             elif endpoint == MESSAGE:
                 prepared = await self._message(body, context, now_ns=now_ns, request_id=request_id)
+            elif endpoint in OLLAMA:
+                prepared = await self._ollama(endpoint, body, context, now_ns=now_ns, request_id=request_id)
             else:
                 work = prepare_chat if endpoint == CHAT else prepare_completion
                 found = await self._render_for(
@@ -303,6 +318,16 @@ class RequestPreparer:
             prepared = await self._with_media(prepared, found.context)
         return with_body(prepared, MESSAGE, found.client_body)
 
+    async def _ollama(
+        self, endpoint: str, body: bytes, context: PrepareContext, *, now_ns: int, request_id: str
+    ) -> PreparedRequest:
+        work = partial(prepare_ollama, endpoint, body, context, now_ns=now_ns, request_id=request_id)
+        found = await self._render_for(body, work, tenant=context.tenant)
+        prepared = found.prepared
+        if isinstance(prepared, PendingMediaRequest):
+            prepared = await self._with_media(prepared, found.context)
+        return with_body(prepared, endpoint, b"")
+
     async def count_response(self, body: bytes, caller: Caller = ANYONE) -> int:
         """Tokens of a response's prompt.
 
@@ -323,9 +348,11 @@ class RequestPreparer:
         context = await self._context(body, caller)
         return await self._render_for(body, work, body, context, tenant=caller.tenant)
 
-    async def _context(self, body: bytes, caller: Caller) -> PrepareContext:
+    async def _context(self, body: bytes, caller: Caller, *, tagged: bool = False) -> PrepareContext:
         """What a body is prepared for, by the model that it names.
 
+        Args:
+            tagged: its client may have put a tag behind the name.
         Raises:
             ServingError: see ``FleetView.context_for``; the body is not JSON.
         """
@@ -335,7 +362,7 @@ class RequestPreparer:
                 name = named_in(body)
             else:
                 name = await self.run_for(body, named_in, body, tenant=caller.tenant)
-            base = await self.fleet.context_for(name, caller)
+            base = await self.fleet.context_for(untagged(name, self.fleet.names) if tagged else name, caller)
         return caller.context(base)
 
     async def run_for(

@@ -39,6 +39,7 @@ CLIENTS = (
     Client("openai-node", "`openai` (Node.js)", "openai_node.mjs"),
     Client("anthropic", "`anthropic` (Python)", "anthropic_client.py", "anthropic.txt"),
     Client("anthropic-node", "`@anthropic-ai/sdk` (Node.js)", "anthropic_node.mjs"),
+    Client("ollama", "`ollama` (Python)", "ollama_client.py", "ollama.txt"),
     Client("litellm", "`litellm`", "litellm_client.py", "litellm.txt"),
     Client("litellm-proxy", "LiteLLM's proxy", "litellm_proxy.py", "litellm.txt"),
     Client("langchain", "`langchain-openai`", "langchain_client.py", "langchain.txt"),

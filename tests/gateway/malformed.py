@@ -6,14 +6,21 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from penstock.gateway.apis.chat.prepare_chat import PendingMediaRequest, prepare_chat, prepare_completion
+from penstock.gateway.apis.chat.prepare_chat import (
+    PendingMediaRequest,
+    PreparedRequest,
+    prepare_chat,
+    prepare_completion,
+)
 from penstock.gateway.apis.chat.tokenization import detokenize, tokenize
 from penstock.gateway.apis.embeddings import prepare_embedding
 from penstock.gateway.apis.messages.prepare_message import count_message, prepare_message
+from penstock.gateway.apis.ollama.prepare_ollama import prepare_ollama
 from penstock.gateway.apis.responses.bodies import parse_compaction, parse_response
 from penstock.gateway.apis.responses.chat import encode_summary
 from penstock.gateway.apis.responses.prepare_response import count_prompt_of, encode_kept, prepare_response
 from penstock.gateway.apis.responses.record import encode_stored, input_items, read_stored
+from penstock.gateway.base.request_bodies import OLLAMA_CHAT, OLLAMA_GENERATE
 from penstock.infra.constraints import constraint_grammar
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Embedder
@@ -84,6 +91,23 @@ RESPONSES: list[dict[str, Any]] = [
      "tools": [{"type": "web_search"}, {"type": "namespace", "name": "s", "tools": [FUNCTION]}, FUNCTION],
      "stream_options": {"include_obfuscation": False}, "text": {"format": {
          "type": "json_schema", "name": "n", "schema": {"type": "object", "properties": {"a": {"type": "string"}}}}}},
+]  # fmt: skip
+OLLAMA_CHATS: list[dict[str, Any]] = [
+    {"model": "tiny", "stream": False, "options": {"num_predict": 1, "temperature": 0.5, "stop": ["x"], "seed": 1},
+     "think": True, "keep_alive": "5m", "messages": [
+        {"role": "user", "content": "a", "images": ["iVBORw0KGgo="]},
+        {"role": "assistant", "content": "", "thinking": "t", "tool_calls": [
+            {"function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "d", "tool_name": "f"}],
+     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]},
+    {"model": "tiny:latest", "messages": [{"role": "user", "content": "hi"}], "think": "low", "stream": False,
+     "options": {"num_predict": 1, "top_p": 0.5, "repeat_penalty": 1.5}, "format": {"type": "object"}},
+]  # fmt: skip
+OLLAMA_PROMPTS: list[dict[str, Any]] = [
+    {"model": "tiny", "prompt": "hi", "system": "s", "stream": False, "options": {"num_predict": 1, "min_p": 0.5}},
+    {"model": "tiny", "prompt": "hi", "stream": False, "format": "json", "think": False, "raw": False,
+     "options": {"num_predict": 1, "stop": "x", "presence_penalty": 0.5, "frequency_penalty": 0.5, "top_k": 5}},
+    {"model": "tiny", "prompt": "hi", "images": ["iVBORw0KGgo="], "options": {"seed": 1, "stop": ["x", "y"]}},
 ]  # fmt: skip
 COMPACTIONS: list[dict[str, Any]] = [
     {"model": "tiny", "input": "hi", "instructions": "i", "max_output_tokens": 1, "prompt_cache_key": "k"},
@@ -176,14 +200,23 @@ def _embedding(data: bytes) -> None:
     prepare_embedding(data, models, gateway="g", default_deadline_s=60, now_ns=NOW, request_id="r")
 
 
-def _generation(data: bytes, prepare: Callable[..., Any]) -> None:
-    prepared = prepare(data, _CONTEXT, now_ns=NOW, request_id="r")
+def _check_constraint(prepared: PreparedRequest | PendingMediaRequest) -> None:
     if isinstance(prepared, PendingMediaRequest) or prepared.request.constraint is None:
         return
     try:
         constraint_grammar.check(prepared.request.constraint)
     except constraint_grammar.ConstraintError as error:  # as ``constraint_check``, without its thread
         raise ServingError(Code.invalid_request, str(error)) from None
+
+
+def _generation(data: bytes, prepare: Callable[..., Any]) -> None:
+    prepared = prepare(data, _CONTEXT, now_ns=NOW, request_id="r")
+    _check_constraint(prepared)
+
+
+def _ollama(endpoint: str, data: bytes) -> None:
+    prepared = prepare_ollama(endpoint, data, _CONTEXT, now_ns=NOW, request_id="r").prepared
+    _check_constraint(prepared)
 
 
 # For each route valid bodies, and what a gateway does with a body before it asks the log or a worker.
@@ -198,6 +231,8 @@ ROUTES: dict[str, tuple[list[dict[str, Any]], Callable[[bytes], object]]] = {
     "/v1/responses/input_tokens": (RESPONSES, lambda data: count_prompt_of(parse_response(data), (), _CONTEXT)),
     "/v1/messages": (MESSAGES, lambda data: prepare_message(data, _CONTEXT, now_ns=NOW, request_id="r")),
     "/v1/messages/count_tokens": (MESSAGES, lambda data: count_message(data, _CONTEXT)),
+    "/api/chat": (OLLAMA_CHATS, lambda data: _ollama(OLLAMA_CHAT, data)),
+    "/api/generate": (OLLAMA_PROMPTS, lambda data: _ollama(OLLAMA_GENERATE, data)),
 }
 
 

@@ -20,6 +20,7 @@ from penstock.schemas.tokens import PROMPT, Finish, TokenItem
 from penstock.schemas.wire import unpack_tokens
 
 Kind = Literal["reasoning", "text", "call"]
+_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class Segment:
@@ -46,6 +47,15 @@ class Segment:
     @property
     def content(self) -> str:
         return "".join(self.parts)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of a call, as an object; text that is none, as when it was cut off, under one name."""
+        text = self.content
+        try:
+            return _object(text or "{}")
+        except (ValueError, RecursionError):
+            return {"arguments": text}
 
 
 class SegmentChange(NamedTuple):

@@ -28,7 +28,6 @@ from penstock.schemas.requests import GenerateRequest
 PREFIX = "msg_"
 
 _json = msgspec.json.Encoder().encode
-_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class ClientBody(msgspec.Struct, frozen=True):
@@ -111,15 +110,7 @@ def _block(segment: Segment, *, empty: bool = False) -> Block:
         return TextBlock(content)
     if segment.kind == "reasoning":
         return ThinkingBlock(content)
-    return ToolUseBlock(segment.call_id, segment.name, {} if empty else _input(content))
-
-
-def _input(arguments: str) -> Any:
-    """Arguments as an object; text that is none, as when it was cut off, under one name."""
-    try:
-        return _object(arguments or "{}")
-    except (ValueError, RecursionError):
-        return {"arguments": arguments}
+    return ToolUseBlock(segment.call_id, segment.name, {} if empty else segment.arguments)
 
 
 def _delta(change: SegmentChange) -> TextDelta | ThinkingDelta | InputDelta:

@@ -150,6 +150,13 @@ def reasoning() -> None:
     assert SUM_IS in answer.content[1].text
 
 
+@check("models", "models.list, models.retrieve")
+def models() -> None:
+    assert MODEL in [model.id for model in client.models.list(limit=1)]
+    model = client.models.retrieve(MODEL)
+    assert (model.id, model.type, model.max_input_tokens) == (MODEL, "model", 8192)
+
+
 @check("keys", "x-api-key, and a wrong key: AuthenticationError")
 def keys() -> None:
     try:

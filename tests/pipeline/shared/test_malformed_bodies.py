@@ -24,8 +24,15 @@ async def test_malformed_bodies_are_refused_in_the_shape_of_the_api(fast: Deploy
     async with httpx.AsyncClient(base_url=fast.urls[0], trust_env=False, timeout=60) as client:
         for body in bodies[:COUNT]:
             answer = await client.post(path, content=body)
+            if path.startswith("/api/") and answer.status_code == 200:  # what asks nothing is answered
+                assert answer.json()["done_reason"] in ("load", "unload")
+                continue
             assert 400 <= answer.status_code < 500, (body, answer.text)
             error: dict[str, Any] = answer.json()
+            if path.startswith("/api/"):
+                assert isinstance(error["error"], str)
+                assert error["error"]
+                continue
             assert error["error"]["type"] == "invalid_request_error"
             assert error["error"]["message"]
             assert (error.get("type") == "error") == path.startswith("/v1/messages")
