@@ -142,7 +142,10 @@ async def _with_cells(data_dir: Path, number: int, timeout_s: float) -> Deployme
         ValueError: it cannot have so many, or nothing answers.
     """
     up = holder(data_dir / "up.lock")
-    asked = ask_for_cells(data_dir, number)
+    try:
+        asked = ask_for_cells(data_dir, number)
+    except OSError as error:
+        raise ValueError(f"nothing was changed: cannot write to {data_dir}: {error.strerror}") from None
     if up is not None:
         os.kill(up, RESUME)
     deadline = time.monotonic() + timeout_s

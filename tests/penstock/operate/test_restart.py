@@ -1,6 +1,7 @@
 """``penstock restart`` signals processes of its own deployment only."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -71,6 +72,19 @@ async def test_a_process_that_has_a_pid_since_later_is_not_signalled(
     finally:
         lock.release()
     assert other.poll() is None
+
+
+async def test_where_nothing_can_be_written_the_command_names_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.operate import restart
+
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(restart, "ask_for_cells", write)
+    with pytest.raises(ValueError, match=f"cannot write to {tmp_path}: No space left"):
+        await restart._with_cells(tmp_path, 3, 1.0)
 
 
 async def test_the_command_ends_when_penstock_up_is_killed_meanwhile(
