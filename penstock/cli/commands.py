@@ -79,6 +79,7 @@ COMMANDS = {
     ),
     "chat": Command("talk to a model in the terminal", "penstock.chat.chat_command:run"),
     "run": Command("serve a model for one conversation: start, answer, stop", "penstock.chat.run_command:run"),
+    "batch run": Command("run the requests of a file, and wait for the answers", "penstock.chat.batch_command:run"),
     "requests": Command("list and search requests, running and ended", "penstock.log_tools.requests.list_requests:run"),
     "tail": Command("print the last messages of the log, decoded", "penstock.log_tools.requests.tail:run"),
     "inspect": Command(
@@ -228,7 +229,7 @@ COMMANDS = {
 
 # How ``penstock --help`` groups the commands, by their first words.
 SECTIONS = {
-    "Talk": ("chat", "run"),
+    "Talk": ("chat", "run", "batch"),
     "Run": (
         *("up", "nats", "gateway", "router", "worker", "rank-metrics"),
         *("recipe", "kubernetes", "systemd", "monitoring"),
