@@ -446,11 +446,14 @@ class Carrier:
     # --- upkeep ---
 
     async def _claim_forever(self) -> None:
-        """Keep the broker from delivering to another gateway what this one carries."""
+        """Keep the broker from delivering to another gateway what this one carries, and repeat cancellations: who runs
+        a request does not hear of them while its broker is away."""
         while True:
             await asyncio.sleep(CLAIM_S)
             for carried in self._carried.values():
                 carried.claim()
+                if carried.cancelled and carried.guest:
+                    self._cancel(carried)
                 self._own.bus.nc.post(carried.reply, IN_PROGRESS)
 
     async def _on_cancel(self, message: Any) -> None:
@@ -464,7 +467,7 @@ class Carrier:
 
     def _cancel(self, carried: _Carried) -> None:
         self._tasks.spawn(
-            carried.host.cancel_surely(carried.guest, carried.cancelled),
+            carried.host.cancel(carried.guest, carried.cancelled),
             name="cancel",
             on_failure=lambda error: log.debug("cancel_failed", error=repr(error)),
         )

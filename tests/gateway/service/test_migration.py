@@ -1,5 +1,6 @@
 """A request as it runs in another cell, and what comes back of it."""
 
+import asyncio
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +15,7 @@ from penstock.infra.bus.puller import ACK, TERM
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.schemas import done, jobs, requests, tokens, wire
+from penstock.schemas import control, done, jobs, requests, tokens, wire
 from penstock.schemas.cells import returned_by
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import cell_in, time_of
@@ -207,3 +208,35 @@ async def test_a_job_is_delivered_again_where_it_can_be_read_but_its_cell_is_not
     assert await verdict("ps-1.work.cell.cell-7", whole) == migration.LATER
     now_ns[0] += 2
     assert await verdict("ps-1.work.cell.cell-7", whole) == TERM
+
+
+async def test_a_cancellation_is_repeated_for_as_long_as_the_request_is_carried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The broker of the cell that runs it may be away for longer than any number of attempts takes."""
+    monkeypatch.setattr(migration, "CLAIM_S", 0.0)
+    often, sent = 100, list[str]()
+    enough = asyncio.Event()
+
+    async def cancel(request_id: str, reason: str) -> None:
+        sent.append(f"{request_id} {reason}")
+        if len(sent) == often:
+            enough.set()
+
+    tasks = Tasks("test")
+    nc = SimpleNamespace(post=lambda reply, verdict: None)
+    bus = SimpleNamespace(subjects=Subjects("ps-1"), nc=nc, tasks=tasks)
+    own, host = SimpleNamespace(number=1, bus=bus), SimpleNamespace(number=0, cancel=cancel)
+    carrier = Carrier(cast(Any, own), cast(Any, [host, own]), "g", 0, cast(Any, None), cast(Any, None), tasks)
+    carried = carrier._carried["r"] = migration._Carried("reply", 2, cast(Any, host))
+    carried.guest = "guest"
+    order = SimpleNamespace(data=wire.encode(control.Cancel("r", "gone")))
+    await carrier._on_cancel(order)
+    await carrier._on_cancel(order)
+    claiming = asyncio.create_task(carrier._claim_forever())
+    async with asyncio.timeout(20):
+        await enough.wait()
+    claiming.cancel()
+    await asyncio.gather(claiming, return_exceptions=True)
+    await tasks.aclose()
+    assert set(sent) == {"guest gone"}
