@@ -413,6 +413,18 @@ def entered(batch: Batch, status: BatchStatus, now_ns: int) -> Batch:
 # --- forms ---
 
 
+def next_to_drive(free: Iterable[Batch], driven: Mapping[str, int], most: int) -> Batch | None:
+    """The batch that a gateway should take: of the tenant with the fewest that it drives, the oldest.
+
+    Args:
+        free: batches that nobody drives.
+        driven: how many this gateway drives, by tenant.
+        most: of one tenant, so that one with many leaves room to the others.
+    """
+    able = (each for each in free if driven.get(each.tenant, 0) < most)
+    return min(able, key=lambda each: (driven.get(each.tenant, 0), each.created_ns, each.id), default=None)
+
+
 class FileForm(NamedTuple):
     """A form of ``POST /v1/files``. ``fields``: all parts but the file."""
 

@@ -31,6 +31,7 @@ from penstock.gateway.batches.batch import (
     body_of,
     entered,
     files_of,
+    next_to_drive,
     read_input,
     refused,
 )
@@ -57,7 +58,8 @@ LOOK_S = 0.5  # between two looks for batches without a driver
 RENEW_S = 1.0
 LEASE_S = 5.0  # without a renewal, a batch is taken over
 START_AGAIN_S = 2.0
-MAX_RUNS = 4  # batches that one gateway drives, whose inputs are in memory; others wait
+MAX_RUNS = 6  # batches that one gateway drives, whose inputs are in memory; others wait
+MAX_RUNS_OF_TENANT = 2
 MAX_WAITING = 32  # lines of a batch that no worker has started: more wait in the input, where they are never overdue
 MAX_OPEN = 512  # lines of a batch that run or wait
 POLL_S = 0.1
@@ -304,7 +306,12 @@ class BatchRun:
         self._next.extendleft(reversed(left))
         if not prepared:
             return
-        await self._log.append(BatchTaken(tuple((number, each.request.id) for number, each in prepared)))
+        try:
+            await self._log.append(BatchTaken(tuple((number, each.request.id) for number, each in prepared)))
+        except BaseException:
+            for _, each in prepared:
+                self._gateway.charges.abandon(each.request.id)
+            raise
         for number, each in prepared:
             self._start(number, each.request.id, each)
 
@@ -405,6 +412,7 @@ class BatchRun:
             if age_s > GONE_S:
                 return None
             if age_s < FRESH_S - 5.0:
+                gateway.charges.abandon(request_id)  # what an earlier try took
                 made = await self._prepare(number)
                 gateway.charges.rename(made.request.id, request_id)
                 prepared = made._replace(request=msgspec.structs.replace(made.request, id=request_id))
@@ -596,15 +604,21 @@ class Batches:
         now, bus = time.monotonic(), self._gateway.bus
         if not bus.connected or self._closing or self._gateway.draining:
             return
-        for key, stored in list(self.store.entries.items()):
-            batch = stored.value
-            if not isinstance(batch, Batch) or batch.status.ended or key in self._runs:
-                continue
-            if batch.driver and now - stored.seen < LEASE_S:
-                continue
-            if len(self._runs) >= MAX_RUNS:
+        free = {
+            key: stored
+            for key, stored in self.store.entries.items()
+            if isinstance(stored.value, Batch) and not stored.value.status.ended and key not in self._runs
+            if not stored.value.driver or now - stored.seen >= LEASE_S
+        }
+        while free and len(self._runs) < MAX_RUNS:
+            driven = Counter(key.partition(".")[0] for key in self._runs)
+            candidates = (each.value for each in free.values() if isinstance(each.value, Batch))
+            batch = next_to_drive(candidates, driven, MAX_RUNS_OF_TENANT)
+            if batch is None:
                 return
-            taken = await self.store.change(msgspec.structs.replace(batch, driver=self._gateway.id), stored.revision)
+            key = key_of(batch)
+            revision = free.pop(key).revision
+            taken = await self.store.change(msgspec.structs.replace(batch, driver=self._gateway.id), revision)
             if taken is not None:
                 run = BatchRun(self._gateway, self.store, taken, self._caller)
                 task = self._tasks.spawn(self._drive(key, run), name=f"batch-drive-{batch.id}")

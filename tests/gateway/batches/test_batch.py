@@ -14,12 +14,13 @@ from penstock.gateway.batches.batch import (
     answered,
     body_of,
     files_of,
+    next_to_drive,
     read_form,
     read_input,
     refused,
     window_s,
 )
-from penstock.schemas.batches import BatchMessage, BatchOpened, BatchResults, BatchStatus, BatchTaken, LineError
+from penstock.schemas.batches import Batch, BatchMessage, BatchOpened, BatchResults, BatchStatus, BatchTaken, LineError
 from penstock.schemas.errors import Code, ServingError
 
 CHAT = "/v1/chat/completions"
@@ -196,3 +197,12 @@ def test_a_form_that_was_cut_off_is_refused(length: int) -> None:
 def test_what_is_no_form_is_refused(kind: str) -> None:
     with pytest.raises(ServingError, match="multipart/form-data"):
         read_form(kind, form(b"x"))
+
+
+def test_a_tenant_with_many_batches_leaves_room_to_the_others() -> None:
+    free = [Batch(f"batch_{at}", "hog", CHAT, "file-1", "1h", at, 9) for at in range(5)]
+    late = Batch("batch_9", "acme", CHAT, "file-1", "1h", 8, 9)
+    assert next_to_drive(free, {}, 2) is free[0], "the oldest"
+    assert next_to_drive([*free, late], {"hog": 1}, 2) is late
+    assert next_to_drive(free, {"hog": 1}, 2) is free[0]
+    assert next_to_drive(free, {"hog": 2}, 2) is None
