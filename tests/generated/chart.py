@@ -30,6 +30,7 @@ from penstock.infra.nats_server import config
 from penstock.infra.nats_server.binary import TESTED, dotted
 from penstock.infra.nats_server.config import USERS, Cluster, ServerConfig, render, variable
 from penstock.schemas.subjects import Subjects
+from tests.generated.json_schema import schema_components
 
 NAMESPACE = "namespace-of-the-values"  # the chart puts the real one in its place
 # The exact release: a tag such as 2.15-alpine would move, and be another server on each node.
@@ -140,7 +141,7 @@ def _documented(kind: type[ValuesSection], tree: Mapping[str, Any], depth: int) 
 
 def schema() -> dict[str, Any]:
     """JSON Schema of the values. Each ``settings`` takes the flags of its process that the chart leaves free."""
-    (top, worker), parts = msgspec.json.schema_components([Values, WorkerDefaults], ref_template="#/definitions/{name}")
+    (top, worker), parts = schema_components([Values, WorkerDefaults], ref_template="#/definitions/{name}")
     for part in parts.values():
         part.pop("required", None)  # what is left out is the chart's default
     for part, kind in (("GatewayValues", "gateway"), ("RouterValues", "router"), ("WorkerDefaults", "worker")):

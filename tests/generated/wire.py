@@ -36,6 +36,7 @@ from penstock.schemas import (
 )
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
+from tests.generated.json_schema import schema_components
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "wire.md"
@@ -140,7 +141,7 @@ def page() -> str:
 def asyncapi() -> str:
     """The document, AsyncAPI 3.0, as JSON."""
     kinds = list(dict.fromkeys(kind for channel in CHANNELS for kind in channel.messages))
-    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    schemas, components = schema_components(kinds, ref_template="#/components/schemas/{name}")
     streams = {stream.name: stream.description for stream in topology(Subjects()).streams}
     channels, operations = {}, {}
     for channel in CHANNELS:
