@@ -28,9 +28,18 @@ AWAY = (openai.APIConnectionError, openai.InternalServerError)
 async def clients(fleet: Deployment) -> AsyncIterator[list[openai.AsyncOpenAI]]:
     """One of each gateway."""
     made = [openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) for url in fleet.urls]
+    for client in made:  # an earlier test may have killed it a moment ago
+        await until(lambda client=client: answers(client), "the gateway answers")  # type: ignore[misc]
     yield made
     for client in made:
         await client.close()
+
+
+async def answers(client: openai.AsyncOpenAI) -> bool:
+    try:
+        return bool((await client.models.list()).data)
+    except AWAY:
+        return False
 
 
 def body(text: str) -> dict[str, Any]:
@@ -106,6 +115,7 @@ async def test_a_batch_survives_the_death_of_each_process_and_of_all_and_runs_no
 
         ended = await until(over, "it has ended", 120)
         assert (ended.status, ended.request_counts.completed, ended.error_file_id) == ("completed", count, None)
+        await until(lambda: answers(clients[0]), "the gateway answers")
         text = (await clients[0].files.content(ended.output_file_id)).text
         output = [json.loads(each) for each in text.splitlines()]
         assert [each["custom_id"] for each in output] == [str(number) for number in range(count)]
