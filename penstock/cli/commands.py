@@ -117,6 +117,13 @@ COMMANDS = {
     ),
     "audit": Command("list who changed what, or read what of others", "penstock.operate.audit:run"),
     "forget": Command("delete ended requests from the log", "penstock.operate.forget:run"),
+    "backup": Command(
+        "write the streams of all brokers of a running deployment to a folder", "penstock.operate.backup:run_backup"
+    ),
+    "restore": Command(
+        "make a deployment of a backup, in a new data folder or on other brokers",
+        "penstock.operate.backup:run_restore",
+    ),
     "recipe list": Command(
         "list the recipes that come with penstock", "penstock.launch.recipes.recipe_command:run_list"
     ),
@@ -248,7 +255,21 @@ SECTIONS = {
         "index",
     ),
     "Run again": ("export", "import", "replay", "whatif", "dead"),
-    "Operate": ("plan", "drain", "restart", "streams", "tenants", "keys", "passwords", "audit", "forget"),
+    "Operate": (
+        *(
+            "plan",
+            "drain",
+            "restart",
+            "streams",
+            "tenants",
+            "keys",
+            "passwords",
+            "audit",
+            "forget",
+            "backup",
+            "restore",
+        ),
+    ),
     "Measure": ("bench", "slurm", "profile", "eval"),
     "Other": ("completion", "version"),
 }
