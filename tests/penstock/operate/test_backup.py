@@ -1,0 +1,165 @@
+"""``penstock backup`` and ``restore`` on real brokers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.cli.commands import main
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.infra.nats_server.jetstream_api import request
+from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.operate.backup import Manifest, backed_up
+from penstock.schemas import done
+from penstock.schemas.subjects import HEADER_NO_STORE, Subjects
+from tests.infra.bus.support import opened
+from tests.penstock.log_tools.requests.support import accept, assign, end
+
+HOME = Subjects("ps")
+KEPT = ("REQUESTS", "WORK", "TOKENS", "DONE")
+
+
+async def ran(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> str:
+    found = await asyncio.to_thread(main, list(argv))
+    said = capsys.readouterr()
+    assert found == status, said
+    return " ".join((said.out + said.err).split())
+
+
+async def messages(bus: Bus, *names: str) -> list[tuple[str, int, int, bytes]]:
+    return [
+        (entry.subject, entry.seq, entry.time_ns, entry.data)
+        for name in names or KEPT
+        async for entry in read(bus, bus.subjects.stream(name), ">")
+    ]
+
+
+@pytest.fixture
+async def source(make_broker: Callable[..., EmbeddedNats]) -> AsyncIterator[tuple[EmbeddedNats, Bus]]:
+    server = make_broker("source")
+    await server.start()
+    async with opened(server, HOME) as bus:
+        yield server, bus
+
+
+@pytest.fixture
+async def other(make_broker: Callable[..., EmbeddedNats]) -> EmbeddedNats:
+    server = make_broker("other")
+    await server.start()
+    return server
+
+
+async def test_messages_keep_their_sequences_and_times_and_what_is_open_ends_with_the_reason(
+    source: tuple[EmbeddedNats, Bus], other: EmbeddedNats, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, bus = source
+    ended, waiting, running, secret = [await accept(bus, no_store=number == 3) for number in range(4)]
+    for each in (ended, running):
+        await assign(bus, each)
+    await end(bus, ended, 1, 2)
+    before = await messages(bus)
+    folder = str(tmp_path / "backup")
+    assert "streams in 1 cell" in await ran(capsys, "backup", folder, "--nats-url", server.url())
+    said = await ran(capsys, "restore", folder, "--nats-url", other.url())
+    assert "ended 3 requests that were open then" in said
+    async with opened(other, HOME) as restored:
+        after = await messages(restored)
+        assert after[: len(before)] == before
+        events = {}
+        async for entry in read(restored, HOME.stream("DONE"), ">", after=before[-1][1]):
+            event = done.decode(entry.data)
+            assert isinstance(event, done.Done)
+            events[event.request] = event
+            assert (HEADER_NO_STORE in entry.headers) == (event.request == secret.id)
+        assert events.keys() == {waiting.id, running.id, secret.id}
+        assert {event.code for event in events.values()} == {"shutting_down"}
+        assert "restored from a backup of" in events[waiting.id].message
+        assert (events[running.id].worker, events[running.id].attempt) == ("w-1", 1)
+        assert "prompt" in events[secret.id].left_out
+        for info in await restored.js.consumers_info(HOME.stream("REQUESTS")):
+            assert not info.num_pending, "routers would be given requests of the backup"
+        later = await accept(restored)
+        pending = [info.num_pending for info in await restored.js.consumers_info(HOME.stream("REQUESTS"))]
+        assert sum(filter(None, pending)) == 1, later
+    entries = [each async for each in _audit(other)]
+    assert [each for each in entries if "restore" in each], entries
+
+
+async def _audit(server: EmbeddedNats) -> AsyncIterator[str]:
+    async with opened(server, HOME) as bus:
+        async for entry in read(bus, HOME.stream("AUDIT"), ">"):
+            yield entry.data.decode(errors="replace")
+
+
+async def test_it_is_not_restored_over_streams_that_are_there(
+    source: tuple[EmbeddedNats, Bus], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, bus = source
+    await accept(bus)
+    folder = str(tmp_path / "backup")
+    await ran(capsys, "backup", folder, "--nats-url", server.url())
+    before = await messages(bus)
+    said = await ran(capsys, "restore", folder, "--nats-url", server.url(), status=1)
+    assert "the broker has a stream ps_" in said
+    assert await messages(bus) == before
+    assert "is not empty" in await ran(capsys, "backup", folder, "--nats-url", server.url(), status=1)
+
+
+async def test_a_damaged_or_unfinished_backup_is_refused_before_anything_is_made(
+    source: tuple[EmbeddedNats, Bus], other: EmbeddedNats, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, bus = source
+    await accept(bus)
+    folder = tmp_path / "backup"
+    await ran(capsys, "backup", str(folder), "--nats-url", server.url())
+    file = folder / "0" / f"{HOME.stream('REQUESTS')}.snapshot"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    to_other = ("restore", str(folder), "--nats-url", other.url())
+    assert f"{file} is damaged" in await ran(capsys, *to_other, status=1)
+    file.write_bytes(whole)
+    (folder / "backup.json").rename(folder / "aside.json")
+    assert "is no whole backup" in await ran(capsys, *to_other, status=1)
+    (folder / "aside.json").rename(folder / "backup.json")
+    await ran(capsys, *to_other)
+
+
+async def test_a_restore_that_fails_halfway_leaves_no_streams(
+    source: tuple[EmbeddedNats, Bus], other: EmbeddedNats, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The broker refuses the second stream; the first was taken."""
+    server, bus = source
+    await accept(bus)
+    folder = tmp_path / "backup"
+    await ran(capsys, "backup", str(folder), "--nats-url", server.url())
+    path = folder / "backup.json"
+    manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    first, second, *rest = manifest.cells[0].streams
+    broken = msgspec.structs.replace(second, config=second.config | {"name": "ps_ANOTHER", "subjects": ["another"]})
+    cell = msgspec.structs.replace(manifest.cells[0], streams=(first, broken, *rest))
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(manifest, cells=(cell,))))
+    to_other = ("restore", str(folder), "--nats-url", other.url())
+    said = await ran(capsys, *to_other, status=1)
+    assert "the broker does not take the snapshot of ps_ANOTHER" in said
+    path.write_bytes(msgspec.json.encode(manifest))
+    await ran(capsys, *to_other)
+
+
+async def test_what_runs_now_and_what_is_in_memory_is_in_no_backup(
+    source: tuple[EmbeddedNats, Bus], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, bus = source
+    folder = tmp_path / "backup"
+    await ran(capsys, "backup", str(folder), "--nats-url", server.url())
+    manifest = msgspec.json.decode((folder / "backup.json").read_bytes(), type=Manifest)
+    names = [each.name for each in manifest.cells[0].streams]
+    assert names == backed_up(HOME)
+    all_names = set((await request(bus.nc, "STREAM.NAMES", {}))["streams"])
+    assert all_names - set(names) == {
+        *("ps_SUBMIT", "ps_MEMORY_CONTENTS", "ps_MEMORY_TOKENS", "OBJ_ps_snapshots"),
+        *(f"KV_ps_{name}" for name in ("workers", "routers", "planners", "exporters", "budgets")),
+    }
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (folder, *folder.rglob("*")))
