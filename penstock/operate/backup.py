@@ -51,7 +51,7 @@ PIECE_BYTES = 128 << 10
 END_S = 30.0  # for the end of one request to be stored
 # What says who runs now, what their caches hold, or waits for a gateway that asked: nothing of it holds afterwards.
 LEFT_OUT = ("SUBMIT",)
-LEFT_OUT_BUCKETS = ("workers", "routers", "planners", "exporters", "budgets")
+LEFT_OUT_BUCKETS = ("workers", "routers", "planners", "exporters")
 LEFT_OUT_OBJECTS = ("snapshots",)
 LAST = ("AUDIT", "DONE")  # of a backup
 

@@ -160,6 +160,6 @@ async def test_what_runs_now_and_what_is_in_memory_is_in_no_backup(
     all_names = set((await request(bus.nc, "STREAM.NAMES", {}))["streams"])
     assert all_names - set(names) == {
         *("ps_SUBMIT", "ps_MEMORY_CONTENTS", "ps_MEMORY_TOKENS", "OBJ_ps_snapshots"),
-        *(f"KV_ps_{name}" for name in ("workers", "routers", "planners", "exporters", "budgets")),
+        *(f"KV_ps_{name}" for name in ("workers", "routers", "planners", "exporters")),
     }
     assert all(path.stat().st_mode & 0o077 == 0 for path in (folder, *folder.rglob("*")))
