@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -49,7 +50,7 @@ async def test_a_running_deployment_is_backed_up_and_serves_again_from_the_backu
         async with contextlib.AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(client(url, key)) for url in first.urls]
             for number, http in enumerate(clients):
-                await until(lambda http=http: answers(http), "the gateway knows the key and its workers")
+                await until(partial(answers, http), "the gateway knows the key and its workers")
                 answer = await http.post("/v1/completions", json=body(10 + number))
                 ended[answer.json()["id"].removeprefix("cmpl-")] = 10 + number
             running = [await begun(clients[0], asked) for asked in (body(6, max_tokens=LONG), secret)]
@@ -79,10 +80,10 @@ async def test_a_running_deployment_is_backed_up_and_serves_again_from_the_backu
             assert (await http.get(f"/v1/requests/{later}")).status_code == 404
             for request_id, _ in running:
                 found = (await http.get(f"/v1/requests/{request_id}")).json()
-                assert (found["state"], found["error"]["code"]) == ("failed", "shutting_down"), found
+                assert (found["state"], found["error"]["code"]) == ("failed", "worker_lost"), found
             stream = await http.get(f"/v1/requests/{running[0][0]}/stream")
             assert "restored from a backup of 20" in stream.text
-            await until(lambda: answers(http), "the key is valid and a worker serves")
+            await until(partial(answers, http), "the key is valid and a worker serves")
             assert (await http.post("/v1/completions", json=body(1), headers={"authorization": ""})).status_code == 401
         assert on_disk(second, traces(oracle, secret)) == []
         await ran("doctor", "--data-dir", str(data))

@@ -75,7 +75,7 @@ async def test_messages_keep_their_sequences_and_times_and_what_is_open_ends_wit
             events[event.request] = event
             assert (HEADER_NO_STORE in entry.headers) == (event.request == secret.id)
         assert events.keys() == {waiting.id, running.id, secret.id}
-        assert {event.code for event in events.values()} == {"shutting_down"}
+        assert {event.code for event in events.values()} == {"worker_lost"}
         assert "restored from a backup of" in events[waiting.id].message
         assert (events[running.id].worker, events[running.id].attempt) == ("w-1", 1)
         assert "prompt" in events[secret.id].left_out
