@@ -41,6 +41,8 @@ async def take_snapshot(nc: Client, stream: str, write: Callable[[bytes], object
     try:
         body = {"deliver_subject": inbox, "no_consumers": True, "chunk_size": CHUNK_BYTES}
         head = await request(nc, f"STREAM.SNAPSHOT.{stream}", body)
+        if head["config"]["storage"] != "file":
+            raise BrokerProblem(f"{stream} is in memory, so that nothing of it is on a disk: it has no snapshot")
         while True:
             chunk = await chunks.next_msg(timeout=CHUNK_S)
             if not chunk.data:

@@ -78,14 +78,19 @@ async def test_a_running_deployment_is_backed_up_and_serves_again_from_the_backu
                 stream = await http.get(f"/v1/requests/{request_id}/stream")
                 assert joined(parse_sse(stream.content)) == oracle.answer(body(number), COUNT)
             assert (await http.get(f"/v1/requests/{later}")).status_code == 404
-            for request_id, _ in running:
-                found = (await http.get(f"/v1/requests/{request_id}")).json()
-                assert (found["state"], found["error"]["code"]) == ("failed", "worker_lost"), found
+            found = (await http.get(f"/v1/requests/{running[0][0]}")).json()
+            assert (found["state"], found["error"]["code"]) == ("failed", "worker_lost"), found
+            unstored = await http.get(f"/v1/requests/{running[1][0]}")
+            assert (unstored.status_code, unstored.json()["error"]["code"]) == (410, "request_erased"), unstored.text
             stream = await http.get(f"/v1/requests/{running[0][0]}/stream")
             assert "restored from a backup of 20" in stream.text
             await until(partial(answers, http), "the key is valid and a worker serves")
             assert (await http.post("/v1/completions", json=body(1), headers={"authorization": ""})).status_code == 401
         assert on_disk(second, traces(oracle, secret)) == []
         await ran("doctor", "--data-dir", str(data))
+        capsys.readouterr()
+        await ran("dead", "list", "--data-dir", str(data))
+        listed = capsys.readouterr().out
+        assert all(request_id in listed for request_id, _ in running)
     finally:
         assert await asyncio.to_thread(second.stop) == 0
