@@ -441,7 +441,7 @@ def end_of(logged: LoggedRequest, request: GenerateRequest, made_ns: int, now_ns
         worker=logged.summary.worker,
         usage=done.usage_of(request, ()),
         timings=done.Timings(created_ns=request.created_ns, ended_ns=now_ns),
-        code=Code.worker_lost.value,
+        code=(Code.content_lost if request.no_store else Code.worker_lost).value,
         message=f"the deployment was restored from a backup of {made:%Y-%m-%d %H:%M:%S} UTC, when this request had not "
         "ended: send it again",
         user=request.user,

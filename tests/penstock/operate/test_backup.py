@@ -75,8 +75,8 @@ async def test_messages_keep_their_sequences_and_times_and_what_is_open_ends_wit
             assert isinstance(event, done.Done)
             events[event.request] = event
             assert (HEADER_NO_STORE in entry.headers) == (event.request == secret.id)
-        assert events.keys() == {waiting.id, running.id, secret.id}
-        assert {event.code for event in events.values()} == {"worker_lost"}
+        codes = {waiting.id: "worker_lost", running.id: "worker_lost", secret.id: "content_lost"}
+        assert {request_id: event.code for request_id, event in events.items()} == codes
         assert "restored from a backup of" in events[waiting.id].message
         assert (events[running.id].worker, events[running.id].attempt) == ("w-1", 1)
         assert "prompt" in events[secret.id].left_out
