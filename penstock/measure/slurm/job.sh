@@ -101,21 +101,47 @@ until_done() {
   return "$status"
 }
 
-# The URL of a user of the broker. Passwords go by environment: others can read command lines.
-url() { sed -n "s/.*\"$1\": *\"\([^\"]*\)\".*/nats:\/\/$1:\1@$HEAD:$PORT/p" "$WORK/store/secrets.json"; }
+# Each cell has a broker and a router. Those of cell 0 are called nats and router, those of cell 1 nats-1 and router-1.
+in_cell() { (($2)) && echo "$1-$2" || echo "$1"; }
+broker_port() { echo $((PORT + ($1 ? 1 + 2 * $1 : 0))); } # PORT + 1 is that of HTTP
+router_port() { echo $((PORT + 2 + 2 * $1)); }            # of its metrics
 
-# on_head NAME USER COMMAND...: start a process beside the broker.
-on_head() {
-  local name=$1 user=$2
-  shift 2
-  PENSTOCK_NATS_URL=$(url "$user") step "$name" "${ON_HEAD[@]}" -- "$@"
+# url USER CELL: the URL of a user of a cell's broker. Passwords go by environment: others can read command lines.
+url() {
+  local at
+  at=$HEAD:$(broker_port "$2")
+  sed -n "s/.*\"$1\": *\"\([^\"]*\)\".*/nats:\/\/$1:\1@$at/p" "$WORK/$(in_cell store "$2")/secrets.json"
 }
 
-# instance NAME NODES NODE-COUNT TASKS DEVICES COMMAND...: start a worker; several tasks are one engine's ranks, or with
-# --nodes its nodes.
+# cell_urls USER: those of the cells behind the first.
+cell_urls() {
+  local cell urls=
+  for ((cell = 1; cell < CELLS; cell++)); do
+    urls+=${urls:+,}$(url "$1" "$cell")
+  done
+  echo "$urls"
+}
+
+# on_head NAME USER CELL COMMAND...: start a process beside its broker.
+on_head() {
+  local name=$1 user=$2 cell=$3
+  shift 3
+  PENSTOCK_NATS_URL=$(url "$user" "$cell") PENSTOCK_NAMESPACE=$(in_cell ps "$cell") \
+    step "$name" "${ON_HEAD[@]}" -- "$@"
+}
+
+# of_all NAME USER COMMAND...: start a process that is connected to all cells.
+of_all() {
+  local name=$1 user=$2
+  shift 2
+  PENSTOCK_CELLS=$CELLS PENSTOCK_CELL_NATS_URLS=$(cell_urls "$user") on_head "$name" "$user" 0 "$@"
+}
+
+# instance NAME CELL NODES NODE-COUNT TASKS DEVICES COMMAND...: start a worker; several tasks are one engine's ranks, or
+# with --nodes its nodes.
 instance() {
-  local name=$1 nodes=$2 count=$3 tasks=$4 devices=$5 options=() command=() launcher=mpi
-  shift 5
+  local name=$1 cell=$2 nodes=$3 count=$4 tasks=$5 devices=$6 options=() command=() launcher=mpi
+  shift 6
   options=("--nodes=$count" "--ntasks=$tasks" "--nodelist=$nodes")
   [[ -z $GRES ]] || options+=("--gres=$GRES")
   ((tasks == 1)) || options+=("--ntasks-per-node=$((tasks / count))")
@@ -132,7 +158,8 @@ instance() {
   elif ((tasks > 1)); then
     command+=(env "PROMETHEUS_MULTIPROC_DIR=$WORK-$name" trtllm-llmapi-launch)
   fi
-  PENSTOCK_NATS_URL=$(url worker) step "$name" "${options[@]}" -- "${command[@]}" "$@"
+  PENSTOCK_NATS_URL=$(url worker "$cell") PENSTOCK_NAMESPACE=$(in_cell ps "$cell") \
+    step "$name" "${options[@]}" -- "${command[@]}" "$@"
 }
 
 # ranks NAME NODE PORT: start the metrics page of that worker's ranks on another node than its first.
@@ -143,24 +170,37 @@ ranks() {
 
 say "point $POINT on $SLURM_JOB_NODELIST"
 "${SRUN[@]}" "${ON_HEAD[@]}" "${ALONE[@]}" "$PENSTOCK" slurm layout "$OWN/point.json" \
-  "--first-port=$((PORT + 3))" "--nodes=$SLURM_JOB_NODELIST" "--tasks=$SLURM_TASKS_PER_NODE" ${GRES:+--devices} > "$LOGS/instances.sh"
+  "--first-port=$(($(router_port $((CELLS - 1))) + 1))" "--nodes=$SLURM_JOB_NODELIST" "--tasks=$SLURM_TASKS_PER_NODE" ${GRES:+--devices} > "$LOGS/instances.sh"
 
-step nats "${ON_HEAD[@]}" -- "$PENSTOCK" nats "--data-dir=$WORK/store" --nats-host=0.0.0.0 "--nats-port=$PORT"
-for _ in $(seq 120); do # until its streams are there
-  ! grep -qs '^nats-server on' "$LOGS/nats.log" || break
-  ! ended > /dev/null || fail "the broker has ended: $(tail -n 3 "$LOGS/nats.log")"
-  sleep "$POLL_S"
+for ((cell = 0; cell < CELLS; cell++)); do
+  step "$(in_cell nats "$cell")" "${ON_HEAD[@]}" -- "$PENSTOCK" nats "--data-dir=$WORK/$(in_cell store "$cell")" \
+    "--namespace=$(in_cell ps "$cell")" --nats-host=0.0.0.0 "--nats-port=$(broker_port "$cell")" \
+    "--store-size=$STORE_GIB"
 done
-grep -qs '^nats-server on' "$LOGS/nats.log" || fail "the broker is not ready after 60 s: see $LOGS/nats.log"
+for ((cell = 0; cell < CELLS; cell++)); do
+  log=$LOGS/$(in_cell nats "$cell").log
+  for _ in $(seq 120); do # until its streams are there
+    ! grep -qs '^nats-server on' "$log" || break
+    ! name=$(ended) || fail "the broker has ended: $(tail -n 3 "$LOGS/$name.log")"
+    sleep "$POLL_S"
+  done
+  grep -qs '^nats-server on' "$log" || fail "the broker is not ready after 60 s: see $log"
+done
 
 TRACED=()
 if [[ -n ${OTLP_ENDPOINT:-} ]]; then
   TRACED=(--tracing=all)
-  on_head tracing operator "$PENSTOCK" trace "--otlp-endpoint=$OTLP_ENDPOINT"
+  of_all tracing operator "$PENSTOCK" trace "--otlp-endpoint=$OTLP_ENDPOINT"
 fi
-on_head router router "$PENSTOCK" router "--metrics-port=$((PORT + 2))" "${ROUTER[@]}"
-on_head gateway gateway "$PENSTOCK" gateway "--http-port=$((PORT + 1))" "${GATEWAY[@]}" "${TRACED[@]}"
+for ((cell = 0; cell < CELLS; cell++)); do
+  on_head "$(in_cell router "$cell")" router "$cell" "$PENSTOCK" router "--metrics-port=$(router_port "$cell")" \
+    "${ROUTER[@]}"
+done
+of_all gateway gateway "$PENSTOCK" gateway "--http-port=$((PORT + 1))" "${GATEWAY[@]}" "${TRACED[@]}"
 . "$LOGS/instances.sh"
+for ((cell = CELLS - 1; cell >= 0; cell--)); do
+  METRICS=("--metrics=$POINT=http://127.0.0.1:$(router_port "$cell")/metrics" "${METRICS[@]}")
+done
 
 say "waiting for $WORKERS workers, up to $READY_S s"
 "${SRUN[@]}" "${ON_HEAD[@]}" "${ALONE[@]}" "$PENSTOCK" health gateway --ready "--url=$HTTP/health" \
@@ -169,6 +209,5 @@ until_done "$!" || fail "the deployment is not ready after $READY_S s: see $LOGS
 
 say "load"
 "${SRUN[@]}" "${ON_HEAD[@]}" "--output=$LOGS/client.log" "${ALONE[@]}" "$PENSTOCK" bench sweep \
-  "--endpoint=$POINT=$HTTP" "--gpus=$GPUS" "--out=$OUT" \
-  "--metrics=$POINT=http://127.0.0.1:$((PORT + 2))/metrics" "${METRICS[@]}" "${LOAD[@]}" &
+  "--endpoint=$POINT=$HTTP" "--gpus=$GPUS" "--out=$OUT" "${METRICS[@]}" "${LOAD[@]}" &
 until_done "$!" || fail "the load has failed: $(tail -n 3 "$LOGS/client.log") (in $LOGS/client.log)"

@@ -3,6 +3,7 @@
 ``penstock slurm layout``: within a job, on which nodes and GPUs its workers run.
 """
 
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -14,8 +15,11 @@ from msgspec import Struct
 
 from penstock.cli.terminal import fail
 from penstock.configs.flags import Parser
+from penstock.launch.plan import cell_of
 from penstock.measure.slurm.placement import BadAllocation, Instance, SlurmGroup, nodes_of, place
 from penstock.measure.slurm.sweep_file import Container, SlurmKey, SweepFile, SweepPoint, argv_of
+from penstock.schemas.streams import GIB, divided, limits_bytes, topology
+from penstock.schemas.subjects import Subjects
 
 BODY = Path(__file__).parent / "job.sh"
 NUMA = Path(__file__).parent / "numa.sh"
@@ -30,12 +34,14 @@ class JobPoint(Struct, frozen=True):
 
     Attributes:
         argv: of `penstock`, for each role.
+        cells: over which the workers of each role are dealt.
     """
 
     name: str
     penstock: str
     groups: tuple[SlurmGroup, ...]
     argv: dict[str, tuple[str, ...]]
+    cells: int = 1
 
 
 def job(sweep: SweepFile, point: SweepPoint, nodes: int, load: Sequence[str], out: Path, body: str) -> str:
@@ -49,6 +55,8 @@ def job(sweep: SweepFile, point: SweepPoint, nodes: int, load: Sequence[str], ou
         "OUT": str(out),
         "PENSTOCK": sweep.penstock,
         "GPUS": str(point.gpus),
+        "CELLS": str(point.cells),
+        "STORE_GIB": _store_gib(point.cells),
         "LOCAL_FOLDER": sweep.slurm.local_folder,
         "GRES": _gres(sweep.slurm),
         "BIND": sweep.slurm.bind,
@@ -126,13 +134,14 @@ def instances(placed: Sequence[Instance], point: JobPoint, first_port: int, *, d
         port = first_port + number
         shown = ",".join(map(str, each.devices)) if devices else ""
         nodes, argv = ",".join(each.nodes), point.argv[each.role]
+        cell = cell_of(each.name, point.cells)
         own = [f"--name={each.name}", "--metrics-host=0.0.0.0", f"--metrics-port={port}"]
         launched = len(each.nodes) > 1 and JOINED.isdisjoint(argv)
         # An engine on one node starts its own ranks, as a process on each of several nodes does.
         tasks = each.size if launched else len(each.nodes)
         if tasks > 1 and not launched:
             own += [f"--nodes={tasks}", f"--leader-address={each.nodes[0]}", f"--leader-port={meeting}"]
-        words = ["instance", each.name, nodes, str(len(each.nodes)), str(tasks), shown, point.penstock]
+        words = ["instance", each.name, str(cell), nodes, str(len(each.nodes)), str(tasks), shown, point.penstock]
         lines.append(" ".join(map(shlex.quote, [*words, *argv, *own])))
         if launched:  # otherwise each node's process has a page of its own
             lines += [f"ranks {each.name} {shlex.quote(node)} {port}" for node in each.nodes[1:]]
@@ -142,6 +151,15 @@ def instances(placed: Sequence[Instance], point: JobPoint, first_port: int, *, d
 
 def _gres(cluster: SlurmKey) -> str:
     return f"{cluster.gres}:{cluster.tasks_per_node}" if cluster.gres else ""
+
+
+def _store_gib(cells: int) -> str:
+    """What the streams of a cell may take, so that those of all cells take together as much as those of one.
+
+    0: a cell alone has the streams' own sizes.
+    """
+    size = limits_bytes(divided(topology(Subjects()), cells)) / GIB
+    return f"{math.ceil(size * 100) / 100:.2f}" if cells > 1 else "0"
 
 
 def _mounts(container: Container, out: Path, local: str) -> str:

@@ -147,7 +147,8 @@ def write(sweep: SweepFile, point: SweepPoint, out: Path) -> tuple[list[Worker],
     for each in workers:
         if each.arguments:
             (own / f"{each.group.role}.yaml").write_text(each.arguments, encoding="utf-8")
-    described = script.JobPoint(point.name, sweep.penstock, groups, {each.group.role: each.argv for each in workers})
+    argv = {each.group.role: each.argv for each in workers}
+    described = script.JobPoint(point.name, sweep.penstock, groups, argv, point.cells)
     (own / "point.json").write_bytes(msgspec.json.encode(described))
     document = msgspec.json.format(msgspec.json.encode(deployment_of(sweep, point)), indent=2) + b"\n"
     (out / point.name / records.FILE).write_bytes(document)

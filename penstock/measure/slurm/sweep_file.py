@@ -9,6 +9,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.infra.engine_args.tree import BadArguments, Tree, parse_yaml
+from penstock.launch.groups import PlanError
+from penstock.launch.plan import check_workers, workers_by_role
 from penstock.measure.pareto.records import MeasuredDeployment
 from penstock.measure.sweep.endpoints import NAME, RESERVED
 
@@ -78,6 +80,7 @@ class SweepPoint(_Part, frozen=True, kw_only=True):
         batch, tokens: sequences and tokens per step; 0: as the engine's arguments say.
         slots: expert slots of MoE load balancing; 0: none.
         mtp: tokens per step drafted by the model's own MTP layer.
+        cells: each has a broker, a router and a part of the workers of each role.
         concurrency: () takes that of ``load``.
         worker: flags of `penstock worker`, over those for all points.
         engine_args: files of engine arguments, over which the sizes above are laid.
@@ -96,6 +99,7 @@ class SweepPoint(_Part, frozen=True, kw_only=True):
     memory_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
     slots: Count = 0
     mtp: Count = 0
+    cells: Annotated[int, Meta(ge=1, le=16)] = 1
     concurrency: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     worker: Flags = {}
     engine_args: str = ""
@@ -204,6 +208,10 @@ def _wrong_points(points: Sequence[SweepPoint]) -> list[str]:
             problems.append(f"point {each.name}: give prefill together with decode, or workers")
         elif not each.workers and not each.decode:
             problems.append(f"point {each.name}: no worker generates; give workers, or prefill and decode")
+        try:
+            check_workers(each.cells, workers_by_role(each.roles.items()))
+        except PlanError as error:
+            problems.append(f"point {each.name}: {str(error).removeprefix('--')}")
     names = [each.name for each in points]
     problems += [f"point {name}: given twice; name them" for name in sorted({n for n in names if names.count(n) > 1})]
     return problems
@@ -215,13 +223,15 @@ def name_of(point: SweepPoint) -> str:
     workers = [f"{short.get(role, role)}{count}" for role, count in point.roles.items()]
     prefill = [f"prefilltp{point.prefill_tp}"] if point.prefill_tp not in (0, point.tp) else []
     sizes = [f"{point.mapping}{point.tp}", f"batch{point.batch}", f"eplb{point.slots}", f"mtp{point.mtp}"]
-    return "_".join([*workers, *prefill, *sizes])
+    cells = [f"cells{point.cells}"] if point.cells > 1 else []
+    return "_".join([*workers, *prefill, *sizes, *cells])
 
 
 def deployment_of(sweep: SweepFile, point: SweepPoint) -> MeasuredDeployment:
     """What ``deployment.json`` beside the point's results says, for `penstock bench pareto`."""
     settings: dict[str, str | int | float | bool] = {"mapping": f"{point.mapping}{point.tp}"}
     settings |= {key: value for key in ("batch", "tokens", "slots", "mtp") if (value := getattr(point, key))}
+    settings |= {"cells": point.cells} if point.cells > 1 else {}
     return MeasuredDeployment(
         kind=point.kind,
         model=sweep.served_model_name or sweep.model,

@@ -122,9 +122,13 @@ def srun(options: dict[str, str], rest: list[str]) -> int:
         sys.exit("srun: error: Unable to create step: Requested nodes are not in the job")
     # Names of nodes are this machine's.
     words = [re.sub(r"(@|//)node\d+:", r"\g<1>127.0.0.1:", word) for word in rest]
-    url = re.sub(r"@node\d+:", "@127.0.0.1:", os.environ.get("PENSTOCK_NATS_URL", ""))
+    urls = {
+        name: re.sub(r"@node\d+:", "@127.0.0.1:", os.environ[name])
+        for name in ("PENSTOCK_NATS_URL", "PENSTOCK_CELL_NATS_URLS")
+        if name in os.environ
+    }
     out = open(options["output"], "w") if "output" in options else None  # noqa: SIM115 - it is the tasks'
-    environ = os.environ | {"SLURM_NTASKS": str(count)} | ({"PENSTOCK_NATS_URL": url} if url else {})
+    environ = os.environ | {"SLURM_NTASKS": str(count)} | urls
     tasks = [
         subprocess.Popen(
             words,

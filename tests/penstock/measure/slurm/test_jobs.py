@@ -5,12 +5,15 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from penstock.measure.slurm.slurm_command import run
+from penstock.schemas.streams import GIB, limits_bytes, topology
+from penstock.schemas.subjects import Subjects
 from tests.penstock.measure.sweep.samples import result, write
 from tests.standins.slurm import COMMANDS, install
 from tests.standins.slurm.commands import OPTIONS, parse
@@ -23,14 +26,16 @@ serve() {{ trap 'echo "$1 stopped" >> $STUB/calls; kill $!; exit 0' TERM; sleep 
 case $1 in
   slurm) exec {sys.executable} -m penstock "$@" ;;
   nats)
-    folder=${{2#--data-dir=}}; mkdir -p $folder; echo '{{"worker": "w", "router": "r", "gateway": "g", "operator": "o"}}' > $folder/secrets.json
+    folder=${{2#--data-dir=}}; mkdir -p $folder; at=${{3#--namespace=}}; at=${{at#ps}}
+    echo '{{"worker": "w'$at'", "router": "r'$at'", "gateway": "g'$at'", "operator": "o'$at'"}}' > $folder/secrets.json
     echo "nats-server on"; serve nats ;;
-  worker) [[ -e $STUB/broken ]] && echo "out of memory" >&2 && exit 3; serve "worker $PENSTOCK_NATS_URL $CUDA_VISIBLE_DEVICES" ;;
+  worker) [[ -e $STUB/broken ]] && echo "out of memory" >&2 && exit 3
+    serve "worker $PENSTOCK_NATS_URL $CUDA_VISIBLE_DEVICES $PENSTOCK_NAMESPACE" ;;
   health) exit 0 ;;
   bench) if [[ -e $STUB/slow ]]; then serve load; fi; for each in "$@"; do
       case $each in --endpoint=*) name=${{each#--endpoint=}}; name=${{name%%=*}} ;; --out=*) out=${{each#--out=}} ;; esac
     done; cp -r $STUB/results/$name/. $out/$name/ ;;
-  *) serve "$1 $PENSTOCK_NATS_URL" ;;
+  *) serve "$1 $PENSTOCK_NATS_URL $PENSTOCK_NAMESPACE $PENSTOCK_CELLS $PENSTOCK_CELL_NATS_URLS" ;;
 esac
 """  # noqa: E501
 SWEEP = """
@@ -216,6 +221,46 @@ def test_the_stand_in_takes_only_options_that_slurm_has(command: str) -> None:
     assert OPTIONS[command].keys() <= set(real)
     with pytest.raises(SystemExit, match="unrecognized option '--gpu-bind=x'"):
         parse(command, ["--gpu-bind=x"])
+
+
+def test_each_cell_has_a_broker_a_router_and_its_part_of_the_workers_and_the_gateway_knows_all(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTLP_ENDPOINT", "http://127.0.0.1:4318/v1/traces")
+    cluster.write()
+    path = cluster.folder / "sweep.yaml"
+    path.write_text(path.read_text().replace("prefill: 1, decode: 2", "prefill: 2, decode: 2, cells: 2"))
+    assert run(["submit", "sweep.yaml", "--points", "split"]) == 0
+    until(lambda: ended(cluster))
+    assert run(["status", "sweep.yaml", "--points", "split"]) == 0
+    assert "split 1 COMPLETED 1/1" in " ".join(capsys.readouterr().out.split())
+    calls = cluster.calls()
+    first = 10_000 + 1 * 100  # of the ports of job 1
+    brokers = sorted(line for line in calls if line.startswith("nats --"))
+    local = f"{cluster.folder}/local/penstock-1"
+    sizes = [float(line.rpartition("=")[2]) for line in brokers]
+    assert [line.rpartition(" ")[0] for line in brokers] == [
+        f"nats --data-dir={local}/store --namespace=ps --nats-host=0.0.0.0 --nats-port={first}",
+        f"nats --data-dir={local}/store-1 --namespace=ps-1 --nats-host=0.0.0.0 --nats-port={first + 3}",
+    ]
+    assert sizes == [pytest.approx(limits_bytes(topology(Subjects())) / GIB / 2, abs=0.1)] * 2
+    home, other = f"127.0.0.1:{first}", f"127.0.0.1:{first + 3}"
+    stopped = [line.removesuffix(" stopped").split() for line in calls if line.endswith(" stopped")]
+    told = {role: sorted(rest for kind, *rest in stopped if kind == role) for role in ("router", "gateway", "trace")}
+    assert told == {
+        "router": [[f"nats://router:r-1@{other}", "ps-1"], [f"nats://router:r@{home}", "ps"]],
+        "gateway": [[f"nats://gateway:g@{home}", "ps", "2", f"nats://gateway:g-1@{other}"]],
+        "trace": [[f"nats://operator:o@{home}", "ps", "2", f"nats://operator:o-1@{other}"]],
+    }
+    started = [line for line in calls if line.startswith("worker --")]
+    of_cells = Counter((url, namespace) for kind, url, *_, namespace in (s for s in stopped if s[0] == "worker"))
+    assert of_cells == {(f"nats://worker:w@{home}", "ps"): 2, (f"nats://worker:w-1@{other}", "ps-1"): 2}
+    (bench,) = (line.split() for line in calls if line.startswith("bench "))
+    ports = [int(word.rpartition(":")[2].partition("/")[0]) for word in bench if word.startswith("--metrics=")]
+    assert ports[:2] == [first + 2, first + 4]  # of the routers
+    used = [int(word.partition("=")[2]) for line in started for word in line.split() if "--metrics-port=" in word]
+    assert sorted(ports[2:]) == sorted(used) == [first + 5 + worker for worker in range(4)]
+    assert not cluster.left()
 
 
 def test_each_node_of_an_engine_gets_its_rank_and_the_address_of_the_first(

@@ -63,6 +63,9 @@ def test_a_name_tells_the_point_and_words_choose_points() -> None:
         (("workers: 4", "encode: 4"), "no worker generates"),
         (("workers: 4", "name: plots, workers: 4"), "plots and slurm are taken"),
         (("{workers: 4, tp: 8}", "{workers: 4, tp: 8}\n  - {workers: 4, tp: 8}"), "given twice"),
+        (("workers: 4", "cells: 5, workers: 4"), "cells 5: each cell needs a worker of each role, and a role has 4"),
+        (("decode: 3, ", "decode: 3, cells: 2, "), "cells 2: each cell needs a worker of each role, and a role has 1"),
+        (("workers: 4", "cells: 0, workers: 4"), "cells"),
         (("account: team", "time: tomorrow"), "slurm.time"),
         (("--qos=high", "qos=high"), "write each as --NAME=VALUE"),
         (("partition: batch", 'partition: "a\\nb"'), "slurm.partition: one line"),
@@ -181,7 +184,7 @@ def test_an_engine_over_two_nodes_runs_under_its_launcher_and_the_second_node_sh
     placed = place(point.groups, [SlurmNode("a", 2), SlurmNode("b", 2)])
     assert instances(placed, point, 9100, devices=True).splitlines() == [
         "WORKERS=1",
-        "instance worker-0 a,b 2 4 0,1 penstock worker --engine=trtllm --name=worker-0 --metrics-host=0.0.0.0 "
+        "instance worker-0 0 a,b 2 4 0,1 penstock worker --engine=trtllm --name=worker-0 --metrics-host=0.0.0.0 "
         "--metrics-port=9100",
         "ranks worker-0 b 9100",
         "METRICS=(--metrics=p=http://a:9100/metrics --metrics=p=http://b:9100/metrics)",
@@ -193,10 +196,25 @@ def test_vllm_over_two_nodes_is_a_process_on_each_that_knows_where_they_meet() -
     placed = place(point.groups, [SlurmNode("a", 2), SlurmNode("b", 2)])
     assert instances(placed, point, 9100, devices=True).splitlines() == [
         "WORKERS=1",
-        "instance worker-0 a,b 2 2 0,1 penstock worker --engine=vllm --name=worker-0 --metrics-host=0.0.0.0 "
+        "instance worker-0 0 a,b 2 2 0,1 penstock worker --engine=vllm --name=worker-0 --metrics-host=0.0.0.0 "
         "--metrics-port=9100 --nodes=2 --leader-address=a --leader-port=9101",
         "METRICS=(--metrics=p=http://a:9100/metrics --metrics=p=http://b:9100/metrics)",
     ]
+
+
+def test_workers_of_each_role_are_dealt_over_the_cells() -> None:
+    groups = (SlurmGroup("prefill", 2, 1), SlurmGroup("decode", 3, 1))
+    point = JobPoint("p", "penstock", groups, {"prefill": ("worker",), "decode": ("worker",)}, cells=2)
+    lines = instances(place(groups, [SlurmNode("a", 5)]), point, 9100, devices=False).splitlines()
+    assert [line.split()[1:3] for line in lines if line.startswith("instance ")] == [
+        ["prefill-0", "0"], ["prefill-1", "1"], ["decode-0", "0"], ["decode-1", "1"], ["decode-2", "0"],
+    ]  # fmt: skip
+
+
+def test_a_point_with_cells_says_so() -> None:
+    sweep = parse("engine: mock\npoints: [{workers: 4, cells: 2}]")
+    assert sweep.points[0].name == "agg4_tp1_batch0_eplb0_mtp0_cells2"
+    assert deployment_of(sweep, sweep.points[0]).settings["cells"] == 2
 
 
 def test_name_of_a_named_point_is_its_own() -> None:
