@@ -189,7 +189,7 @@ def compose_files() -> dict[Path, str]:
     }
 
 
-def nats_conf() -> str:
+def nats_conf(namespace: str = "ps") -> str:
     """The configuration that all servers share. What differs, and what is secret, comes from their environment."""
     return render(
         ServerConfig(
@@ -197,7 +197,7 @@ def nats_conf() -> str:
             port=4222,
             store_dir="/data",
             secrets={user: f"${variable(user)}" for user in USERS},
-            subjects=Subjects(),
+            subjects=Subjects(namespace),
             host="0.0.0.0",
             monitor_port=8222,
             passwords_from_environment=True,

@@ -1,5 +1,6 @@
 """compose.yaml: read by docker-compose itself, agreeing with images and monitoring, and its processes serve."""
 
+import json
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import yaml
 
@@ -22,10 +24,10 @@ from penstock.infra.nats_server.config import USERS, variable
 from penstock.infra.nats_server.permissions import BROKER_ROLES
 from penstock.infra.process.child import die_with_parent
 from penstock.operate.keys import _parser as keys_parser
-from tests.generated.chart import DASHBOARDS, FOLDER, compose_files
+from tests.generated.chart import DASHBOARDS, FOLDER, compose_files, nats_conf
 from tests.infra.deploy.images.test_images import instructions, stages
 from tests.penstock.deploy.running import Here, answers, ask
-from tests.pipeline.support import MODEL, free_port
+from tests.pipeline.support import MODEL, free_port, until
 
 TEXT = (FOLDER / "compose.yaml").read_text(encoding="utf-8")
 VARIABLE = re.compile(r"\$\{([A-Z_0-9]+)(?::([-?])([^}]*))?\}")
@@ -35,8 +37,8 @@ KINDS: dict[str, Any] = {"gateway": GatewaySettings, "router": RouterSettings, "
 Tree = dict[str, Any]
 
 
-def services(environ: Mapping[str, str]) -> dict[str, Tree]:
-    """The services, with variables filled in as compose does."""
+def services(environ: Mapping[str, str], override: str = "") -> dict[str, Tree]:
+    """The services, with variables filled in and another file laid over them as compose does."""
 
     def value(match: re.Match[str]) -> str:
         if match[1] in environ:
@@ -44,8 +46,20 @@ def services(environ: Mapping[str, str]) -> dict[str, Tree]:
         assert match[2] == "-", f"{match[1]} must be set: {match[3]}"
         return match[3]
 
-    tree: Tree = yaml.safe_load(VARIABLE.sub(value, TEXT))
-    return tree["services"]  # type: ignore[no-any-return]
+    made: dict[str, Tree] = yaml.safe_load(VARIABLE.sub(value, TEXT))["services"]
+    for name, service in (yaml.safe_load(VARIABLE.sub(value, override))["services"] if override else {}).items():
+        before = made.setdefault(name, {})
+        for key, own in service.items():
+            before[key] = before.get(key, {}) | own if isinstance(own, dict) else own
+    return made
+
+
+def with_cells(folder: Path, cells: int) -> str:
+    """What the script writes for so many cells, which is put into this folder."""
+    for name in ("compose.yaml", "nats.conf", "cells.sh"):
+        shutil.copy(FOLDER / name, folder)
+    subprocess.run(["sh", folder / "cells.sh", str(cells)], check=True, timeout=30, capture_output=True)
+    return (folder / "compose.override.yaml").read_text()
 
 
 def test_the_files_that_come_from_the_code_are_current() -> None:
@@ -53,18 +67,22 @@ def test_the_files_that_come_from_the_code_are_current() -> None:
         assert path.read_text() == text, "run python -m tests.generated"
 
 
-def test_docker_compose_reads_it_and_fills_in_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cells", [1, 3])
+def test_docker_compose_reads_it_and_fills_in_the_same(tmp_path: Path, cells: int) -> None:
     compose = shutil.which("docker-compose")
     if compose is None:
         pytest.skip("docker-compose is not installed")
-    command = [compose, "--file", str(FOLDER / "compose.yaml"), "--project-directory", str(FOLDER), "--profile", "gpu"]
+    override = with_cells(tmp_path, cells) if cells > 1 else ""
+    files = ["--file", str(FOLDER / "compose.yaml")]
+    files += ["--file", str(tmp_path / "compose.override.yaml")] if override else []
+    command = [compose, *files, "--project-directory", str(FOLDER), "--profile", "gpu"]
     environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "COMPOSE_PROJECT_NAME": "penstock"}
     done = subprocess.run(
         [*command, "config"], capture_output=True, text=True, check=False, timeout=60, env=environ | PASSWORDS
     )
     assert done.returncode == 0, done.stderr
     read = yaml.safe_load(done.stdout)["services"]
-    ours = services(PASSWORDS)
+    ours = services(PASSWORDS, override)
     assert set(read) == set(ours)
     for name, service in ours.items():
         assert read[name].get("command") == service.get("command")
@@ -87,6 +105,62 @@ def test_a_service_waits_for_what_it_needs_and_says_whether_it_is_healthy() -> N
                 assert other == "streams"
         assert service.get("healthcheck"), name
     assert set(ours["streams"]["depends_on"]) == {"nats-1", "nats-2", "nats-3"}
+
+
+def test_each_cell_has_servers_routers_and_workers_like_those_of_the_first(tmp_path: Path) -> None:
+    override = with_cells(tmp_path, 3)
+    first, ours = services(PASSWORDS), services(PASSWORDS, override)
+    kinds = ("nats-1", "nats-2", "nats-3", "router", "worker", "worker-gpu")
+    assert set(ours) == {*first, *(f"cell-{cell}-{kind}" for cell in (1, 2) for kind in kinds)}
+    for cell in (1, 2):
+        for kind in kinds:
+            service = ours[f"cell-{cell}-{kind}"]
+            wanted = json.loads(re.sub(r"nats-([123])", rf"cell-{cell}-nats-\1", json.dumps(first[kind])))
+            if kind.startswith("nats"):
+                wanted.pop("ports", None)  # that of this machine is the first cell's
+                wanted["volumes"][0] = f"./nats.cell-{cell}.conf:/etc/nats/nats.conf:ro"
+            else:
+                wanted["environment"]["PENSTOCK_NAMESPACE"] = f"ps-{cell}"
+                wanted["networks"] = {"default": {"aliases": [kind]}}  # by which Prometheus finds it
+            if kind == "worker-gpu":
+                (device,) = wanted["deploy"]["resources"]["reservations"]["devices"]
+                del device["count"]
+                device["device_ids"] = [str(cell)]
+            assert service == wanted
+        assert f"cell-{cell}-nats-3" in yaml.safe_load(override)["volumes"]
+        told = (tmp_path / f"nats.cell-{cell}.conf").read_text()
+        assert told == nats_conf(f"ps-{cell}")  # with the rights of that cell
+    servers = {cell: [f"cell-{cell}-nats-{server}" for server in (1, 2, 3)] for cell in (1, 2)}
+    assert set(ours["streams"]["depends_on"]) == {"nats-1", "nats-2", "nats-3", *servers[1], *servers[2]}
+    for name, user in (("gateway", "gateway"), ("streams", "operator")):
+        assert ours[name]["command"] == first[name]["command"]
+        variables = ours[name]["environment"]
+        assert variables.items() >= first[name]["environment"].items()
+        assert variables["PENSTOCK_CELLS"] == "3"
+        urls = [[urlsplit(url) for url in each.split(";")] for each in variables["PENSTOCK_CELL_NATS_URLS"].split(",")]
+        assert [[url.hostname for url in each] for each in urls] == [servers[1], servers[2]]
+        assert {url.username for each in urls for url in each} == {user}
+    settings = parse(GatewaySettings, [], environ=ours["gateway"]["environment"], prog="p")
+    assert (settings.cells, len(settings.cell_nats_urls), settings.active_cells) == (3, 2, 0)
+
+
+def test_another_number_of_cells_replaces_the_file_and_a_user_s_own_stays(tmp_path: Path) -> None:
+    with_cells(tmp_path, 3)
+    assert "cell-2-router" not in with_cells(tmp_path, 2)
+    assert [path.name for path in tmp_path.glob("nats.cell-*")] == ["nats.cell-1.conf"]
+    script = ["sh", str(tmp_path / "cells.sh")]
+    subprocess.run([*script, "1"], check=True, timeout=30, capture_output=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"compose.yaml", "nats.conf", "cells.sh"}
+    own = tmp_path / "compose.override.yaml"
+    own.write_text("services: {}\n")
+    for number, status, says in (
+        ("2", 1, "is not of this script"),
+        ("0", 2, "from 1 to 16"),
+        ("17", 2, "from 1 to 16"),
+    ):
+        done = subprocess.run([*script, number], check=False, timeout=30, capture_output=True, text=True)
+        assert (done.returncode, says in done.stderr) == (status, True)
+        assert own.read_text() == "services: {}\n"
 
 
 def test_processes_read_their_arguments_and_are_confined_and_given_time_to_drain() -> None:
@@ -217,10 +291,14 @@ def test_passwords_are_rotated_while_those_before_are_valid(tmp_path: Path) -> N
 
 
 @asynccontextmanager
-async def broker(service: Tree, folder: Path, replaced: Mapping[str, str]) -> AsyncIterator[None]:
-    """One of the NATS servers."""
+async def broker(service: Tree, folder: Path, replaced: Mapping[str, str], files: Path) -> AsyncIterator[None]:
+    """One of the NATS servers.
+
+    Args:
+        files: the folder of the configuration that it mounts.
+    """
     folder.mkdir()  # noqa: ASYNC240
-    text = (FOLDER / "nats.conf").read_text()
+    text = (files / service["volumes"][0].partition(":")[0]).read_text()
     for inside, here in ({"/data": str(folder / "store")} | dict(replaced)).items():
         text = text.replace(inside, here)
     (folder / "nats.conf").write_text(text)
@@ -242,21 +320,30 @@ async def broker(service: Tree, folder: Path, replaced: Mapping[str, str]) -> As
 
 
 @pytest.mark.timeout(180)
-async def test_the_command_lines_serve_a_request_over_three_servers(tmp_path: Path) -> None:
-    ours = services(PASSWORDS | {"ENGINE": "mock", "MODEL": str(MODEL)})
-    names = ("nats-1", "nats-2", "nats-3")
+@pytest.mark.parametrize("cells", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_the_command_lines_serve_a_request_over_three_servers(tmp_path: Path, cells: int) -> None:
+    files = tmp_path / "compose"
+    files.mkdir()
+    override = with_cells(files, cells) if cells > 1 else ""
+    ours = services(PASSWORDS | {"ENGINE": "mock", "MODEL": str(MODEL)}, override)
+    of_cells = ["", *(f"cell-{cell}-" for cell in range(1, cells))]
+    # Longer names first: they contain those of the first cell.
+    names = [f"{cell}nats-{server}" for cell in reversed(of_cells) for server in (1, 2, 3)]
     clients, routes, monitors = ({name: free_port() for name in names} for _ in range(3))
     addresses = {f"{name}:4222": f"127.0.0.1:{clients[name]}" for name in names}
     addresses |= {f"{name}:6222": f"127.0.0.1:{routes[name]}" for name in names}
     addresses["/var/lib/penstock"] = str(tmp_path / "state")
-    ports = {"gateway": free_port(), "router": free_port(), "worker": free_port()}
+    services_of_cells = [f"{cell}{kind}" for kind in ("router", "worker") for cell in of_cells]
+    ports = {name: free_port() for name in ("gateway", *services_of_cells)}
     async with AsyncExitStack() as stack:
         for name in names:
             own = {
                 "port: 4222": f"port: {clients[name]}", "0.0.0.0:6222": f"127.0.0.1:{routes[name]}",
                 "127.0.0.1:8222": f"127.0.0.1:{monitors[name]}", '"0.0.0.0"': '"127.0.0.1"',
             }  # fmt: skip
-            await stack.enter_async_context(broker(ours[name], tmp_path / name, own | addresses))
+            await stack.enter_async_context(
+                broker(ours[name], tmp_path / name, own | addresses, files if cells > 1 else FOLDER)
+            )
         for name in names:
             path = ours[name]["healthcheck"]["test"][-1].partition(":8222")[2]
             await answers(f"http://127.0.0.1:{monitors[name]}{path}")
@@ -270,6 +357,13 @@ async def test_the_command_lines_serve_a_request_over_three_servers(tmp_path: Pa
         try:
             for role, port in ports.items():
                 await answers(f"http://127.0.0.1:{port}{'/health/ready' if role == 'gateway' else '/metrics'}")
+
+            async def all_cells_are_used() -> bool:
+                async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+                    ready = await client.get(f"http://127.0.0.1:{ports['gateway']}/health/ready")
+                    return not ready.json().get("cells")
+
+            await until(all_cells_are_used, "the gateway uses every cell")
             checks = [
                 here.start(f"health-{role}", ours[role]["healthcheck"]["test"][2:], {
                     "PENSTOCK_HTTP_PORT": str(port), "PENSTOCK_METRICS_PORT": str(port),
