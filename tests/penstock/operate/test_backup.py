@@ -168,3 +168,23 @@ async def test_what_runs_now_and_what_is_in_memory_is_in_no_backup(
         *(f"KV_ps_{name}" for name in ("workers", "routers", "planners", "exporters")),
     }
     assert all(path.stat().st_mode & 0o077 == 0 for path in (folder, *folder.rglob("*")))
+
+
+async def test_cells_that_share_a_broker_are_restored_on_one_each(
+    make_broker: Callable[..., EmbeddedNats], other: EmbeddedNats, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, second = make_broker("cells", cells=2), make_broker("second", namespace="ps-1")
+    for each in (server, second):
+        await each.start()
+    cells = (HOME, Subjects("ps-1"))
+    for subjects in cells:
+        async with opened(server, subjects) as bus:
+            await end(bus, await accept(bus), 1)
+    folder = str(tmp_path / "backup")
+    assert "in 2 cells" in await ran(capsys, "backup", folder, "--nats-url", server.url(), "--cells", "2")
+    to_others = ("--nats-url", other.url(), "--cells", "2", "--cell-nats-urls", second.url())
+    assert "not 3" in await ran(capsys, "restore", folder, "--nats-url", other.url(), "--cells", "3", status=1)
+    assert "ended 0 requests" in await ran(capsys, "restore", folder, *to_others)
+    for subjects, target in zip(cells, (other, second), strict=True):
+        async with opened(server, subjects) as before, opened(target, subjects) as after:
+            assert await messages(after) == await messages(before) != []
