@@ -46,6 +46,7 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     engine_us: int = 0  # that the engine spends on each such token, or prompt; 0: as of ``latency_us``
     work_ns: int = 0  # that it spends on a token, those of prompts included
     decode_us: int = 0  # of a step that computes no prompt; 0: there were too few, or unknown
+    core_wait_percent: int = 0  # of the last seconds, that a thread waited for a core, the longest one; 0 also: unknown
 
 
 class Diffuser(msgspec.Struct, frozen=True, omit_defaults=True):

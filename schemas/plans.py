@@ -30,11 +30,13 @@ class Pool(msgspec.Struct, frozen=True, omit_defaults=True):
         ready: take requests.
         starting: were asked for and do not take requests yet.
         waiting: requests that they have and have not begun.
+        starved: of those that are ready, the ones that wait for a processor core for a quarter of the time or more.
     """
 
     ready: int = 0
     starting: int = 0
     waiting: int = 0
+    starved: int = 0
 
     @property
     def count(self) -> int:
@@ -51,6 +53,7 @@ class Observation(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
         hit_rate: prompt tokens that came from a cache, of all; 0 to 1.
         queued: requests at its end that no worker has.
         pools: by role; roles without workers may be absent.
+        one_machine: further workers would share the processor cores of those there are.
     """
 
     seconds: float
@@ -63,6 +66,7 @@ class Observation(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     itl: Times | None = None
     queued: int = 0
     pools: dict[Role, Pool] = {}
+    one_machine: bool = False
 
     @property
     def rate(self) -> float:
@@ -164,7 +168,9 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
         kept: that would be needed with the hysteresis; fewer are not asked for.
         target: to be had now.
         busy: predicted share of the target's capacity.
-        reasons: words for what bounded the target.
+        reasons: words for what bounded the target; of a missed limit, why nothing was done.
+        missed: intervals in a row, up to this decision, in which a limit of the role was missed, since workers were last
+            added.
     """
 
     current: int
@@ -173,6 +179,7 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
     target: int
     busy: float
     reasons: tuple[str, ...] = ()
+    missed: int = 0
 
 
 class PlanDecision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

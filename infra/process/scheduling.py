@@ -9,10 +9,12 @@ core for a few ms.
 
 import contextlib
 import ctypes
+import math
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 TIMER_SLACK_NS = 5_000_000
 FEW_CORES = 4
@@ -87,3 +89,42 @@ def _setting(name: str, slice_ns: int) -> Callable[[], None] | None:
                 os.sched_setscheduler(0, policy, parameters)
 
     return apply
+
+
+WAITS_S = 10.0  # a span over which waits are averaged; a few waits of a slice each are no shortage
+
+
+class CoreWaits:
+    """For how long the threads of this process could have run and had no core.
+
+    Only Linux counts waits (``schedstat``); elsewhere there are none. At a container's CPU limit its threads wait, too.
+
+    Attributes:
+        percent: of the last span of ``WAITS_S``, that of the thread that waited longest.
+    """
+
+    def __init__(self, threads: Path = Path("/proc/self/task")) -> None:
+        self._threads = threads
+        self._waited: dict[str, int] = {}  # ns since each thread began
+        self._since = -math.inf
+        self.percent = 0
+
+    def look(self, now: float) -> None:
+        """Read what was waited if the span is over: 5 µs a thread.
+
+        Args:
+            now: monotonic, seconds.
+        """
+        seconds = now - self._since
+        if seconds < WAITS_S:
+            return
+        waited = dict(self._read())
+        longest = max((ns - self._waited[thread] for thread, ns in waited.items() if thread in self._waited), default=0)
+        self.percent = min(100, max(0, round(longest / 1e7 / seconds)))
+        self._waited, self._since = waited, now
+
+    def _read(self) -> Iterator[tuple[str, int]]:
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(self._threads):
+                with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended, or the kernel counts nothing
+                    yield thread, int((self._threads / thread / "schedstat").read_text(encoding="ascii").split()[1])

@@ -40,9 +40,14 @@ class ConnectorFailed(Exception):
 
 
 class Connector(Protocol):
-    """Used by one planner at a time."""
+    """Used by one planner at a time.
+
+    Attributes:
+        one_machine: the workers that it adds share the processor cores of those there are.
+    """
 
     name: ClassVar[str]
+    one_machine: bool
 
     async def counts(self) -> dict[Role, int]:
         """Workers that there are to be, by role: running, starting or asked for. Empty: only the fleet knows.
@@ -60,9 +65,16 @@ class Connector(Protocol):
 
 
 class DryRun:
-    """Decisions are logged and nothing else."""
+    """Decisions are logged and nothing else.
+
+    Args:
+        one_machine: further workers would share the processor cores of those there are.
+    """
 
     name: ClassVar[str] = "dry-run"
+
+    def __init__(self, *, one_machine: bool = False) -> None:
+        self.one_machine = one_machine
 
     async def counts(self) -> dict[Role, int]:
         return {}
@@ -146,6 +158,7 @@ class Replicas:
     """
 
     name: ClassVar[str] = "kubernetes"
+    one_machine = False  # and each pod has CPU time of its own
 
     def __init__(self, api: KubernetesApi, namespace: str, workloads: Mapping[Role, str]) -> None:
         self._api = api
@@ -190,6 +203,7 @@ class LocalWorkers:
     """
 
     name: ClassVar[str] = "local"
+    one_machine = True
 
     def __init__(self, bus: Bus, data_dir: Path, others: Sequence[Bus] = ()) -> None:
         self._buses = [bus, *others]

@@ -255,6 +255,7 @@ class PlannerLoop:
         except (ConnectorFailed, *_UNREACHABLE) as error:
             self._unknown(error)
             return False
+        seen = msgspec.structs.replace(seen, one_machine=self._connector.one_machine)
         at_ns = time.time_ns()
         self._state, decision = self._planner.step(self._state, seen, at_ns / 1e9)
         if decision is None:

@@ -30,6 +30,7 @@ def times(values: list[float]) -> Times | None:
     return Times(round(sum(ordered) / len(ordered), 3), round(p50, 3), round(p95, 3))
 
 
+STARVED_PERCENT = 25  # of the time, without a core: what a thread does takes a third longer, or more
 MOST = 2000  # ends that are looked at of one interval
 
 
@@ -141,5 +142,6 @@ def pools(fleet: list[Registration], counts: Mapping[Role, int]) -> dict[Role, P
         ready = [each for each in fleet if each.role == role and each.state is WorkerState.ready]
         starting = max(0, counts.get(role, 0) - len(ready))
         if ready or starting:
-            found[role] = Pool(len(ready), starting, sum(each.load.waiting for each in ready))
+            starved = sum(each.load.core_wait_percent >= STARVED_PERCENT for each in ready)
+            found[role] = Pool(len(ready), starting, sum(each.load.waiting for each in ready), starved)
     return found

@@ -30,19 +30,32 @@ from penstock.operate.workers import registrations
 from penstock.planner.capacity import EngineTiming
 from penstock.planner.connectors import BadCluster, Connector, DryRun, KubernetesApi, LocalWorkers, Replicas
 from penstock.planner.loop import NoDecision, PlannerLoop
-from penstock.planner.worker_counts import Planner
+from penstock.planner.worker_counts import MISSED, Planner
 from penstock.schemas import plans
 from penstock.schemas.plans import ROLES, Change, Planned, Role
+
+REASONS = {
+    "cooling_down": "cooling down after the last change",
+    "cpu_starved": "CPU starved: more workers would not help",
+    "gpu_budget": "at the GPU budget",
+    "less_load": "less load",
+    "maximum": "at the maximum",
+    "minimum": "at the minimum",
+    "more_load": "more load",
+    "no_gain": "the last worker added brought no gain",
+    "out_of_reach": "out of reach of any number of workers",
+    "starting": "workers are starting",
+}
 
 
 def line(planned: Planned) -> str:
     """One decision, without its time."""
-    decision = planned.decision
+    decision, rules = planned.decision, planned.rules
     seen = decision.observed
     waiting = f", {seen.backlog} waiting" if seen.backlog else ""
     latencies = [
-        f"{name} p95 {times.p95:,.{digits}f} ms"
-        for name, times, digits in (("TTFT", seen.ttft, 0), ("ITL", seen.itl, 1))
+        _latency(f"{name} {rules.percentile}", getattr(times, rules.percentile), limit, digits)
+        for name, times, limit, digits in (("TTFT", seen.ttft, rules.ttft_ms, 0), ("ITL", seen.itl, rules.itl_ms, 1))
         if times is not None
     ]
     parts = [
@@ -54,10 +67,25 @@ def line(planned: Planned) -> str:
     return ", ".join(parts)
 
 
+def _latency(name: str, observed: float, limit: float, digits: int) -> str:
+    """With the limit if it was missed."""
+    above = f" above {limit:,.{0 if limit == int(limit) else digits}f}" if observed > limit else ""
+    return f"{name} {observed:,.{digits}f}{above} ms"
+
+
 def _change(role: str, change: Change) -> str:
     moved = f"{change.current} → {change.target}" if change.target != change.current else str(change.target)
-    reasons = f" ({', '.join(change.reasons)})" if change.reasons else ""
-    return f"{role} {moved}{reasons}"
+    reasons = [_reason(each, change) for each in change.reasons]
+    return f"{role} {moved} ({', '.join(reasons)})" if reasons else f"{role} {moved}"
+
+
+def _reason(reason: str, change: Change) -> str:
+    """In words; those of a later build as they are."""
+    if reason == "watching":
+        return f"limit missed, {change.missed} of {MISSED} decisions"
+    if reason == "limit_missed":
+        return f"limit missed for {change.missed} decisions"
+    return REASONS.get(reason, reason)
 
 
 async def show_history(source: LogSource, model: str, since: str, *, as_json: bool) -> None:
@@ -199,7 +227,7 @@ def connector_of(settings: PlannerSettings, bus: Bus, roles: Sequence[Role], oth
         BadSettings, BadCluster: it cannot be used here.
     """
     if settings.connector == "dry-run":
-        return DryRun()
+        return DryRun(one_machine=not settings.nats_url)  # as if by ``penstock up`` of the data folder
     if settings.connector == "local":
         if settings.nats_url:
             raise BadSettings("--connector local needs the --data-dir of a `penstock up` instead of --nats-url")

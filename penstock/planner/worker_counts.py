@@ -10,7 +10,9 @@ No clock, no broker. A decision takes these steps:
 3. Of each role the fewest workers are taken whose predicted latency, corrected, is within its limit.
 4. More workers are asked for at once. Fewer are kept only when the load with ``hysteresis`` on top has needed no more
    for ``down_after_s``, and not again within ``down_cooldown_s``.
-5. Minimum, maximum and the GPU budget bound the result.
+5. A role whose limit was missed before ``MISSED`` decisions in a row gets one worker more than the model asks for,
+   unless something says that this would not help. A worker that changed little is not followed by another.
+6. Minimum, maximum and the GPU budget bound the result.
 
 What the request rate will be a few intervals from now, from what it was.
 
@@ -34,6 +36,7 @@ from penstock.schemas.plans import (
     Latency,
     Observation,
     PlanDecision,
+    Pool,
     Predictor,
     Role,
     Rules,
@@ -82,6 +85,25 @@ _LEAST, _MOST = 0.5, 4.0  # of a correction
 _FIRST = {"mean": 1.0, "p50": 1.0, "p95": 1.2}  # before anything was observed: a tail is above the mean
 
 
+MISSED = 3  # decisions in a row; one interval above a limit is often a burst that is over when a worker has started
+USELESS = ("cpu_starved", "out_of_reach", "no_gain")  # whatever the limit, fewer workers would do as well
+GAIN = 0.1  # share of a missed latency that a further worker has to take away to be followed by another
+
+
+class Asked(Struct, frozen=True):
+    """A worker that was asked for because a limit was missed.
+
+    Attributes:
+        workers: of the role, with it; fewer are not kept at this rate. 0: it brought nothing and may go.
+        rate: that it was asked for, requests per second.
+        times: observed latency by its limit, when it was asked for; 0.0: the limit was kept since.
+    """
+
+    workers: int
+    rate: float
+    times: float
+
+
 class PlannerState(Struct, frozen=True, omit_defaults=True):
     """What a planner remembers. Averages are of tokens; times are those given to ``step``."""
 
@@ -94,6 +116,8 @@ class PlannerState(Struct, frozen=True, omit_defaults=True):
     kept: dict[Role, tuple[tuple[float, int], ...]] = {}  # when, and how many would have been kept
     raised_at: dict[Role, float] = {}
     lowered_at: dict[Role, float] = {}
+    missed: dict[Role, int] = {}  # decisions in a row before which a limit of the role was missed
+    asked: dict[Role, Asked] = {}
 
 
 class Planner:
@@ -151,8 +175,12 @@ class Planner:
         )
 
     def _corrected(self, old: Correction, seen: Observation, predicted: Latency) -> Correction:
-        """Not learnt from intervals without a steady state: their latencies are of the backlog."""
+        """Not learnt from intervals without a steady state: their latencies are of the backlog. Nor from workers that wait
+        for cores: the correction would ask for more of them.
+        """
         if not seen.steady or seen.queued or seen.ended < LEAST_ENDED or predicted.busy > BUSY:
+            return old
+        if any(_starved(seen, role) for role in seen.pools):
             return old
         return Correction(
             self._ratio(old.ttft, seen.ttft, predicted.ttft_ms), self._ratio(old.itl, seen.itl, predicted.itl_ms)
@@ -174,25 +202,74 @@ class Planner:
         need = self._needed(state, role, demand)
         more = msgspec.structs.replace(demand, rate=demand.rate * (1 + rules.hysteresis))
         kept = max(need.workers, self._needed(state, role, more).workers)
+        state, times = self._judged(state, role, seen)
+        if (asked := state.asked.get(role)) is not None and more.rate >= asked.rate:
+            kept = max(kept, asked.workers)
         window = (*state.kept.get(role, ()), (now_s, kept))
         window = tuple(each for each in window if each[0] > now_s - rules.down_after_s)
         state = msgspec.structs.replace(state, kept=state.kept | {role: window})
         reasons = [] if need.reachable else ["out_of_reach"]
-        target = current
+        target, stable = current, max(count for _, count in window)
+        cooling = now_s - state.raised_at.get(role, -math.inf) < rules.up_cooldown_s
+        against = self._against(state, role, demand, seen, times, cooling) if times > 1 else ""
         if need.workers > current:
-            waits = now_s - state.raised_at.get(role, -math.inf) < rules.up_cooldown_s
-            target = current if waits else need.workers
-            reasons += ["cooling_down"] if waits else ["more_load"]
-        elif current > (stable := max(count for _, count in window)):
-            waits = now_s - state.lowered_at.get(role, -math.inf) < rules.down_cooldown_s
-            step = max(1, int(current * rules.max_down))
-            target = current if waits else max(stable, current - step)
-            reasons += ["cooling_down"] if waits else ["less_load"]
+            target = current if cooling else need.workers
+            reasons += ["cooling_down"] if cooling else ["more_load"]
+        elif times > 1 and not against:
+            target, reasons = current + 1, ["limit_missed"]
+            state = _with_asked(state, role, Asked(target, demand.rate, times))
+        else:
+            reasons = [against] if against else reasons
+            if against == "no_gain":
+                state = _with_asked(state, role, msgspec.structs.replace(state.asked[role], workers=0))
+            if current > stable and (not against or against in USELESS):
+                waits = now_s - state.lowered_at.get(role, -math.inf) < rules.down_cooldown_s
+                step = max(1, int(current * rules.max_down))
+                target = current if waits else max(stable, current - step)
+                reasons += ["cooling_down"] if waits else ["less_load"]
         bounded = min(max(target, bounds.least), bounds.most)
         if bounded != target or (need.workers == bounds.most and not need.reachable):
             reasons.append("minimum" if bounded > target else "maximum")
         busy = latency(role, self.timings[role], demand, max(1, bounded)).busy
-        return state, Change(current, need.workers, kept, bounded, round(busy, 4), tuple(reasons))
+        missed = state.missed.get(role, 0) if times > 1 else 0
+        reasons = list(dict.fromkeys(reasons))
+        return state, Change(current, need.workers, kept, bounded, round(busy, 4), tuple(reasons), missed)
+
+    def _judged(self, state: PlannerState, role: Role, seen: Observation) -> tuple[PlannerState, float]:
+        """
+        Returns: the state with the interval counted, and the observed latencies of the role by their limits, the higher
+            one; 0.0: no request has ended.
+        """
+        rules = self.rules
+        limited = ((seen.ttft, rules.ttft_ms, "decode"), (seen.itl, rules.itl_ms, "prefill"))
+        times = [getattr(each, rules.percentile) / limit for each, limit, other in limited if each and role != other]
+        if not times:
+            return state, 0.0
+        missed = state.missed.get(role, 0) + 1 if max(times) > 1 else 0
+        if not missed and role in state.asked:
+            state = _with_asked(state, role, msgspec.structs.replace(state.asked[role], times=0.0))
+        return msgspec.structs.replace(state, missed=state.missed | {role: missed}), max(times)
+
+    def _against(
+        self, state: PlannerState, role: Role, demand: Demand, seen: Observation, times: float, cooling: bool
+    ) -> str:
+        """Why a missed limit is no reason for another worker now; "": it is one."""
+        rules, pool, asked = self.rules, seen.pools.get(role, Pool()), state.asked.get(role)
+        bounds = rules.bounds.get(role, Bounds())
+        if _starved(seen, role):
+            return "cpu_starved"
+        if not needed(role, self.timings[role], demand, rules.ttft_ms, rules.itl_ms, max(1, bounds.most)).reachable:
+            return "out_of_reach"
+        if pool.count >= bounds.most:
+            return "maximum"
+        if pool.starting:
+            return "starting"
+        if state.missed[role] < MISSED:
+            return "watching"
+        tried = asked is not None and pool.ready >= asked.workers and demand.rate <= asked.rate * (1 + rules.hysteresis)
+        if tried and times > (1 - GAIN) * asked.times > 0:
+            return "no_gain"
+        return "cooling_down" if cooling else ""
 
     def _needed(self, state: PlannerState, role: Role, demand: Demand) -> Need:
         rules = self.rules
@@ -237,9 +314,20 @@ def _settled(state: PlannerState) -> bool:
     return same and max(rates) - min(rates) <= EVEN * max(rates)
 
 
+def _starved(seen: Observation, role: Role) -> bool:
+    """Whether further workers of the role would take their cores from those there are."""
+    pool = seen.pools.get(role, Pool())
+    return seen.one_machine and pool.starved > 0 and 2 * pool.starved >= pool.ready
+
+
+def _with_asked(state: PlannerState, role: Role, asked: Asked) -> PlannerState:
+    return msgspec.structs.replace(state, asked=state.asked | {role: asked})
+
+
 def _remembered(state: PlannerState, role: Role, change: Change, now_s: float) -> PlannerState:
-    if change.target > change.current:
-        return msgspec.structs.replace(state, raised_at=state.raised_at | {role: now_s})
+    if change.target > change.current:  # what was missed before says nothing of the workers that come
+        raised, missed = state.raised_at | {role: now_s}, state.missed | {role: 0}
+        return msgspec.structs.replace(state, raised_at=raised, missed=missed)
     if change.target < change.current:
         return msgspec.structs.replace(state, lowered_at=state.lowered_at | {role: now_s})
     return state

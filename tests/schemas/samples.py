@@ -199,6 +199,13 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         fleet.decode,
     ),
+    "registration_that_waits_for_cores": (
+        fleet.Registration(
+            *("w", "tiny", "decode", "mock", 1, 32, 100, 8, 4096),
+            load=fleet.Load(1, 2, 3, 4, 5, 6_000, 7, 12_000, 3_000, 800, 11_000, 40),
+        ),
+        fleet.decode,
+    ),
     "job_to_decide_again": (
         msgspec.structs.replace(
             JOB,
@@ -628,6 +635,33 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
                 changes={"decode": plans.Change(3, 5, 6, 5, 0.75, ("more_load",))},
             ),
             failure="no GPU is free",
+        ),
+        plans.decode,
+    ),
+    "planned_of_a_missed_limit": (
+        plans.Planned(
+            planner="plan-1",
+            model="tiny",
+            at_ns=1_700_000_000_000_000_001,
+            connector="local",
+            rules=plans.Rules(ttft_ms=300.0, itl_ms=25.0),
+            decision=plans.PlanDecision(
+                demand=plans.Demand(1.5, 4000.0, 500.0, 0.25),
+                observed=plans.Observation(
+                    seconds=10.0,
+                    arrived=15,
+                    ended=14,
+                    isl=4000.0,
+                    osl=500.0,
+                    ttft=plans.Times(100.0, 90.0, 250.0),
+                    itl=plans.Times(20.0, 19.0, 31.5),
+                    pools={"decode": plans.Pool(2, starved=2)},
+                    one_machine=True,
+                ),
+                correction=plans.Correction(1.25, 0.75),
+                predicted=plans.Latency(80.0, 9.5, 0.5),
+                changes={"decode": plans.Change(2, 2, 2, 2, 0.75, ("cpu_starved",), 3)},
+            ),
         ),
         plans.decode,
     ),

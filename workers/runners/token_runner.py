@@ -22,6 +22,7 @@ import msgspec
 from penstock.infra.bus.tasks import end
 from penstock.infra.constraints.trials import CPU_S, ConstraintTrials, Trial, TrialsBusy
 from penstock.infra.fair_queue import QueueLimits
+from penstock.infra.process.scheduling import CoreWaits
 from penstock.schemas import done, fleet, jobs, kv, requests
 from penstock.schemas.control import Ok, Push, Pushed, Release
 from penstock.schemas.errors import Code
@@ -209,6 +210,7 @@ class TokenRunner:
         self._trials = ConstraintTrials(cpu_s=TRIAL_CPU_S, wait_s=TRIAL_WAIT_S, limits=TRIAL_LIMITS)
         self._stats = EngineStats(0, 0, 0, 0, info.total_blocks)
         self._pace = pace if pace is not None else TokenPace(context.settings.role)
+        self._core_waits = CoreWaits()
         self._steps_seen = -1
         self._asked = 0.0
         self._dumper = Dumper(engine, context.id, context.epoch)
@@ -421,6 +423,7 @@ class TokenRunner:
                 int(1000 * self._engine.pace.slowest_s),
                 int(1000 * self._engine.pace.quiet_s),
                 *self._pace.measured,
+                self._core_waits.percent,
             ),
             dp_size=info.dp_size,
             host=socket.gethostname(),
@@ -462,6 +465,7 @@ class TokenRunner:
         self.disaggregation.sweep(now)
         self._pace.look(self._requests.running.values(), now, time.time_ns(), self._engine.pace)
         self._context.metrics.paced(*self._pace.measured)
+        self._core_waits.look(now)
         steps = self._engine.steps
         if steps != self._steps_seen or now - self._asked > IDLE_STATS_S:  # an idle engine is left asleep
             self._steps_seen, self._asked = steps, now

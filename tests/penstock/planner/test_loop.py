@@ -14,7 +14,7 @@ from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.planner.connectors import ConnectorFailed
 from penstock.planner.loop import TTL_S, NoDecision, PlannerLease, PlannerLoop, folded, moved
-from penstock.planner.observe import LoadReader
+from penstock.planner.observe import STARVED_PERCENT, LoadReader
 from penstock.planner.worker_counts import Planner
 from penstock.schemas import done, fleet, plans
 from penstock.schemas.errors import Code, ServingError
@@ -42,6 +42,7 @@ class Workers:
     """A connector that remembers what it was asked for, and fails if told to."""
 
     name: ClassVar[str] = "test"
+    one_machine = True
 
     def __init__(self, failure: str = "") -> None:
         self.asked: list[dict[Role, int]] = []
@@ -103,6 +104,15 @@ async def serve(bus: Bus, count: int, model: str = "tiny", **changes: object) ->
 
 def headers(event: done.Done, request: GenerateRequest) -> dict[str, str]:
     return {HEADER_SUMMARY: header_of(event, request)}
+
+
+async def test_workers_that_wait_for_cores_are_counted(bus: Bus) -> None:
+    reader = LoadReader(bus, "tiny")
+    await reader.begin()
+    await register(bus, "w-1", load=fleet.Load(core_wait_percent=STARVED_PERCENT))
+    await register(bus, "w-2", load=fleet.Load(core_wait_percent=STARVED_PERCENT - 1))
+    seen = await reader.look()
+    assert seen.pools == {"aggregated": Pool(ready=2, starved=1)}
 
 
 async def acknowledge(bus: Bus) -> None:
@@ -179,6 +189,7 @@ async def test_decisions_are_carried_out_and_logged_with_all_they_depend_on(bus:
     decisions = await logged(bus)
     assert decisions == said
     assert len(decisions) == 4
+    assert all(each.decision.observed.one_machine for each in decisions)
     assert [each for each in map(moved, (one.decision for one in decisions)) if each] == workers.asked
     assert workers.count > 1
     planner = Planner(RULES, TIMINGS)  # type: ignore[arg-type]

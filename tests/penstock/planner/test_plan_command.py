@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.configs.flags import BadSettings
@@ -72,6 +73,35 @@ def test_a_folder_without_a_deployment_is_one_line(tmp_path: Path, capsys: pytes
 def test_a_decision_is_one_line() -> None:
     planned, _ = SAMPLES["planned"]
     assert line(planned) == (
-        "1.50 requests/s (planned for 1.50), 7 waiting, TTFT p95 250 ms, ITL p95 12.0 ms, decode 3 → 5 (more_load), "
+        "1.50 requests/s (planned for 1.50), 7 waiting, TTFT p50 90 ms, ITL p50 9.0 ms, decode 3 → 5 (more load), "
         "failed: no GPU is free"
     )
+
+
+def test_a_decision_names_the_limit_that_was_missed_and_why_nothing_was_done() -> None:
+    planned, _ = SAMPLES["planned_of_a_missed_limit"]
+    assert line(planned) == (
+        "1.50 requests/s (planned for 1.50), TTFT p95 250 ms, ITL p95 31.5 above 25 ms, "
+        "decode 2 (CPU starved: more workers would not help)"
+    )
+
+    def told(missed: int, *reasons: str) -> str:
+        change = msgspec.structs.replace(planned.decision.changes["decode"], reasons=reasons, missed=missed)
+        decision = msgspec.structs.replace(planned.decision, changes={"decode": change})
+        return line(msgspec.structs.replace(planned, decision=decision)).partition("decode ")[2]
+
+    assert told(1, "watching") == "2 (limit missed, 1 of 3 decisions)"
+    assert told(3, "limit_missed", "gpu_budget") == "2 (limit missed for 3 decisions, at the GPU budget)"
+    assert told(4, "maximum") == "2 (at the maximum)"
+    assert told(4, "cooling_down") == "2 (cooling down after the last change)"
+    assert told(4, "of_a_later_build") == "2 (of_a_later_build)"
+
+
+def test_only_workers_of_this_machine_share_its_cores() -> None:
+    remote = PlannerSettings(nats_url="nats://h")
+    assert not connector_of(remote, NOBODY, ("aggregated",)).one_machine
+    assert connector_of(PlannerSettings(), NOBODY, ("aggregated",)).one_machine
+    local = PlannerSettings(connector="local")
+    assert connector_of(local, NOBODY, ("aggregated",)).one_machine
+    cluster = PlannerSettings(connector="kubernetes", kubernetes_url="http://127.0.0.1:8001")
+    assert not connector_of(cluster, NOBODY, ("aggregated",)).one_machine

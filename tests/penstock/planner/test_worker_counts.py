@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.planner.capacity import EngineTiming, latency
 from penstock.planner.worker_counts import Planner, PlannerState
-from penstock.schemas.plans import Bounds, Observation, PlanDecision, Pool, Role, Rules, Times
+from penstock.schemas.plans import Bounds, Change, Observation, PlanDecision, Pool, Role, Rules, Times
 from tests.penstock.planner.engines import engine
 
 RULES = Rules(
@@ -57,9 +57,9 @@ class Run:
         self.now = 0.0
         self.counts = dict.fromkeys(timings, start)
 
-    def interval(self, rate: float, **more: object) -> PlanDecision:
+    def interval(self, rate: float, *, starved: int = 0, starting: int = 0, **more: object) -> PlanDecision:
         self.now += 10.0
-        pools = {role: Pool(count) for role, count in self.counts.items()}
+        pools = {role: Pool(count - starting, starting, starved=starved) for role, count in self.counts.items()}
         self.state, decision = self.planner.step(self.state, seen(rate, pools, **more), self.now)  # type: ignore[arg-type]
         assert decision is not None
         self.counts = dict(decision.targets)
@@ -202,6 +202,141 @@ def test_a_budget_is_shared_by_what_each_role_lacks() -> None:
     shares = [change.target / change.needed for change in changes.values()]
     assert "gpu_budget" in changes["prefill"].reasons + changes["decode"].reasons
     assert max(shares) - min(shares) < 0.35
+
+
+def late(
+    run: Run, times: float = 2.0, *, rate: float = 2.0, starved: int = 0, starting: int = 0, one_machine: bool = True
+) -> Change:
+    """The first role's change after an interval whose TTFT was so many times its limit. A request queues: nothing is
+    learnt.
+    """
+    run.now += 10.0
+    pools = {role: Pool(count - starting, starting, starved=starved) for role, count in run.counts.items()}
+    found = seen(rate, pools, factor=0.0, queued=1, one_machine=one_machine)
+    ttft, itl = times * RULES.ttft_ms, RULES.itl_ms / 2
+    found = msgspec.structs.replace(found, ttft=Times(ttft, ttft, ttft), itl=Times(itl, itl, itl))
+    run.state, decision = run.planner.step(run.state, found, run.now)
+    assert decision is not None
+    run.counts = dict(decision.targets)
+    return next(iter(decision.changes.values()))
+
+
+def test_a_limit_missed_for_three_decisions_is_answered_with_one_worker() -> None:
+    run = Run(start=3)
+    first, second, third = late(run), late(run), late(run)
+    assert (first.reasons, first.missed, first.target) == (("watching",), 1, 3)
+    assert (second.reasons, second.missed, second.target) == (("watching",), 2, 3)
+    assert (third.reasons, third.missed, third.target) == (("limit_missed",), 3, 4)
+    assert third.needed < 3
+
+
+def test_workers_are_not_taken_away_while_a_limit_is_missed_that_more_might_keep() -> None:
+    held, starved = Run(start=6), Run(start=6)
+    assert [late(held).target for _ in range(2)] == [6, 6]
+    less = late(starved, starved=6)
+    assert (less.reasons, less.target) == (("cpu_starved", "less_load"), 5), "fewer leave each more of the cores"
+
+
+def test_a_limit_kept_in_between_begins_the_count_anew() -> None:
+    run = Run(start=3)
+    reasons = [late(run, times).reasons for times in (2, 2, 0.5, 2, 2)]
+    assert reasons == [("watching",), ("watching",), (), ("watching",), ("watching",)]
+
+
+def test_an_interval_without_an_ended_request_says_nothing_of_limits() -> None:
+    run = Run(start=3)
+    late(run), late(run)
+    assert run.interval(2.0, ended=0).changes["aggregated"].reasons == ()
+    assert late(run).reasons == ("limit_missed",)
+
+
+def test_workers_that_start_are_waited_for_and_the_count_begins_anew_with_them() -> None:
+    run = Run(start=3)
+    for _ in range(3):
+        late(run)
+    assert run.counts == {"aggregated": 4}
+    assert [late(run, starting=1).reasons for _ in range(3)] == [("starting",)] * 3
+    assert [late(run, 1.5).reasons for _ in range(3)] == [("watching",), ("watching",), ("limit_missed",)]
+
+
+def test_more_workers_are_no_cure_where_those_there_are_wait_for_the_machines_cores() -> None:
+    run = Run(start=4)
+    changes = [late(run, starved=2) for _ in range(5)]
+    assert {each.reasons for each in changes} == {("cpu_starved",)}
+    assert [each.missed for each in changes] == [1, 2, 3, 4, 5]
+    assert {each.target for each in changes} == {4}
+    assert late(run, starved=1).reasons == ("limit_missed",), "fewer than half of them"
+    elsewhere = Run(start=4)
+    assert [late(elsewhere, starved=4, one_machine=False).target for _ in range(3)] == [4, 4, 5]
+
+
+def test_nothing_is_learnt_from_workers_that_wait_for_cores() -> None:
+    starved, slow = Run(start=4), Run(start=4)
+    for _ in range(6):
+        without = starved.interval(8.0, factor=2.0, starved=4, one_machine=True)
+        learnt = slow.interval(8.0, factor=2.0)
+    assert without.correction.itl == 1.0
+    assert learnt.correction.itl > 1.5
+
+
+def test_load_that_the_model_has_workers_for_gets_them_also_on_a_machine_without_free_cores() -> None:
+    run = Run()
+    assert run.interval(12.0, starved=1, one_machine=True).changes["aggregated"].reasons == ("more_load",)
+
+
+def test_a_missed_limit_at_the_maximum_says_so() -> None:
+    run = Run(msgspec.structs.replace(RULES, bounds={"aggregated": Bounds(1, 3)}), start=3)
+    assert [late(run).reasons for _ in range(4)] == [("maximum",)] * 4
+
+
+def test_a_missed_limit_waits_for_the_cooldown_of_the_last_change() -> None:
+    run = Run(msgspec.structs.replace(RULES, up_cooldown_s=60.0), start=3)
+    for _ in range(3):
+        late(run)
+    assert [late(run, 1.5).reasons[0] for _ in range(6)] == [*["watching"] * 2, *["cooling_down"] * 3, "limit_missed"]
+
+
+def test_a_missed_limit_beyond_the_budget_says_so() -> None:
+    run = Run(msgspec.structs.replace(RULES, gpu_budget=3), start=3)
+    change = [late(run) for _ in range(3)][-1]
+    assert (change.target, change.reasons) == (3, ("limit_missed", "gpu_budget"))
+
+
+def test_a_limit_that_one_prompt_alone_breaks_is_out_of_reach_however_often_it_is_missed() -> None:
+    run = Run(msgspec.structs.replace(RULES, ttft_ms=150.0), start=3)  # a prompt takes 200 ms
+    changes = [late(run, 8.0) for _ in range(5)]
+    assert {each.reasons[0] for each in changes} == {"out_of_reach"}
+    assert max(each.target for each in changes) == 3
+
+
+def test_a_worker_that_brought_nothing_is_not_followed_by_another_and_leaves() -> None:
+    run = Run(start=3)
+    late(run, 0.5)
+    targets = [late(run, 2.0).target for _ in range(7)]
+    assert targets[:6] == [3, 3, 4, 4, 4, 4]
+    again = late(run, 2.0)
+    assert "no_gain" in again.reasons
+    least = min(late(run, 2.0).target for _ in range(20))
+    assert least == again.needed
+    assert max(late(run, 2.0).target for _ in range(20)) == least
+
+
+def test_a_worker_that_helped_is_followed_by_another_until_the_limit_is_kept_and_all_stay() -> None:
+    run = Run(start=3)
+    for times in (*[3.0] * 3, *[2.0] * 3):
+        late(run, times)
+    assert run.counts == {"aggregated": 5}
+    assert {late(run, 0.8).target for _ in range(30)} == {5}, "five minutes in which the model needs fewer"
+    for _ in range(30):
+        fewer = late(run, 0.4, rate=0.5)
+    assert fewer.target < 5, "with less load"
+
+
+def test_each_limit_is_that_of_the_role_which_it_depends_on() -> None:
+    run = Run(timings=SPLIT, start=3)
+    for _ in range(3):
+        late(run)  # TTFT
+    assert run.counts == {"prefill": 4, "decode": 3}
 
 
 def test_a_decision_holds_all_that_it_depends_on() -> None:

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import TINY, load_tokenizer
 from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.infra.process.scheduling import CoreWaits
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import contents, done, fleet, wire
 from penstock.schemas.errors import Code
@@ -603,6 +604,21 @@ async def test_logprobs_travel_with_their_tokens(log: LogClient, worker: WorkerH
         assert item.logprobs is not None
         assert len(item.logprobs) == len(ids(item.tokens))
         assert [p.top[0][0] for p in item.logprobs] == ids(item.tokens)
+
+
+async def test_a_registration_says_for_how_long_the_worker_waits_for_cores(
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(waits: CoreWaits, now: float) -> None:
+        waits.percent = 40
+
+    monkeypatch.setattr(CoreWaits, "look", look)
+
+    def told() -> bool:
+        registered = log.registered(worker.id)
+        return registered is not None and registered.load.core_wait_percent == 40
+
+    await eventually(told)
 
 
 async def test_cache_events_are_published_in_one_unbroken_row(log: LogClient, worker: WorkerHarness) -> None:
