@@ -169,8 +169,8 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
         target: to be had now.
         busy: predicted share of the target's capacity.
         reasons: words for what bounded the target; of a missed limit, why nothing was done.
-        missed: intervals in a row, up to this decision, in which a limit of the role was missed, since workers were last
-            added.
+        missed: intervals in a row, up to this decision, in which a limit of the role was missed, since the last workers
+            came.
     """
 
     current: int

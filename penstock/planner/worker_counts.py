@@ -175,8 +175,8 @@ class Planner:
         )
 
     def _corrected(self, old: Correction, seen: Observation, predicted: Latency) -> Correction:
-        """Not learnt from intervals without a steady state: their latencies are of the backlog. Nor from workers that wait
-        for cores: the correction would ask for more of them.
+        """Not learnt from intervals without a steady state: their latencies are of the backlog. Nor from workers that
+        wait for cores: the correction would ask for more of them.
         """
         if not seen.steady or seen.queued or seen.ended < LEAST_ENDED or predicted.busy > BUSY:
             return old
@@ -245,16 +245,18 @@ class Planner:
         times = [getattr(each, rules.percentile) / limit for each, limit, other in limited if each and role != other]
         if not times:
             return state, 0.0
-        missed = state.missed.get(role, 0) + 1 if max(times) > 1 else 0
-        if not missed and role in state.asked:
+        kept = max(times) <= 1
+        if kept and role in state.asked:
             state = _with_asked(state, role, msgspec.structs.replace(state.asked[role], times=0.0))
+        starting = role in seen.pools and seen.pools[role].starting
+        missed = 0 if kept or starting else state.missed.get(role, 0) + 1
         return msgspec.structs.replace(state, missed=state.missed | {role: missed}), max(times)
 
     def _against(
         self, state: PlannerState, role: Role, demand: Demand, seen: Observation, times: float, cooling: bool
     ) -> str:
         """Why a missed limit is no reason for another worker now; "": it is one."""
-        rules, pool, asked = self.rules, seen.pools.get(role, Pool()), state.asked.get(role)
+        rules, pool, asked = self.rules, seen.pools.get(role, Pool()), state.asked.get(role, Asked(0, 0.0, 0.0))
         bounds = rules.bounds.get(role, Bounds())
         if _starved(seen, role):
             return "cpu_starved"
@@ -266,7 +268,7 @@ class Planner:
             return "starting"
         if state.missed[role] < MISSED:
             return "watching"
-        tried = asked is not None and pool.ready >= asked.workers and demand.rate <= asked.rate * (1 + rules.hysteresis)
+        tried = pool.ready >= asked.workers and demand.rate <= asked.rate * (1 + rules.hysteresis)
         if tried and times > (1 - GAIN) * asked.times > 0:
             return "no_gain"
         return "cooling_down" if cooling else ""

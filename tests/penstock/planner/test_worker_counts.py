@@ -205,7 +205,7 @@ def test_a_budget_is_shared_by_what_each_role_lacks() -> None:
 
 
 def late(
-    run: Run, times: float = 2.0, *, rate: float = 2.0, starved: int = 0, starting: int = 0, one_machine: bool = True
+    run: Run, times: float = 2.0, *, rate: float = 4.0, starved: int = 0, starting: int = 0, one_machine: bool = True
 ) -> Change:
     """The first role's change after an interval whose TTFT was so many times its limit. A request queues: nothing is
     learnt.
@@ -227,7 +227,7 @@ def test_a_limit_missed_for_three_decisions_is_answered_with_one_worker() -> Non
     assert (first.reasons, first.missed, first.target) == (("watching",), 1, 3)
     assert (second.reasons, second.missed, second.target) == (("watching",), 2, 3)
     assert (third.reasons, third.missed, third.target) == (("limit_missed",), 3, 4)
-    assert third.needed < 3
+    assert third.needed == 3, "by the model"
 
 
 def test_workers_are_not_taken_away_while_a_limit_is_missed_that_more_might_keep() -> None:
@@ -246,7 +246,7 @@ def test_a_limit_kept_in_between_begins_the_count_anew() -> None:
 def test_an_interval_without_an_ended_request_says_nothing_of_limits() -> None:
     run = Run(start=3)
     late(run), late(run)
-    assert run.interval(2.0, ended=0).changes["aggregated"].reasons == ()
+    assert run.interval(4.0, ended=0).changes["aggregated"].reasons == ()
     assert late(run).reasons == ("limit_missed",)
 
 
@@ -261,18 +261,18 @@ def test_workers_that_start_are_waited_for_and_the_count_begins_anew_with_them()
 
 def test_more_workers_are_no_cure_where_those_there_are_wait_for_the_machines_cores() -> None:
     run = Run(start=4)
-    changes = [late(run, starved=2) for _ in range(5)]
+    changes = [late(run, rate=6.0, starved=2) for _ in range(5)]
     assert {each.reasons for each in changes} == {("cpu_starved",)}
     assert [each.missed for each in changes] == [1, 2, 3, 4, 5]
     assert {each.target for each in changes} == {4}
-    assert late(run, starved=1).reasons == ("limit_missed",), "fewer than half of them"
+    assert late(run, rate=6.0, starved=1).reasons == ("limit_missed",), "fewer than half of them"
     elsewhere = Run(start=4)
-    assert [late(elsewhere, starved=4, one_machine=False).target for _ in range(3)] == [4, 4, 5]
+    assert [late(elsewhere, rate=6.0, starved=4, one_machine=False).target for _ in range(3)] == [4, 4, 5]
 
 
 def test_nothing_is_learnt_from_workers_that_wait_for_cores() -> None:
     starved, slow = Run(start=4), Run(start=4)
-    for _ in range(6):
+    for _ in range(12):
         without = starved.interval(8.0, factor=2.0, starved=4, one_machine=True)
         learnt = slow.interval(8.0, factor=2.0)
     assert without.correction.itl == 1.0
@@ -303,10 +303,10 @@ def test_a_missed_limit_beyond_the_budget_says_so() -> None:
 
 
 def test_a_limit_that_one_prompt_alone_breaks_is_out_of_reach_however_often_it_is_missed() -> None:
-    run = Run(msgspec.structs.replace(RULES, ttft_ms=150.0), start=3)  # a prompt takes 200 ms
+    run = Run(msgspec.structs.replace(RULES, ttft_ms=150.0), start=5)  # a prompt takes 200 ms
     changes = [late(run, 8.0) for _ in range(5)]
     assert {each.reasons[0] for each in changes} == {"out_of_reach"}
-    assert max(each.target for each in changes) == 3
+    assert {each.target for each in changes} == {5}
 
 
 def test_a_worker_that_brought_nothing_is_not_followed_by_another_and_leaves() -> None:
@@ -333,10 +333,11 @@ def test_a_worker_that_helped_is_followed_by_another_until_the_limit_is_kept_and
 
 
 def test_each_limit_is_that_of_the_role_which_it_depends_on() -> None:
-    run = Run(timings=SPLIT, start=3)
+    run = Run(timings=SPLIT)
+    run.counts = {"prefill": 2, "decode": 1}
     for _ in range(3):
         late(run)  # TTFT
-    assert run.counts == {"prefill": 4, "decode": 3}
+    assert run.counts == {"prefill": 3, "decode": 1}
 
 
 def test_a_decision_holds_all_that_it_depends_on() -> None:
