@@ -11,6 +11,7 @@ from typing import Any
 from penstock.schemas.cells import CELL
 from penstock.schemas.subjects import DEFAULT_TENANT, MEMORY, Subjects
 from penstock.schemas.tenants import MAX_PENDING
+from penstock.schemas.wire import JSON, MSGPACK
 
 MINUTE = 60.0
 HOUR = 60 * MINUTE
@@ -35,11 +36,17 @@ MEMORY_GRACE_S = 60.0
 # The margin when a timestamp from one machine is looked up among messages that another machine stored.
 CLOCK_SKEW_NS = 2_000_000_000
 _NS = 1_000_000_000
+# Metadata of a stream: how its messages are encoded, and their kinds as `penstock schema` takes them, between spaces.
+ENCODING = "penstock-encoding"
+SCHEMA = "penstock-schema"
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSpec:
-    """One stream. ``live``: the server republishes stored messages, so that readers follow without a consumer."""
+    """One stream. ``live``: the server republishes stored messages, so that readers follow without a consumer.
+
+    ``messages``: the kinds of its messages, as named by ``penstock schema``.
+    """
 
     name: str
     subjects: tuple[str, ...]
@@ -53,16 +60,22 @@ class StreamSpec:
     description: str = ""
     lasting: bool = False  # messages leave it by its limits only: nobody can delete one
     refuses: bool = False  # a full stream refuses more, rather than discard its oldest
+    messages: tuple[str, ...] = ()
+    encoding: str = MSGPACK  # media type
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """One key-value bucket. A key that is not renewed within its own TTL expires and leaves a marker."""
+    """One key-value bucket. A key that is not renewed within its own TTL expires and leaves a marker.
+
+    ``messages``: as in ``StreamSpec``; empty: its values are for Penstock alone.
+    """
 
     name: str
     live: tuple[str, str] | None = None
     marker_ttl_s: float = 1.0
     max_bytes: int = 64 * MIB
+    messages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +184,8 @@ def submissions(
         dedup_s=0.1,  # the shortest possible: for a day, gateways themselves decide by Nats-Msg-Id what a repeat means
         queue=True,
         description="OpenAI bodies from NATS clients",
+        messages=("ChatCompletionRequest", "CompletionRequest", "EmbeddingRequest"),
+        encoding=JSON,
     )
     pending = min(max_pending, MAX_PENDING)
     return stream, ConsumerSpec(name, "gateway", (s.all("submit"),), ack_wait_s=5, max_ack_pending=pending)
@@ -179,23 +194,23 @@ def submissions(
 def topology(s: Subjects, *, record: bool = False) -> Topology:
     """Everything of one namespace. ``record``: keep all that a replay needs as long as records."""
 
-    def followed(name: str) -> BucketSpec:
+    def followed(name: str, *messages: str) -> BucketSpec:
         keys = f"$KV.{s.bucket(name)}.>"
-        return BucketSpec(s.bucket(name), live=(keys, s.live(keys)))
+        return BucketSpec(s.bucket(name), live=(keys, s.live(keys)), messages=messages)
 
     submit, gateways = submissions(s)
     return Topology(
         streams=(submit, *_streams(s, record), *memory_streams(s)),
         buckets=(
-            followed("workers"),
-            followed("routers"),
-            followed("tenants"),
-            followed("keys"),
-            followed("budgets"),
+            followed("workers", "Registration"),
+            followed("routers", "Member"),
+            followed("tenants", "Limits"),
+            followed("keys", "ApiKey"),
+            followed("budgets", "Ledger"),
             followed("verdicts"),
             BucketSpec(s.bucket("idempotency")),
-            followed("batches"),
-            replace(followed("deleted"), max_bytes=8 * MIB),  # 60,000 requests of half an hour
+            followed("batches", "StoredFile", "Batch"),
+            replace(followed("deleted", "Deletion"), max_bytes=8 * MIB),  # 60,000 requests of half an hour
             BucketSpec(s.bucket("planners"), max_bytes=MIB),
             BucketSpec(s.bucket("exporters"), max_bytes=MIB),
         ),
@@ -222,6 +237,7 @@ def memory_streams(s: Subjects) -> tuple[StreamSpec, StreamSpec]:
             GIB,
             memory=True,
             description="content of requests with no_store",
+            messages=("GenerateRequest", "Job", "Encoded", "Prefilled"),
         ),
         StreamSpec(
             s.stream("MEMORY_TOKENS"),
@@ -231,6 +247,7 @@ def memory_streams(s: Subjects) -> tuple[StreamSpec, StreamSpec]:
             live=(tokens, s.live(tokens)),
             memory=True,
             description="token output of requests with no_store",
+            messages=("TokenBatch",),
         ),
     )
 
@@ -251,7 +268,12 @@ def stream_config(spec: StreamSpec, replicas: int = 1) -> dict[str, Any]:
         config |= {"deny_delete": True, "deny_purge": True}
     if spec.live:
         config["republish"] = republish(spec.live, spec.live_headers_only)
-    return config
+    return config | schema_metadata(spec.messages, spec.encoding)
+
+
+def schema_metadata(messages: tuple[str, ...], encoding: str = MSGPACK) -> dict[str, Any]:
+    """What a stream's configuration says of its messages."""
+    return {"metadata": {ENCODING: encoding, SCHEMA: " ".join(messages)}} if messages else {}
 
 
 def common_config(name: str, subjects: tuple[str, ...], max_bytes: int, replicas: int) -> dict[str, Any]:
@@ -283,7 +305,9 @@ def _streams(s: Subjects, record: bool) -> tuple[StreamSpec, ...]:
         return s.all(kind), s.live(s.all(kind))
 
     return (
-        stream("REQUESTS", "request", age=DAY, size=4 * GIB, description="accepted requests"),
+        stream(
+            "REQUESTS", "request", age=DAY, size=4 * GIB, description="accepted requests", messages=("GenerateRequest",)
+        ),
         stream(
             "WORK",
             "work",
@@ -292,10 +316,18 @@ def _streams(s: Subjects, record: bool) -> tuple[StreamSpec, ...]:
             live=live("work"),
             live_headers_only=True,
             description="jobs with the decisions behind them",
+            messages=("Job", "Encoded", "Prefilled", "Revoke"),
         ),
-        stream("KV", "kv", age=hour, size=GIB, live=live("kv"), description="KV-cache events"),
-        stream("HANDOFF", "handoff", age=HOUR, size=GIB // 4, description="ledger of blocks handed between workers"),
-        stream("PLAN", "plan", age=WEEK, size=GIB // 16, description="decisions of planners"),
+        stream("KV", "kv", age=hour, size=GIB, live=live("kv"), description="KV-cache events", messages=("KvBatch",)),
+        stream(
+            "HANDOFF",
+            "handoff",
+            age=HOUR,
+            size=GIB // 4,
+            description="ledger of blocks handed between workers",
+            messages=("Handoffs",),
+        ),
+        stream("PLAN", "plan", age=WEEK, size=GIB // 16, description="decisions of planners", messages=("Planned",)),
         stream(
             "AUDIT",
             "audit",
@@ -303,6 +335,7 @@ def _streams(s: Subjects, record: bool) -> tuple[StreamSpec, ...]:
             size=GIB // 16,
             lasting=True,
             description="who changed what, and read what of others",
+            messages=("AuditEntry",),
         ),
         stream(
             "BATCHES",
@@ -311,8 +344,17 @@ def _streams(s: Subjects, record: bool) -> tuple[StreamSpec, ...]:
             size=2 * GIB,
             refuses=True,
             description="requests and results of the lines of batches",
+            messages=("BatchOpened", "BatchTaken", "BatchResults"),
         ),
-        stream("TOKENS", "tokens", age=hour, size=4 * GIB, live=live("tokens"), description="token output"),
+        stream(
+            "TOKENS",
+            "tokens",
+            age=hour,
+            size=4 * GIB,
+            live=live("tokens"),
+            description="token output",
+            messages=("TokenBatch",),
+        ),
         StreamSpec(
             s.stream("DONE"),
             (s.all("done"), s.all("returned")),
@@ -322,6 +364,7 @@ def _streams(s: Subjects, record: bool) -> tuple[StreamSpec, ...]:
             live=(f"{s.namespace}.>", f"{s.namespace}.live.>"),
             live_headers_only=True,
             description="terminal events, each the record of its request",
+            messages=("Done", "Returned"),
         ),
     )
 

@@ -10,6 +10,7 @@ import msgspec
 T = TypeVar("T")
 
 TOKEN_BYTES = 4  # of one packed token id
+MSGPACK, JSON = "application/msgpack", "application/json"  # media types of messages
 _SWAP = sys.byteorder == "big"
 assert array("I").itemsize == TOKEN_BYTES
 
@@ -19,6 +20,14 @@ encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 def decoder(kind: type[T]) -> Callable[[bytes], T]:
     """A decode function for one message type; raises msgspec.ValidationError on anything else."""
     return msgspec.msgpack.Decoder(kind).decode
+
+
+def content_type(kind: type[msgspec.Struct]) -> str:
+    """The ``Content-Type`` header of messages of this kind, for readers who do not know the subjects.
+
+    Its ``schema`` is what ``penstock schema`` takes.
+    """
+    return f"{MSGPACK}; schema={kind.__name__}"
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:

@@ -25,6 +25,7 @@ from penstock.schemas.streams import (
     common_config,
     republish,
     scaled,
+    schema_metadata,
     stream_config,
     submissions,
 )
@@ -71,7 +72,7 @@ async def apply(
     await _check_room(nc, topology.subjects, configs, replicas, tags)
     for config in configs:
         if size_bytes and config["storage"] == "file":  # a start without the setting does not make it larger
-            config |= {"metadata": {SET_BY_OPERATOR: "max_bytes"}}
+            config["metadata"] = config.get("metadata", {}) | {SET_BY_OPERATOR: "max_bytes"}
         done += await _apply_stream(nc, config)
     for consumer in topology.consumers:
         done += await _apply_consumer(nc, consumer)
@@ -94,9 +95,7 @@ async def divide(nc: Client, before: Topology, after: Topology) -> list[str]:
             continue
         if new["max_bytes"] < old["max_bytes"] and 2 * info["state"]["bytes"] > new["max_bytes"]:
             continue
-        # The server adds metadata of its own to its answer; it must not be sent back.
-        metadata = {k: v for k, v in info["config"].get("metadata", {}).items() if not k.startswith("_nats.")}
-        config = info["config"] | {"max_bytes": new["max_bytes"], "metadata": metadata}
+        config = info["config"] | {"max_bytes": new["max_bytes"], "metadata": metadata_of(info["config"])}
         await request(nc, f"STREAM.UPDATE.{old['name']}", config)
         done.append(f"updated {old['name']}: max_bytes")
     return done
@@ -241,6 +240,7 @@ def _bucket(spec: BucketSpec, replicas: int) -> Config:
         "allow_msg_ttl": True,
         "subject_delete_marker_ttl": int(spec.marker_ttl_s * _NS),
         **({"republish": republish(spec.live, False)} if spec.live else {}),
+        **schema_metadata(spec.messages),
     }
 
 
@@ -257,14 +257,25 @@ def widened(existing: Config, wanted: Config) -> Config:
     Lowering a limit would delete messages, which only an operator may decide. What the operator has set stays.
     """
     merged = existing | {key: value for key, value in wanted.items() if key not in ("retention", "storage")}
-    # The server adds metadata of its own to its answer; it must not be sent back.
-    merged["metadata"] = {k: v for k, v in existing.get("metadata", {}).items() if not k.startswith("_nats.")}
+    described = {key: text for key, text in wanted.get("metadata", {}).items() if key != SET_BY_OPERATOR}
+    merged["metadata"] = metadata_of(existing) | described
     merged["subjects"] = list(dict.fromkeys([*existing.get("subjects", []), *wanted["subjects"]]))
     chosen = merged["metadata"].get(SET_BY_OPERATOR, "").split()
     for key in _GROWS:
         if key in wanted and key in existing:
             merged[key] = existing[key] if key in chosen else _larger(existing[key], wanted[key])
     return merged
+
+
+def changed_by(merged: Config, existing: Config, wanted: Config) -> list[str]:
+    """The keys of a wanted configuration whose values the widened one changes, in alphabetical order."""
+    before = existing | {"metadata": metadata_of(existing)}
+    return sorted(key for key in wanted if merged[key] != before.get(key))
+
+
+def metadata_of(config: Config) -> dict[str, str]:
+    """A stream's metadata without what the server adds to its answers, which must not be sent back."""
+    return {key: text for key, text in config.get("metadata", {}).items() if not key.startswith("_nats.")}
 
 
 def _larger(one: int, other: int) -> int:
@@ -303,7 +314,7 @@ async def _apply_stream(nc: Client, config: Config) -> list[str]:
                 "in place: use another --namespace, or move that stream away"
             )
     merged = widened(existing, config)
-    changed = sorted(key for key in config if merged[key] != existing.get(key))
+    changed = changed_by(merged, existing, config)
     if not changed:
         return []
     await request(nc, f"STREAM.UPDATE.{name}", merged)

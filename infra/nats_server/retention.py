@@ -12,7 +12,7 @@ from nats.aio.client import Client
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import parse_time, read
 from penstock.infra.bus.jetstream import STREAM_NOT_FOUND
-from penstock.infra.nats_server.apply_streams import SET_BY_OPERATOR
+from penstock.infra.nats_server.apply_streams import SET_BY_OPERATOR, metadata_of
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, Config, existing_config, existing_info, request
 from penstock.schemas.streams import HOUR, LONGEST_DEADLINE_S, MIB, Topology
 
@@ -158,8 +158,7 @@ async def set_limits(nc: Client, name: str, max_age_s: float | None, max_bytes: 
     config = await existing_config(nc, f"STREAM.INFO.{name}", STREAM_NOT_FOUND)
     if config is None:
         raise BrokerProblem(f"there is no stream {name}: run `penstock streams apply`")
-    # The server adds metadata of its own to its answer; it must not be sent back.
-    metadata = {key: value for key, value in config.get("metadata", {}).items() if not key.startswith("_nats.")}
+    metadata = metadata_of(config)
     chosen = set(metadata.get(SET_BY_OPERATOR, "").split())
     if max_age_s is not None:
         config["max_age"] = int(max_age_s * _NS)

@@ -9,7 +9,7 @@ from penstock.cli.figures import show_duration, show_size
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import parse_time
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
-from penstock.infra.nats_server.apply_streams import check, stream_configs, widened
+from penstock.infra.nats_server.apply_streams import changed_by, check, stream_configs, widened
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_config, request
 from penstock.infra.nats_server.retention import StreamUse, uses
 from penstock.operate.doctor.finding import CheckResult, check_broker_certificate, ok, problem, warning
@@ -87,8 +87,8 @@ async def _streams(bus: Bus, expected: Topology) -> CheckResult:
         if existing is None:
             missing.append(config["name"])
         else:
-            merged = widened(existing, config)
-            other += [config["name"]] if any(merged[key] != existing.get(key) for key in config) else []
+            changed = changed_by(widened(existing, config), existing, config)
+            other += [config["name"]] if changed else []
     for consumer in expected.consumers:
         label = f"{consumer.stream}.{consumer.name}"
         if consumer.stream not in missing and not await existing_config(

@@ -23,11 +23,17 @@ from penstock.configs.settings import NatsSettings
 from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import connect as open_bus
 from penstock.infra.nats_server import server
-from penstock.infra.nats_server.apply_streams import apply, stream_configs, widened
+from penstock.infra.nats_server.apply_streams import (
+    SET_BY_OPERATOR,
+    apply,
+    metadata_of,
+    stream_configs,
+    widened,
+)
 from penstock.infra.nats_server.binary import ServerFailed, find_server, parse_version
 from penstock.infra.nats_server.config import USERS, ServerConfig, render
 from penstock.infra.nats_server.datadir import DataDirBusy, Lock, load_secrets
-from penstock.infra.nats_server.jetstream_api import BrokerProblem
+from penstock.infra.nats_server.jetstream_api import BrokerProblem, request
 from penstock.infra.nats_server.permissions import BROKER_ROLES, permissions
 from penstock.infra.nats_server.server import EmbeddedNats, memory_bytes, was_started_with, with_memory_limit
 from penstock.infra.process.sockets import CannotListen
@@ -335,6 +341,37 @@ async def test_applying_widens_and_says_what(nc: Client, pipeline: Subjects) -> 
     await js.update_stream(config.evolve(max_bytes=1 << 20, allow_direct=False))
     assert await apply(nc, topology(pipeline)) == [f"updated {name}: allow_direct, max_bytes"]
     assert (await js.stream_info(name)).state.messages == 1
+
+
+async def test_streams_say_how_their_messages_are_encoded_and_what_they_are(nc: Client, pipeline: Subjects) -> None:
+    found = {}
+    for name in ("SUBMIT", "WORK", "DONE", "MEMORY_TOKENS", "KV_workers", "KV_idempotency"):
+        stream = f"KV_{pipeline.bucket(name[3:])}" if name.startswith("KV_") else pipeline.stream(name)
+        metadata = (await request(nc, f"STREAM.INFO.{stream}", {}))["config"].get("metadata", {})
+        found[name] = metadata.get("penstock-encoding"), metadata.get("penstock-schema")
+    assert found == {
+        "SUBMIT": ("application/json", "ChatCompletionRequest CompletionRequest EmbeddingRequest"),
+        "WORK": ("application/msgpack", "Job Encoded Prefilled Revoke"),
+        "DONE": ("application/msgpack", "Done Returned"),
+        "MEMORY_TOKENS": ("application/msgpack", "TokenBatch"),
+        "KV_workers": ("application/msgpack", "Registration"),
+        "KV_idempotency": (None, None),
+    }
+
+
+async def test_a_stream_of_an_earlier_build_is_described_and_keeps_what_is_in_it(
+    nc: Client, pipeline: Subjects
+) -> None:
+    name = pipeline.stream("REQUESTS")
+    await nc.jetstream().publish(pipeline.request("m", "standard", "r"), b"kept")
+    config = (await request(nc, f"STREAM.INFO.{name}", {}))["config"]
+    described = metadata_of(config)
+    await request(nc, f"STREAM.UPDATE.{name}", config | {"metadata": {SET_BY_OPERATOR: "max_age", "theirs": "x"}})
+    assert await apply(nc, topology(pipeline)) == [f"updated {name}: metadata"]
+    info = await request(nc, f"STREAM.INFO.{name}", {})
+    assert metadata_of(info["config"]) == described | {SET_BY_OPERATOR: "max_age", "theirs": "x"}
+    assert info["state"]["messages"] == 1
+    assert await apply(nc, topology(pipeline)) == []
 
 
 async def test_a_stream_of_another_nature_is_a_named_problem(nc: Client, subjects: Subjects) -> None:
