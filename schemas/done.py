@@ -15,10 +15,10 @@ from penstock.schemas import requests
 from penstock.schemas.cells import guest_in, is_cell
 from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.requests import Embedding, GenerateRequest
-from penstock.schemas.subjects import HEADER_CRASHED, HEADER_RETURNED
+from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_CRASHED, HEADER_RETURNED
 from penstock.schemas.tokens import FAILURES, PROMPT, WHOLE_REQUEST, File, Finish, Logprob, TokenItem
 from penstock.schemas.trace import Stamps
-from penstock.schemas.wire import decoder, encode
+from penstock.schemas.wire import content_type, decoder, encode
 
 _HEADER_TEXT = 200  # characters of a reason in a header
 
@@ -123,6 +123,7 @@ class Returned(msgspec.Struct, frozen=True, omit_defaults=True, tag="returned"):
 
 
 decode = decoder(Done | Returned)  # type: ignore[arg-type]
+DONE_TYPE, RETURNED_TYPE = content_type(Done), content_type(Returned)
 
 
 class ReturnedHeader(NamedTuple):
@@ -144,8 +145,8 @@ def returned_id(event: Returned) -> str:
 
 
 def returned_headers(event: Returned) -> dict[str, str]:
-    """What routers read of it."""
-    headers = {HEADER_RETURNED: returned_header(event)}
+    """Its headers beside its id: its kind, and what routers read of it."""
+    headers = {HEADER_CONTENT_TYPE: RETURNED_TYPE, HEADER_RETURNED: returned_header(event)}
     return headers | {HEADER_CRASHED: event.crashed} if event.crashed else headers
 
 

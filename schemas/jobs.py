@@ -5,10 +5,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.schemas.subjects import HEADER_LOAD, HEADER_NO_STORE, HEADER_PART, HEADER_SUSPECT
+from penstock.schemas.subjects import (
+    HEADER_CONTENT_TYPE,
+    HEADER_LOAD,
+    HEADER_NO_STORE,
+    HEADER_PART,
+    HEADER_SUSPECT,
+)
 from penstock.schemas.tokens import Finish, Logprob
 from penstock.schemas.transfer import Encoded, Prefilled
-from penstock.schemas.wire import decoder
+from penstock.schemas.wire import content_type, decoder
 
 WORKER_LOST = "worker_lost"  # how the reason for an attempt begins after the worker of the one before was lost
 SUSPECT = "suspect"  # a worker that ran it crashed
@@ -160,6 +166,8 @@ WorkMessage = Job | Encoded | Prefilled | Revoke
 
 decode = decoder(WorkMessage)  # type: ignore[arg-type, var-annotated]
 decode_job = decoder(Job)
+JOB_TYPE = content_type(Job)
+REVOKE_HEADERS = {HEADER_CONTENT_TYPE: content_type(Revoke)}
 
 
 def load_header(
@@ -180,15 +188,20 @@ def load_header(
     return f"{prompt_tokens} {cached_tokens} {gateway} {deadline_ns} {priority} {n} {stages}"
 
 
-def headers_of(load: str, *, no_store: bool, suspect: str = "", part: str = "") -> dict[str, str]:
+def headers_of(
+    load: str, content_type: str = JOB_TYPE, *, no_store: bool, suspect: str = "", part: str = ""
+) -> dict[str, str]:
     """The headers of a message in WORK beside its id.
 
     Args:
         load: its load header.
+        content_type: of its kind; "": unknown, as of messages of earlier builds.
         suspect: as in ``Job``.
         part: of the request's contents, which has the message whole; "": this is the whole message.
     """
     headers = {HEADER_LOAD: load}
+    if content_type:
+        headers[HEADER_CONTENT_TYPE] = content_type
     if no_store:
         headers[HEADER_NO_STORE] = "1"
     if suspect:

@@ -10,9 +10,9 @@ from uuid import UUID
 
 import msgspec
 
-from penstock.schemas.subjects import MEMORY
+from penstock.schemas.subjects import HEADER_CONTENT_TYPE, MEMORY
 from penstock.schemas.trace import Trace
-from penstock.schemas.wire import TOKEN_BYTES, decoder
+from penstock.schemas.wire import TOKEN_BYTES, content_type, decoder
 
 
 class Priority(enum.StrEnum):
@@ -230,6 +230,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 decode = decoder(GenerateRequest)
+HEADERS = {HEADER_CONTENT_TYPE: content_type(GenerateRequest)}  # of messages in REQUESTS, beside their id
 
 CELL_AT = 36  # bit; the last 12 bits choose a request's shard in the log (``subjects``), and stay random
 

@@ -34,6 +34,7 @@ HEADER_RECORDED_TIME = "Penstock-Recorded-Time"
 HEADER_NO_STORE = "Penstock-No-Store"
 HEADER_PART = "Penstock-Part"
 HEADER_SUMMARY = "Penstock-Summary"
+HEADER_CONTENT_TYPE = "Content-Type"
 HEADER_MSG_ID = "Nats-Msg-Id"
 HEADER_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
 

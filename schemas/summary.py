@@ -10,10 +10,10 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from penstock.schemas.done import Done, MadeWith, Outcome, Timings, Usage, request_of
+from penstock.schemas.done import DONE_TYPE, Done, MadeWith, Outcome, Timings, Usage, request_of
 from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.requests import GenerateRequest, Priority, Sampling
-from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_SUMMARY
+from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_SUMMARY
 from penstock.schemas.tokens import FAILURES
 from penstock.schemas.wire import decoder
 
@@ -289,6 +289,12 @@ def _attempts(event: Done | _Record) -> int:
     if event.worker or not event.timings.earlier_workers:
         return event.attempt
     return max(each.attempt for each in event.timings.earlier_workers)
+
+
+def headers_of(event: Done, request: GenerateRequest) -> dict[str, str]:
+    """The headers of a record beside its id."""
+    headers = {HEADER_CONTENT_TYPE: DONE_TYPE, HEADER_SUMMARY: header_of(event, request)}
+    return headers | {HEADER_NO_STORE: "1"} if request.no_store else headers
 
 
 def header_of(event: Done, request: GenerateRequest) -> str:

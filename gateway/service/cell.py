@@ -33,7 +33,7 @@ from penstock.infra.bus.forget import check_stores
 from penstock.infra.bus.publisher import Ack, Publisher, Refused
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.process.turns import TimeSlice, TurnBudget
-from penstock.schemas import control, done, wire
+from penstock.schemas import control, done, requests, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.tokens import TokenBatch, TokenItem
@@ -245,6 +245,7 @@ class Cell:
                 self.bus.subjects.request(request.model, request.priority.value, request.id),
                 payload,
                 request.id,
+                headers=requests.HEADERS,
                 timeout=timeout,
                 insist=False,  # clients can retry; otherwise requests would pile up behind a full disk
             )

@@ -40,7 +40,7 @@ from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import ALONE, Job
 from penstock.schemas.requests import GenerateRequest, Media, new_request_id
 from penstock.schemas.streams import MIGRATION_ACK_WAIT_S
-from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_PART, HEADER_SUMMARY
+from penstock.schemas.subjects import HEADER_PART
 from penstock.schemas.tokens import PROMPT, TokenBatch, TokenItem
 
 log = structlog.get_logger("gateway")
@@ -411,14 +411,11 @@ class Carrier:
     async def _end(self, job: Job, request: GenerateRequest, record: done.Done) -> None:
         own = self._own
         event = event_of(job, request, record)
-        headers = {HEADER_SUMMARY: summary.header_of(event, request)}
-        if request.no_store:
-            headers[HEADER_NO_STORE] = "1"
         await own.publisher.publish(
             own.bus.subjects.done(request.tenant, request.model, request.id),
             done.encode_within(event, own.bus.max_message),
             request.id,
-            headers=headers,
+            headers=summary.headers_of(event, request),
             timeout=STORE_S,
             once=True,
         )

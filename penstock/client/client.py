@@ -13,12 +13,16 @@ from nats.errors import Error as NatsError
 from .answers import Answer, Chunk, Kind, Position, read_answer, read_chunk, read_error
 from .connection import Connection, connect
 from .errors import NotFound, PenstockError, error
-from .reader import AGAIN_S, HEADER_ERROR, AnswerReader, ReplyMessage, Submission
+from .reader import AGAIN_S, HEADER_CONTENT_TYPE, HEADER_ERROR, AnswerReader, ReplyMessage, Submission
 
 TIMEOUT_S = 600.0  # the gateway's default deadline of a request
 CANCEL_S = 10.0
 
 _json = msgspec.json.encode
+_CONTENT_TYPES: dict[Kind, str] = {
+    "chat": "application/json; schema=ChatCompletionRequest",
+    "text": "application/json; schema=CompletionRequest",
+}
 
 
 class Client:
@@ -139,7 +143,7 @@ class Client:
         body |= {name: value for name, value in options.items() if value is not None}
         if stream:
             body["stream"] = True
-        submission = Submission(body["model"], _json(body), headers)
+        submission = Submission(body["model"], _json(body), {HEADER_CONTENT_TYPE: _CONTENT_TYPES[kind], **headers})
         first = position.next if position else 0
         return self._made(Position(key, first, kind, stream), submission, timeout)
 

@@ -102,6 +102,7 @@ ACK_S = 3.0
 UNKNOWN_S = 15.0  # how long an unknown request may still turn up
 BUFFER = 8192  # messages waiting for a slow reader; further ones are read again later
 
+HEADER_CONTENT_TYPE = "Content-Type"
 HEADER_MSG_ID = "Nats-Msg-Id"
 HEADER_FROM = "Penstock-From"
 

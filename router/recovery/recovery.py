@@ -235,6 +235,7 @@ class Recovery:
                 self._bus.subjects.work(holder.role, holder.worker),
                 wire.encode(jobs.Revoke(entry.request, entry.attempt)),
                 f"{entry.request}:{entry.attempt}:revoke",
+                headers=jobs.REVOKE_HEADERS,
             )
             stored.add_done_callback(lambda future: future.cancelled() or future.exception())
         except ServingError as error:  # the worker computes in vain; the answer is not affected

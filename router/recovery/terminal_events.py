@@ -19,7 +19,6 @@ from penstock.schemas import done, summary, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
 from penstock.schemas.token_dedup import ChoiceProgress
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenBatch, TokenItem
 
@@ -255,10 +254,9 @@ class TerminalPublisher:
 
     async def _publish_event(self, request: GenerateRequest, event: done.Done) -> bool:
         """False: the request had another end already."""
-        headers = {HEADER_SUMMARY: summary.header_of(event, request)}
+        headers = summary.headers_of(event, request)
         if request.no_store:
             event = done.without_content(event)
-            headers[HEADER_NO_STORE] = "1"
         payload = done.encode_within(event, self._bus.max_message)
         subject = self._bus.subjects.done(request.tenant, request.model, request.id)
         ack = await self._publisher.publish(subject, payload, request.id, headers=headers, timeout=TIMEOUT_S, once=True)

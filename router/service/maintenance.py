@@ -33,9 +33,18 @@ from penstock.router.placement.pending import PendingRequest
 from penstock.router.recovery.terminal_events import TerminalPublisher
 from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.router_metrics import Metrics
+from penstock.schemas import requests
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import headers_of
-from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_PART, HEADER_SUSPECT, KEPT
+from penstock.schemas.subjects import (
+    HEADER_CONTENT_TYPE,
+    HEADER_LOAD,
+    HEADER_MSG_ID,
+    HEADER_NO_STORE,
+    HEADER_PART,
+    HEADER_SUSPECT,
+    KEPT,
+)
 
 log = structlog.get_logger("router")
 
@@ -249,6 +258,7 @@ class JobRetention:
             f"{name}:{KEPT}:{entry.seq}",
             headers=headers_of(
                 entry.headers.get(HEADER_LOAD, ""),
+                entry.headers.get(HEADER_CONTENT_TYPE, ""),
                 no_store=HEADER_NO_STORE in entry.headers,
                 suspect=entry.headers.get(HEADER_SUSPECT, ""),
                 part=entry.headers.get(HEADER_PART, ""),
@@ -285,7 +295,8 @@ class RequestRetention:
             entry = await get(self._bus, watch.stream, seq)
             if entry is None:
                 continue  # discarded already: only this router still holds it
-            await self._publisher.publish(entry.subject, entry.data, f"{request}:{KEPT}:{seq}", timeout=5.0)
+            name = f"{request}:{KEPT}:{seq}"
+            await self._publisher.publish(entry.subject, entry.data, name, headers=requests.HEADERS, timeout=5.0)
             copied.append((request, reply))
         if copied:
             log.info("requests_republished", copies=len(copied), stream=watch.stream)

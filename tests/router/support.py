@@ -20,7 +20,7 @@ from penstock.router.state.router_metrics import Metrics
 from penstock.schemas import block_hashes, control, done, fleet, jobs, kv, wire
 from penstock.schemas.jobs import Job
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.subjects import HEADER_GONE, HEADER_LOAD, HEADER_MSG_ID, Subjects
+from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_GONE, HEADER_LOAD, HEADER_MSG_ID, Subjects
 from penstock.schemas.transfer import Encoded, Endpoint, Memory, Prefilled, Ticket
 from tests.infra.bus.support import eventually
 from tests.workers.support import BLOCK, MODEL, LogClient, dial, request
@@ -276,7 +276,8 @@ class Clients:
         """All revocations in WORK, with the worker of each."""
         s = self.bus.subjects
         entries = [entry async for entry in read(self.bus, s.stream("WORK"), s.all("work"))]
-        found = [(entry.subject.rpartition(".")[2], jobs.decode(entry.data)) for entry in entries]
+        named = [entry for entry in entries if entry.headers.get(HEADER_CONTENT_TYPE) == wire.content_type(jobs.Revoke)]
+        found = [(entry.subject.rpartition(".")[2], jobs.decode(entry.data)) for entry in named]
         return [(worker, message) for worker, message in found if isinstance(message, jobs.Revoke)]
 
     async def placed(self, asked: GenerateRequest, attempt: int = 1, within_s: float = 30.0) -> tuple[str, Job]:

@@ -11,7 +11,7 @@ import pytest
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import contents, done, wire
 from penstock.schemas.requests import Sampling
-from penstock.schemas.subjects import HEADER_SUMMARY, Subjects
+from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_SUMMARY, Subjects
 from penstock.schemas.summary import header_of
 from penstock.workers.session.lease import Unconfirmed
 from tests.infra.bus.support import eventually
@@ -200,6 +200,7 @@ async def test_the_terminal_event_is_the_record_of_its_request(log: LogClient, w
     assert stored.data == wire.encode(end)
     assert stored.headers is not None
     assert stored.headers[HEADER_SUMMARY] == header_of(end, asked)
+    assert stored.headers[HEADER_CONTENT_TYPE] == wire.content_type(done.Done)
 
 
 async def test_log_probabilities_of_earlier_attempts_are_kept_if_the_job_has_them(

@@ -196,6 +196,7 @@ class DisaggCoordinator:
                 f"{request.id}:{running.attempt}:{stage.role}",
                 headers=jobs.headers_of(
                     _load_header(running, message),
+                    wire.content_type(type(message)),
                     no_store=request.no_store,
                     part=part,
                     suspect=running.job.suspect if running.job is not None else "",

@@ -20,7 +20,6 @@ from penstock.infra.bus.tasks import Tasks, as_serving_error
 from penstock.infra.process.turns import TurnBudget
 from penstock.schemas import done, kv, summary, wire
 from penstock.schemas.errors import Code
-from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.session.lease import Outbox
@@ -84,12 +83,11 @@ class Reporter:
         request = running.request
         event = terminal(running, self._worker, time.time_ns(), self._made_with)
         self._metrics.ended(event, prefilled=running.prefilled)
-        headers = {HEADER_SUMMARY: summary.header_of(event, request)}
+        headers = summary.headers_of(event, request)
         if request.no_store:  # its record does not have its output
             if not await self._outbox.stored(OUTPUT_S):
                 log.warning("output_unconfirmed", request=request.id)
             event = done.without_content(event, request)
-            headers[HEADER_NO_STORE] = "1"
         payload = done.encode_within(event, self._bus.max_message)
         await self._publisher.publish(
             self._bus.subjects.done(request.tenant, request.model, request.id),

@@ -23,7 +23,7 @@ from penstock.log_tools.replay.comparison import Changes, Comparison, NamingInpu
 from penstock.log_tools.replay.report import Replayed
 from penstock.log_tools.sources.log_line import LogLine, Selection
 from penstock.log_tools.sources.open_log import CellSource, Log, LogSource, cells_of, open_log, running
-from penstock.schemas import control, wire
+from penstock.schemas import control, requests, wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.fleet import Registration
 from penstock.schemas.requests import GenerateRequest, new_request_id
@@ -140,7 +140,9 @@ class NatsSender:
         self._open[request.id] = subjects.done(request.tenant, request.model, request.id), time.monotonic()
         try:
             subject = subjects.request(request.model, request.priority.value, request.id)
-            await self._publisher.publish(subject, wire.encode(request), request.id, timeout=self._timeout_s)
+            await self._publisher.publish(
+                subject, wire.encode(request), request.id, headers=requests.HEADERS, timeout=self._timeout_s
+            )
             ids[each.recorded] = request.id
         except ServingError as error:
             refused[each.recorded] = str(error)

@@ -28,7 +28,7 @@ from penstock.log_tools.export.recording import RecordedRun, move_media
 from penstock.log_tools.replay.comparison import Changes, as_new
 from penstock.log_tools.replay.nats import REPLAYS, naming_inputs
 from penstock.log_tools.sources.open_log import Log
-from penstock.schemas import control, wire
+from penstock.schemas import control, requests, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, new_request_id
 
@@ -180,5 +180,5 @@ async def send_again(there: Log, bus: Bus, request: GenerateRequest, cell: int) 
     again = as_new(request, name, f"{REPLAYS}{secrets.token_hex(4)}", now_ns, inputs, Changes())
     subject = bus.subjects.request(again.model, again.priority.value, name)
     async with recorded(bus.nc, bus.subjects, "send again", request.id, f"as {name}"), Publisher(bus) as publisher:
-        await publisher.publish(subject, wire.encode(again), name, timeout=CONNECT_S)
+        await publisher.publish(subject, wire.encode(again), name, headers=requests.HEADERS, timeout=CONNECT_S)
     return name

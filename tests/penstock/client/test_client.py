@@ -75,6 +75,7 @@ async def test_a_whole_answer_is_awaited_and_has_types(client: Client, gateway: 
     ((headers, body),) = gateway.submissions
     assert body == {**ASKED, "temperature": 0, "max_tokens": 7}
     assert answer.position.key == headers["Nats-Msg-Id"]
+    assert headers["Content-Type"] == "application/json; schema=ChatCompletionRequest"
 
 
 async def test_a_stream_gives_chunks_with_the_position_behind_each(client: Client) -> None:

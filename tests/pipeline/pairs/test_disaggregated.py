@@ -17,7 +17,7 @@ from penstock.log_tools.requests.leases import leases
 from penstock.log_tools.timeline.request_timeline import TicketLease
 from penstock.schemas import jobs, wire
 from penstock.schemas.jobs import Job
-from penstock.schemas.subjects import HEADER_MSG_ID
+from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_MSG_ID
 from penstock.schemas.tokens import PROMPT, TokenItem
 from penstock.schemas.tokens import decode as decode_tokens
 from penstock.schemas.transfer import Prefilled
@@ -221,6 +221,7 @@ async def test_the_bulk_does_not_pass_the_broker(http: httpx.AsyncClient, bus: B
         if entry.headers.get(HEADER_MSG_ID, "") == f"{request_id(answer)}:1:decode":
             message = jobs.decode(entry.data)
             assert isinstance(message, Prefilled)
+            assert entry.headers[HEADER_CONTENT_TYPE] == wire.content_type(Prefilled)
             job = jobs.decode_job(message.job)
             assert isinstance(job, Job)
             assert [len(wire.unpack_tokens(part)) for part in job.resume] == [1]
