@@ -107,6 +107,7 @@ COMMANDS = {
     "dashboard": Command("show a deployment in the browser", "penstock.operate.dashboard.dashboard_command:run"),
     "doctor": Command("find problems, and how to fix them", "penstock.operate.doctor.doctor_command:run"),
     "models check": Command("say what a model folder is, and show a prompt of it", "penstock.operate.check_model:run"),
+    "schema": Command("show the messages of the streams as JSON Schema", "penstock.operate.schema:run"),
     "health": Command("check that a process of this machine is healthy, for containers", "penstock.operate.health:run"),
     "drain": Command("take workers out of service without failing a request", "penstock.operate.drain:run"),
     "restart": Command("restart processes of `penstock up`, one after the other", "penstock.operate.restart:run"),
@@ -253,6 +254,7 @@ SECTIONS = {
         "trace",
         "leases",
         "index",
+        "schema",
     ),
     "Run again": ("export", "import", "replay", "whatif", "dead"),
     "Operate": (

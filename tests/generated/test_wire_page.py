@@ -5,6 +5,7 @@ import json
 import msgspec
 import pytest
 
+from penstock.operate.schema import MESSAGES
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 from tests.generated import wire
@@ -21,6 +22,18 @@ def test_every_stream_and_bucket_of_ours_is_described() -> None:
     buckets = {"KV_ps_exporters", "KV_ps_idempotency", "KV_ps_planners", "KV_ps_verdicts"}
     assert there - shown == {"ps_SUBMIT", "ps_MEMORY_CONTENTS", "ps_MEMORY_TOKENS", *buckets}
     assert shown <= there
+
+
+def test_streams_and_buckets_name_the_messages_that_the_page_describes() -> None:
+    found = topology(Subjects())
+    named = {spec.name: set(spec.messages) for spec in found.streams} | {
+        f"KV_{spec.name}": set(spec.messages) for spec in found.buckets
+    }
+    shown: dict[str, set[str]] = {}
+    for channel in wire.CHANNELS:
+        shown.setdefault(channel.stored, set()).update(kind.__name__ for kind in channel.messages)
+    assert {name: named[name] for name in shown} == shown
+    assert set().union(*named.values()) == set(MESSAGES), "`penstock schema` prints each of them"
 
 
 @pytest.mark.parametrize("channel", wire.CHANNELS, ids=lambda channel: channel.subject)

@@ -105,6 +105,11 @@ have their default; keys that a reader does not know are ignored. An **array** h
 being 0; later versions append fields, so a reader takes what it knows. Where several messages share a subject, the key
 `type` says which one it is. All fields exist since 0.1.0; a field's name, place and meaning never change.
 
+A stream's metadata says the same to tools: `penstock-encoding` is the media type, `penstock-schema` the kinds of its
+messages. Those in REQUESTS, WORK and DONE also have a header `Content-Type: application/msgpack; schema=<kind>`, unless
+an earlier build wrote them. `penstock schema` lists the kinds, and `penstock schema Job` prints one of them as JSON
+Schema, in which bytes are base64.
+
 Values with a meaning of their own:
 
 | value | how it is written |

@@ -17,10 +17,11 @@ from penstock.gateway.request_log.lookup import Records, RequestFinder, RequestL
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.memory_storage import MemoryStreams
+from penstock.operate.schema import MESSAGES
 from penstock.schemas import done, requests, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, new_request_id
-from penstock.schemas.subjects import HEADER_MSG_ID
+from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_MSG_ID, request_of
 from penstock.schemas.tokens import Finish, TokenBatch, TokenItem
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, until, words
@@ -128,6 +129,24 @@ async def test_a_request_that_its_router_ends_leaves_the_same_record(
 
     (event,) = await until(ends, "the terminal event")
     assert (event.code, done.request_of(event)) == ("deadline_exceeded", request)
+
+
+async def test_messages_name_their_encoding_and_schema_where_bytes_are_few(http: httpx.AsyncClient, bus: Bus) -> None:
+    answer = await http.post(PATH, json=body("named-schema"))
+    asked = await accepted(bus, "named-schema")
+    assert answer.status_code == 200, answer.text
+    found: dict[str, set[str]] = {}
+    for stream in ("REQUESTS", "WORK", "DONE"):
+        async for entry in read(bus, bus.subjects.stream(stream), ">"):
+            if request_of(entry.headers) == asked.id:
+                encoding, _, schema = entry.headers[HEADER_CONTENT_TYPE].partition("; schema=")
+                assert encoding == wire.MSGPACK
+                msgspec.msgpack.decode(entry.data, type=MESSAGES[schema])
+                found.setdefault(stream, set()).add(schema)
+    assert found == {"REQUESTS": {"GenerateRequest"}, "WORK": {"Job"}, "DONE": {"Done"}}
+    tokens = [entry async for entry in read(bus, bus.subjects.stream("TOKENS"), bus.subjects.tokens(asked.gateway))]
+    assert tokens
+    assert not any(HEADER_CONTENT_TYPE in entry.headers for entry in tokens)
 
 
 # -- repeats ------------------------------------------------------------------------------------------------------
