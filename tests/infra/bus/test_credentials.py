@@ -19,6 +19,7 @@ from penstock.cli.commands import main
 from penstock.infra.bus.audit import broker_user
 from penstock.infra.bus.connection import connect
 from penstock.infra.nats_server.binary import find_server
+from penstock.infra.nats_server.config import STORE_BYTES
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.permissions import permissions
 from penstock.infra.process.child import die_with_parent
@@ -203,7 +204,7 @@ def in_operator_mode(folder: Path, scope: tuple[bytes, Any] | None = None, **per
         f"operator: {token(operator, operator_key, 'operator')}\nresolver: MEMORY\nsystem_account: {system_key}\n"
         f"resolver_preload {{\n  {account_key}: {account_jwt}\n"
         f"  {system_key}: {token(operator, system_key, 'account', limits=limits)}\n}}\n"
-        f'jetstream {{ store_dir: "{folder / "store"}" }}\nmax_payload: 8388608\n'
+        f'jetstream {{ store_dir: "{folder / "store"}", max_file_store: {STORE_BYTES} }}\nmax_payload: 8388608\n'
     )
 
 

@@ -43,8 +43,9 @@ def traces(oracle: Oracle, asked: dict[str, Any], choices: int = 1) -> list[byte
     found = [pack_tokens(prompt[at : at + 4]) for at in range(0, len(prompt) - 3, 12)]
     for choice in range(choices):
         answer = oracle.tokens(asked, COUNT, choice)
-        # Token batches are small: with any two tokens in a row of them all, one batch at least is recognised.
-        found += [pack_tokens(answer[at : at + 2]) for at in range(COUNT - 2)]
+        # Token batches are small: with any three tokens in a row of them all, one batch at least is recognised. Two are
+        # in some other answer by chance, where thousands are stored.
+        found += [pack_tokens(answer[at : at + 3]) for at in range(COUNT - 3)]
         found.append(oracle.text(answer).encode())
     return found
 
