@@ -110,6 +110,7 @@ CONFINED = {
         "workers/kv_transfer",
         "penstock/measure/bench/handoff",
         "penstock/measure/simulation/engine",
+        "penstock/log_tools/requests/find_requests",
         "penstock/log_tools/requests/slow",
         "penstock/log_tools/sources/many_checksums",
     ),

@@ -78,7 +78,7 @@ class Detokenizer:
         """The text of whole answers and prompts, a fourth as long as the tokenizer takes for it."""
         if not self._byte_level:
             return str(self._tokenizer.decode(list(tokens)))
-        spoken = self._spoken
+        spoken = self.spoken
         try:
             data = b"".join([spoken[token] for token in tokens])
         except IndexError:  # padding of the model's output layer
@@ -86,7 +86,10 @@ class Detokenizer:
         return data.decode("utf-8", "replace")
 
     @cached_property
-    def _spoken(self) -> list[bytes]:
+    def spoken(self) -> list[bytes]:
+        """What each token adds to a text. Empty: the vocabulary is not byte-level, so that it depends on neighbours."""
+        if not self._byte_level:
+            return []
         return [b"" if token in self._special else raw for token, raw in enumerate(self._raw)]
 
     def raw(self, token: int) -> bytes:

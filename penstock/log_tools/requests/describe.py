@@ -4,8 +4,8 @@ The text of recorded tokens, with the model's own tokenizer.
 """
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -16,7 +16,10 @@ from penstock.schemas.done import Done
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import request_of
 from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST
-from penstock.schemas.wire import decoder, unpack_tokens
+from penstock.schemas.wire import unpack_tokens
+
+if TYPE_CHECKING:  # it loads slowly
+    from penstock.infra.text.detokenizer import Detokenizer
 
 
 class Described(NamedTuple):
@@ -184,32 +187,6 @@ def _open(value: Any, name: str = "") -> Any:
     return value
 
 
-class _Spoken(msgspec.Struct):
-    """Of an ``Outcome``."""
-
-    tokens: bytes = b""
-
-
-class _Said(msgspec.Struct, tag="done"):
-    """Of a ``Done``."""
-
-    model: str
-    choices: tuple[_Spoken, ...] = ()
-    submitted: bytes = b""
-
-
-class _Asked(msgspec.Struct):
-    """Of a ``GenerateRequest``."""
-
-    prompt: bytes = b""
-    diffusion: msgspec.Raw | None = None
-    embedding: msgspec.Raw | None = None
-
-
-_decode_said, _decode_asked = decoder(_Said), decoder(_Asked)
-_NOTHING_ASKED = _Asked()
-
-
 class Texts:
     """
     Args:
@@ -218,7 +195,7 @@ class Texts:
 
     def __init__(self, model_path: str = "") -> None:
         self._path = model_path
-        self._text_of: dict[str, Callable[[Sequence[int]], str]] = {}
+        self._of: dict[str, Detokenizer] = {}
 
     def prompt(self, request: GenerateRequest) -> str:
         """The prompt as the model got it, without special tokens.
@@ -240,37 +217,27 @@ class Texts:
         """
         return [self._decode(record.model, choice.tokens) for choice in record.choices]
 
-    def of_record(self, data: bytes) -> list[str] | None:
-        """Prompt and outputs of an encoded record, of which nothing else is decoded. None: it has no tokens, or others.
-
-        Raises:
-            ValueError: the model's tokenizer is not to be found.
-        """
-        try:
-            said = _decode_said(data)
-            asked = _decode_asked(said.submitted) if said.submitted else _NOTHING_ASKED
-        except msgspec.MsgspecError:
-            return None
-        if asked.diffusion is not None or asked.embedding is not None:
-            return None
-        return [self._decode(said.model, each) for each in (asked.prompt, *(choice.tokens for choice in said.choices))]
-
     def token_ids(self, packed: bytes) -> tuple[int, ...]:
         """Token ids as they were recorded."""
         return tuple(unpack_tokens(packed))
 
-    def _decode(self, model: str, packed: bytes) -> str:
-        if not packed:
-            return ""
-        text_of = self._text_of.get(model)
-        if text_of is None:
+    def detokenizer(self, model: str) -> "Detokenizer":
+        """
+        Raises:
+            ValueError: the model's tokenizer is not to be found.
+        """
+        found = self._of.get(model)
+        if found is None:
             from penstock.infra.model.modeldir import ModelError, load_tokenizer, resolve  # 40 ms, only for texts
             from penstock.infra.text.detokenizer import Detokenizer
 
             try:
-                text_of = self._text_of[model] = Detokenizer(load_tokenizer(resolve(self._path or model))).text
+                found = self._of[model] = Detokenizer(load_tokenizer(resolve(self._path or model)))
             except ModelError as error:
                 raise ValueError(
                     f"no tokenizer for model {model!r}: name its directory with --model-path ({error})"
                 ) from error
-        return text_of(unpack_tokens(packed))
+        return found
+
+    def _decode(self, model: str, packed: bytes) -> str:
+        return self.detokenizer(model).text(unpack_tokens(packed)) if packed else ""

@@ -10,7 +10,10 @@ import contextlib
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -25,14 +28,17 @@ from penstock.infra.bus.direct_get import (
     read,
     read_backwards,
 )
-from penstock.log_tools.sources.data_folder import StoredLog
+from penstock.log_tools.requests.describe import Texts
+from penstock.log_tools.sources.data_folder import StoredLog, entry_of
 from penstock.log_tools.sources.store_files import (
     Raw,
     StoredStream,
+    body_of,
     find_message_ids,
     message,
     message_id,
     subject_of,
+    subject_pattern,
 )
 from penstock.schemas import done, jobs, requests
 from penstock.schemas.jobs import Job, Revoke
@@ -49,6 +55,7 @@ from penstock.schemas.summary import (
     of_encoded_done,
     of_request,
 )
+from penstock.schemas.wire import TOKEN_BYTES, decoder, unpack_tokens
 
 log = structlog.get_logger("timeline")
 
@@ -161,6 +168,7 @@ def _unreadable(bus: Readable, told: set[int]) -> list[RequestSummary]:
 
 
 CHECKED = 200  # requests whose end is looked up at once
+SEARCHED = 512  # records that are searched for a text together
 CONSUMERS = 256  # per page of the broker's list
 
 
@@ -173,25 +181,59 @@ class LoggedRequest(msgspec.Struct, frozen=True):
 
 
 async def ended(
-    bus: Readable, criteria: Criteria, *, before: int = 0, wanted: Callable[[bytes], bool] = lambda data: True
+    bus: Readable,
+    criteria: Criteria,
+    *,
+    before: int = 0,
+    wanted: Callable[[Sequence[bytes]], Sequence[bool]] = lambda records: [True] * len(records),
 ) -> AsyncGenerator[tuple[int, LoggedRequest], None]:
     """Ended requests with the sequences of their records, latest end first.
 
     Args:
         before: begin before this sequence of DONE; 0: with the last.
-        wanted: whether a record may be one of them, which is not decoded otherwise.
+        wanted: which of some records may be among them; others are not decoded.
     Raises:
         ServingError: the stream cannot be read.
     """
     stream, subjects = bus.subjects.stream("DONE"), bus.subjects.all("done")
     oldest = criteria.ended_since_ns
     before = before or await _behind(bus, stream, criteria)
-    async for entry in read_backwards(bus, stream, subjects, before=before):
-        if oldest and entry.time_ns < oldest:  # it was accepted even earlier
-            return
-        summary = of_entry(entry) if wanted(entry.data) else None
-        if summary is not None and criteria.accepts(summary.summary):
-            yield entry.seq, summary
+    async for part in _together(bus, stream, subjects, before):
+        for each, may_be in zip(part, wanted(list(map(_body, part))), strict=True):
+            if not may_be and not oldest:
+                continue
+            entry = entry_of(each) if isinstance(each, Raw) else each
+            if oldest and entry.time_ns < oldest:  # it was accepted even earlier
+                return
+            summary = of_entry(entry) if may_be else None
+            if summary is not None and criteria.accepts(summary.summary):
+                yield entry.seq, summary
+
+
+async def _together(
+    bus: Readable, stream: str, subject: str, before: int
+) -> AsyncGenerator[Sequence[Entry | Raw], None]:
+    """As ``read_backwards``, in lists, of which the first are short: who wants few reads little."""
+    size = 8
+    if isinstance(bus, StoredLog):
+        stored = bus.stream(stream)
+        raws = stored.backward(subject_pattern(subject), before=before) if stored is not None else iter(())
+        while some := list(islice(raws, size)):
+            yield some
+            size = min(2 * size, SEARCHED)
+        return
+    part: list[Entry] = []
+    async with contextlib.aclosing(read_backwards(bus, stream, subject, before=before)) as entries:
+        async for entry in entries:
+            part.append(entry)
+            if len(part) == size:
+                yield part
+                size, part = min(2 * size, SEARCHED), []
+    yield part
+
+
+def _body(stored: Entry | Raw) -> bytes:
+    return body_of(stored.block, stored.at) if isinstance(stored, Raw) else stored.data
 
 
 async def _behind(bus: Readable, stream: str, criteria: Criteria) -> int:
@@ -372,3 +414,170 @@ async def _records(bus: Readable, wanted: Iterable[RequestSummary]) -> AsyncGene
             event = done.decode(entry.data)
             if isinstance(event, done.Done):
                 yield event
+
+
+# --- texts ---
+
+
+class _Spoken(msgspec.Struct):
+    """Of an ``Outcome``."""
+
+    tokens: bytes = b""
+
+
+class _Said(msgspec.Struct, tag="done"):
+    """Of a ``Done``."""
+
+    model: str
+    choices: tuple[_Spoken, ...] = ()
+    submitted: bytes = b""
+
+
+class _Asked(msgspec.Struct):
+    """Of a ``GenerateRequest``."""
+
+    prompt: bytes = b""
+    diffusion: msgspec.Raw | None = None
+    embedding: msgspec.Raw | None = None
+
+
+_decode_said, _decode_asked = decoder(_Said), decoder(_Asked)
+_NOTHING_ASKED = _Asked()
+
+
+class RecordSearch:
+    """Finds a pattern in the prompts and answers of encoded records, of which nothing else is decoded.
+
+    Every match has the pattern's longest literal. Where a vocabulary allows it, and numpy is installed, tokens are
+    looked up in a table that says where this literal may begin, and only records in which it may become text.
+    """
+
+    def __init__(self, pattern: re.Pattern[str], texts: Texts) -> None:
+        self._search = pattern.search
+        self._matches_nothing = pattern.search("") is not None
+        self._texts = texts
+        self._literal = _longest_literal(pattern)
+        self._any_case = bool(pattern.flags & re.IGNORECASE)
+        self._tables: dict[str, _Beginnings | None] = {}
+
+    def matching(self, records: Sequence[bytes]) -> list[bool]:
+        """Which records have it. True also for one that has other texts than tokens, or cannot be read.
+
+        Raises:
+            ValueError: a model's tokenizer is not to be found.
+        """
+        found = [False] * len(records)
+        by_model: dict[str, tuple[list[int], list[bytes]]] = {}
+        for at, data in enumerate(records):
+            try:
+                said = _decode_said(data)
+                asked = _decode_asked(said.submitted) if said.submitted else _NOTHING_ASKED
+            except msgspec.MsgspecError:
+                found[at] = True
+                continue
+            if asked.diffusion is not None or asked.embedding is not None:
+                found[at] = True
+                continue
+            of, parts = by_model.setdefault(said.model, ([], []))
+            for packed in (asked.prompt, *(choice.tokens for choice in said.choices)):
+                if packed:
+                    of.append(at)
+                    parts.append(packed)
+                elif self._matches_nothing:
+                    found[at] = True
+        for model, (of, parts) in by_model.items():
+            for number in self._candidates(model, parts):
+                if not found[of[number]]:
+                    text = self._texts.detokenizer(model).text(unpack_tokens(parts[number]))
+                    found[of[number]] = self._search(text) is not None
+        return found
+
+    def _candidates(self, model: str, parts: Sequence[bytes]) -> Sequence[int]:
+        if not parts or not self._literal:
+            return range(len(parts))
+        if model not in self._tables:
+            spoken = self._texts.detokenizer(model).spoken
+            has_numpy = find_spec("numpy") is not None
+            usable = spoken and has_numpy
+            self._tables[model] = _Beginnings(spoken, self._literal, any_case=self._any_case) if usable else None
+        table = self._tables[model]
+        return table.candidates(parts) if table is not None else range(len(parts))
+
+
+def _longest_literal(pattern: re.Pattern[str]) -> bytes:
+    """The longest text that every match of a pattern contains, in UTF-8; empty: none is known.
+
+    Where case is ignored, it is in lower case, and has none of the letters that match others outside ASCII, too.
+    """
+    parse: Any = import_module("re._parser").parse
+    cut = _NOT_ASCII_ALONE if pattern.flags & re.IGNORECASE else _NO_CHARACTERS
+    runs = [part for run in _literals(parse(pattern.pattern, pattern.flags)) for part in cut.split(run)]
+    longest = max((run.encode() for run in runs), key=len, default=b"")
+    return longest.lower() if pattern.flags & re.IGNORECASE else longest
+
+
+_NO_CHARACTERS = re.compile("[\ufffd\ud800-\udfff]")  # the first stands for bytes that are no text, too
+_NOT_ASCII_ALONE = re.compile("[iksIKS]|[^\0-\x7f]")  # "K" also matches the sign of Kelvin, for example
+
+
+def _literals(parsed: Any) -> Iterator[str]:
+    run = ""
+    for kind, value in parsed:
+        if str(kind) == "LITERAL":
+            run += chr(value)
+        elif str(kind) != "AT":  # a position has no width
+            yield run
+            run = ""
+            if str(kind) == "SUBPATTERN" and not value[1] and not value[2]:  # without flags of its own
+                yield from _literals(value[3])
+            elif str(kind) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT") and value[0]:
+                yield from _literals(value[2])
+    yield run
+
+
+class _Beginnings:
+    """Where a literal may begin among tokens: with one that has it, or ends with a part of it that the next continues.
+
+    Tokens may cut it anywhere, even within a character. Bit k of a token that may begin it: the token ends with its
+    first k bytes; of the following one: from byte k on, the two agree as far as both go. Bit 0: the token has it all.
+    """
+
+    def __init__(self, spoken: Sequence[bytes], literal: bytes, *, any_case: bool) -> None:
+        import numpy as np
+
+        literal = literal[:_MASK_BITS]
+        every = (1 << _MASK_BITS) - 1
+        rests = [(literal[k:], 1 << k) for k in range(1, len(literal))]
+        self._begins = np.zeros(len(spoken) + 1, np.uint32)
+        # The last is for ids beyond the vocabulary, which have no text.
+        self._continues = np.full(len(spoken) + 1, every, np.uint32)
+        letters = set(literal)
+        for token, text in enumerate(spoken):
+            text = text.lower() if any_case else text
+            if not text:
+                continue
+            self._continues[token] = 1
+            if text[0] in letters:
+                self._continues[token] |= sum(bit for rest, bit in rests if rest.startswith(text[: len(rest)]))
+            if literal[0] in text:
+                own = sum(1 << k for k in range(1, len(literal)) if text.endswith(literal[:k]))
+                self._begins[token] = own | (literal in text)
+        self._may_begin = self._begins > 0
+
+    def candidates(self, parts: Sequence[bytes]) -> Sequence[int]:
+        """The parts (packed token ids) that may have it."""
+        import numpy as np
+
+        ends = np.cumsum([len(part) for part in parts])
+        if (ends % TOKEN_BYTES).any():  # damaged
+            return range(len(parts))
+        last = len(self._begins) - 1
+        ids = np.frombuffer(b"".join(parts) + b"\xff" * TOKEN_BYTES, "<u4")
+        places = np.flatnonzero(self._may_begin.take(ids, mode="clip"))
+        following = self._continues.take(ids[places + 1], mode="clip")
+        places = places[(self._begins.take(np.minimum(ids[places], last)) & following) > 0]
+        found: list[int] = np.unique(np.searchsorted(ends // TOKEN_BYTES, places, side="right")).tolist()
+        return found
+
+
+_MASK_BITS = 32

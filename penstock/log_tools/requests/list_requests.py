@@ -21,7 +21,15 @@ from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import Readable, get_last, read
 from penstock.log_tools.requests.describe import Texts
-from penstock.log_tools.requests.find_requests import LoggedRequest, ended, merged, of_entry, summaries, unfinished
+from penstock.log_tools.requests.find_requests import (
+    LoggedRequest,
+    RecordSearch,
+    ended,
+    merged,
+    of_entry,
+    summaries,
+    unfinished,
+)
 from penstock.log_tools.requests.slow import Samples, itl_ms, report
 from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_cells, run_command
 from penstock.schemas.keys import PREFIX, check_id
@@ -381,13 +389,8 @@ async def _ended(bus: Readable, options: ListOptions, cell: int | None) -> Async
         async for summary in summaries(bus, options.criteria):
             yield RequestLine(summary, cell=cell)
         return
-    search, texts_of = options.grep.search, options.texts.of_record
-
-    def wanted(record: bytes) -> bool:
-        texts = texts_of(record)
-        return texts is None or any(map(search, texts))
-
-    async for _, each in ended(bus, options.criteria, wanted=wanted):
+    search = RecordSearch(options.grep, options.texts)
+    async for _, each in ended(bus, options.criteria, wanted=search.matching):
         if (line := _line(each, options, cell)) is not None:
             yield line
 

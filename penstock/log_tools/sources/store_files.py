@@ -240,6 +240,15 @@ def message(block: bytes, at: int) -> BlockMessage:
     return BlockMessage(block[start : start + subject_bytes].decode(), headers, block[body:end])
 
 
+def body_of(block: bytes, at: int) -> bytes:
+    """The body of the message at an offset; of a record whose lengths contradict each other, what they enclose."""
+    length, _, _, subject_bytes = HEADER.unpack_from(block, at)
+    start = at + HEADER.size + subject_bytes
+    if length & HAS_HEADERS:
+        start += _SIZE.size + int.from_bytes(block[start : start + _SIZE.size], "little")
+    return block[start : at + (length & ~HAS_HEADERS) - CHECKSUM_BYTES]
+
+
 def parse_headers(headers: bytes) -> dict[str, str]:
     """The names and values of a message's headers."""
     values = {}
