@@ -10,11 +10,15 @@ JOBS   ?= 3
 OTHER  ?= 888ce51d
 # Where torch's CPU build is found. It is used where no NVIDIA GPU is seen; empty: never.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# What `make up` installs: without an NVIDIA GPU, the native engine on a CPU without what moves KV between workers.
+GPU    := $(shell ls /dev/nvidiactl 2>/dev/null || command -v nvidia-smi)
+EXTRA  ?= $(if $(GPU),native,demo)
 
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SHOWN_PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",.*/\1/p' pyproject.toml)
 
-.PHONY: help up test test-long test-slow types pytest test-install test-hosts test-trtllm test-llguidance test-vllm test-sglang test-clients conformance docs bench chaos growth chaos-mixed sbom lint clean
+.PHONY: help up test test-long test-slow types pytest test-install test-hosts test-trtllm test-llguidance test-vllm test-sglang test-clients conformance docs bench chaos growth chaos-mixed sbom wheel lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -135,21 +139,24 @@ $(VENV)/bin/python:
 # torch by itself first, so that nothing else is looked for in its index. A torch that is there already stays. If the
 # index does not answer, torch comes from pip's own: larger, but it computes all the same.
 define install_torch
-@if [ "$$(uname)" = Linux ] && [ -n "$(TORCH_INDEX)" ] && [ ! -e /dev/nvidiactl ] && ! command -v nvidia-smi >/dev/null \
-    && ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
+@if [ "$$(uname)" = Linux ] && [ -n "$(TORCH_INDEX)" ] && [ -z "$(GPU)" ] && ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
   echo "No NVIDIA GPU here: installing torch's CPU build, from $(TORCH_INDEX) (make TORCH_INDEX= takes pip's own index)"; \
-  $(PIP) install --retries 0 --timeout 10 --extra-index-url $(TORCH_INDEX) '$(TORCH)'; \
+  $(1) install --retries 0 --timeout 10 --extra-index-url $(TORCH_INDEX) '$(TORCH)'; \
 fi
 endef
 
+wheel:  ## a wheel in dist/, to install elsewhere
+	$(PYTHON) -m pip --disable-pip-version-check --quiet wheel --no-deps --wheel-dir dist .
+
 # Stamps, so that a second call goes straight to work.
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
-	$(install_torch)
-	$(PIP) install -e '.[native]'
+	@echo "Installing Penstock with the extra \"$(EXTRA)\" into $(VENV), once. pip shows what it downloads:"
+	$(call install_torch,$(SHOWN_PIP))
+	$(SHOWN_PIP) install -e '.[$(EXTRA)]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
-	$(install_torch)
+	$(call install_torch,$(PIP))
 	$(PIP) install -e '.[dev]'
 	@$(BIN)/python -m tests.binaries $(BIN) || true
 	@touch $@ $(VENV)/.installed

@@ -49,6 +49,7 @@ class Flag(NamedTuple):
     help: str
     choices: tuple[str, ...]  # empty: any
     kind: Any  # the bare type
+    origin: type[msgspec.Struct]  # whose field it is in the first place
 
     @property
     def name(self) -> str:
@@ -103,8 +104,25 @@ def flags_of(kind: type[msgspec.Struct]) -> list[Flag]:
             continue
         texts = [meta.description for meta in metas if isinstance(meta, msgspec.Meta) and meta.description]
         choices = tuple(get_args(bare)) if get_origin(bare) is Literal else ()
-        flags.append(Flag(field.name, hint, " ".join(texts), choices, bare))
+        flags.append(Flag(field.name, hint, " ".join(texts), choices, bare, kind))
     return flags
+
+
+def in_groups(kind: type[msgspec.Struct], flags: Sequence[Flag]) -> dict[str, list[Flag]]:
+    """Flags by the heading that they have in help and docs, in the order of ``HELP`` of their Struct.
+
+    ``HELP`` has fields, or Structs whose fields they are in the first place, by heading. What it does not name comes
+    last. A Struct without it has one group, with the heading "".
+    """
+    headings: Mapping[str, Sequence[Any]] = getattr(kind, "HELP", {})
+    named = {each: heading for heading, members in headings.items() for each in members}
+    last = "Others" if headings else ""
+    groups: dict[str, list[Flag]] = {heading: [] for heading in (*headings, last)}
+    for flag in flags:
+        groups[named.get(flag.field) or named.get(flag.origin) or last].append(flag)
+    for heading, members in headings.items():
+        groups[heading].sort(key=lambda flag: members.index(flag.field) if flag.field in members else len(members))
+    return {heading: members for heading, members in groups.items() if members}
 
 
 def parse(
@@ -134,8 +152,10 @@ def read(kind: type[S], argv: Sequence[str]) -> S:
 def _settled(kind: type[S], parser: "Parser", argv: Sequence[str], env: Mapping[str, str]) -> S:
     flags = flags_of(kind)
     defaults = {field.name: field for field in msgspec.structs.fields(kind)}
-    for flag in flags:
-        _add(parser, flag, defaults[flag.field].default)
+    for heading, members in in_groups(kind, flags).items():
+        group = parser.add_argument_group(heading) if heading else parser
+        for flag in members:
+            _add(group, flag, defaults[flag.field].default)
     parsed = vars(parser.parse_args(argv))
     problems: list[str] = []
     file: dict[str, tuple[object, str]] = {}
@@ -191,7 +211,7 @@ def _is_of_a_service(name: str, value: str) -> bool:
     return bool(re.search(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_", name)) or value.startswith(("tcp://", "udp://"))
 
 
-def _add(parser: "Parser", flag: Flag, default: object) -> None:
+def _add(parser: argparse._ActionsContainer, flag: Flag, default: object) -> None:
     text = flag.help if "default: " in flag.help and not default else f"{flag.help} (default: {_shown(default)})"
     text = text.strip().replace("%", "%%")
     if flag.kind is bool:

@@ -1,6 +1,7 @@
 """The settings of ``penstock up``: its own, and those of its processes that it passes on."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -27,6 +28,29 @@ _OF_NATS, _OF_ALL = SameAs(NatsSettings), SameAs(Common)
 
 class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock up``: its own settings, and those of its processes that it passes on."""
+
+    HELP: ClassVar[Mapping[str, tuple[Any, ...]]] = {  # flags by heading, in the order of help and docs
+        "Most used": (
+            *("model", "engine", "workers", "gpus", "max_model_len", "http_host", "http_port", "require_keys"),
+            *("data_dir", "config"),
+        ),
+        "Workers and their models": (
+            *("served_model_name", "recipe", "prefill", "decode", "encode", "local_prefill_tokens", "handoff_lease_s"),
+            *("diffusion", "diffusion_model", "diffusion_served_name", "diffusion_engine"),
+            *("embed", "embed_model", "embed_served_name"),
+        ),
+        "Engines": (
+            *("tensor_parallel_size", "extra_engine_args", "prefill_engine_args", "decode_engine_args"),
+            *("encode_engine_args", "override_engine_args", "threads"),
+            WorkerSettings,
+        ),
+        "HTTP API": ("chat_template", "parser_families", GatewaySettings),
+        "Broker and log": ("nats_url", "nats_port", "cell_nats_urls", NatsSettings),
+        "Processes": (
+            *("cells", "gateways", "routers", "router_mode", "metrics_port", "dashboard_port", "scheduling", "ready_s"),
+            *("drain_s", "log_format", "log_level", "otlp_endpoint"),
+        ),
+    }
 
     config: Annotated[
         str, about(f"YAML file of these settings, named as the flags; flags win; default: {CONFIG_FILE}, if it exists")

@@ -116,6 +116,13 @@ def split_name(model: str) -> tuple[str, str]:
     return name.strip(), folder.strip()
 
 
+def on_hub(model: str) -> bool:
+    """Whether this can only be a Hugging Face id: neither a directory, nor a bundled model, nor written as a path."""
+    if not model or model in BUNDLED or Path(model).expanduser().is_dir():
+        return False
+    return not model.startswith((".", "/", "~")) and model.count("/") <= 1
+
+
 def resolve(model: str, *, weights: bool = False) -> Path:
     """The directory of a model.
 
@@ -132,7 +139,7 @@ def resolve(model: str, *, weights: bool = False) -> Path:
         return path
     if model in BUNDLED:
         return MODELS / model
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if not on_hub(model):
         raise ModelError(f"model {model!r} is not a directory; name a directory or a Hugging Face id 'owner/name'")
     from huggingface_hub import snapshot_download
 
@@ -142,9 +149,21 @@ def resolve(model: str, *, weights: bool = False) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:
-        raise ModelError(
-            f"model {model!r} is neither a directory nor could it be fetched from the Hugging Face hub: {error}"
-        ) from error
+        raise ModelError(f"model {model!r} is not a directory, and {_not_fetched(model, error)}") from error
+
+
+def _not_fetched(model: str, error: Exception) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return f"the Hugging Face hub gives it on request only: ask at https://huggingface.co/{model}, and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "the Hugging Face hub has no model of that name, or it is private: correct the name, or set HF_TOKEN"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return (
+            "neither was the Hugging Face hub reached nor has its cache here a copy: name a folder, or see HF_ENDPOINT"
+        )
+    return f"it could not be fetched from the Hugging Face hub: {' '.join(str(error).split())[:300]}"
 
 
 def source_of(model: str, path: Path) -> str:

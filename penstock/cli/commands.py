@@ -106,6 +106,7 @@ COMMANDS = {
     "top": Command("watch a running deployment in the terminal", "penstock.operate.top:run"),
     "dashboard": Command("show a deployment in the browser", "penstock.operate.dashboard.dashboard_command:run"),
     "doctor": Command("find problems, and how to fix them", "penstock.operate.doctor.doctor_command:run"),
+    "models list": Command("list the models of this machine", "penstock.operate.check_model:run_list"),
     "models check": Command("say what a model folder is, and show a prompt of it", "penstock.operate.check_model:run"),
     "schema": Command("show the messages of the streams as JSON Schema", "penstock.operate.schema:run"),
     "health": Command("check that a process of this machine is healthy, for containers", "penstock.operate.health:run"),

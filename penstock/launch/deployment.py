@@ -39,7 +39,7 @@ from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen, claim
 from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.launch.groups import PlanError, assign, fleet_of, with_name
-from penstock.launch.machine import Listeners, all_cores, cores, free_port, gpus, held_run
+from penstock.launch.machine import Listeners, all_cores, check_startable, cores, free_port, gpus, held_run
 from penstock.launch.nats import apply_at, apply_if_lost, connect_operator, copy_tenants, divide_at
 from penstock.launch.plan import (
     LACKING_S,
@@ -288,6 +288,14 @@ class Deployment:
         self._changing = asyncio.Lock()  # the plan, by one at a time
         self._changes: set[asyncio.Task[None]] = set()
         self._watches = contextlib.AsyncExitStack()
+
+    def check(self) -> None:
+        """Find out what would end a worker at its start, and fetch models.
+
+        Raises:
+            PlanError: an engine is not installed, or cannot load its model.
+        """
+        check_startable(self._fleet.groups, self._board.print)
 
     async def run(self) -> int:
         """Start, wait for a signal, stop in order.

@@ -1,18 +1,20 @@
-"""What this machine has for a deployment: GPUs, and ports in a row.
+"""What this machine has for a deployment: engines, models, GPUs, and ports in a row.
 
 The sockets on which the gateways of a deployment listen: one for all, and one for each if there are several.
 """
 
 import contextlib
+import importlib.util
 import os
 import random
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from penstock.infra.model import modeldir, servable
 from penstock.infra.process.sockets import CannotListen, bind, claim, held_ports, listening, own_sockets
-from penstock.launch.groups import PlanError
+from penstock.launch.groups import PlanError, WorkerGroup
 from penstock.launch.readiness import base_url
 from penstock.workers.engines.budgets import available_cores, usable_cores
 
@@ -20,6 +22,50 @@ _HOST = "127.0.0.1"
 # Below the ports that Linux gives to outgoing connections (ip_local_port_range): those may be taken before a worker
 # that loads for minutes comes to listen.
 _FIRST, _LAST = 20_000, 32_000
+# What each engine imports, in the order of size, and the extra that has it.
+_PACKAGES = {
+    "native": ("torch", "transformers", "safetensors"),
+    "trtllm": ("tensorrt_llm",),
+    "vllm": ("vllm",),
+    "sglang": ("sglang",),
+}
+_NIXL = ("nixl_cu12", "nixl_cu13")
+
+
+def check_startable(groups: Iterable[WorkerGroup], say: Callable[[str], None]) -> None:
+    """Find out what would end a worker at its start: before a broker is started and a data folder is made.
+
+    Models of the Hugging Face hub are fetched, so that a download is seen, and is none of the time that starting may
+    take.
+
+    Args:
+        say: prints a line, before a download.
+    Raises:
+        PlanError: an engine is not installed, or a model is not there or cannot be loaded by it.
+    """
+    for group in groups:
+        for package in ("diffusers",) if group.role == "diffusion" else _PACKAGES.get(group.engine, ()):
+            if importlib.util.find_spec(package) is None:
+                extra = "diffusion" if group.role == "diffusion" else group.engine
+                raise PlanError(f"--engine {group.engine} needs {package}: pip install 'penstock[{extra}]'")
+        split = group.role in ("prefill", "decode", "encode") and group.engine in ("native", "mock")
+        if split and not any(map(importlib.util.find_spec, _NIXL)):
+            raise PlanError(f"--{group.role}: KV moves between workers by NIXL: pip install 'penstock[native]'")
+        if group.role != "diffusion":
+            _check_model(group, say)
+
+
+def _check_model(group: WorkerGroup, say: Callable[[str], None]) -> None:
+    model, engine = str(group.settings["model"]), group.engine
+    try:
+        if modeldir.on_hub(model):
+            say(f"Fetching {model} from the Hugging Face hub, unless its cache here has it")
+        path = modeldir.resolve(model, weights=engine != "mock")
+        modeldir.read_json(path / "config.json", needed=True)
+    except modeldir.ModelError as error:
+        raise PlanError(f"--model: {error}") from None
+    if engine != "mock" and (reason := servable.problem(path, engine)):
+        raise PlanError(f"--model: {reason}")
 
 
 def gpus(named: Sequence[str], environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...] | None:

@@ -33,7 +33,9 @@ def run(settings: UpSettings, *, command: Callable[[PlannedProcess], Sequence[st
     if settings.scheduling == "batch":
         scheduling.batch()
     try:
-        return asyncio.run(Deployment(settings, command=command).run())
+        deployment = Deployment(settings, command=command)
+        deployment.check()
+        return asyncio.run(deployment.run())
     except (PlanError, BadArguments, DataDirUnusable) as error:
         return _explain(error, USAGE)
     except CannotListen as error:

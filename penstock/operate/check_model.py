@@ -1,4 +1,7 @@
-"""``penstock models check DIR``: what a folder is, what was found in it and from where, and a prompt made with it."""
+"""``penstock models check DIR``: what a folder is, what was found in it and from where, and a prompt made with it.
+
+``penstock models list``: the models of this machine that need no folder's name.
+"""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -95,6 +98,52 @@ def run(argv: Sequence[str]) -> int:
         console.print(f"\n[bold]A prompt of it[/] ({shown}):", highlight=False)
         console.print(escape(prompt), highlight=False, soft_wrap=True)
     return PROBLEM if any(line.status == "problem" for line in report.lines) else OK
+
+
+def run_list(argv: Sequence[str]) -> int:
+    """Print the bundled models, and those in the cache of the Hugging Face hub."""
+    parser = Parser(
+        prog="penstock models list",
+        description="the models that come with Penstock, and those that the cache of the Hugging Face hub has on this "
+        "machine: each is served with `penstock up --model NAME`, as is any folder of a model.",
+    )
+    parser.parse_args(argv)
+    found = {name: modeldir.MODELS / name for name in modeldir.BUNDLED} | _cached()
+    width = max(map(len, found))
+    for name, path in found.items():
+        print(f"{name:<{width}}  {_megabytes(path):>10,.1f} MB  {_kind(path)}")
+    return OK
+
+
+def _cached() -> dict[str, Path]:
+    """Models in the cache of the Hugging Face hub, each with the folder of its latest revision."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        return {}
+    models = sorted((repo for repo in cache.repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
+    latest = {repo.repo_id: max(repo.revisions, key=lambda each: each.last_modified) for repo in models}
+    return {name: Path(revision.snapshot_path) for name, revision in latest.items()}
+
+
+def _megabytes(path: Path) -> float:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e6
+
+
+def _kind(path: Path) -> str:
+    """What a folder is, and what serves it, in a few words."""
+    if (path / "model_index.json").is_file():
+        return "a pipeline of diffusers: --diffusion 1 --diffusion-model NAME"
+    engines = {engine: servable.problem(path, engine) for engine in ENGINES}
+    served = [engine for engine, problem in engines.items() if not problem]
+    if not served:
+        return f"cannot be served: {next(iter(engines.values()))}"
+    if makes_vectors(path):
+        return "a model for vectors of texts"
+    return f"a language model for {', '.join(served)}"
 
 
 def check(path: Path, chat_template: str = "") -> ModelReport:

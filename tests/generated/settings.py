@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from penstock.cli.commands import ARGV, COMMANDS, NOTHING
-from penstock.configs.flags import Flag, flags_of
+from penstock.configs.flags import Flag, flags_of, in_groups
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 
@@ -44,14 +44,17 @@ def page() -> str:
 
 
 def section(name: str) -> str:
-    """A command: what it does, and a table of its settings."""
+    """A command: what it does, and a table of its settings, or of each group of them."""
     module, _, struct = COMMANDS[name].settings.rpartition(":")
     kind = getattr(import_module(module or "penstock.configs.settings"), struct)
     defaults = {field.name: field.default for field in msgspec.structs.fields(kind)}
-    rows = (row(flag, defaults[flag.field]) for flag in flags_of(kind))
     about = COMMANDS[name].about
-    head = f"\n## penstock {name}\n\n{about[0].upper()}{about[1:]}.\n\n"
-    return f"{head}| setting | value | default | meaning |\n|---|---|---|---|\n{''.join(rows)}"
+    text = f"\n## penstock {name}\n\n{about[0].upper()}{about[1:]}.\n\n"
+    for number, (heading, flags) in enumerate(in_groups(kind, flags_of(kind)).items()):
+        text += f"{chr(10) if number else ''}### {heading}\n\n" if heading else ""
+        text += "| setting | value | default | meaning |\n|---|---|---|---|\n"
+        text += "".join(row(flag, defaults[flag.field]) for flag in flags)
+    return text
 
 
 def row(flag: Flag, default: object) -> str:

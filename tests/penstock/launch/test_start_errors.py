@@ -120,3 +120,37 @@ def test_an_unknown_host(tmp_path: Path) -> None:
     status, line = refused("up", "--data-dir", str(tmp_path), "--http-host", "no-such-host.invalid")
     assert status == 2
     assert "--http-host no-such-host.invalid: unknown host; use an address of this machine" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (
+            ("--model", "no/such/folder"),
+            "model 'no/such/folder' is not a directory; name a directory",
+        ),
+        (("--model", "{empty}"), "{empty}/config.json is missing; is {empty} a model directory?"),
+        (
+            ("--engine", "trtllm", "--gpus", "none"),
+            "--engine trtllm needs tensorrt_llm: pip install 'penstock[trtllm]'",
+        ),
+    ],
+)
+def test_an_engine_or_a_model_that_is_missing_is_found_before_anything_is_made(
+    tmp_path: Path, flags: tuple[str, ...], reason: str
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    status, line = refused("up", "--data-dir", str(tmp_path / "data"), *(each.format(empty=empty) for each in flags))
+    assert status == 2
+    assert reason.format(empty=empty) in line
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_model_that_the_hub_cannot_give_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    status, line = refused("up", "--model", "nobody/nothing", "--data-dir", str(tmp_path / "data"))
+    assert status == 2
+    assert "the Hugging Face hub was not reached, and its cache here has no copy" in line
+    assert not (tmp_path / "data").exists()

@@ -127,3 +127,23 @@ def test_what_is_no_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
         commands.main(["models", "check", "./nowhere"])
     assert ended.value.code == 2
     assert "is not a directory" in capsys.readouterr().err
+
+
+def test_the_list_has_bundled_models_and_those_of_the_hub_s_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    snapshots = tmp_path / "models--some--model" / "snapshots"
+    shutil.copytree(DEMO, snapshots / ("0" * 40))
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
+    half = tmp_path / "models--some--half" / "snapshots" / ("1" * 40)
+    half.mkdir(parents=True)
+    (half / "config.json").write_text("{}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert commands.main(["models", "list"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert list(lines) == ["demo", "demo-vision", "tiny", "some/half", "some/model"]
+    assert "a language model for native" in lines["some/model"]
+    assert "cannot be served" in lines["some/half"]
