@@ -160,9 +160,7 @@ def _not_fetched(model: str, error: Exception) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return "the Hugging Face hub has no model of that name, or it is private: correct the name, or set HF_TOKEN"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return (
-            "neither was the Hugging Face hub reached nor has its cache here a copy: name a folder, or see HF_ENDPOINT"
-        )
+        return "the Hugging Face hub was not reached, and its cache here has no copy: name a folder, or set HF_ENDPOINT"
     return f"it could not be fetched from the Hugging Face hub: {' '.join(str(error).split())[:300]}"
 
 

@@ -28,7 +28,7 @@ def refused(command: str, *flags: str, cwd: Path | None = None) -> tuple[int, st
         capture_output=True, text=True, timeout=60, check=False, preexec_fn=unprivileged, cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
     )  # fmt: skip
-    lines = run.stderr.splitlines()
+    lines = [line for line in run.stderr.splitlines() if not line.startswith("Fetching ")]
     assert len(lines) == 1, run.stderr
     assert lines[0].startswith(f"penstock {command}: ")
     assert "in use" not in lines[0] or "port" in lines[0]
