@@ -49,7 +49,7 @@ class Flag(NamedTuple):
     help: str
     choices: tuple[str, ...]  # empty: any
     kind: Any  # the bare type
-    origin: type[msgspec.Struct]  # whose field it is in the first place
+    origin: Any  # the Struct whose field it is in the first place
 
     @property
     def name(self) -> str:
