@@ -104,6 +104,9 @@ ITEMS_PER_S = 5_000  # token items that a worker publishes, within these bounds
 # Behind a step this short, KV events wait for the next flush, which saves 3 % of the CPU at 64 connections
 # (``penstock bench http --concurrency 64``, 40 alternating pairs with a mock engine on two cores).
 FAST_STEP_S = 0.0005
+# How long such an engine waits, behind a flush with first tokens, until they are written. It holds the interpreter, so
+# they would wait for its next steps, or for ``sys.setswitchinterval``.
+FIRST_TOKENS_S = 0.002
 PACE_WINDOW_S = 30.0
 
 
@@ -391,17 +394,20 @@ class EngineLoop:
             self._block_waits.serve(engine)
         if not self._in_flight and now >= self.flush_due:
             # Another flush follows soon: one message with KV events costs the broker and routers less than two.
-            self._flush(keep_events=now - began < FAST_STEP_S and engine.has_work())
+            goes_on = now - began < FAST_STEP_S and engine.has_work()
+            if self._flush(keep_events=goes_on) and goes_on:
+                pause = FIRST_TOKENS_S
         return pause
 
-    def _flush(self, *, keep_events: bool = False) -> None:
-        """Deliver the collected output."""
+    def _flush(self, *, keep_events: bool = False) -> bool:
+        """Deliver the collected output; True: there are first tokens in it."""
         with self._lock:
             if not self._in_flight:
                 self._ahead = 0
             if not self._output or self._deliver is None:
-                return
+                return False
             flush = self._output.take(keep_events=keep_events)
             self.flush_due = self._clock() + flush_pause(sum(map(len, flush.items.values())))
             self._in_flight += 1
             self._deliver(flush)
+            return bool(flush.started)

@@ -18,7 +18,7 @@ from penstock.schemas import block_hashes, kv, wire
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import PROMPT, Logprob, TokenItem
 from penstock.workers.engine_loop.engine_thread import EngineThread
-from penstock.workers.engine_loop.loop import FAST_STEP_S, MAX_AHEAD, EngineLoop, StepPace
+from penstock.workers.engine_loop.loop import FAST_STEP_S, FIRST_TOKENS_S, MAX_AHEAD, EngineLoop, StepPace
 from penstock.workers.engine_loop.step_output import PROMPT_ITEM_BYTES, CacheSnapshot, Flush, SequenceState, StepOutput
 from penstock.workers.engines import mock
 from penstock.workers.engines.engine_protocol import (
@@ -280,6 +280,33 @@ def test_an_engine_faster_than_the_clock_gathers_its_output(harness: Callable[..
     h.take_until_ended(1)
     assert [len(item.tokens) // 4 for item in h.items()] == [1, MAX_AHEAD, MAX_AHEAD, 10]
     assert h.tokens(choice) == expected_tokens([1, 2], 2 * MAX_AHEAD + 11, VOCABULARY)
+
+
+@pytest.mark.parametrize(("step_s", "waits"), [(FAST_STEP_S / 2, FIRST_TOKENS_S), (FAST_STEP_S * 2, 0.0)])
+def test_a_fast_engine_lets_first_tokens_be_written_before_its_next_step(step_s: float, waits: float) -> None:
+    """Else they would wait for the interpreter, which such an engine holds."""
+    made = mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0))
+    loop = EngineLoop(clock=count(1.0, step_s).__next__)
+    flushes: list[Flush] = []
+
+    def advance(flushed: int) -> float | None:
+        """The pause behind the step that makes so many flushes."""
+        while True:
+            pause = loop.advance(made)
+            if len(flushes) == flushed:
+                return pause
+
+    loop.begin_session(flushes.append)
+    loop.submit([sequence(new_choice("short"), [1, 2], 1)], refuse)
+    assert advance(1) == 0.0  # it has nothing else to do
+    loop.flush_consumed()
+    loop.submit([sequence(new_choice("first"), [1, 2], 99)], refuse)
+    assert advance(2) == waits
+    loop.flush_consumed()
+    assert advance(3) == 0.0  # no first token is in it
+    loop.submit([sequence(new_choice("second"), [1, 2], 99)], refuse)
+    loop.flush_consumed()
+    assert advance(4) == waits
 
 
 def test_output_of_before_the_first_session_waits_for_it() -> None:
