@@ -16,7 +16,7 @@ from penstock.cli.figures import counted, moment_ns, parse_size, show_size
 from penstock.configs.flags import Parser
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Readable, format_time, get, get_last, read, read_backwards
-from penstock.log_tools.export.read_lines import copy_messages, spans_of
+from penstock.log_tools.export.read_lines import FEW, Places, copy_messages, places_of
 from penstock.log_tools.export.recording import Exported, export_media, media_of
 from penstock.log_tools.export.redaction import VOCABULARY, Redactor
 from penstock.log_tools.requests.find_requests import of_entry
@@ -34,6 +34,7 @@ from penstock.log_tools.sources.log_line import (
     append_line,
     encode_line,
     header_line,
+    request_id_of,
 )
 from penstock.log_tools.sources.open_log import (
     CellSource,
@@ -46,7 +47,7 @@ from penstock.log_tools.sources.open_log import (
     run_command,
 )
 from penstock.log_tools.timeline.read import whole_ids
-from penstock.schemas import fleet
+from penstock.schemas import fleet, jobs
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest, cell_in, request_of_answer, time_of
 
@@ -202,9 +203,10 @@ async def _export(args: argparse.Namespace, source: LogSource, output: str) -> N
         chosen = await selection(args, log.reader, everything=args.all)
         chosen = chosen._replace(kv=not chosen.ids if args.kv is None else args.kv)
         redactor = Redactor(args.vocabulary) if args.redact else None
-        header = await _header(log.reader, args, redacted=args.redact)
+        places = await places_of(log.reader, chosen)
+        header = await _header(log.reader, args, places.requests, redacted=args.redact)
         with writing(output) as file:
-            exported = await _export_messages(log, chosen, header, file, redactor)
+            exported = await _export_messages(log, chosen, places, header, file, redactor)
             written = await _with_media(exported, log, source, file, media_bytes)
             if not written.requests and not chosen.everything:  # no file is written
                 raise NothingChosen(
@@ -243,7 +245,8 @@ async def export(log: Log, chosen: Selection, header: FileHeader, file: BinaryIO
     Raises:
         ServingError: the log cannot be read.
     """
-    return (await _export_messages(log, chosen, header, file, None)).counted
+    places = await places_of(log.reader, chosen)
+    return (await _export_messages(log, chosen, places, header, file, None)).counted
 
 
 class LineWriter:
@@ -266,6 +269,13 @@ class LineWriter:
         self.messages = 0
         self.left_out = 0
         self.media: dict[bytes, None] = {}
+        self._split: dict[str, bool] = {}  # of a few requests, by those with a job: whether one has several stages
+
+    @property
+    def handed_off(self) -> bool:
+        """Whether there may be ledger lines about the requests, once their jobs are written."""
+        few = 0 < len(self._chosen.ids) <= FEW
+        return not few or any(self._split.values()) or not self._chosen.ids <= self._split.keys()
 
     def add(self, record: LogLine) -> None:
         part: LogLine | None = record
@@ -278,6 +288,12 @@ class LineWriter:
         if part is None:
             self.left_out += 1
             return
+        if record.stream == "WORK" and 0 < len(self._chosen.ids) <= FEW:
+            name, message = request_id_of(record), jobs.decode(record.data)
+            several = not isinstance(message, jobs.Revoke) and not (
+                isinstance(message, jobs.Job) and len(message.decision.route) < 2
+            )
+            self._split[name] = self._split.get(name, False) or several
         if record.stream in ("REQUESTS", "DONE"):
             request = record.headers.get("Nats-Msg-Id", "")[:36]
             self.requests.add(request)
@@ -315,16 +331,15 @@ class _Exported(NamedTuple):
 
 
 async def _export_messages(
-    log: Log, chosen: Selection, header: FileHeader, file: BinaryIO, redactor: Redactor | None
+    log: Log, chosen: Selection, places: Places, header: FileHeader, file: BinaryIO, redactor: Redactor | None
 ) -> _Exported:
     began = time.perf_counter()
     file.write(header_line(header))
     writer = LineWriter(chosen, file, redactor)
-    spans = await spans_of(log.reader, chosen)
     with without_gc():
         for stream, limits in header.streams.items():
-            if limits.messages and (stream != "KV" or chosen.kv):
-                await copy_messages(log, stream, limits.last_seq, spans, writer.add)
+            if limits.messages and (stream != "KV" or chosen.kv) and (stream != "HANDOFF" or writer.handed_off):
+                await copy_messages(log, stream, limits.last_seq, places.spans, writer.add)
     writer.flush()
     seconds = time.perf_counter() - began
     return _Exported(Counted(len(writer.requests), writer.messages, seconds, writer.left_out), writer.media)
@@ -349,7 +364,9 @@ async def _with_media(exported: _Exported, log: Log, source: LogSource, file: Bi
     return counted._replace(media=media)
 
 
-async def _header(bus: Readable, args: argparse.Namespace, *, redacted: bool) -> FileHeader:
+async def _header(
+    bus: Readable, args: argparse.Namespace, requests: Sequence[GenerateRequest] | None, *, redacted: bool
+) -> FileHeader:
     selected = [
         *args.ids,
         *(
@@ -366,7 +383,7 @@ async def _header(bus: Readable, args: argparse.Namespace, *, redacted: bool) ->
         bus.subjects.namespace,
         " ".join(selected) or "--all",
         redacted,
-        tuple(await models(bus)),
+        tuple(await models(bus, requests)),
         {stream: limits for stream in STREAMS if (limits := await limits_of(bus, stream)) is not None},
     )
 
@@ -392,17 +409,10 @@ async def limits_of(bus: Readable, stream: str) -> StreamLimits | None:
     return None
 
 
-async def models(bus: Readable) -> list[RecordedModel]:
-    """The models of the last requests, with what their workers have registered."""
-    by_name: dict[str, RecordedModel] = {}
-    count = 0
-    async for entry in read_backwards(bus, bus.subjects.stream("DONE"), bus.subjects.all("done")):
-        ended = of_entry(entry)
-        if ended is not None and ended.request is not None and ended.request.model not in by_name:
-            by_name[ended.request.model] = _model(ended.request)
-        count += 1
-        if count >= SAMPLED:
-            break
+async def models(bus: Readable, requests: Sequence[GenerateRequest] | None) -> list[RecordedModel]:
+    """The models of these requests (None: of the last ones), with what their workers have registered."""
+    requests = requests if requests is not None else await _last_requests(bus)
+    by_name = {request.model: _model(request) for request in reversed(requests)}
     for worker in await workers(bus):
         known = by_name.get(worker.model, RecordedModel(worker.model))
         by_name[worker.model] = msgspec.structs.replace(
@@ -414,6 +424,18 @@ async def models(bus: Readable) -> list[RecordedModel]:
             workers=known.workers + 1,
         )
     return list(by_name.values())
+
+
+async def _last_requests(bus: Readable) -> list[GenerateRequest]:
+    requests: list[GenerateRequest] = []
+    count = 0
+    async for entry in read_backwards(bus, bus.subjects.stream("DONE"), bus.subjects.all("done")):
+        ended = of_entry(entry)
+        requests += [ended.request] if ended is not None and ended.request is not None else []
+        count += 1
+        if count == SAMPLED:
+            break
+    return requests
 
 
 def _model(request: GenerateRequest) -> RecordedModel:

@@ -2,14 +2,15 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from penstock.infra.bus.direct_get import Entry, Readable, format_time, read
 from penstock.log_tools.sources.data_folder import StoredLog
 from penstock.log_tools.sources.log_line import LogLine, Selection
 from penstock.log_tools.sources.open_log import Log
 from penstock.log_tools.sources.store_files import message, parse_headers
-from penstock.log_tools.timeline.read import stored_between
-from penstock.schemas.requests import time_of
+from penstock.log_tools.timeline.read import stored_at
+from penstock.schemas.requests import GenerateRequest, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 
 BATCH = 1_000
@@ -26,7 +27,7 @@ async def copy_messages(
     spans: Sequence[tuple[int, int]],
     add: Callable[[LogLine], None],
 ) -> None:
-    """Pass the messages of a stream that were stored in these times (see ``spans_of``) to ``add``.
+    """Pass the messages of a stream that were stored in these times (see ``Places``) to ``add``.
 
     Raises:
         ServingError: the stream cannot be read.
@@ -47,23 +48,33 @@ async def copy_messages(
                 add(record)
 
 
-async def spans_of(reader: Readable, chosen: Selection) -> list[tuple[int, int]]:
-    """When the messages of the selected requests were stored: times that ascend and do not overlap (Unix, ns).
+class Places(NamedTuple):
+    """Where the log has the selected requests.
 
-    A 0 is an open end. Of a few requests, each has its own time.
+    Attributes:
+        spans: when their messages were stored: times that ascend and do not overlap (Unix, ns). A 0 is an open end.
+        requests: themselves, if they were looked up: of a few, each has its own time.
+    """
 
+    spans: list[tuple[int, int]]
+    requests: list[GenerateRequest] | None = None
+
+
+async def places_of(reader: Readable, chosen: Selection) -> Places:
+    """
     Raises:
         ServingError: a stream cannot be read.
     """
     if not 0 < len(chosen.ids) <= FEW:
-        return [span(chosen)]
+        return Places([span(chosen)])
     spans: list[tuple[int, int]] = []
-    for since, until in sorted([await stored_between(reader, each) for each in chosen.ids]):
+    found = [await stored_at(reader, each) for each in chosen.ids]
+    for since, until in sorted((each.since_ns, each.until_ns) for each in found):
         if spans and since <= spans[-1][1]:
             spans[-1] = spans[-1][0], max(spans[-1][1], until)
         else:
             spans.append((since, until))
-    return spans
+    return Places(spans, [each.request for each in found if each.request is not None])
 
 
 def records_of(
@@ -71,7 +82,7 @@ def records_of(
 ) -> Iterator[LogLine]:
     """The messages of a stopped deployment's stream (without the namespace), between two times and up to a sequence."""
     stored = log.stream(log.subjects.stream(stream))
-    for data, places in stored.by_block(since_ns=since_ns) if stored is not None else ():
+    for data, places in stored.by_block(since_ns=since_ns, until_ns=until_ns) if stored is not None else ():
         for seq, time_ns, at in places:
             if (until_seq and seq > until_seq) or (until_ns and time_ns > until_ns):
                 return

@@ -17,7 +17,7 @@ from penstock.infra.bus.direct_get import get_last_of
 from penstock.infra.bus.jetstream import Message
 from penstock.infra.bus.publisher import Publisher
 from penstock.log_tools.export.export import limits_of, workers
-from penstock.log_tools.export.read_lines import copy_messages, spans_of
+from penstock.log_tools.export.read_lines import copy_messages, places_of
 from penstock.log_tools.export.recording import RecordedRun, Recording, move_media
 from penstock.log_tools.replay.comparison import Changes, Comparison, NamingInputs, as_new, compare
 from penstock.log_tools.replay.report import Replayed
@@ -195,7 +195,7 @@ async def collect(log: Log, chosen: Selection) -> Recording:
         if part is not None:
             recording.add(part)
 
-    spans = await spans_of(log.reader, chosen)
+    spans = (await places_of(log.reader, chosen)).spans
     for stream in READ:
         limits = await limits_of(log.bus, stream)
         if limits is not None and limits.messages:

@@ -339,7 +339,7 @@ class Selection(NamedTuple):
                 return self._items(record)
             if record.stream == "HANDOFF":
                 return self._ledger(record)
-            return record if self.has(_request_of(record)) else None
+            return record if self.has(request_id_of(record)) else None
         except msgspec.MsgspecError:
             return None
 
@@ -360,7 +360,7 @@ class Selection(NamedTuple):
         return record._replace(data=wire.encode(ledger)) if events else None
 
 
-def _request_of(record: LogLine) -> str:
+def request_id_of(record: LogLine) -> str:
     """The request that a message of REQUESTS, WORK or DONE is about."""
     name = record.headers.get(HEADER_MSG_ID, "")
     if len(name) >= _ID and name.count("-", 0, _ID) == 4:

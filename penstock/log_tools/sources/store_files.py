@@ -458,22 +458,27 @@ class StoredStream:
             after = place[0] + 1
         return [*gone, *range(after, self.last_seq + 1)]
 
-    def forward(self, pattern: re.Pattern[bytes] | None = None, *, after: int = 0, since_ns: int = 0) -> Iterator[Raw]:
+    def forward(
+        self, pattern: re.Pattern[bytes] | None = None, *, after: int = 0, since_ns: int = 0, until_ns: int = 0
+    ) -> Iterator[Raw]:
         """Messages in the order of their sequences.
 
         Args:
             pattern: of their subjects (``subject_pattern``); None: all.
             after: behind this sequence; with 0, from the first message on that was stored at ``since_ns`` or later.
+            until_ns: no block is read that begins later; 0: all are.
         """
-        for data, places in self.by_block(after=after, since_ns=since_ns):
+        for data, places in self.by_block(after=after, since_ns=since_ns, until_ns=until_ns):
             for seq, time_ns, at in places:
                 if pattern is None or pattern.fullmatch(subject_of(data, at)):
                     yield Raw(seq, time_ns, data, at)
 
-    def by_block(self, *, after: int = 0, since_ns: int = 0) -> Iterator[tuple[bytes, list[Place]]]:
+    def by_block(self, *, after: int = 0, since_ns: int = 0, until_ns: int = 0) -> Iterator[tuple[bytes, list[Place]]]:
         """As ``forward``, a block at a time: its bytes, and where its messages are."""
         number = self._number_at(after + 1) if after else self._number_since(since_ns)
         for index in range(number, len(self._blocks)):
+            if until_ns and self._blocks[index].first_ns > until_ns:
+                return
             data, places = self._block(index)
             if places and (places[0][0] <= after or places[0][1] < since_ns):
                 places = [place for place in places if place[0] > after and place[1] >= since_ns]

@@ -8,12 +8,15 @@ windows of time are read whole, and searched here.
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 
-from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, format_time, get_last, read
-from penstock.log_tools.sources.data_folder import StoredLog
+from penstock.infra.bus.direct_get import Entry, Readable, format_time, get_last, read
+from penstock.log_tools.sources.data_folder import StoredLog, entry_of
 from penstock.log_tools.sources.open_log import Log, LogSource, open_cells
+from penstock.log_tools.sources.store_files import subject_pattern
 from penstock.log_tools.timeline.events import TokensStored
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas import done, jobs, requests, tokens
@@ -188,8 +191,19 @@ def _lost_end(bus: Readable, timeline: RequestTimeline, now_ns: int) -> str:
     return ""
 
 
-async def stored_between(bus: Readable, request_id: str) -> tuple[int, int]:
+class StoredAt(NamedTuple):
     """When the messages about a request were stored, by the broker's clock: at the earliest and latest (Unix, ns).
+
+    ``request``: None: the log does not have it.
+    """
+
+    since_ns: int
+    until_ns: int
+    request: GenerateRequest | None
+
+
+async def stored_at(bus: Readable, request_id: str) -> StoredAt:
+    """Where the log has a request.
 
     Raises:
         ValueError: not a request id.
@@ -198,24 +212,31 @@ async def stored_between(bus: Readable, request_id: str) -> tuple[int, int]:
     made_ns, timeline = time_of(request_id), RequestTimeline(request_id)
     since, until = made_ns - CLOCK_SKEW_NS, made_ns + int(LONGEST_DEADLINE_S * 1e9) + CLOCK_SKEW_NS
     last = await _record(bus, timeline, since)
+    request: GenerateRequest | None = None
     if last is not None:
         event = done.decode(last.data)
+        request = done.request_of(event) if isinstance(event, done.Done) else None
         plain = isinstance(event, done.Done) and event.attempt == 1 and not event.code
         until = last.time_ns + (5 * NEAR_NS if plain else LATE_NS)
     near = made_ns - NEAR_NS
     async for entry in window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS):
         if entry.headers.get(HEADER_MSG_ID) == request_id:
-            return max(0, entry.time_ns - NEAR_NS), until
-    return max(0, since), until
+            return StoredAt(max(0, entry.time_ns - NEAR_NS), until, requests.decode(entry.data))
+    return StoredAt(max(0, since), until, request)
 
 
 async def _record(bus: Readable, timeline: RequestTimeline, since: int) -> Entry | None:
     """The request's record, of which there is at most one; None: it has not ended."""
     stream, subject = bus.subjects.stream("DONE"), bus.subjects.done_of(timeline.request_id)
-    if not isinstance(bus, LogFiles):
+    if not isinstance(bus, StoredLog):
         return await get_last(bus, stream, subject)
-    async with contextlib.aclosing(read(bus, stream, subject, since_ns=since)) as entries:
-        entry = await anext(entries, None)  # files have no index of subjects: it is soon behind the request
+    # Files have no index of subjects. It is soon behind the request, unless clocks differ, or the request took long.
+    near = since + CLOCK_SKEW_NS - NEAR_NS
+    stored, pattern = bus.stream(stream), subject_pattern(subject)
+    parts = ((near, near + LONG_NS), (since, near), (near + LONG_NS, 0)) if stored is not None else ()
+    found = (stored.forward(pattern, since_ns=begin, until_ns=end) for begin, end in parts if stored is not None)
+    raw = next(chain.from_iterable(found), None)
+    entry = entry_of(raw) if raw is not None else None
     if entry is None:  # its subject may be damaged
         entry = await _naming(bus, stream, timeline.request_id, since)
     return entry if entry is not None and _is_intact(bus, timeline, "DONE", entry) else None

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import gzip
+import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import Entry, read
+from penstock.infra.bus.direct_get import Entry, format_time, read
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.export import export, import_log, read_lines
 from penstock.log_tools.requests import inspect, list_requests, tail
@@ -121,7 +122,9 @@ async def test_of_a_few_requests_the_log_is_read_from_the_acceptance_to_the_end_
     running = await accept(bus)
 
     async def spans(*of: GenerateRequest) -> list[tuple[int, int]]:
-        return await read_lines.spans_of(bus, Selection(frozenset(each.id for each in of)))
+        places = await read_lines.places_of(bus, Selection(frozenset(each.id for each in of)))
+        assert {each.id for each in places.requests or ()} == {each.id for each in of}
+        return places.spans
 
     ((since, until),) = await spans(ended)
     assert now - second < since < now + second
@@ -151,6 +154,49 @@ async def test_one_request_is_exported_without_the_others(
     assert await run(export.run, "--from-seq", "2", "-o", str(file)) == 0
     said = capsys.readouterr().err
     assert said.startswith("2 requests, 8 messages"), said  # two, with one deleted job, and the KV event
+
+
+async def test_of_a_stopped_deployment_an_export_reads_what_an_inspection_reads_and_the_request(
+    bus: Bus,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = [time.time_ns() - (10 - number) * 60 * 10**9 for number in range(8)]
+    requests = [await accept(bus, id=new_request_id(at), created_ns=at) for at in times]
+    for request in requests:
+        await assign(bus, request)
+        await stream(bus, request, 5, 6, 7)
+        await end(bus, request, 5, 6, 7)
+    file = tmp_path / "all.jsonl"
+    assert await run(export.run, "--all", "-o", str(file)) == 0
+    header, *lines = map(json.loads, file.read_text().splitlines())
+    for line in lines:  # as if they had been stored when the requests were made, each in a block of its own
+        line["time"] = format_time(times[line["seq"] - 1])
+    file.write_text("".join(json.dumps(each) + "\n" for each in (header, *lines)))
+    monkeypatch.setattr(store_files, "BLOCK_BYTES", 1)
+    folder = tmp_path / "folder"
+    assert await asyncio.to_thread(import_log.run, [str(file), "--data-dir", str(folder)]) == 0
+    server = EmbeddedNats(str(folder), bus.subjects.namespace)  # it notes what the streams hold when it stops
+    await server.start()
+    await server.stop()
+    read_bytes, blocks = Path.read_bytes, set[str]()
+
+    def noted(path: Path) -> bytes:
+        if path.suffix == ".blk":
+            blocks.add(f"{path.parts[-3].rpartition('_')[2]} {path.stem}")
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", noted)
+    at = ["--data-dir", str(folder), requests[3].id]
+    assert await asyncio.to_thread(inspect.run, at) == 0
+    inspected = frozenset(blocks)
+    assert {"DONE 4", "WORK 4", "TOKENS 4"} <= inspected
+    assert len(inspected) < 10
+    blocks.clear()
+    assert await asyncio.to_thread(export.run, [*at, "-o", str(tmp_path / "one.jsonl")]) == 0
+    assert blocks - inspected <= {"REQUESTS 3", "REQUESTS 4", "REQUESTS 5"}
+    assert (tmp_path / "one.jsonl").read_text().count("\n") == 5
 
 
 async def test_commands_that_read_the_log_read_a_file(
