@@ -37,6 +37,7 @@ class Code(enum.StrEnum):
     invalid_api_key = "invalid_api_key"
     permission_denied = "permission_denied"
     rate_limit_exceeded = "rate_limit_exceeded"
+    insufficient_quota = "insufficient_quota"
     internal = "internal"
 
     @property
@@ -76,6 +77,7 @@ _STATUS = {
     Code.invalid_api_key: 401,
     Code.permission_denied: 403,
     Code.rate_limit_exceeded: 429,
+    Code.insufficient_quota: 429,
     Code.internal: 500,
 }
 

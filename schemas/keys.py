@@ -26,12 +26,14 @@ ID_CHARACTERS, SECRET_CHARACTERS = 12, 40
 MAX_KEY_BYTES = 128  # longer ones are refused unread
 MOST_PER_MINUTE = 1_000_000_000
 MOST_CONCURRENT = 100_000
+MOST_PER_MONTH = 1_000_000_000_000_000
 
 _ALPHABET = string.ascii_letters + string.digits
 _KEY = re.compile(rb"pst-([a-z0-9]{12})-[A-Za-z0-9]{40}")
 _ID = re.compile(r"[a-z0-9]{12}")
 
 PerMinute = Annotated[int, Meta(ge=0, le=MOST_PER_MINUTE)]
+PerMonth = Annotated[int, Meta(ge=0, le=MOST_PER_MONTH)]
 
 
 class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -48,6 +50,7 @@ class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
         about: what it is for, in the operator's words.
         created_by, revoked_by: user and machine of the operator.
         changed_by: likewise, of who changed its limits last.
+        tokens_per_month: budget of a month (UTC), prompts and answers; 0: no limit.
     """
 
     id: str
@@ -67,6 +70,7 @@ class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
     revoked_by: str = ""
     changed_ns: int = 0
     changed_by: str = ""
+    tokens_per_month: PerMonth = 0
 
     @property
     def made_by(self) -> str:

@@ -18,6 +18,7 @@ HOUR = 60 * MINUTE
 DAY = 24 * HOUR
 WEEK = 7 * DAY
 AUDIT_S = 90 * DAY
+USAGE_S = 397 * DAY  # 13 months
 BATCHES_S = 31 * DAY  # a day more than a batch may run, or a file be kept
 MIB = 1 << 20
 GIB = 1 << 30
@@ -60,6 +61,7 @@ class StreamSpec:
     description: str = ""
     lasting: bool = False  # messages leave it by its limits only: nobody can delete one
     refuses: bool = False  # a full stream refuses more, rather than discard its oldest
+    newest_only: bool = False  # a message replaces the one before on its subject
     messages: tuple[str, ...] = ()
     encoding: str = MSGPACK  # media type
 
@@ -264,6 +266,8 @@ def stream_config(spec: StreamSpec, replicas: int = 1) -> dict[str, Any]:
         config |= {"storage": "memory", "discard": "new", "allow_msg_ttl": True}
     if spec.refuses:
         config["discard"] = "new"
+    if spec.newest_only:
+        config["max_msgs_per_subject"] = 1
     if spec.lasting:
         config |= {"deny_delete": True, "deny_purge": True}
     if spec.live:
@@ -336,6 +340,16 @@ def _streams(s: Subjects, record: bool) -> tuple[StreamSpec, ...]:
             lasting=True,
             description="who changed what, and read what of others",
             messages=("AuditEntry",),
+        ),
+        stream(
+            "USAGE",
+            "usage",
+            age=USAGE_S,
+            size=GIB // 2,
+            live=live("usage"),
+            newest_only=True,
+            description="what requests used: hourly sums",
+            messages=("UsagePart",),
         ),
         stream(
             "BATCHES",

@@ -180,6 +180,10 @@ class Subjects:
         """Where a user of the broker writes its entries of the audit log. No other may publish there."""
         return f"{self.namespace}.audit.{token(user)}"
 
+    def usage(self, number: int) -> str:
+        """A part of the ledger of what requests used."""
+        return f"{self.namespace}.usage.{number:08}"
+
     @property
     def ended(self) -> str:
         """The terminal events of all requests as they are republished: headers without bodies."""

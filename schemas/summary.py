@@ -14,7 +14,7 @@ from penstock.schemas.done import DONE_TYPE, Done, MadeWith, Outcome, Timings, U
 from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.requests import GenerateRequest, Priority, Sampling
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_SUMMARY
-from penstock.schemas.tokens import FAILURES
+from penstock.schemas.tokens import FAILURES, File
 from penstock.schemas.wire import decoder
 
 State = Literal["queued", "running", "done", "failed", "cancelled", "unknown"]
@@ -54,6 +54,7 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
         revision, engine, build: as in ``done.MadeWith``.
         adapter: its LoRA adapter; "": none.
         sampling: None: unknown.
+        files: pictures and videos that it made.
     """
 
     id: str
@@ -85,6 +86,7 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     build: str = ""
     adapter: str = ""
     sampling: Sampling | None = None
+    files: int = 0
 
     @property
     def workers(self) -> list[str]:
@@ -200,6 +202,7 @@ class _Reason(msgspec.Struct):
     """Of an ``Outcome``."""
 
     reason: str = ""
+    files: tuple[File, ...] = ()
 
 
 class _Record(msgspec.Struct, tag="done"):
@@ -281,6 +284,7 @@ def _of_record(event: Done | _Record, request: GenerateRequest | _Origin | None,
         made_with.build,
         request.lora if request is not None else "",
         request.sampling if request is not None else None,
+        sum(len(each.files) for each in event.choices),
     )
 
 
@@ -307,10 +311,12 @@ def header_of(event: Done, request: GenerateRequest) -> str:
         f"1 {one.state} {one.attempts} {one.prompt_tokens} {one.cached_tokens} {one.completion_tokens} "
         f"{one.created_ns} {one.routed_ns} {one.first_token_ns} {one.ended_ns} {one.priority} "
         f"{one.endpoint or '-'} {_word(one.reason)} {_word(one.code)} {_word(one.worker)} {_word(one.model)} "
-        f"{_earlier_word(one.earlier_workers) if one.earlier_workers else '-'}"
+        f"{_earlier_word(one.earlier_workers) if one.earlier_workers else '-'} "
+        f"{_word(one.api_key)} {_word(one.adapter)} {one.files} {one.origin or '-'}"
     )
 
 
+SUMMARY_WORDS = 21  # of a header; those of earlier releases have fewer, and say nothing of key, adapter and origin
 _MOST_NAMED = 32  # earlier workers in a header, the last ones
 
 
@@ -351,11 +357,13 @@ def of_headers(subject: str, headers: Mapping[str, str]) -> RequestSummary | Non
     try:
         counts = [int(word) for word in words[2:10]]
         earlier = _earlier_of(words[16]) if len(words) > 16 else ()
+        files = int(words[19]) if len(words) >= SUMMARY_WORDS else 0
     except ValueError:
         return None
     state: State = words[1]
     attempts, prompt, cached, completion, created, routed, first, ended = counts
-    endpoint, reason, code, worker, model = ("" if word == "-" else unquote(word) for word in words[11:16])
+    endpoint, reason, code, worker, model = map(_text, words[11:16])
+    api_key, adapter, origin = map(_text, (*words[17:19], words[20])) if len(words) >= SUMMARY_WORDS else ("", "", "")
     return RequestSummary(
         headers.get(HEADER_MSG_ID, "") or subject.rpartition(".")[2],
         model,
@@ -374,8 +382,17 @@ def of_headers(subject: str, headers: Mapping[str, str]) -> RequestSummary | Non
         ended_ns=ended,
         reason=reason,
         code=code,
+        api_key=api_key,
+        origin=origin,
         earlier_workers=earlier,
+        adapter=adapter,
+        files=files,
     )
+
+
+def _text(word: str) -> str:
+    """Inverse of ``_word``."""
+    return "" if word == "-" else unquote(word)
 
 
 class Criteria(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from penstock.schemas.keys import PerMonth
 from penstock.schemas.wire import decoder
 
 MAX_PENDING = 20_000  # default; as many as one consumer may have outstanding
@@ -27,12 +28,14 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
             at once; further ones are refused.
         shared_cache: its requests reuse the KV of other requests, and others that of its own.
         weight: of its share of the work of held requests, against other tenants of the same class.
+        tokens_per_month: budget of a month (UTC), prompts and answers, of all its keys and over NATS; 0: no limit.
     """
 
     models: tuple[str, ...] = ()
     max_pending: int = MAX_PENDING
     weight: Annotated[float, Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
     shared_cache: bool = False
+    tokens_per_month: PerMonth = 0
 
 
 decode = decoder(Limits)

@@ -267,7 +267,9 @@ def _gateway(s: Subjects) -> tuple[Right, ...]:
         ),
         Right("follow the log", (), (s.all("live"),)),
         _reads(*(stream.name for stream in memory_streams(s))),
-        _reads(*(s.stream(name) for name in ("TOKENS", "REQUESTS", "DONE")), *_buckets(s, "workers", "tenants")),
+        _reads(
+            *(s.stream(name) for name in ("TOKENS", "REQUESTS", "DONE", "USAGE")), *_buckets(s, "workers", "tenants")
+        ),
         _reads(*_buckets(s, "idempotency", "routers", "keys", "budgets", "verdicts", "deleted")),
         Right("read the length of the queue", (f"$JS.API.CONSUMER.INFO.{requests}.*",)),
         _stores(s.bucket("media")),
@@ -311,8 +313,9 @@ def _router(s: Subjects) -> tuple[Right, ...]:
               tuple(f"$JS.API.STREAM.MSG.DELETE.{s.stream(n)}" for n in ("REQUESTS", "WORK", "DONE")),
               (s.erase,)),
         Right("note which requests are deleted", (f"$KV.{s.bucket('deleted')}.*",)),
+        Right("count what ended requests used", (s.all("usage"),)),
         Right("follow the log", (), (s.all("live"),)),
-        _reads(*(s.stream(name) for name in ("REQUESTS", "WORK", "TOKENS", "KV", "DONE"))),
+        _reads(*(s.stream(name) for name in ("REQUESTS", "WORK", "TOKENS", "KV", "DONE", "USAGE"))),
         _reads(*_buckets(s, "workers", "routers", "tenants", "deleted")),
         _stores(s.bucket("snapshots")),
     )  # fmt: skip
@@ -347,7 +350,7 @@ def _viewer(s: Subjects) -> tuple[Right, ...]:
     return (
         Right("see the broker's limits, and all streams' sizes and settings", ("$JS.API.INFO", *_infos(s))),
         _waiting(s),
-        _reads(*_buckets(s, "workers", "routers"), s.stream("PLAN"), s.stream("AUDIT")),
+        _reads(*_buckets(s, "workers", "routers"), *(s.stream(name) for name in ("PLAN", "AUDIT", "USAGE"))),
         Right("follow how requests end: times and counts, in headers without a body", (), (s.ended,)),
     )
 

@@ -23,7 +23,7 @@ MAX_AGE_S = 100 * 365 * 86400.0  # the broker counts nanoseconds in 63 bits
 # A stream that the pipeline works from must outlast the longest request; KV and HANDOFF only what routers catch up on.
 MIN_AGE_S = LONGEST_DEADLINE_S
 LEAST_S = 60.0  # a stream that is younger says little of the rate
-SETTABLE = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF", "AUDIT")
+SETTABLE = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF", "AUDIT", "USAGE")
 
 
 class StreamUse(msgspec.Struct, frozen=True):

@@ -22,6 +22,7 @@ from penstock.schemas import (
     tenants,
     tokens,
     transfer,
+    usage,
 )
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
@@ -35,6 +36,7 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
         *(tokens.TokenBatch, done.Done, done.Returned),
         *(kv.KvBatch, transfer.Handoffs, plans.Planned, audit.AuditEntry),
         *(batches.BatchOpened, batches.BatchTaken, batches.BatchResults, batches.StoredFile, batches.Batch),
+        usage.UsagePart,
         *(fleet.Registration, routers.Member, deletions.Deletion, tenants.Limits, keys.ApiKey, keys.Ledger),
     )
 }

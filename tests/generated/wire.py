@@ -33,6 +33,7 @@ from penstock.schemas import (
     tenants,
     tokens,
     transfer,
+    usage,
 )
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
@@ -80,6 +81,8 @@ CHANNELS = (
     Channel("ps.batches.<tenant>.<batch>", "ps_BATCHES",
             (batches.BatchOpened, batches.BatchTaken, batches.BatchResults),
             ("batch_opened", "batch_taken", "batch_ended"), "the gateway that drives the batch", "its successor"),
+    Channel("ps.usage.<number>", "ps_USAGE", (usage.UsagePart,), ("usage_part",), "routers",
+            "gateways and `penstock usage`"),
     Channel("$KV.ps_batches.<tenant>.<id>", "KV_ps_batches", (batches.StoredFile, batches.Batch),
             ("stored_file", "batch"), "gateways", "gateways"),
     Channel("$KV.ps_workers.<worker>", "KV_ps_workers", (fleet.Registration,), ("registration",), "that worker",

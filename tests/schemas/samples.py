@@ -24,6 +24,7 @@ from penstock.schemas import (
     tokens,
     trace,
     transfer,
+    usage,
     verdicts,
 )
 from penstock.schemas.wire import encode, pack_tokens
@@ -469,6 +470,19 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     ),
     "tenant": (tenants.Limits(("tiny", "other"), 7), tenants.decode),
     "tenant_with_a_weight": (tenants.Limits(weight=2.5), tenants.decode),
+    "tenant_with_a_budget": (tenants.Limits(tokens_per_month=1_000_000), tenants.decode),
+    "usage_part": (
+        usage.UsagePart(
+            2,
+            7,
+            "2026-11-29T11:00:00.000000001Z",
+            1_700_000_000_000_000_001,
+            (usage.UsageRow(472_222, "acme", "pst-0a1b2c3d4e5f", "tiny", "poet", 3, 300, 100, 30, 2),),
+            True,
+            usage.UsageGap(4, 1_600_000_000_000_000_001, 1_700_000_000_000_000_001),
+        ),
+        usage.decode,
+    ),
     "tenant_that_shares_its_cache": (tenants.Limits(shared_cache=True), tenants.decode),
     "budget": (
         keys.Ledger({1_700_000_000: 3}, {1_700_000_000: 900}, {"gw-1": keys.Holder(2, 1_700_000_006)}),
@@ -494,6 +508,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         keys.decode,
     ),
+    "api_key_with_a_budget": (keys.ApiKey("0a1b2c3d4e5f", bytes(32), tokens_per_month=1_000_000), keys.decode),
     "api_key_that_was_changed": (
         keys.ApiKey("0a1b2c3d4e5f", bytes(32), changed_ns=1_700_000_000_000_000_001, changed_by="root@here"),
         keys.decode,

@@ -1,0 +1,258 @@
+"""What tenants, API keys, models and adapters used: hourly sums of the requests that ended. Pure.
+
+The ledger of a cell is the stream USAGE on its broker. Its messages, called parts, are about runs of DONE's messages,
+one behind the other: a part has the last sequence that it counts beside the sums, so both are stored in one write. A
+part grows, by being replaced, until it is closed; only then does the next one begin. So whoever writes from a part that
+is not the newest is refused, and no message is counted twice.
+"""
+
+import datetime
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.schemas.subjects import HEADER_RECORDED_TIME
+from penstock.schemas.summary import DONE, NOT_SAMPLED, RequestSummary
+from penstock.schemas.wire import decoder
+
+HOUR_NS = 3_600_000_000_000
+MAX_ROWS = 2_000  # of a part, which is stored again whenever it grows
+
+
+class UsageRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the requests of one hour used.
+
+    Attributes:
+        hour: in which they ended, as their broker's clock has it: hours since 1970, UTC.
+        key: the part that names an API key, such as "pst-0a1b2c3d4e5f"; "": without one, or over NATS.
+        adapter: LoRA adapter; "": none.
+        requests: that had an answer, or part of one.
+        cached: of ``prompt``, tokens whose KV was there.
+        images: pictures and videos.
+    """
+
+    hour: int
+    tenant: str
+    key: str = ""
+    model: str = ""
+    adapter: str = ""
+    requests: int = 0
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    images: int = 0
+
+    @property
+    def group(self) -> tuple[int, str, str, str, str]:
+        """What rows that are one have in common."""
+        return self.hour, self.tenant, self.key, self.model, self.adapter
+
+    @property
+    def tokens(self) -> int:
+        """What counts against a budget."""
+        return self.prompt + self.completion
+
+
+class UsageGap(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Messages that DONE had discarded before they were counted.
+
+    Attributes:
+        messages: at most so many; those that end no request are among them.
+        since_ns, until_ns: Unix time between which they were stored; 0: not known.
+    """
+
+    messages: int
+    since_ns: int = 0
+    until_ns: int = 0
+
+
+class UsagePart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A message of the ledger.
+
+    Attributes:
+        last: sequence in DONE; everything up to it was counted, here or in the parts before.
+        stream: when that stream was made (RFC 3339): another one of its name has other sequences.
+        counted_ns: when the last message was stored, Unix time.
+        closed: it grows no more.
+        gap: before its first message.
+    """
+
+    number: int
+    last: int = 0
+    stream: str = ""
+    counted_ns: int = 0
+    rows: tuple[UsageRow, ...] = ()
+    closed: bool = False
+    gap: UsageGap | None = None
+
+
+decode = decoder(UsagePart)
+
+
+class Counted(NamedTuple):
+    """One message of DONE. ``row``: what it adds; None: nothing."""
+
+    seq: int
+    time_ns: int
+    row: UsageRow | None
+
+
+def count(seq: int, time_ns: int, headers: Mapping[str, str], summary: RequestSummary | None) -> Counted:
+    """What a record adds.
+
+    A request counts with its answer, or the part of one that was made; one that failed without a token does not. Of a
+    request that ran in another cell, the record in its own cell counts. What was imported was used elsewhere.
+
+    Args:
+        summary: of the record; None: the message is none.
+    """
+    if summary is None or summary.origin or HEADER_RECORDED_TIME in headers:
+        return Counted(seq, time_ns, None)
+    sampled = summary.endpoint not in NOT_SAMPLED  # others stream vectors, or steps of a picture
+    completion = summary.completion_tokens if sampled else 0
+    if summary.state != DONE and not completion:
+        return Counted(seq, time_ns, None)
+    row = UsageRow(
+        time_ns // HOUR_NS,
+        summary.tenant,
+        summary.api_key,
+        summary.model,
+        summary.adapter,
+        1,
+        summary.prompt_tokens,
+        summary.cached_tokens,
+        completion,
+        summary.files,
+    )
+    return Counted(seq, time_ns, row)
+
+
+def grown(part: UsagePart, counted: Iterable[Counted]) -> tuple[UsagePart, list[Counted]]:
+    """The part with further messages of the log, and those that are for the next part: then this one is closed.
+
+    Args:
+        counted: in the log's order. Those that the part has already are passed over.
+    """
+    if part.closed:
+        return part, [each for each in counted if each.seq > part.last]
+    rows = {row.group: row for row in part.rows}
+    last, counted_ns = part.last, part.counted_ns
+    left: list[Counted] = []
+    closed = False
+    for each in counted:
+        if each.seq <= last:
+            continue
+        if not closed and each.row is not None and rows:
+            closed = each.row.hour > next(iter(rows.values())).hour or (
+                len(rows) >= MAX_ROWS and each.row.group not in rows
+            )
+        if closed:
+            left.append(each)
+            continue
+        if each.row is not None:
+            before = rows.get(each.row.group)
+            rows[each.row.group] = each.row if before is None else added(before, each.row)
+        last, counted_ns = each.seq, max(counted_ns, each.time_ns)
+    part = msgspec.structs.replace(part, last=last, counted_ns=counted_ns, rows=tuple(rows.values()), closed=closed)
+    return part, left
+
+
+def added(one: UsageRow, other: UsageRow) -> UsageRow:
+    """The sum of two rows, in the group of the first."""
+    return msgspec.structs.replace(
+        one,
+        requests=one.requests + other.requests,
+        prompt=one.prompt + other.prompt,
+        cached=one.cached + other.cached,
+        completion=one.completion + other.completion,
+        images=one.images + other.images,
+    )
+
+
+def following(part: UsagePart) -> UsagePart:
+    """The empty part behind a closed one."""
+    return UsagePart(part.number + 1, part.last, part.stream, part.counted_ns)
+
+
+def resumed(
+    part: UsagePart | None, stream: str, first: int, end: int, first_ns: int
+) -> tuple[UsagePart | None, UsagePart]:
+    """Where the count goes on: the part that has to be closed before, and the one that grows from here on.
+
+    That is the newest, unless what follows it is gone: what DONE has discarded is a gap before the next part. If DONE
+    was made anew, or has lost its end, what it has from there on is counted.
+
+    Args:
+        part: the newest; None: there is none, so the count begins with what DONE has.
+        stream: when DONE was made.
+        first, end: its first and last sequence; of an empty one, ``first`` is behind ``end``.
+        first_ns: when its first message was stored; 0: it has none.
+    """
+    if part is None:
+        part = UsagePart(0, stream=stream, closed=True)
+    last = min(part.last, end) if part.stream == stream else 0
+    lost = max(0, first - 1 - last)
+    if not lost and last == part.last and part.stream == stream:
+        return None, following(part) if part.closed else part
+    gap = UsageGap(lost, part.counted_ns, first_ns) if lost else None
+    after = UsagePart(part.number + 1, last + lost, stream, part.counted_ns, gap=gap)
+    return None if part.closed else msgspec.structs.replace(part, closed=True), after
+
+
+# --- what was used, from all parts ---
+
+
+BY: dict[str, Callable[[UsageRow], str]] = {
+    "tenant": lambda row: row.tenant,
+    "key": lambda row: row.key,
+    "model": lambda row: row.model,
+    "adapter": lambda row: row.adapter,
+}
+EVERY = ("hour", "day", "month")
+
+
+class UsageSum(NamedTuple):
+    """What was used in one interval by one group. ``begin_s``, ``end_s``: Unix time; 0: of no interval."""
+
+    begin_s: int
+    end_s: int
+    of: tuple[str, ...]
+    total: UsageRow
+
+
+def interval(hour: int, every: str) -> tuple[int, int]:
+    """The hour, day or month of an hour, as Unix time. Days and months are those of UTC. "": (0, 0)."""
+    if not every:
+        return 0, 0
+    begin = datetime.datetime.fromtimestamp(hour * 3600, datetime.UTC)
+    if every == "hour":
+        return hour * 3600, hour * 3600 + 3600
+    begin = begin.replace(hour=0)
+    if every == "month":
+        begin = begin.replace(day=1)
+        end = (begin + datetime.timedelta(days=32)).replace(day=1)
+    else:
+        end = begin + datetime.timedelta(days=1)
+    return int(begin.timestamp()), int(end.timestamp())
+
+
+def sums(rows: Iterable[UsageRow], by: Iterable[str] = (), every: str = "") -> list[UsageSum]:
+    """Rows by interval and group, the oldest first.
+
+    Args:
+        by: names of ``BY``.
+        every: of ``EVERY``; "": all in one.
+    """
+    of = [BY[name] for name in by]
+    found: dict[tuple[int, int, tuple[str, ...]], UsageRow] = {}
+    for row in rows:
+        at = (*interval(row.hour, every), tuple(each(row) for each in of))
+        before = found.get(at)
+        found[at] = row if before is None else added(before, row)
+    return [UsageSum(*at, total) for at, total in sorted(found.items(), key=lambda each: each[0])]
+
+
+def month_of(now_ns: int) -> tuple[int, int]:
+    """The month of a time, as Unix time in seconds."""
+    return interval(now_ns // HOUR_NS, "month")
