@@ -276,6 +276,7 @@ async def get_last_of(bus: Readable, stream: str, subjects: Sequence[str]) -> li
 
 
 class _State(msgspec.Struct):
+    first_seq: int = 0
     last_seq: int = 0
 
 
@@ -294,6 +295,11 @@ async def stream_end(bus: "Bus", stream: str) -> tuple[int, str]:
     Raises:
         ServingError: there is no such stream, or the broker did not answer.
     """
+    info = await _info(bus, stream)
+    return info.state.last_seq, info.created
+
+
+async def _info(bus: "Bus", stream: str) -> _StreamInfo:
     from nats.errors import Error as NatsError
 
     try:
@@ -302,17 +308,23 @@ async def stream_end(bus: "Bus", stream: str) -> tuple[int, str]:
         raise _unreadable(stream, f"the broker does not say where it ends: {error!r}") from None
     if info.error is not None:
         raise _unreadable(stream, str(info.error))
-    return info.state.last_seq, info.created
+    return info
 
 
 class Lifetime(NamedTuple):
     """Where a stream ends, and when it was made (Unix time): what tells positions in it from those in a lost one.
 
     A broker that lost its store has another stream of the same name, whose sequences begin again.
+
+    Attributes:
+        created: RFC 3339; ``created_ns``: the same in Unix time.
+        first: sequence of the first message; of a stream without messages, behind ``end``.
     """
 
     end: int
     created_ns: int
+    created: str = ""
+    first: int = 1
 
     def has(self, seq: int, stored_ns: int) -> bool:
         """Whether the message that was stored then at that sequence was stored in this stream."""
@@ -324,8 +336,8 @@ async def lifetime(bus: "Bus", stream: str) -> Lifetime:
     Raises:
         ServingError: as ``stream_end``.
     """
-    end, created = await stream_end(bus, stream)
-    return Lifetime(end, parse_time(created))
+    info = await _info(bus, stream)
+    return Lifetime(info.state.last_seq, parse_time(info.created), info.created, max(1, info.state.first_seq))
 
 
 async def get(bus: Readable, stream: str, seq: int, *, within_s: float = LEADER_S) -> Entry | None:

@@ -37,7 +37,7 @@ from penstock.infra.bus.direct_get import Entry, get_last, read
 from penstock.infra.bus.jetstream import ApiError, decode_publish_reply
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.tasks import Tasks
-from penstock.schemas import deletions, done, wire
+from penstock.schemas import deletions, done, usage, wire
 from penstock.schemas.deletions import Deletion
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import time_of
@@ -262,6 +262,7 @@ log = structlog.get_logger("bus")
 BATCH = 50  # the messages of a few seconds; they bring their prompts, so more would be megabytes that nobody reads
 AHEAD_NS = 1_200_000_000_000  # by which the clock that made an id may have been ahead of the broker's
 NOTE_S = 5.0
+COUNTED_S = 5.0  # for the router that counts what requests used
 FOLLOW_S = 3.0  # how long a starting process waits for the notes
 FOLLOW_AGAIN_S = 30.0  # between two attempts while there is no bucket for them
 TTL_NS = deletions.TTL_S * 1_000_000_000
@@ -320,6 +321,7 @@ async def forget_messages(bus: Bus, ended: Sequence[Ended], eraser: Eraser) -> i
     stream = bus.subjects.stream("DONE")
     for each in ended:
         stored += [_Stored(stream, entry.seq, each.id) async for entry in read(bus, stream, each.subject)]
+    await _counted(bus, max((each.seq for each in stored if each.stream == stream), default=0))
     notes = {each.id: Deletion(each.subject, {}) for each in ended}
     for message in stored:
         sequences = notes[message.request].messages
@@ -329,6 +331,22 @@ async def forget_messages(bus: Bus, ended: Sequence[Ended], eraser: Eraser) -> i
     for message in stored:
         await eraser.erase(message.stream, message.seq, everywhere=True)
     return len(stored)
+
+
+async def _counted(bus: Bus, seq: int) -> None:
+    """Wait until the ledger of usage counts a record, for ``COUNTED_S`` at most. Without a ledger there is no wait."""
+    until = time.monotonic() + COUNTED_S
+    with contextlib.suppress(ServingError, msgspec.MsgspecError):
+        while True:
+            newest = await get_last(
+                bus, bus.subjects.stream("USAGE"), bus.subjects.all("usage"), newest=True, within_s=COUNTED_S
+            )
+            if newest is None or usage.decode(newest.data).last >= seq:
+                return
+            if time.monotonic() > until:
+                log.warning("usage_not_counted", error=f"message {seq} of DONE was deleted uncounted")
+                return
+            await asyncio.sleep(LOOK_S)
 
 
 async def _find_content(bus: Bus, ended: Sequence[Ended]) -> list[_Stored]:

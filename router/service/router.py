@@ -27,6 +27,7 @@ from penstock.infra.process.turns import TimeSlice
 from penstock.router.held.held_requests import HeldOrder, HeldRequests
 from penstock.router.held.tenant_weights import TenantWeights
 from penstock.router.ownership.intake import BackgroundTasks, Intake, read_again
+from penstock.router.ownership.membership import REST
 from penstock.router.placement.cost import describe
 from penstock.router.placement.decision_inputs import Decider
 from penstock.router.placement.pending import PendingRequest, Standing, build_job, build_load, standing
@@ -38,6 +39,7 @@ from penstock.router.recovery.terminal_events import TerminalPublisher
 from penstock.router.service.cell_costs import CellCosts
 from penstock.router.service.deletion import Deletion
 from penstock.router.service.maintenance import Maintenance
+from penstock.router.service.usage_ledger import UsageLedger
 from penstock.router.state.cluster_state import ClusterListener, ClusterState
 from penstock.router.state.holders import keys_view
 from penstock.router.state.router_metrics import Metrics
@@ -169,6 +171,8 @@ class Router:
         self.tasks.spawn(recovery.scan(), name="recovery")
         self.tasks.spawn(self.tenants.start(), name="tenant-weights")
         self.maintenance.start(self.tasks)
+        leads = lambda: REST in self.intake.membership.own  # noqa: E731
+        self.tasks.spawn(UsageLedger(self._bus, self.cluster.ended, leads).run(), name="usage")
         stalled_after_s = self._settings.stalled_after_s
         if stalled_after_s:
             watching = watch(self._bus, self.cluster, self.metrics, stalled_after_s, recovery.on_stalled)

@@ -7,7 +7,7 @@ This is the shell around the load tracker: it follows WORK, DONE and the workers
 import asyncio
 import math
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Sequence
 from contextlib import AsyncExitStack
 from itertools import chain
@@ -64,6 +64,7 @@ log = structlog.get_logger("router")
 SETTLE_S = fleet.LEASE_S + 0.5  # after a (re)connect, for workers to renew their leases
 RELINKED_S = 10.0  # after a reconnect: leases that run out meanwhile did so through the broker
 EXPIRE_REQUESTS = 2_000
+ENDED_KEPT = 20_000  # what ends within a second is counted together
 LEFT_REMEMBERED = 1024  # workers that left
 REPORTED_S = 0.5  # until what was stored before a registration is read, too
 OVERDUE_NS = 30_000_000_000  # after its deadline; the terminal event of such a request was missed
@@ -76,6 +77,7 @@ class ClusterState:
         deleted: requests whose jobs do not count, since they were deleted.
         came_back: called with stream, sequence and request of their messages.
     Attributes:
+        ended: records of requests as they are read, for whoever counts what they used; one that is full has lost some.
         registry: the workers that are registered.
         removal: removes the registrations of those that are lost.
     """
@@ -102,6 +104,7 @@ class ClusterState:
         self.disconnects = DisconnectWatch(self._is_worker_connection)
         self._work = self._tail("WORK", "work", self._on_work)
         self._done = self._tail("DONE", "done", self._on_done)
+        self.ended: deque[Entry] = deque(maxlen=ENDED_KEPT)
         self.returned = ReturnedAttempts()
         self.losses = LeaseLosses()
         self._returned = self._tail("DONE", "returned", self._on_returned)
@@ -352,6 +355,8 @@ class ClusterState:
         request = request_of(entry.headers)
         if request in self._deleted:
             self._came_back(self._bus.subjects.stream("DONE"), entry.seq, request)
+        else:
+            self.ended.append(entry)
         kept = self._unowned.end(request)
         self.returned.end(request)
         if self.tracker.finish(request, self._bus.clock.now_ns()) is not None or not kept:

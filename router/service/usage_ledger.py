@@ -1,0 +1,152 @@
+"""Counts what ended requests used: folds the records of this cell's log into its ledger (``penstock.schemas.usage``).
+
+One router of a cell does it, the one that owns the models without workers. It need not be the only one: whoever writes
+from an old part is refused, reads the newest one, and goes on behind that. So whatever ends a router, or an answer of
+the broker that was lost, costs a second read of the records since the last write.
+
+Records are counted by their headers, which every router receives anyway. What came while nobody counted is read from
+the log.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, get, get_last, get_next, lifetime, read
+from penstock.infra.bus.jetstream import compare_and_set
+from penstock.schemas import usage
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import HEADER_SUMMARY
+from penstock.schemas.summary import SUMMARY_WORDS, RequestSummary, of_encoded_done, of_headers
+from penstock.schemas.usage import Counted, UsagePart, following, grown, resumed
+from penstock.schemas.wire import encode
+
+log = structlog.get_logger("router")
+
+COUNT_S = 1.0  # between two writes
+WRITE_S = 5.0
+TOGETHER = 500  # records that are read and counted at a time
+REPORT_S = 60.0
+
+
+class UsageLedger:
+    """
+    Args:
+        ended: records as they are read, in the log's order; bounded: one that is full has lost some.
+        leads: whether this router is the one that counts.
+    """
+
+    def __init__(self, bus: Bus, ended: "deque[Entry]", leads: Callable[[], bool]) -> None:
+        self._bus = bus
+        self._ended = ended
+        self._leads = leads
+        self._records = bus.subjects.stream("DONE")
+        self._part: UsagePart | None = None  # that grows; None: it has to be read
+        self._revision = 0  # of that part in the stream; 0: it is not there yet
+        self._reported = 0.0
+
+    async def run(self) -> None:
+        """Count until cancelled."""
+        self._bus.on_reconnect.append(self._read_again)
+        try:
+            while True:
+                await asyncio.sleep(COUNT_S)
+                try:
+                    await self.count()
+                except (ServingError, NatsError, OSError, TimeoutError, msgspec.MsgspecError) as error:
+                    self._part = None
+                    self._report(error)
+        finally:
+            self._bus.on_reconnect.remove(self._read_again)
+
+    async def count(self) -> None:
+        """Count what has ended since the last time.
+
+        Raises:
+            ServingError, NatsError, OSError, TimeoutError, msgspec.MsgspecError: it was not stored, as far as is known.
+        """
+        entries, missed = list(self._ended), len(self._ended) == self._ended.maxlen
+        self._ended.clear()
+        if not self._leads():
+            self._part = None
+        elif self._part is None or missed:
+            await self._resume()  # reads these entries, too
+        elif entries:
+            await self._store([await self._counted(entry) for entry in entries])
+
+    async def _read_again(self) -> None:
+        """Records may be gone, or be others, if the broker was away."""
+        self._part = None
+
+    async def _resume(self) -> None:
+        """Find where the ledger ends, and count what the log has behind that."""
+        bus, subjects = self._bus, self._bus.subjects
+        newest = await get_last(bus, subjects.stream("USAGE"), subjects.all("usage"), newest=True)
+        part = usage.decode(newest.data) if newest is not None else None
+        there = await lifetime(bus, self._records)
+        first = await get_next(bus, self._records, ">", 0) if there.first <= there.end else None
+        closed, after = resumed(part, there.created, there.first, there.end, first.time_ns if first is not None else 0)
+        revision = newest.seq if newest is not None else 0
+        if closed is not None:
+            await self._write(closed, revision)
+        self._revision = revision if part is not None and after.number == part.number else 0
+        if after.gap is not None:
+            log.warning("usage_missed", messages=after.gap.messages, since_ns=after.gap.since_ns)
+        self._part = after
+        if after.gap is not None or part is None:
+            await self._write(after, self._revision)
+        portion: list[Counted] = []
+        began = time.monotonic()
+        async for entry in read(bus, self._records, subjects.all("done"), after=after.last, batch=TOGETHER):
+            portion.append(await self._counted(entry))
+            if len(portion) == TOGETHER:
+                await self._store(portion)
+                portion = []
+                await asyncio.sleep(time.monotonic() - began)  # half of the time is for requests
+                began = time.monotonic()
+        await self._store(portion)
+
+    async def _counted(self, entry: Entry) -> Counted:
+        return usage.count(entry.seq, entry.time_ns, entry.headers, await self._summary(entry))
+
+    async def _summary(self, entry: Entry) -> RequestSummary | None:
+        """Of a record by an earlier release from its body: its headers have less."""
+        found = of_headers(entry.subject, entry.headers)
+        if found is not None and entry.headers[HEADER_SUMMARY].count(" ") + 1 >= SUMMARY_WORDS:
+            return found
+        stored = entry if entry.data else await get(self._bus, self._records, entry.seq)
+        try:
+            return of_encoded_done(stored.data, RequestSummary) if stored is not None else found
+        except msgspec.MsgspecError:  # of a later release
+            return found
+
+    async def _store(self, counted: Iterable[Counted]) -> None:
+        assert self._part is not None
+        part, left = grown(self._part, counted)
+        if part != self._part:
+            await self._write(part, self._revision)
+        while left:
+            part, left = grown(following(part), left)
+            await self._write(part, 0)
+
+    async def _write(self, part: UsagePart, revision: int) -> None:
+        """Store a part in the place of a revision (0: a new one).
+
+        Raises:
+            ServingError: broker_unavailable: it was not stored, for another router has stored one, say.
+        """
+        reply = await compare_and_set(self._bus, self._bus.subjects.usage(part.number), encode(part), revision, WRITE_S)
+        if reply.error is not None:
+            raise ServingError(Code.broker_unavailable, f"the ledger of usage was not stored: {reply.error}")
+        self._part, self._revision = part, reply.seq
+
+    def _report(self, error: BaseException) -> None:
+        if time.monotonic() - self._reported > REPORT_S:
+            self._reported = time.monotonic()
+            log.warning("usage_not_counted", error=str(error) or repr(error), action="run `penstock streams apply`")
