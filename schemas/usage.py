@@ -90,7 +90,7 @@ class UsagePart(msgspec.Struct, frozen=True, omit_defaults=True):
 decode = decoder(UsagePart)
 
 
-class Counted(NamedTuple):
+class CountedEnd(NamedTuple):
     """One message of DONE. ``row``: what it adds; None: nothing."""
 
     seq: int
@@ -98,7 +98,7 @@ class Counted(NamedTuple):
     row: UsageRow | None
 
 
-def count(seq: int, time_ns: int, headers: Mapping[str, str], summary: RequestSummary | None) -> Counted:
+def count(seq: int, time_ns: int, headers: Mapping[str, str], summary: RequestSummary | None) -> CountedEnd:
     """What a record adds.
 
     A request counts with its answer, or the part of one that was made; one that failed without a token does not. Of a
@@ -108,11 +108,11 @@ def count(seq: int, time_ns: int, headers: Mapping[str, str], summary: RequestSu
         summary: of the record; None: the message is none.
     """
     if summary is None or summary.origin or HEADER_RECORDED_TIME in headers:
-        return Counted(seq, time_ns, None)
+        return CountedEnd(seq, time_ns, None)
     sampled = summary.endpoint not in NOT_SAMPLED  # others stream vectors, or steps of a picture
     completion = summary.completion_tokens if sampled else 0
     if summary.state != DONE and not completion:
-        return Counted(seq, time_ns, None)
+        return CountedEnd(seq, time_ns, None)
     row = UsageRow(
         time_ns // HOUR_NS,
         summary.tenant,
@@ -125,10 +125,10 @@ def count(seq: int, time_ns: int, headers: Mapping[str, str], summary: RequestSu
         completion,
         summary.files,
     )
-    return Counted(seq, time_ns, row)
+    return CountedEnd(seq, time_ns, row)
 
 
-def grown(part: UsagePart, counted: Iterable[Counted]) -> tuple[UsagePart, list[Counted]]:
+def grown(part: UsagePart, counted: Iterable[CountedEnd]) -> tuple[UsagePart, list[CountedEnd]]:
     """The part with further messages of the log, and those that are for the next part: then this one is closed.
 
     Args:
@@ -138,7 +138,7 @@ def grown(part: UsagePart, counted: Iterable[Counted]) -> tuple[UsagePart, list[
         return part, [each for each in counted if each.seq > part.last]
     rows = {row.group: row for row in part.rows}
     last, counted_ns = part.last, part.counted_ns
-    left: list[Counted] = []
+    left: list[CountedEnd] = []
     closed = False
     for each in counted:
         if each.seq <= last:

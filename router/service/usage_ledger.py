@@ -24,7 +24,7 @@ from penstock.schemas import usage
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import HEADER_SUMMARY
 from penstock.schemas.summary import SUMMARY_WORDS, RequestSummary, of_encoded_done, of_headers
-from penstock.schemas.usage import Counted, UsagePart, following, grown, resumed
+from penstock.schemas.usage import CountedEnd, UsagePart, following, grown, resumed
 from penstock.schemas.wire import encode
 
 log = structlog.get_logger("router")
@@ -101,7 +101,7 @@ class UsageLedger:
         self._part = after
         if after.gap is not None or part is None:
             await self._write(after, self._revision)
-        portion: list[Counted] = []
+        portion: list[CountedEnd] = []
         began = time.monotonic()
         async for entry in read(bus, self._records, subjects.all("done"), after=after.last, batch=TOGETHER):
             portion.append(await self._counted(entry))
@@ -112,7 +112,7 @@ class UsageLedger:
                 began = time.monotonic()
         await self._store(portion)
 
-    async def _counted(self, entry: Entry) -> Counted:
+    async def _counted(self, entry: Entry) -> CountedEnd:
         return usage.count(entry.seq, entry.time_ns, entry.headers, await self._summary(entry))
 
     async def _summary(self, entry: Entry) -> RequestSummary | None:
@@ -126,7 +126,7 @@ class UsageLedger:
         except msgspec.MsgspecError:  # of a later release
             return found
 
-    async def _store(self, counted: Iterable[Counted]) -> None:
+    async def _store(self, counted: Iterable[CountedEnd]) -> None:
         assert self._part is not None
         part, left = grown(self._part, counted)
         if part != self._part:

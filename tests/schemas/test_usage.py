@@ -13,7 +13,7 @@ from penstock.schemas.done import Done, MadeWith, Outcome, Timings, Usage
 from penstock.schemas.subjects import HEADER_RECORDED_TIME, HEADER_SUMMARY, Subjects
 from penstock.schemas.summary import RequestSummary, header_of, of_headers
 from penstock.schemas.tokens import File
-from penstock.schemas.usage import Counted, UsageGap, UsagePart, UsageRow, count, following, grown, resumed, sums
+from penstock.schemas.usage import CountedEnd, UsageGap, UsagePart, UsageRow, count, following, grown, resumed, sums
 from penstock.schemas.wire import encode, pack_tokens
 from tests.schemas.samples import REQUEST
 
@@ -78,12 +78,12 @@ def test_guests_of_another_cell_and_imported_records_do_not_count() -> None:
     assert count(1, 1, {}, None).row is None
 
 
-def of(seq: int, hour: int, tenant: str = "acme", tokens: int = 1) -> Counted:
-    return Counted(seq, hour * HOUR, UsageRow(hour, tenant, requests=1, prompt=tokens))
+def of(seq: int, hour: int, tenant: str = "acme", tokens: int = 1) -> CountedEnd:
+    return CountedEnd(seq, hour * HOUR, UsageRow(hour, tenant, requests=1, prompt=tokens))
 
 
 def test_a_part_is_closed_by_the_next_hour_and_has_no_hour_twice() -> None:
-    part, left = grown(UsagePart(1), [of(1, 5), of(2, 5), Counted(3, 6 * HOUR, None), of(4, 6), of(5, 6)])
+    part, left = grown(UsagePart(1), [of(1, 5), of(2, 5), CountedEnd(3, 6 * HOUR, None), of(4, 6), of(5, 6)])
     assert (part.last, part.closed, [row.requests for row in part.rows]) == (3, True, [2])
     assert [each.seq for each in left] == [4, 5]
     after, rest = grown(following(part), left)
@@ -133,10 +133,10 @@ def test_any_repetition_and_any_crash_gives_the_same_sums(
 ) -> None:
     """Two routers fold the same log in turns. Each reads from some place on, and stores what it made of the newest part
     as it knows it; the broker refuses what was made of an older one. Whatever is lost is read again."""
-    hour, messages = 5, list[Counted]()
+    hour, messages = 5, list[CountedEnd]()
     for seq, (tenant, step, ends) in enumerate(log, 1):
         hour += step == 2
-        messages.append(of(seq, hour, tenant, seq) if ends else Counted(seq, hour * HOUR, None))
+        messages.append(of(seq, hour, tenant, seq) if ends else CountedEnd(seq, hour * HOUR, None))
     kept, limit = usage.MAX_ROWS, most_rows
     usage.MAX_ROWS = limit
     stored: dict[int, UsagePart] = {}
