@@ -41,7 +41,7 @@ def without_content(request: GenerateRequest, key: bytes) -> GenerateRequest:
     if drawn is not None:
         drawn = msgspec.structs.replace(drawn, prompt="", negative="")
     if embedding is not None:
-        embedding = msgspec.structs.replace(embedding, texts=(), lengths=())
+        embedding = embedding.without_texts()
     if trace is not None:
         trace = msgspec.structs.replace(trace, state="")
     session = request.session and blake3(request.session.encode(), key=key).hexdigest(16)

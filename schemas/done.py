@@ -288,7 +288,7 @@ def _without_prompt(event: Done) -> Done:
 
 
 def _without_texts(request: GenerateRequest) -> Embedding | None:
-    return None if request.embedding is None else msgspec.structs.replace(request.embedding, texts=(), lengths=())
+    return None if request.embedding is None else request.embedding.without_texts()
 
 
 def _without_scores(event: Done) -> Done:

@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.schemas.requests import EMBEDDING
+from penstock.schemas.requests import EMBEDDING, SCORE
 from penstock.schemas.transfer import Endpoint
 from penstock.schemas.wire import decoder
 
 LEASE_S = 3.0
 RENEW_S = 0.75
 DIFFUSION = "diffusion"  # the role that makes images and videos
-EMBED = "embed"  # the role that makes vectors of texts
+EMBED = "embed"  # the role that makes vectors of texts, or scores of pairs of them
 APART = frozenset({DIFFUSION, EMBED})  # roles that generate no tokens; their models need no gateway's tokenizer
 
 
@@ -80,6 +80,7 @@ class Embedder(msgspec.Struct, frozen=True, omit_defaults=True):
     matryoshka: tuple[int, ...] = ()  # the shorter vectors it was trained for; empty: unknown
     prompts: tuple[str, ...] = ()  # names of what can be put before a text
     default_dimensions: int = 0  # of vectors whose request names no number; 0: ``dimensions``
+    scores: bool = False  # it makes no vectors: it scores pairs of texts, so an input is a pair
 
 
 class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -130,7 +131,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     def output(self) -> str:
         """As ``GenerateRequest.output``: what a worker of a role of its own makes; "": tokens."""
         if self.role == EMBED:
-            return EMBEDDING
+            return SCORE if self.embedder is not None and self.embedder.scores else EMBEDDING
         return self.diffusion.kind if self.role == DIFFUSION and self.diffusion is not None else ""
 
 

@@ -32,6 +32,10 @@ _RANKS = {Priority.interactive: 0, Priority.standard: 1, Priority.batch: 2}
 
 
 EMBEDDING = "embedding"  # value of ``GenerateRequest.endpoint`` and ``output``
+RERANK = "rerank"  # values of ``GenerateRequest.endpoint``; their ``output`` is SCORE
+SCORE = "score"
+BY_EMBED_WORKERS = frozenset({EMBEDDING, RERANK, SCORE})  # endpoints
+PAIRS = "<pairs>"  # reserved name of a prompt, see ``Embedding.queries``
 CONSTRAINT = "constraint"  # reserved name of a logits processor, see ``Constraint``
 CONSTRAINT_LARK = "constraint.lark"  # named besides for constraints of kind "lark"
 CONSTRAINT_SPELLED = "constraint.spelled"  # besides, if the text of a special token may be in the output
@@ -126,6 +130,9 @@ class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
 
     In the token stream, the first "token" is the number of tokens of all inputs. Each further one is a float32 of a
     vector; the vectors follow each other in the order of the inputs.
+
+    With ``queries``, an input is a query and a text, and its "vector" is one value: their score. Such a request has
+    the prompt ``PAIRS``, so that workers of builds that do not know the field refuse it.
     """
 
     dimensions: int  # of each vector in the answer
@@ -134,6 +141,19 @@ class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
     truncate: int = 0  # longer inputs are cut to so many tokens; 0: they are refused
     base64: bool = False  # the answer has each vector as base64 of its float32 values, little-endian
     prompt: str = ""  # name of what the worker puts before each text; "": the model's default
+    queries: tuple[str, ...] = ()  # one for all texts, or one for each
+    document_tokens: int = 0  # of pairs: texts are cut to so many tokens before they meet their query; 0: not
+    top: int = 0  # the answer has the best so many scores, in their order; 0: all
+    shows_texts: bool = False  # the answer repeats the texts beside their scores
+
+    @property
+    def scores(self) -> bool:
+        """Whether it asks for scores of pairs. Also known where the content was left out."""
+        return self.prompt == PAIRS
+
+    def without_texts(self) -> "Embedding":
+        """What is no content of the client's."""
+        return msgspec.structs.replace(self, texts=(), lengths=(), queries=())
 
 
 class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -186,7 +206,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     lora: str = ""
     media: tuple[Media, ...] = ()
     worker: str = ""  # routing mode "direct": only this worker
-    endpoint: str = ""  # shape of the answer: chat, text, response, message, ollama_chat, embedding, image, video
+    endpoint: str = ""  # shape of the answer: chat, text, response, message, ollama_chat, embedding, rerank, image, …
     stops_shown: bool = False  # the answer includes the stop string
     diffusion: Diffusion | None = None  # an image or video request: prompt, stop and sampling are ignored
     echo: bool = False  # the answer starts with the prompt
@@ -202,7 +222,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     session: str = ""  # name of the conversation it belongs to, a hint for routing
     client_body: bytes = b""  # JSON: what the answer repeats of the client's body, or a later request continues
     constraint: Constraint | None = None  # None: the output is free; else ``sampling.logits_processors`` has CONSTRAINT
-    embedding: Embedding | None = None  # a request for vectors: stop and sampling are ignored
+    embedding: Embedding | None = None  # a request for vectors or scores: stop and sampling are ignored
     repeats_poison: bool = False  # the first repeat of a request that crashed every worker: it runs alone
     shown: Shown = TEXT_ONLY
     prompt_length: int = 0  # tokens of the prompt, where it is left out (``penstock.schemas.contents.without_content``)
@@ -218,9 +238,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def output(self) -> str:
-        """What workers of a role of its own make: "image", "video" or "embedding"; "": tokens."""
+        """What workers of a role of its own make: "image", "video", "embedding" or "score"; "": tokens."""
         if self.embedding is not None:
-            return EMBEDDING
+            return SCORE if self.embedding.scores else EMBEDDING
         return self.diffusion.kind if self.diffusion is not None else ""
 
     @property

@@ -25,7 +25,7 @@ FAILED: Final = "failed"
 CANCELLED: Final = "cancelled"
 UNKNOWN: Final = "unknown"
 STATES: tuple[State, ...] = get_args(State)
-NOT_SAMPLED = ("embedding", "image", "video")  # endpoints whose answers are no drawn tokens
+NOT_SAMPLED = ("embedding", "rerank", "score", "image", "video")  # endpoints whose answers are no drawn tokens
 
 
 LATE_NS = 60_000_000_000

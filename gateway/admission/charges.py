@@ -113,6 +113,10 @@ class Charges:
 
 
 def prompt_tokens(request: GenerateRequest) -> int:
-    """What a request's prompt is charged for. Of texts that its worker makes tokens of, one for every 4 bytes."""
-    texts = request.embedding.texts if request.embedding is not None else ()
-    return request.prompt_tokens + sum(-(-len(text.encode()) // 4) for text in texts)
+    """What a request's prompt is charged for. Of texts that its worker makes tokens of, one for every 4 bytes;
+    a query counts in each of its pairs."""
+    asked = request.embedding
+    if asked is None:
+        return request.prompt_tokens
+    texts, queries = (sum(-(-len(text.encode()) // 4) for text in each) for each in (asked.texts, asked.queries))
+    return request.prompt_tokens + texts + queries * (len(asked.texts) // (len(asked.queries) or 1))

@@ -1,11 +1,13 @@
 """From the body of an embeddings request to a GenerateRequest: parse, model, limits, request. Pure but for ids.
 
+Reranking and scoring are the same with pairs of texts, of which workers with a cross-encoder make one number each.
+
 Texts go to the worker as they are: this gateway may have another model's tokenizer. So only the worker knows whether a
 text is too long; lists of token ids are checked here.
 
 The body of POST /v1/embeddings: its fields and limits. Knows no model.
 
-Token items of an embeddings request become its JSON answer. Pure.
+Token items of an embeddings request become its JSON answer: vectors, a ranking, or scores. Pure.
 
 The "tokens" are a count and then float32 values (``penstock.schemas.requests.Embedding``).
 """
@@ -13,9 +15,10 @@ The "tokens" are a count and then float32 values (``penstock.schemas.requests.Em
 import base64
 import sys
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Literal
+from types import MappingProxyType
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -32,13 +35,15 @@ from penstock.gateway.base.request_bodies import (
 )
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Embedder
-from penstock.schemas.requests import EMBEDDING, Embedding, GenerateRequest, Stop
+from penstock.schemas.requests import EMBEDDING, PAIRS, RERANK, SCORE, Embedding, GenerateRequest, Stop
 from penstock.schemas.tokens import FAILURES, TokenItem
 from penstock.schemas.wire import pack_tokens
 
 MAX_INPUTS = 2048  # as in OpenAI's API
 MAX_TOKENS = 300_000  # of all inputs that are given as token ids, as in OpenAI's API
 MAX_VALUES = MAX_TOKENS + MAX_INPUTS  # in a body; so many are decoded in about 12 ms
+MAX_PAIR_BYTES = 16 << 20  # of all pairs, the query counted in each: a long one makes much work of a small body
+BILLED_DOCUMENTS = 100  # of a search unit, as in Cohere's API
 
 TokenId = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 TokenIds = list[TokenId]
@@ -71,6 +76,37 @@ class EmbeddingRequest(CommonOptions, frozen=True, kw_only=True):
     ) = None
 
 
+class Document(Struct, frozen=True):
+    """A text as an object, as Cohere's and Jina's clients may send it."""
+
+    text: str
+
+
+class RerankRequest(CommonOptions, frozen=True, kw_only=True):
+    """POST /v1/rerank and /v2/rerank, in Cohere's and Jina's form. ``documents``: texts, or objects with a text."""
+
+    query: str
+    documents: list[str | Document]
+    top_n: Annotated[int, Meta(ge=1, description="answer with the best so many documents; default: all")] | None = None
+    return_documents: Annotated[bool, Meta(description="repeat the documents in the answer")] | None = None
+    max_tokens_per_doc: Annotated[int, Meta(ge=1, description="cut each document to so many tokens")] | None = None
+    truncate: (
+        Annotated[bool, Meta(description="false: refuse pairs that are too long; default: cut the longer text")] | None
+    ) = None
+    truncation: Annotated[bool, Meta(description="another name for truncate")] | None = None
+    truncate_prompt_tokens: Cut | None = None
+
+
+class ScoreRequest(CommonOptions, frozen=True, kw_only=True):
+    """POST /v1/score, in vLLM's form. One text and several make a pair with each; two lists, pairs in their order."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: Annotated[str | list[str], Meta(description="another name for text_1")] | None = None
+    documents: Annotated[str | list[str], Meta(description="another name for text_2")] | None = None
+    truncate_prompt_tokens: Cut | None = None
+
+
 class Inputs(Struct, frozen=True):
     """The inputs of a body in their order: either texts or token ids."""
 
@@ -92,13 +128,17 @@ def parse_embedding(data: bytes) -> tuple[EmbeddingRequest, Inputs]:
     body: EmbeddingRequest = decode_body(_decode, data)
     if body.stream:
         raise unsupported("stream", "embeddings are not streamed: leave stream out")
-    if body.truncate_prompt_tokens == 0:
-        raise invalid(
-            "truncate_prompt_tokens", "truncate_prompt_tokens is 0; use 1 or more, or -1 for the model's limit"
-        )
+    _check_cut(body.truncate_prompt_tokens)
     if body.dimensions and body.truncate_dim and body.dimensions != body.truncate_dim:
         raise invalid("truncate_dim", "truncate_dim and dimensions mean the same and differ; give one of them")
     return body, _inputs(body.input)
+
+
+def _check_cut(cut: int | None) -> None:
+    if cut == 0:
+        raise invalid(
+            "truncate_prompt_tokens", "truncate_prompt_tokens is 0; use 1 or more, or -1 for the model's limit"
+        )
 
 
 def _inputs(given: str | list[str | int | list[int]]) -> Inputs:
@@ -126,37 +166,50 @@ def _inputs(given: str | list[str | int | list[int]]) -> Inputs:
 
 
 EMBEDDINGS_PATH = "/v1/embeddings"
+RERANK_PATH, SCORE_PATH = "/v1/rerank", "/v1/score"
+TEXT_PATHS = "/v1/chat/completions and the other endpoints for text"
 _DOCUMENT = ("document", "passage", "corpus")
 # What clients call the kinds of texts, and the prompts that sentence-transformers has for them.
 _KINDS = {"query": ("query",), "search_query": ("query",)} | dict.fromkeys(("search_document", *_DOCUMENT), _DOCUMENT)
 MAX_FLOATS = 1 << 22  # in one answer, which has 16 MiB of them then
 
 
+def paths_of(model: Embedder) -> str:
+    """Where a model of embed workers is asked, for messages."""
+    return f"{RERANK_PATH} or {SCORE_PATH}" if model.scores else EMBEDDINGS_PATH
+
+
+class _Asked(NamedTuple):
+    """``tokens``: of the inputs, where the body has these instead of texts."""
+
+    body: CommonOptions
+    model: str
+    embedding: Embedding
+    tokens: Sequence[TokenIds] = ()
+
+
 def prepare_embedding(
     data: bytes,
     models: Mapping[str, Embedder],
     *,
+    endpoint: str = EMBEDDING,
     gateway: str,
     default_deadline_s: float,
     now_ns: int,
-    others: Collection[str] = (),
+    others: Mapping[str, str] = MappingProxyType({}),
     no_store: bool = False,
     request_id: str,
 ) -> PreparedRequest:
     """
     Args:
         models: of the embed workers, by name.
-        others: names of models that are served here and make no vectors.
+        endpoint: EMBEDDING, RERANK or SCORE.
+        others: models that are served here and make no vectors, by name, with the paths to ask them at.
     Raises:
         ServingError: the body cannot be served; names the field and the limit.
     """
-    body, inputs = parse_embedding(data)
-    name, model = _find_model(body.model, models, others)
-    dimensions = _dimensions(body, model)
-    if (floats := len(inputs) * dimensions) > MAX_FLOATS:
-        text = f"{len(inputs)} vectors of {dimensions} have {floats} numbers; the limit is {MAX_FLOATS}"
-        raise invalid("input", f"{text}: send several requests")
-    tokens = [_checked(at, each, body, model) for at, each in enumerate(inputs.tokens)]
+    asks = {EMBEDDING: _vectors_asked, RERANK: _ranking_asked, SCORE: _scores_asked}[endpoint]
+    body, name, embedding, tokens = asks(data, models, others)
     request = GenerateRequest(
         id=request_id,
         model=name,
@@ -168,24 +221,108 @@ def prepare_embedding(
         priority=resolve_priority(body.priority, body.service_tier),
         user=body.user or "",
         worker=body.worker or "",
-        endpoint=EMBEDDING,
+        endpoint=endpoint,
         no_store=no_store or bool(body.no_store),
-        embedding=_embedding(body, inputs, tokens, model, dimensions),
+        embedding=embedding,
     )
     return PreparedRequest(request, sum(map(len, tokens)), False, False)
 
 
-def _embedding(
-    body: EmbeddingRequest, inputs: Inputs, tokens: Sequence[TokenIds], model: Embedder, dimensions: int
-) -> Embedding:
-    return Embedding(
+def _vectors_asked(data: bytes, models: Mapping[str, Embedder], others: Mapping[str, str]) -> _Asked:
+    body, inputs = parse_embedding(data)
+    name, model = _find_model(body.model, models, others, scores=False)
+    dimensions = _dimensions(body, model)
+    if (floats := len(inputs) * dimensions) > MAX_FLOATS:
+        text = f"{len(inputs)} vectors of {dimensions} have {floats} numbers; the limit is {MAX_FLOATS}"
+        raise invalid("input", f"{text}: send several requests")
+    tokens = [_checked(at, each, body, model) for at, each in enumerate(inputs.tokens)]
+    embedding = Embedding(
         dimensions=dimensions,
         texts=tuple(inputs.texts),
         lengths=tuple(map(len, tokens)),
-        truncate=_longest(body, model) if body.truncate_prompt_tokens is not None else 0,
+        truncate=0 if body.truncate_prompt_tokens is None else _longest(body.truncate_prompt_tokens, model),
         base64=body.encoding_format == "base64",
         prompt=_prompt(body, inputs, model),
     )
+    return _Asked(body, name, embedding, tokens)
+
+
+_decode_rerank = msgspec.json.Decoder(RerankRequest).decode
+_decode_score = msgspec.json.Decoder(ScoreRequest).decode
+
+
+def _ranking_asked(data: bytes, models: Mapping[str, Embedder], others: Mapping[str, str]) -> _Asked:
+    body: RerankRequest = decode_body(_decode_rerank, data)
+    texts = tuple(each if isinstance(each, str) else each.text for each in body.documents)
+    _check_pairs(body, (body.query,), texts, "query", "documents")
+    name, model = _find_model(body.model, models, others, scores=True)
+    cuts = False not in (body.truncate, body.truncation)
+    cut = -1 if body.truncate_prompt_tokens is None and cuts else body.truncate_prompt_tokens
+    embedding = Embedding(
+        1,
+        texts,
+        truncate=0 if cut is None else _longest(cut, model),
+        prompt=PAIRS,
+        queries=(body.query,),
+        document_tokens=body.max_tokens_per_doc or 0,
+        top=body.top_n or 0,
+        shows_texts=bool(body.return_documents),
+    )
+    return _Asked(body, name, embedding)
+
+
+def _scores_asked(data: bytes, models: Mapping[str, Embedder], others: Mapping[str, str]) -> _Asked:
+    body: ScoreRequest = decode_body(_decode_score, data)
+    queries = _side("text_1", body.text_1, "queries", body.queries)
+    texts = _side("text_2", body.text_2, "documents", body.documents)
+    fields = ("text_1" if body.queries is None else "queries", "text_2" if body.documents is None else "documents")
+    if len(queries) not in (1, len(texts)):
+        counts = f"{fields[0]} has {len(queries)} texts and {fields[1]} {len(texts)}"
+        raise invalid(fields[0], f"{counts}; give one and any number, or two lists of the same length")
+    _check_pairs(body, queries, texts, *fields)
+    name, model = _find_model(body.model, models, others, scores=True)
+    cut = body.truncate_prompt_tokens
+    longest = 0 if cut is None else _longest(cut, model)
+    return _Asked(body, name, Embedding(1, texts, truncate=longest, prompt=PAIRS, queries=queries))
+
+
+def _side(name: str, given: str | list[str] | None, other: str, also: str | list[str] | None) -> tuple[str, ...]:
+    """One side of the pairs, under whichever of its names."""
+    if (given is None) == (also is None):
+        raise invalid(name, f"give either {name} or {other}: a text, or a list of texts")
+    texts = also if given is None else given
+    assert texts is not None
+    return (texts,) if isinstance(texts, str) else tuple(texts)
+
+
+def _check_pairs(
+    body: RerankRequest | ScoreRequest, queries: Sequence[str], texts: Sequence[str], query: str, document: str
+) -> None:
+    """
+    Args:
+        query, document: names of the fields.
+    Raises:
+        ServingError: invalid_request or unsupported, with the field and the limit.
+    """
+    if body.stream:
+        raise unsupported("stream", "scores are not streamed: leave stream out")
+    _check_cut(body.truncate_prompt_tokens)
+    if not texts:
+        raise invalid(document, f"{document} is empty; give at least one text")
+    if not all(queries):
+        raise invalid(query, f"{query} is empty, or has an empty text")
+    if len(texts) > MAX_INPUTS:
+        raise invalid(
+            document, f"{document} has {len(texts)} entries; the limit is {MAX_INPUTS}: send several requests"
+        )
+    each = [len(text.encode()) for text in queries]
+    size = sum(len(text.encode()) for text in texts) + sum(each) * (len(texts) // len(each))
+    if size > MAX_PAIR_BYTES:
+        raise invalid(
+            document,
+            f"{len(texts)} pairs have {size} bytes, {query} counted in each; the limit is {MAX_PAIR_BYTES}: send "
+            f"several requests, or a shorter {query}",
+        )
 
 
 def _prompt(body: EmbeddingRequest, inputs: Inputs, model: Embedder) -> str:
@@ -204,23 +341,33 @@ def _prompt(body: EmbeddingRequest, inputs: Inputs, model: Embedder) -> str:
     return found or ""
 
 
-def _find_model(name: str | None, models: Mapping[str, Embedder], others: Collection[str]) -> tuple[str, Embedder]:
-    """The model and its name. ``name``: None or "": the only one that there is."""
-    if not name and models and all(model == next(iter(models.values())) for model in models.values()):
-        name = next(iter(models))
+def _find_model(
+    name: str | None, models: Mapping[str, Embedder], others: Mapping[str, str], *, scores: bool
+) -> tuple[str, Embedder]:
+    """The model and its name.
+
+    Args:
+        name: None or "": the only one that there is.
+        scores: it must score pairs, or else make vectors.
+    """
+    able = {each: model for each, model in models.items() if model.scores is scores}
+    if not name and able and all(model == next(iter(able.values())) for model in able.values()):
+        name = next(iter(able))
     name = name or ""
-    model = models.get(name)
+    model = able.get(name)
     if model is not None:
         return name, model
-    served = ", ".join(map(repr, models)) or "none"
-    if name in others:
+    served, does = ", ".join(map(repr, able)) or "none", "scores pairs of texts" if scores else "makes embeddings"
+    if name in models or name in others:
+        paths = paths_of(models[name]) if name in models else others[name]
+        others_can = "A cross-encoder does" if scores else "An encoder or a language model does"
         raise unsupported(
             "model",
-            f"model {name[:200]!r} makes no embeddings here; models that do: {served}. To make embeddings with it, "
-            "start a worker for it with --role embed",
+            f"no worker of model {name[:200]!r} {does}; it serves {paths}. Models that do: {served}. {others_can}, "
+            "where a worker serves it with --role embed",
         )
     raise ServingError(
-        Code.model_not_found, f"no model {name[:200]!r} makes embeddings here; models that do: {served}", param="model"
+        Code.model_not_found, f"no model {name[:200]!r} {does} here; models that do: {served}", param="model"
     )
 
 
@@ -236,16 +383,15 @@ def _dimensions(body: EmbeddingRequest, model: Embedder) -> int:
     return wanted
 
 
-def _longest(body: EmbeddingRequest, model: Embedder) -> int:
-    """Tokens of an input, at most."""
-    cut = body.truncate_prompt_tokens
+def _longest(cut: int | None, model: Embedder) -> int:
+    """Tokens of an input, at most. ``cut``: ``truncate_prompt_tokens``."""
     return model.max_tokens if cut is None or cut < 0 else min(cut, model.max_tokens)
 
 
 def _checked(at: int, tokens: TokenIds, body: EmbeddingRequest, model: Embedder) -> TokenIds:
     if (largest := max(tokens)) >= model.vocab_size:
         raise invalid("input", f"input[{at}] has the token id {largest}; this model's are below {model.vocab_size}")
-    longest = _longest(body, model)
+    longest = _longest(body.truncate_prompt_tokens, model)
     if len(tokens) > longest and body.truncate_prompt_tokens is None:
         raise too_long(at, len(tokens), longest)
     return tokens[:longest]
@@ -289,8 +435,51 @@ class EmbeddingResponse(Struct, frozen=True):
     object: str = "list"
 
 
+class RankedDocument(Struct, frozen=True, omit_defaults=True):
+    """``index``: of the document in the body."""
+
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class BilledUnits(Struct, frozen=True):
+    search_units: int
+
+
+class RerankMeta(Struct, frozen=True):
+    billed_units: BilledUnits
+
+
+class RerankResponse(Struct, frozen=True):
+    """Response of POST /v1/rerank. ``results``: the best document first."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: EmbeddingUsage
+    meta: RerankMeta
+
+
+class ScoreData(Struct, frozen=True):
+    index: int
+    score: float
+    object: str = "score"
+
+
+class ScoreResponse(Struct, frozen=True):
+    """Response of POST /v1/score. ``data``: in the order of the pairs."""
+
+    id: str
+    created: int
+    model: str
+    data: list[ScoreData]
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
 class EmbeddingAggregator:
-    """Collects the vectors of one request; see ``penstock.gateway.apis.endpoints.Aggregator``."""
+    """Collects the vectors, or scores, of one request; see ``penstock.gateway.apis.endpoints.Aggregator``."""
 
     def __init__(self, request: GenerateRequest) -> None:
         assert request.embedding is not None
@@ -306,7 +495,8 @@ class EmbeddingAggregator:
 
     @property
     def large(self) -> bool:
-        return len(self._received) > LARGE_BYTES
+        repeated = sum(map(len, self._embedding.texts)) if self._embedding.shows_texts else 0
+        return len(self._received) + repeated > LARGE_BYTES
 
     @property
     def usage(self) -> UsageBody:
@@ -333,7 +523,7 @@ class EmbeddingAggregator:
         return b"".join(self.parts())
 
     def parts(self) -> Sequence[bytes]:
-        """The body in pieces of one vector each.
+        """The body in pieces of one vector each; one of scores in one piece.
 
         Raises:
             ServingError: the request failed.
@@ -343,10 +533,29 @@ class EmbeddingAggregator:
         width = FLOAT_BYTES * self._embedding.dimensions
         if (len(self._received) - FLOAT_BYTES) % width:
             raise ServingError(Code.internal, "the vectors in the log are not whole")
+        if self._embedding.scores:
+            return [_json(self._ranking() if self.request.endpoint == RERANK else self._scores())]
         return list(self._parts(width))
 
+    def _ranking(self) -> RerankResponse:
+        values, asked = _floats(self._received[FLOAT_BYTES:]), self._embedding
+        texts = asked.texts if asked.shows_texts and len(asked.texts) == len(values) else ()
+        best = sorted(range(len(values)), key=lambda index: -values[index])[: asked.top or None]
+        results = [RankedDocument(at, values[at], Document(texts[at]) if texts else None) for at in best]
+        units = BilledUnits(-(-len(values) // BILLED_DOCUMENTS))
+        return RerankResponse(self.request.id, self.request.model, results, self._total(), RerankMeta(units))
+
+    def _scores(self) -> ScoreResponse:
+        request, values = self.request, _floats(self._received[FLOAT_BYTES:])
+        data = [ScoreData(index, value) for index, value in enumerate(values)]
+        return ScoreResponse(request.id, request.created_ns // 1_000_000_000, request.model, data, self._total())
+
+    def _total(self) -> EmbeddingUsage:
+        tokens = self.usage.prompt_tokens
+        return EmbeddingUsage(tokens, tokens)
+
     def _parts(self, width: int) -> Iterator[bytes]:
-        request, usage = self.request, self.usage
+        request = self.request
         yield b'{"object":"list","id":%b,"created":%d,"model":%b,"data":[' % (
             _json(request.id),
             request.created_ns // 1_000_000_000,
@@ -356,12 +565,17 @@ class EmbeddingAggregator:
             vector = _json(self._vector(bytes(self._received[at : at + width])))
             comma = b"," if index else b""
             yield b'%b{"object":"embedding","index":%d,"embedding":%b}' % (comma, index, vector)
-        yield b'],"usage":%b}' % _json(EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens))
+        yield b'],"usage":%b}' % _json(self._total())
 
     def _vector(self, packed: bytes) -> list[float] | str:
         if self._embedding.base64:
             return base64.b64encode(packed).decode()
-        values = array("f", packed)
-        if sys.byteorder == "big":
-            values.byteswap()
-        return values.tolist()
+        return _floats(packed)
+
+
+def _floats(packed: bytes | bytearray) -> list[float]:
+    """``packed``: float32 values, little-endian."""
+    values = array("f", bytes(packed))
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()

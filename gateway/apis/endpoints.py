@@ -13,7 +13,7 @@ from penstock.gateway.apis.chat.aggregator import AnswerAggregator
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, CompletionRequest
 from penstock.gateway.apis.chat.segments import SegmentedAnswer, SegmentRenderer, WholeAnswer
 from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
-from penstock.gateway.apis.embeddings import EmbeddingAggregator, EmbeddingRequest
+from penstock.gateway.apis.embeddings import EmbeddingAggregator, EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.gateway.apis.images import IMAGE, VIDEO, ImageGenerationRequest, VideoGenerationRequest
 from penstock.gateway.apis.messages.bodies import MessagesRequest
 from penstock.gateway.apis.messages.render import MessageEvents, message
@@ -37,7 +37,7 @@ from penstock.gateway.base.request_bodies import (
 )
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas.errors import ServingError
-from penstock.schemas.requests import EMBEDDING, GenerateRequest
+from penstock.schemas.requests import EMBEDDING, RERANK, SCORE, GenerateRequest
 from penstock.schemas.tokens import TokenItem
 
 # Clients send these to describe a request; they change no answer.
@@ -63,6 +63,8 @@ _BODY_TYPES: dict[str, type[msgspec.Struct]] = {
     OLLAMA_CHAT: OllamaChatRequest,
     OLLAMA_GENERATE: OllamaGenerateRequest,
     EMBEDDING: EmbeddingRequest,
+    RERANK: RerankRequest,
+    SCORE: ScoreRequest,
     IMAGE: ImageGenerationRequest,
     VIDEO: VideoGenerationRequest,
 }
@@ -254,7 +256,9 @@ def renderer_for(request: GenerateRequest, detokenizer: Detokenizer | None, *, i
         ServingError: unsupported: the answer has no events.
     """
     if request.embedding is not None:
-        raise unsupported("stream", "embeddings are not streamed: read the answer with GET /v1/requests/" + request.id)
+        raise unsupported(
+            "stream", "vectors and scores are not streamed: read the answer with GET /v1/requests/" + request.id
+        )
     assert detokenizer is not None
     if request.endpoint == COMPACTION:
         raise unsupported("stream", "compactions are not streamed: read the answer with GET /v1/requests/" + request.id)

@@ -194,7 +194,7 @@ class ModelCard(Struct, frozen=True):
     parent: str | None = None
     max_model_len: int | None = None
     input_modalities: tuple[Literal["text", "image"], ...] = ("text",)
-    output_modalities: tuple[Literal["text", "image", "video"], ...] = ("text",)
+    output_modalities: tuple[Literal["text", "image", "video", "embedding", "score"], ...] = ("text",)
 
 
 class ModelList(Struct, frozen=True):

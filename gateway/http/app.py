@@ -34,7 +34,7 @@ from starlette.routing import Route
 
 from penstock.gateway.access.authentication import ANYONE, CALLER, Caller, audited, caller_of
 from penstock.gateway.apis.chat.tokenization import detokenize, tokenize, tokenizer_info
-from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH
+from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH, RERANK_PATH, SCORE_PATH
 from penstock.gateway.apis.images import IMAGE_PATHS
 from penstock.gateway.apis.messages.objects import MessagesModel, message_error, messages_status, model_page
 from penstock.gateway.apis.messages.prepare_message import count_message
@@ -77,7 +77,7 @@ from penstock.gateway.service.gateway import Gateway
 from penstock.gateway.service.text_model import TextModel
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Diffuser, Embedder
-from penstock.schemas.requests import EMBEDDING, new_request_id, request_of_answer
+from penstock.schemas.requests import EMBEDDING, RERANK, SCORE, new_request_id, request_of_answer
 
 _INLINE = re.compile(rb"<(style|script)>(.*?)</\1>", re.DOTALL)
 
@@ -233,6 +233,8 @@ _WITHOUT_VERSION = tuple(
         "videos/",
         "files",
         "batches",
+        "rerank",
+        "score",
     )
 )
 _VERSION = "v1"
@@ -303,6 +305,8 @@ def _answering(gateway: Gateway) -> dict[str, App]:
         },
         "/api/show": Computed(gateway, OllamaModels(gateway).show, send_ollama_error),
         EMBEDDINGS_PATH: Generations(gateway, EMBEDDING, answer_text),
+        **{path: Generations(gateway, RERANK, answer_text) for path in (RERANK_PATH, "/v2/rerank")},
+        SCORE_PATH: Generations(gateway, SCORE, answer_text),
         "/tokenize": Computed(gateway, partial(gateway.compute, tokenize)),
         "/detokenize": Computed(gateway, partial(gateway.compute, detokenize)),
         **{path: Generations(gateway, kind, answer_images) for kind, path in IMAGE_PATHS.items()},
@@ -385,6 +389,8 @@ class _Api:
         return self._card(name, name, model.kind)
 
     def _embedding_card(self, name: str, model: Embedder) -> dict[str, Any]:
+        if model.scores:
+            return self._card(name, name, SCORE, max_model_len=model.max_tokens)
         dimensions, types = model.default_dimensions or model.dimensions, list(model.prompts)
         return self._card(
             name, name, "embedding", max_model_len=model.max_tokens, dimensions=dimensions, input_types=types
@@ -478,7 +484,6 @@ def _reply(value: Any, status: int = 200) -> Response:
 
 _NO_ASSISTANTS = "POST /v1/responses continues a conversation with previous_response_id, and calls your tools."
 _NO_TUNING = "Train the model elsewhere, and serve its folder: penstock up --model FOLDER."
-_NO_RANKS = "Compare vectors of POST /v1/embeddings instead."
 _NO_ADMINISTRATION = "Keys and tenants are managed with `penstock keys` and `penstock tenants`."
 _MODELS_ARE_WORKERS = "A model is served as long as a worker runs it: penstock up --model MODEL."
 # What other servers have, by the path without /v1, and what to do here. Of several beginnings, the longest counts.
@@ -495,7 +500,7 @@ ELSEWHERE = {
     "assistants": _NO_ASSISTANTS,
     "audio": "No model takes or makes sound here: transcribe or speak with another server.",
     "chat/completions": "Read a chat with GET /v1/requests/ID; ID is in its header X-Request-Id.",
-    "classify": _NO_RANKS,
+    "classify": "Pairs of texts are scored with POST /v1/score, documents ranked with POST /v1/rerank.",
     "complete": "Use POST /v1/messages.",
     "completion": "Use POST /v1/completions.",
     "containers": "Run code in a tool of your own.",
@@ -517,8 +522,6 @@ ELSEWHERE = {
     "pooling": "Use POST /v1/embeddings.",
     "projects": _NO_ADMINISTRATION,
     "realtime": 'Stream the answer of POST /v1/responses or /v1/chat/completions with "stream": true.',
-    "rerank": _NO_RANKS,
-    "score": _NO_RANKS,
     "threads": _NO_ASSISTANTS,
     "uploads": "Send the file whole to POST /v1/files.",
     "v1beta": "Gemini's API is not served: use POST /v1/chat/completions.",
@@ -526,7 +529,6 @@ ELSEWHERE = {
     "v2/embed": "Use POST /v1/embeddings.",
     "v2/health": "Use GET /health/ready.",
     "v2/models": "Use GET /v1/models.",
-    "v2/rerank": _NO_RANKS,
     "vector_stores": "Make vectors with POST /v1/embeddings, and keep and search them in a store of your own.",
     "videos": "Use POST /v1/videos/generations.",
 }

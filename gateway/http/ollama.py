@@ -22,6 +22,7 @@ from penstock.gateway.http.asgi import REQUEST_ID, ClientIds, Scope, Send
 from penstock.gateway.service.gateway import Gateway
 from penstock.infra.model.modeldir import read_json
 from penstock.schemas.errors import ServingError
+from penstock.schemas.fleet import Embedder
 from penstock.schemas.requests import new_request_id
 
 VERSION = "0.12.6"  # of Ollama, whose API this is; clients refuse older ones
@@ -131,8 +132,12 @@ class OllamaModels:
             for name, model in fleet.listed()
             if caller.may_name(name)
         }
-        vectors = [name for name in fleet.embedding_models.ready() if caller.may_name(name) and name not in text]
+        vectors = [name for name in self._embedders() if caller.may_name(name) and name not in text]
         return [*text.values(), *(self._card(name, "") for name in vectors)]
+
+    def _embedders(self) -> dict[str, Embedder]:
+        models = self._gateway.fleet.embedding_models.ready()
+        return {name: model for name, model in models.items() if not model.scores}
 
     async def tags(self, request: Request) -> Response:
         return _reply({"models": self._cards(caller_of(request.scope))})
@@ -154,7 +159,7 @@ class OllamaModels:
         if not given:
             raise invalid("model", "model is missing")
         fleet = self._gateway.fleet
-        embedders = fleet.embedding_models.ready()
+        embedders = self._embedders()
         name = untagged(given, {*fleet.names, *embedders})
         if name in embedders and name not in fleet.names and caller.may_name(name):
             lengths = {"general.basename": name, "embedding.context_length": embedders[name].max_tokens}

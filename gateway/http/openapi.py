@@ -8,7 +8,14 @@ from msgspec import Struct
 
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, CompletionRequest
 from penstock.gateway.apis.chat.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
-from penstock.gateway.apis.embeddings import EmbeddingRequest, EmbeddingResponse
+from penstock.gateway.apis.embeddings import (
+    EmbeddingRequest,
+    EmbeddingResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
 from penstock.gateway.apis.images import (
     ImageGenerationRequest,
     ImageProgressEvent,
@@ -259,6 +266,11 @@ OPERATIONS = (
         response=EmbeddingResponse,
         errors=_GENERATE,
     ),
+    *(
+        Operation("post", path, f"Rank documents by a query{as_of}", RerankRequest, RerankResponse, _GENERATE)
+        for path, as_of in (("/v1/rerank", ""), ("/v2/rerank", ", as with /v1/rerank"))
+    ),
+    Operation("post", "/v1/score", "Score pairs of texts", ScoreRequest, ScoreResponse, _GENERATE),
     Operation(
         "post",
         "/tokenize",

@@ -37,7 +37,7 @@ def check_vectors(request: GenerateRequest, limit: int) -> None:
         ServingError: body_too_large: the vectors might not fit into the one message of the answer.
     """
     wanted = request.embedding
-    if wanted is None:
+    if wanted is None or wanted.scores:
         return
     vectors = len(wanted.texts) or len(wanted.lengths)
     each = 64 + (-(-4 * wanted.dimensions // 3) * 4 if wanted.base64 else VALUE_BYTES * wanted.dimensions)

@@ -9,7 +9,7 @@ import msgspec
 from penstock.gateway.base.request_bodies import BOM, CHAT, COMPLETION, read_switch
 from penstock.schemas import control
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.requests import EMBEDDING
+from penstock.schemas.requests import EMBEDDING, RERANK, SCORE
 from penstock.schemas.subjects import DEFAULT_TENANT, HEADER_FROM, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_REPLY_TO
 
 STREAM = "stream"
@@ -46,15 +46,18 @@ class RequestShape(msgspec.Struct):
     messages: msgspec.Raw = msgspec.Raw()  # not "Raw | None": that takes nothing but null
     input: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
+    query: msgspec.Raw = msgspec.Raw()
+    queries: msgspec.Raw = msgspec.Raw()
+    text_1: msgspec.Raw = msgspec.Raw()
     model: str | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 
     @property
     def endpoint(self) -> str:
-        if _is_given(self.messages):
-            return CHAT
-        return EMBEDDING if _is_given(self.input) and not _is_given(self.prompt) else COMPLETION
+        kinds = ((CHAT, self.messages), (COMPLETION, self.prompt), (EMBEDDING, self.input), (RERANK, self.query))
+        pairs = ((SCORE, self.queries), (SCORE, self.text_1))
+        return next((kind for kind, field in (*kinds, *pairs) if _is_given(field)), COMPLETION)
 
     @property
     def form(self) -> str:

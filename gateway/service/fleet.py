@@ -23,7 +23,7 @@ import structlog
 
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.authentication import ANYONE, Caller, Sight
-from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH
+from penstock.gateway.apis.embeddings import paths_of
 from penstock.gateway.apis.images import IMAGE_PATHS
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.base.request_bodies import BOM, PrepareContext, decode_body, model_missing, model_not_found
@@ -299,7 +299,7 @@ class FleetView:
     def elsewhere(self) -> dict[str, str]:
         """Models that generate no text, and the path to ask them at."""
         images = {name: IMAGE_PATHS[model.kind] for name, model in self.diffusion_models.known.items()}
-        return images | dict.fromkeys(self.embedding_models.known, EMBEDDINGS_PATH)
+        return images | {name: paths_of(model) for name, model in self.embedding_models.known.items()}
 
     async def detokenizer(self, request: GenerateRequest) -> Detokenizer | None:
         """What makes text of a request's tokens; None: its answer has none.

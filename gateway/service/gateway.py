@@ -43,7 +43,7 @@ from penstock.infra.process.turns import TurnBudget
 from penstock.schemas import done
 from penstock.schemas.audit import KEYS_LOST, AuditEntry
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.requests import EMBEDDING, GenerateRequest, Priority, cell_in, in_cell
+from penstock.schemas.requests import BY_EMBED_WORKERS, GenerateRequest, Priority, cell_in, in_cell
 from penstock.schemas.summary import Criteria
 
 log = structlog.get_logger("gateway")
@@ -304,7 +304,7 @@ class Gateway:
         try:
             prepared = await self._preparer.prepare(endpoint, body, no_store=no_store, caller=caller)
         except ServingError as error:
-            without_tokens = endpoint in (EMBEDDING, *IMAGE_PATHS)
+            without_tokens = endpoint in (*BY_EMBED_WORKERS, *IMAGE_PATHS)
             if error.code is Code.model_not_found and (without_tokens or self.fleet.learns):
                 named = await self.run_for(body, named_in, body)
                 if named and caller.may_name(named):

@@ -24,7 +24,7 @@ from penstock.gateway.apis.chat.prepare_chat import (
     prepare_chat,
     prepare_completion,
 )
-from penstock.gateway.apis.embeddings import MAX_VALUES, prepare_embedding
+from penstock.gateway.apis.embeddings import MAX_VALUES, TEXT_PATHS, prepare_embedding
 from penstock.gateway.apis.endpoints import check_options
 from penstock.gateway.apis.images import IMAGE_PATHS, prepare_images
 from penstock.gateway.apis.messages import prepare_message as anthropic_chat
@@ -53,7 +53,7 @@ from penstock.gateway.service.fleet import FleetView, named_in
 from penstock.infra.fair_queue import FairQueue, QueueLimits
 from penstock.infra.text.template_sandbox import cpu_budget
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.requests import EMBEDDING, new_request_id
+from penstock.schemas.requests import BY_EMBED_WORKERS, new_request_id
 from penstock.schemas.subjects import DEFAULT_TENANT
 
 T = TypeVar("T")
@@ -216,8 +216,10 @@ class RequestPreparer:
                 tenant=caller.tenant,
             )
             return prepared if caller is ANYONE else prepared._replace(request=caller.own(prepared.request))
-        if endpoint == EMBEDDING:
-            return await self._embedding(body, caller, now_ns=now_ns, request_id=request_id, no_store=no_store)
+        if endpoint in BY_EMBED_WORKERS:
+            return await self._embedding(
+                endpoint, body, caller, now_ns=now_ns, request_id=request_id, no_store=no_store
+            )
         context = await self._context(body, caller, tagged=endpoint in OLLAMA)
         if no_store and not context.no_store:
             context = context._replace(no_store=True)
@@ -247,9 +249,10 @@ class RequestPreparer:
             context = context._replace(loosened=loosened)
 
     async def _embedding(
-        self, body: bytes, caller: Caller, *, now_ns: int, request_id: str, no_store: bool
+        self, endpoint: str, body: bytes, caller: Caller, *, now_ns: int, request_id: str, no_store: bool
     ) -> PreparedRequest:
         fleet = self.fleet
+        others = fleet.elsewhere() | dict.fromkeys(fleet.names, TEXT_PATHS)
         work = partial(
             prepare_embedding,
             body,
@@ -257,7 +260,8 @@ class RequestPreparer:
             gateway=self._gateway,
             default_deadline_s=self._settings.default_deadline_s,
             now_ns=now_ns,
-            others=[name for name in (*fleet.names, *fleet.diffusion_models.known) if caller.may_name(name)],
+            endpoint=endpoint,
+            others={name: paths for name, paths in others.items() if caller.may_name(name)},
             no_store=no_store or self._settings.always_no_store,
             request_id=request_id,
         )

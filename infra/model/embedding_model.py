@@ -1,8 +1,12 @@
-"""How a model directory makes one vector of a text: pooling, normalisation, limits. Reads no weights.
+"""How a model directory makes one vector of a text, or one score of a pair: pooling, activation, limits. Reads no
+weights.
 
 The files of sentence-transformers decide where they are (``modules.json``, ``1_Pooling/config.json``,
 ``sentence_bert_config.json``, ``config_sentence_transformers.json``). Without them, an encoder takes the mean of its
 tokens' vectors and a decoder the vector of the last token, and vectors are scaled to length 1.
+
+A folder without them whose model is one for sequence classification with one label is a cross-encoder, which scores
+pairs of texts.
 """
 
 from collections.abc import Mapping
@@ -65,6 +69,9 @@ class EmbeddingModel(msgspec.Struct, frozen=True):
         prompts: what is put before a text, by name.
         default_prompt: the name of that of texts whose request names none; "": nothing is put before them.
         dimensions: values of a vector whose request names no number; 0: all.
+        scores: it is a cross-encoder.
+        activation: between its number and the score, one of ``ACTIVATIONS``.
+        token_types: models that know types of tokens are told which text of a pair each is of.
     """
 
     pooling: str
@@ -78,14 +85,18 @@ class EmbeddingModel(msgspec.Struct, frozen=True):
     prompts: Mapping[str, str] = {}
     default_prompt: str = ""
     dimensions: int = 0
+    scores: bool = False
+    activation: str = "Sigmoid"
+    token_types: bool = True
 
 
 def makes_vectors(path: Path) -> bool:
-    """Whether a directory has an embedding model and no generating one: sentence-transformers' files, or an encoder."""
+    """Whether a directory has an embedding model or a cross-encoder, and no generating model: sentence-transformers'
+    files, an encoder, or a classifier with one label."""
     if (path / MODULES).is_file():
         return True
     try:
-        return is_encoder(path)
+        return is_encoder(path) or scores_pairs(path)
     except ModelError:
         return False  # whoever loads the model reports it
 
@@ -93,6 +104,20 @@ def makes_vectors(path: Path) -> bool:
 def is_encoder(path: Path) -> bool:
     """Whether a directory has an encoder, which can generate nothing."""
     return read_json(path / "config.json").get("model_type") in ENCODERS
+
+
+def scores_pairs(path: Path) -> bool:
+    """Whether a directory has a cross-encoder."""
+    config = read_json(path / "config.json")
+    kinds = config.get("architectures")
+    classifies = isinstance(kinds, list) and any(str(each).endswith("ForSequenceClassification") for each in kinds)
+    return classifies and _labels(config) == 1 and not (path / MODULES).is_file()
+
+
+def _labels(config: Mapping[str, Any]) -> int:
+    """The number of labels, as transformers finds it."""
+    named, number = config.get("id2label"), config.get("num_labels", config.get("_num_labels"))
+    return len(named) if isinstance(named, dict) else number if isinstance(number, int) else 2
 
 
 def describe(path: Path) -> EmbeddingModel:
@@ -109,12 +134,12 @@ def describe(path: Path) -> EmbeddingModel:
     prompts = _prompts(path, options)
     if (path / MODULES).is_file():
         pooling, dense, normalize = _modules(path, pooling, prompted=any(prompts.values()))
-    transformer = read_json(path / "sentence_bert_config.json")
+    transformer, special = read_json(path / "sentence_bert_config.json"), read_json(path / "tokenizer_config.json")
     matryoshka = config.get("matryoshka_dimensions") or ()
     return EmbeddingModel(
         pooling,
         normalize,
-        _max_tokens(config, transformer, read_json(path / "tokenizer_config.json")),
+        _max_tokens(config, transformer, special),
         vocab_size=int(config.get("vocab_size") or 1 << 31),
         lower_case=bool(transformer.get("do_lower_case")),
         pad_token_id=config.get("pad_token_id") or 0,
@@ -123,7 +148,30 @@ def describe(path: Path) -> EmbeddingModel:
         prompts=prompts,
         default_prompt=str(options.get("default_prompt_name") or ""),
         dimensions=_dimensions(path, options.get("truncate_dim") or config.get("truncate_dim")),
+        scores=scores_pairs(path),
+        activation=_activation(path, config),
+        token_types="token_type_ids" in (special.get("model_input_names") or ("token_type_ids",)),
     )
+
+
+def _activation(path: Path, config: Mapping[str, Any]) -> str:
+    """As sentence-transformers finds it, which applies a sigmoid where nothing is named."""
+    nested = config.get("sentence_transformers")
+    named = nested.get("activation_fn") if isinstance(nested, dict) else None
+    return _torch_activation(
+        path / "config.json", named or config.get("sbert_ce_default_activation_function") or "torch.nn.Sigmoid"
+    )
+
+
+def _torch_activation(file: Path, name: Any) -> str:
+    """
+    Raises:
+        ModelError: it is none of ``ACTIVATIONS``.
+    """
+    activation = str(name).rpartition(".")[2]
+    if not str(name).startswith("torch.nn.") or activation not in ACTIVATIONS:
+        raise ModelError(f"{file} has the activation {name}; torch's {', '.join(ACTIVATIONS)} are known")
+    return activation
 
 
 def revision(path: Path) -> str:
@@ -195,12 +243,8 @@ def _modules(path: Path, pooling: str, *, prompted: bool) -> tuple[str, tuple[De
 
 def _dense(folder: Path) -> Dense:
     config = read_json(folder / "config.json", needed=True)
-    name = str(config.get("activation_function") or "torch.nn.modules.activation.Tanh")
-    activation = name.rpartition(".")[2]
-    if not name.startswith("torch.nn.") or activation not in ACTIVATIONS:
-        raise ModelError(
-            f"{folder / 'config.json'} has the activation {name}; torch's {', '.join(ACTIVATIONS)} are known"
-        )
+    named = config.get("activation_function") or "torch.nn.modules.activation.Tanh"
+    activation = _torch_activation(folder / "config.json", named)
     if config.get("use_residual") or config.get("module_input_name", "sentence_embedding") != "sentence_embedding":
         raise ModelError(f"{folder / 'config.json'}: a layer with a residual, or of single tokens, is not supported")
     inputs, outputs = (config.get(key) for key in ("in_features", "out_features"))

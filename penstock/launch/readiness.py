@@ -172,7 +172,7 @@ class ListedModel(msgspec.Struct):
 
     @property
     def makes(self) -> str:
-        """ "text", "image", "video" or "embedding"."""
+        """ "text", "image", "video", "embedding" or "score"."""
         return next((kind for kind in self.output_modalities if kind != "text"), "text")
 
 
@@ -193,9 +193,5 @@ async def registered_models(cells: Iterable[tuple[Client, Subjects]]) -> list[Li
     """The models that workers serve; for where no gateway lists them without a key."""
     found: dict[str, ListedModel] = {}
     for each in [each for cell in cells for each in await registrations(*cell)]:
-        if each.diffusion is not None:
-            makes = each.diffusion.kind
-        else:
-            makes = "embedding" if each.role == fleet.EMBED else "text"
-        found.setdefault(each.model, ListedModel(each.model, each.model, (makes,)))
+        found.setdefault(each.model, ListedModel(each.model, each.model, (each.output or "text",)))
     return list(found.values())

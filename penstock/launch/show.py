@@ -91,6 +91,9 @@ def curl_line(http_url: str, model: str, makes: str = "text", *, key: bool = Fal
     elif makes == "embedding":
         path, options = "embeddings", ""
         body |= {"input": ["How deep is the sea?", "How high is the mountain?"]}
+    elif makes == "score":
+        path, options = "rerank", ""
+        body |= {"query": "How deep is the sea?", "documents": ["It is 11 km deep.", "The mountain is high."]}
     else:
         path, options = f"{makes}s/generations", ""
         body |= {"prompt": "a red boat on the sea"}

@@ -129,7 +129,7 @@ def trimmed(request: GenerateRequest) -> GenerateRequest:
     if drawn is not None:
         drawn = msgspec.structs.replace(drawn, prompt="", negative="")
     if embedding is not None:
-        embedding = msgspec.structs.replace(embedding, texts=(), lengths=())
+        embedding = embedding.without_texts()
     return msgspec.structs.replace(
         request,
         prompt=b"",

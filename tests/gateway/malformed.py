@@ -24,6 +24,7 @@ from penstock.gateway.base.request_bodies import OLLAMA_CHAT, OLLAMA_GENERATE
 from penstock.infra.constraints import constraint_grammar
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Embedder
+from penstock.schemas.requests import EMBEDDING, RERANK, SCORE
 from tests.gateway.answers import CONTEXT, NOW
 
 JUNK: tuple[Any, ...] = (
@@ -173,6 +174,22 @@ TOKENIZE: list[dict[str, Any]] = [
      "tools": [{"type": "function", "function": {"name": "f"}}], "chat_template_kwargs": {"a": 1}},
 ]  # fmt: skip
 DETOKENIZE: list[dict[str, Any]] = [{"model": "tiny", "tokens": [5, 6, 7]}]
+RANKINGS: list[dict[str, Any]] = [
+    {"model": "tiny", "query": "hello", "documents": ["hello there", "goodbye"]},
+    {
+        "query": "hello",
+        "documents": [{"text": "hello there"}, "goodbye"],
+        "top_n": 1,
+        "return_documents": True,
+        "max_tokens_per_doc": 512,
+        "truncation": True,
+        "truncate_prompt_tokens": -1,
+    },
+]
+SCORES: list[dict[str, Any]] = [
+    {"model": "tiny", "text_1": "hello", "text_2": ["hello there", "goodbye"]},
+    {"queries": ["hello", "goodbye"], "documents": ["hello there", "bye"], "truncate_prompt_tokens": 8},
+]
 EMBEDDINGS: list[dict[str, Any]] = [
     {"model": "tiny", "input": "hi", "encoding_format": "base64", "dimensions": 8, "user": "u"},
     {"model": "tiny", "input": ["hi", "there"], "truncate_prompt_tokens": -1, "priority": "batch"},
@@ -195,9 +212,9 @@ def _compaction(data: bytes) -> None:
     encode_kept(body, (), "r")
 
 
-def _embedding(data: bytes) -> None:
-    models = {"tiny": Embedder(64, max_tokens=100, vocab_size=1000)}
-    prepare_embedding(data, models, gateway="g", default_deadline_s=60, now_ns=NOW, request_id="r")
+def _embedding(data: bytes, endpoint: str = EMBEDDING) -> None:
+    models = {"tiny": Embedder(64, max_tokens=100, vocab_size=1000, scores=endpoint != EMBEDDING)}
+    prepare_embedding(data, models, endpoint=endpoint, gateway="g", default_deadline_s=60, now_ns=NOW, request_id="r")
 
 
 def _check_constraint(prepared: PreparedRequest | PendingMediaRequest) -> None:
@@ -224,6 +241,8 @@ ROUTES: dict[str, tuple[list[dict[str, Any]], Callable[[bytes], object]]] = {
     "/v1/chat/completions": (CHATS, lambda data: _generation(data, prepare_chat)),
     "/v1/completions": (COMPLETIONS, lambda data: _generation(data, prepare_completion)),
     "/v1/embeddings": (EMBEDDINGS, _embedding),
+    "/v1/rerank": (RANKINGS, lambda data: _embedding(data, RERANK)),
+    "/v1/score": (SCORES, lambda data: _embedding(data, SCORE)),
     "/tokenize": (TOKENIZE, lambda data: tokenize(data, _CONTEXT)),
     "/detokenize": (DETOKENIZE, lambda data: detokenize(data, _CONTEXT)),
     "/v1/responses": (RESPONSES, _response),

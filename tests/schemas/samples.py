@@ -277,6 +277,35 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         requests.decode,
     ),
+    "request_for_scores": (
+        requests.GenerateRequest(
+            "r",
+            "ranker",
+            "gw-1",
+            b"",
+            requests.Stop(1),
+            5,
+            6,
+            endpoint="rerank",
+            embedding=requests.Embedding(
+                1,
+                ("a", "b"),
+                truncate=8,
+                prompt=requests.PAIRS,
+                queries=("q",),
+                document_tokens=4,
+                top=1,
+                shows_texts=True,
+            ),
+        ),
+        requests.decode,
+    ),
+    "registration_of_a_cross_encoder": (
+        fleet.Registration(
+            "w-1", "ranker", "embed", "native", 5, 16, 0, 8, 512, embedder=fleet.Embedder(1, 512, 640, scores=True)
+        ),
+        fleet.decode,
+    ),
     "registration_of_an_embedder_with_prompts": (
         fleet.Registration(
             "w-1",

@@ -148,7 +148,7 @@ class _Vectors:
 
     __slots__ = ("embedding", "missing", "prompt_tokens", "running", "vectors")
 
-    def __init__(self, running: RunningRequest, embedding: Embedding, inputs: list[list[int]]) -> None:
+    def __init__(self, running: RunningRequest, embedding: Embedding, inputs: Sequence[Sequence[int]]) -> None:
         self.running = running
         self.embedding = embedding
         self.prompt_tokens = sum(map(len, inputs))
@@ -314,19 +314,24 @@ class EmbeddingRunner(PipelineRunnerBase[EmbeddingEngine]):
         self._context.metrics.waiting.set(len(self.inputs))
 
 
-def inputs_of(engine: EmbeddingEngine, embedding: Embedding, prompt: bytes) -> list[list[int]]:
+def inputs_of(engine: EmbeddingEngine, embedding: Embedding, prompt: bytes) -> list[Sequence[int]]:
     """Token ids of each input, cut if the request says so.
 
     Raises:
         RequestError: one is too long or empty, or the vectors are shorter than what is asked for.
     """
     known = engine.embedder
+    if embedding.scores is not known.scores:  # a model of the same name of the other kind was here before
+        does, other = ("scores pairs", "vectors") if known.scores else ("makes vectors", "scores")
+        raise RequestError(Code.unsupported, f"this model {does} of texts; {other} are made by other models")
     if embedding.dimensions > known.dimensions:  # a model of the same name with longer vectors was here before
         raise RequestError(
             Code.invalid_request, f"dimensions is {embedding.dimensions}; this model's vectors have {known.dimensions}"
         )
     limit = min(embedding.truncate, known.max_tokens) if embedding.truncate else known.max_tokens
-    inputs: list[list[int]] = []
+    if embedding.scores:
+        return _pairs_of(engine, embedding, limit)
+    inputs: list[Sequence[int]] = []
     if embedding.lengths:
         tokens: array[int] = unpack_tokens(prompt)
         for end, length in zip(accumulate(embedding.lengths), embedding.lengths, strict=True):
@@ -341,6 +346,25 @@ def inputs_of(engine: EmbeddingEngine, embedding: Embedding, prompt: bytes) -> l
             _check(len(inputs), each, limit, whole=len(text) <= window(known.max_tokens))
             inputs.append(each)
     return inputs
+
+
+def _pairs_of(engine: EmbeddingEngine, embedding: Embedding, limit: int) -> list[Sequence[int]]:
+    longest, document = limit if embedding.truncate else 0, embedding.document_tokens
+    texts, queries, pairs = embedding.texts, embedding.queries, list[Sequence[int]]()
+    if len(queries) == 1:
+        for chunk in _chunks(texts, ""):
+            pairs += engine.tokenize_pairs(queries[0], chunk, longest, document)
+    else:
+        for query, text in zip(queries, texts, strict=True):
+            pairs += engine.tokenize_pairs(query, [text], longest, document)
+    for index, tokens in enumerate(pairs):
+        if len(tokens) > limit:
+            raise RequestError(
+                Code.context_length_exceeded,
+                f"text {index} and its query have at least {len(tokens)} tokens; this model takes {limit}. Shorten "
+                "one of them, or set truncate_prompt_tokens to -1",
+            )
+    return pairs
 
 
 def _chunks(texts: Sequence[str], prompt: str) -> Iterator[list[str]]:

@@ -126,7 +126,8 @@ class Redactor:
             drawn = _replace(drawn, prompt=self.text(drawn.prompt), negative=self.text(drawn.negative))
         embedded = request.embedding
         if embedded is not None:
-            embedded = _replace(embedded, texts=tuple(map(self.text, embedded.texts)))
+            texts, queries = (tuple(map(self.text, each)) for each in (embedded.texts, embedded.queries))
+            embedded = _replace(embedded, texts=texts, queries=queries)
         return _replace(
             request,
             prompt=prompt,

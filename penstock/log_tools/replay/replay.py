@@ -217,7 +217,7 @@ def _not_replayable(run: RecordedRun, over_http: bool, replays: bool) -> str:
     if run.request.diffusion is not None:
         return "images or videos"
     if run.request.embedding is not None:
-        return "embeddings"
+        return "embeddings or scores"
     if run.request.no_store and not run.request.prompt:
         return "whose content was not kept (no_store)"
     if not run.request.prompt:

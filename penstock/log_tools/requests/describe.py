@@ -206,7 +206,7 @@ class Texts:
         if request.diffusion is not None:
             return request.diffusion.prompt
         if request.embedding is not None and request.embedding.texts:
-            return "\n".join(request.embedding.texts)
+            return "\n".join((*request.embedding.queries, *request.embedding.texts))
         return self._decode(request.model, request.prompt)
 
     def outputs(self, record: Done) -> list[str]:

@@ -415,8 +415,10 @@ def _ended(done: Done, request: GenerateRequest) -> str:
         text += f"{usage.completion} denoising steps, {files}"
     elif request.embedding is not None:
         floats = sum(len(choice.tokens) // 4 - 1 for choice in done.choices if choice.tokens)
-        vectors = counted(floats // request.embedding.dimensions, "vector")
-        text += f"input {counted(usage.prompt, 'token')}, {vectors} of {request.embedding.dimensions}"
+        dimensions = request.embedding.dimensions
+        vectors = f"{counted(floats // dimensions, 'vector')} of {dimensions}"
+        made = counted(floats, "score") if request.embedding.scores else vectors
+        text += f"input {counted(usage.prompt, 'token')}, {made}"
     else:
         reasons = ",".join(choice.reason for choice in done.choices)
         text += (

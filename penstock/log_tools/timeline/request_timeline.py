@@ -319,7 +319,7 @@ def _without_content(request: GenerateRequest) -> GenerateRequest:
         diffusion = msgspec.structs.replace(diffusion, prompt="", negative="")
     embedding = request.embedding
     if embedding is not None:
-        embedding = msgspec.structs.replace(embedding, texts=(), lengths=())
+        embedding = embedding.without_texts()
     return msgspec.structs.replace(request, prompt=b"", digests=b"", media=(), diffusion=diffusion, embedding=embedding)
 
 

@@ -99,6 +99,8 @@ _OPERATIONS = {
     "message": "chat",
     "text": "text_completion",
     "embedding": "embeddings",
+    "rerank": "rerank",
+    "score": "score",
     "image": "generate_content",
     "video": "generate_content",
 }
@@ -132,7 +134,8 @@ def of_accepted(accepted: RequestAccepted) -> dict[str, Value]:
     if request.diffusion is not None:
         return attributes | {"penstock.request.steps": request.diffusion.steps}
     if request.embedding is not None:
-        return attributes | {"gen_ai.embeddings.dimension.count": request.embedding.dimensions}
+        scored = request.embedding.scores
+        return attributes | ({} if scored else {"gen_ai.embeddings.dimension.count": request.embedding.dimensions})
     attributes |= {
         "gen_ai.usage.input_tokens": accepted.prompt_tokens,
         "gen_ai.request.max_tokens": request.stop.max_tokens,

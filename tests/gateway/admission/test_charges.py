@@ -19,7 +19,7 @@ from penstock.infra.bus.tasks import Tasks
 from penstock.schemas.done import Done, Usage
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.keys import ApiKey
-from penstock.schemas.requests import Embedding, GenerateRequest, Stop, new_request_id
+from penstock.schemas.requests import PAIRS, Embedding, GenerateRequest, Stop, new_request_id
 from penstock.schemas.wire import pack_tokens
 from tests.infra.bus.support import eventually
 
@@ -126,3 +126,9 @@ def test_texts_whose_tokens_only_a_worker_counts_are_charged_by_their_bytes() ->
 
     assert prompt_tokens(asked(9)) == 9
     assert prompt_tokens(asked(0, "abcd", "abcde", "é☃")) == 1 + 2 + 2
+
+
+@pytest.mark.parametrize(("queries", "tokens"), [(("abcdefgh",), 4 + 2 * 3), (("abcdefgh", "a", "b"), 4 + 4)])
+def test_the_query_of_pairs_is_charged_in_each_of_them(queries: tuple[str, ...], tokens: int) -> None:
+    embedding = Embedding(1, texts=("abcd", "abcde", "a"), prompt=PAIRS, queries=queries)
+    assert prompt_tokens(GenerateRequest("r", "m", "g", b"", Stop(1), 1, 2, embedding=embedding)) == tokens

@@ -3,6 +3,7 @@
 import base64
 import json
 from array import array
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.gateway.apis.embeddings import EmbeddingAggregator
 from penstock.schemas import done
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.requests import EMBEDDING, Embedding, GenerateRequest, Stop
+from penstock.schemas.requests import EMBEDDING, PAIRS, RERANK, SCORE, Embedding, GenerateRequest, Stop
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
 from penstock.schemas.wire import pack_tokens
 from tests.properties import examples
@@ -57,3 +58,33 @@ def test_the_workers_error_is_the_answers() -> None:
     with pytest.raises(ServingError, match="9 tokens") as failed:
         aggregator.response()
     assert failed.value.code is Code.context_length_exceeded
+
+
+def of_scores(endpoint: str, *values: float, **options: Any) -> Any:
+    """The answer with these scores."""
+    embedding = Embedding(1, tuple("abcd"[: len(values)]), prompt=PAIRS, queries=("q",), **options)
+    asked = GenerateRequest("r", "m", "g", b"", Stop(1), 5_000_000_000, 9, endpoint=endpoint, embedding=embedding)
+    aggregator = EmbeddingAggregator(asked)
+    output = pack_tokens([12]) + array("f", values).tobytes()
+    assert aggregator.push([TokenItem("r", 1, 0, 0, output, Finish("stop"))])
+    return json.loads(aggregator.response())
+
+
+def test_a_ranking_has_the_best_document_first_and_as_many_as_were_asked_for() -> None:
+    body = of_scores(RERANK, 0.25, 0.75, 0.25, 0.5)
+    assert [(each["index"], each["relevance_score"]) for each in body["results"]] == [
+        (1, 0.75), (3, 0.5), (0, 0.25), (2, 0.25),
+    ]  # fmt: skip
+    assert all("document" not in each for each in body["results"])
+    assert (body["id"], body["model"], body["usage"]) == ("r", "m", {"prompt_tokens": 12, "total_tokens": 12})
+    assert body["meta"] == {"billed_units": {"search_units": 1}}
+    best = of_scores(RERANK, 0.25, 0.75, top=1, shows_texts=True)["results"]
+    assert best == [{"index": 1, "relevance_score": 0.75, "document": {"text": "b"}}]
+
+
+def test_scores_come_in_the_order_of_their_pairs() -> None:
+    body = of_scores(SCORE, 0.25, 0.75)
+    assert body["data"] == [
+        {"index": 0, "score": 0.25, "object": "score"}, {"index": 1, "score": 0.75, "object": "score"},
+    ]  # fmt: skip
+    assert (body["object"], body["created"], body["usage"]["total_tokens"]) == ("list", 5, 12)

@@ -9,7 +9,7 @@ from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.embeddings import MAX_FLOATS, MAX_INPUTS, MAX_TOKENS, prepare_embedding
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Embedder
-from penstock.schemas.requests import EMBEDDING
+from penstock.schemas.requests import EMBEDDING, PAIRS, RERANK, SCORE, Embedding
 from penstock.schemas.wire import unpack_tokens
 
 MODELS = {
@@ -20,13 +20,25 @@ MODELS = {
     ),
     "wide": Embedder(8192, max_tokens=512, vocab_size=100),
 }
+RANKER = Embedder(1, max_tokens=64, vocab_size=100, scores=True)
+
+
+def asked(endpoint: str, model: str = "ranker", **body: Any) -> PreparedRequest:
+    data = json.dumps({"model": model} | body).encode()
+    return prepare_embedding(
+        data,
+        MODELS | {"ranker": RANKER},
+        endpoint=endpoint,
+        gateway="g",
+        default_deadline_s=60,
+        now_ns=1_000,
+        request_id="r",
+        others={"talker": "/v1/chat/completions"},
+    )
 
 
 def prepared(model: str = "small", **body: Any) -> PreparedRequest:
-    data = json.dumps({"model": model} | body).encode()
-    return prepare_embedding(
-        data, MODELS, gateway="g", default_deadline_s=60, now_ns=1_000, request_id="r", others=("talker",)
-    )
+    return asked(EMBEDDING, model, **body)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +109,9 @@ def test_what_cannot_be_embedded_is_refused_with_the_field_and_the_limit(
 
 
 def test_a_model_that_generates_is_told_from_one_that_nobody_serves() -> None:
-    with pytest.raises(ServingError, match=r"'talker' makes no embeddings here.*'small'.*--role embed") as generates:
+    with pytest.raises(
+        ServingError, match=r"'talker' makes embeddings; it serves /v1/chat.*'small'.*--role embed"
+    ) as generates:
         prepared("talker", input="a")
     with pytest.raises(ServingError, match=r"no model 'other' makes embeddings") as unknown:
         prepared("other", input="a")
@@ -161,3 +175,81 @@ def test_kinds_and_lengths_that_do_not_fit_are_named(body: dict[str, Any], param
     embedding = prepared("prompted", input="one", truncate_dim=8).request.embedding
     assert embedding is not None
     assert embedding.dimensions == 8
+
+
+def test_a_ranking_pairs_the_query_with_each_document_and_cuts_what_is_too_long() -> None:
+    request = asked(RERANK, query="q", documents=["a", {"text": "b"}, ""]).request
+    found = request.embedding
+    assert found == Embedding(1, ("a", "b", ""), prompt=PAIRS, queries=("q",), truncate=64)
+    assert (request.endpoint, request.output, request.prompt) == (RERANK, SCORE, b"")
+    options = {"top_n": 2, "return_documents": True, "max_tokens_per_doc": 9}
+    found = asked(RERANK, query="q", documents=["a"], truncate_prompt_tokens=32, **options).request.embedding
+    assert found is not None
+    assert (found.truncate, found.top, found.shows_texts, found.document_tokens) == (32, 2, True, 9)
+    for name in ("truncate", "truncation"):
+        found = asked(RERANK, query="q", documents=["a"], **{name: False}).request.embedding
+        assert found is not None
+        assert found.truncate == 0, "what is too long is refused"
+
+
+@pytest.mark.parametrize(("first", "second"), [("text_1", "text_2"), ("queries", "documents")])
+def test_scores_are_of_one_text_with_each_of_several_or_of_two_lists(first: str, second: str) -> None:
+    def pairs(one: Any, other: Any) -> Any:
+        found = asked(SCORE, **{first: one, second: other}).request.embedding
+        assert found is not None
+        return found.queries, found.texts, found.truncate
+
+    assert pairs("q", "a") == (("q",), ("a",), 0)
+    assert pairs("q", ["a", "b"]) == pairs(["q"], ["a", "b"]) == (("q",), ("a", "b"), 0)
+    assert pairs(["q", "p"], ["a", "b"]) == (("q", "p"), ("a", "b"), 0)
+    with pytest.raises(ServingError, match=f"{first} has 2 texts and {second} 3; give one and any number") as refused:
+        pairs(["q", "p"], ["a", "b", "c"])
+    assert refused.value.param == first
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "field", "says"),
+    [
+        (RERANK, {"query": "q"}, "documents", "missing required field"),
+        (RERANK, {"query": "q", "documents": []}, "documents", "documents is empty"),
+        (RERANK, {"query": "", "documents": ["a"]}, "query", "query is empty"),
+        (RERANK, {"query": "q", "documents": [{"title": "a"}]}, "documents[0]", "missing required field `text`"),
+        (RERANK, {"query": "q", "documents": ["a"] * (MAX_INPUTS + 1)}, "documents", f"the limit is {MAX_INPUTS}"),
+        (RERANK, {"query": "q" * 65_536, "documents": ["a"] * 257}, "documents", "the limit is 16777216: send sev"),
+        (RERANK, {"query": "q", "documents": ["a"], "top_n": 0}, "top_n", ">= 1"),
+        (RERANK, {"query": "q", "documents": ["a"], "stream": True}, "stream", "not streamed"),
+        (RERANK, {"query": "q", "documents": ["a"], "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "use 1"),
+        (RERANK, {"query": "q", "documents": ["a"], "max_tokens_per_doc": 0}, "max_tokens_per_doc", ">= 1"),
+        (SCORE, {"text_1": "q"}, "text_2", "give either text_2 or documents"),
+        (SCORE, {"text_1": "q", "queries": "q", "text_2": "a"}, "text_1", "give either text_1 or queries"),
+        (SCORE, {"text_1": ["q", ""], "text_2": ["a", "b"]}, "text_1", "has an empty text"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_with_the_field_and_the_limit(
+    endpoint: str, body: dict[str, Any], field: str, says: str
+) -> None:
+    with pytest.raises(ServingError, match=says) as refused:
+        asked(endpoint, **body)
+    assert (refused.value.param, refused.value.code.status) == (field, 400)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "model", "says"),
+    [
+        (RERANK, "small", "'small' scores pairs of texts; it serves /v1/embeddings. Models that do: 'ranker'"),
+        (SCORE, "talker", "'talker' scores pairs of texts; it serves /v1/chat/completions. Models that do: 'ranker'"),
+        (EMBEDDING, "ranker", "'ranker' makes embeddings; it serves /v1/rerank or /v1/score. Models that do: 'small'"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused_with_the_endpoints_that_it_serves(
+    endpoint: str, model: str, says: str
+) -> None:
+    body = {"input": "a", "query": "q", "documents": ["a"], "text_1": "q", "text_2": "a"}
+    fields = {EMBEDDING: ("input",), RERANK: ("query", "documents"), SCORE: ("text_1", "text_2")}[endpoint]
+    with pytest.raises(ServingError, match=says) as refused:
+        asked(endpoint, model, **{name: body[name] for name in fields})
+    assert (refused.value.code, refused.value.code.status) == (Code.unsupported, 400)
+
+
+def test_the_only_model_that_scores_needs_no_name_beside_models_of_vectors() -> None:
+    assert asked(RERANK, "", query="q", documents=["a"]).request.model == "ranker"

@@ -24,7 +24,7 @@ ANTHROPIC = (b"anthropic-version", b"2023-06-01")
         ("/openai/deployments/gpt/chat/completions", "the client without Azure"),
         ("/v1/images/edits", "POST /v1/images/generations"),
         ("/v2/models/demo/infer", "GET /v1/models"),
-        ("/score", "POST /v1/embeddings"),
+        ("/classify", "POST /v1/score"),
         ("/v1/chat/completions/chatcmpl-1", "GET /v1/requests/ID"),
     ],
 )

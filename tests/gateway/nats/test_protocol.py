@@ -52,6 +52,11 @@ def test_the_key_of_an_answer_can_be_computed_by_any_client() -> None:
         (b'{"prompt":"x","stream":true}', "text", "stream"),
         (b'{"messages":[],"stream":true,"stream_options":{"include_usage":true}}', "chat", "stream+usage"),
         (b'{"messages":null,"stream":false}', "text", ""),
+        (b'{"input":["x"],"prompt":null}', "embedding", ""),
+        (b'{"query":"x","documents":["y"]}', "rerank", ""),
+        (b'{"messages":[],"documents":["y"],"query":"x"}', "chat", ""),
+        (b'{"queries":"x","documents":["y"]}', "score", ""),
+        (b'{"text_1":"x","text_2":"y"}', "score", ""),
         (b"nonsense", "text", ""),
     ],
 )

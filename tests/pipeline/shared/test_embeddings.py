@@ -1,4 +1,4 @@
-"""Embeddings through gateway, log, router and embed workers, over HTTP and NATS."""
+"""Embeddings, rankings and scores through gateway, log, router and embed workers, over HTTP and NATS."""
 
 import asyncio
 import base64
@@ -7,12 +7,14 @@ import os
 import signal
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import nats
 import openai
 import pytest
+import torch
 
 from penstock.infra.bus.connection import Bus
 from penstock.log_tools.requests.inspection import inspect
@@ -21,6 +23,7 @@ from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_REPLY_TO
 from penstock.workers.engines.embed.embedding_protocol import shortened
 from penstock.workers.engines.embed.mock import mock_vector
 from tests.pipeline.support import MODEL, Deployment, Process, accepted, ending, registrations, until
+from tests.workers.engines.embed.test_native import cross_encoder, scored
 
 PATH = "/v1/embeddings"
 
@@ -177,3 +180,90 @@ async def test_a_gateway_that_starts_while_no_worker_of_a_model_is_there_asks_fo
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
     gateway.ask_to_stop()
     gateway.wait()
+
+
+DOCUMENTS = [
+    "The router reads the log.",
+    "A worker",
+    "streams one token after another to the gateway, again and again.",
+]
+QUERY = "Who reads the log?"
+
+
+@pytest.fixture(scope="module")
+def ranker(fast: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a random cross-encoder, which the native engine serves."""
+    path = cross_encoder(tmp_path_factory.mktemp("ranker") / "bert")
+    worker = fast.also(
+        "worker", "--role", "embed", "--model", str(path), "--served-model-name", "ranker", "--device", "cpu"
+    )
+    worker.wait_for("worker_registered")
+    yield path
+    worker.ask_to_stop()
+    assert worker.stop() == 0
+
+
+@pytest.fixture
+async def ranked(ranker: Path, http: httpx.AsyncClient) -> list[float]:
+    """The scores of plain transformers, once the gateway knows of the worker."""
+
+    async def known() -> bool:
+        return "ranker" in {card["id"] for card in (await http.get("/v1/models")).json()["data"]}
+
+    await until(known, "the gateway lists the model")
+    found: list[float] = torch.sigmoid(scored(ranker, [(QUERY, text) for text in DOCUMENTS])).tolist()
+    return found
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+async def test_a_ranking_has_the_scores_of_transformers_and_can_be_read_again(
+    path: str, ranked: list[float], http: httpx.AsyncClient, bus: Bus
+) -> None:
+    body = {"model": "ranker", "query": QUERY, "documents": DOCUMENTS, "top_n": 2, "return_documents": True}
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    best = sorted(range(3), key=lambda index: -ranked[index])[:2]
+    results = answer.json()["results"]
+    assert [each["index"] for each in results] == best
+    assert [each["relevance_score"] for each in results] == pytest.approx([ranked[index] for index in best], abs=1e-5)
+    assert [each["document"]["text"] for each in results] == [DOCUMENTS[index] for index in best]
+    request_id = answer.headers["x-request-id"]
+    timeline, end = await ending(bus, request_id)
+    assert end.usage.prompt == answer.json()["usage"]["total_tokens"] > 0
+    assert "3 scores" in str(inspect(timeline, with_tokens=False))
+    status = (await http.get(f"/v1/requests/{request_id}")).json()
+    assert (status["state"], status["result"]) == ("done", answer.json())
+
+
+async def test_scores_are_those_of_transformers_over_http_and_nats_stored_or_not(
+    ranked: list[float], http: httpx.AsyncClient, fast: Deployment
+) -> None:
+    body: dict[str, Any] = {"model": "ranker", "text_1": QUERY, "text_2": DOCUMENTS}
+    answers = [(await http.post("/score", json=body | {"no_store": stored})).json() for stored in (True, False)]
+    answers.append((await http.post("/v1/score", json={"queries": [QUERY] * 3, "documents": DOCUMENTS})).json())
+    nc = await nats.connect(fast.state.client_nats_url)
+    try:
+        for headers in ({HEADER_NO_STORE: "1"}, {}):
+            asked = await nc.request("ps.ask.ranker", json.dumps(body).encode(), timeout=10, headers=headers)
+            answers.append(json.loads(asked.data))
+    finally:
+        await nc.close()
+    for answer in answers:
+        assert [each["score"] for each in answer["data"]] == pytest.approx(ranked, abs=1e-5), answer
+
+
+async def test_a_cross_encoder_is_listed_by_what_it_makes_and_asked_at_its_own_endpoints(
+    ranked: list[float], http: httpx.AsyncClient
+) -> None:
+    card = (await http.get("/v1/models/ranker")).json()
+    assert (card["output_modalities"], card["max_model_len"]) == (["score"], 40)
+    refused = await http.post(PATH, json={"model": "ranker", "input": "a"})
+    assert refused.status_code == 400
+    assert "it serves /v1/rerank or /v1/score" in refused.json()["error"]["message"]
+    chat = {"model": "ranker", "messages": [{"role": "user", "content": "hello"}]}
+    said = (await http.post("/v1/chat/completions", json=chat)).json()["error"]["message"]
+    assert "generates no text; use POST /v1/rerank or /v1/score" in said
+    long = {"model": "ranker", "query": QUERY, "documents": ["a", "word " * 99], "truncate": False}
+    too_long = await http.post("/v1/rerank", json=long)
+    assert (too_long.status_code, too_long.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert (await http.post("/v1/rerank", json=long | {"truncate": True})).status_code == 200

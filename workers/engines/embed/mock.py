@@ -9,10 +9,10 @@ from pathlib import Path
 from blake3 import blake3
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.model import modeldir
+from penstock.infra.model import embedding_model, modeldir
 from penstock.schemas.fleet import Embedder
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.embed.embedding_protocol import TokenIds, tokenized
+from penstock.workers.engines.embed.embedding_protocol import TokenIds, pair_tokens, tokenized
 
 DIMENSIONS = 64
 TOKENS_PER_S = 100_000.0  # with ``--mock-speedup 1``
@@ -31,6 +31,8 @@ class MockEmbeddingEngine:
         self.model, self.revision = described.name, described.revision
         limit = min(described.max_model_len, max_len or described.max_model_len)
         self.embedder = Embedder(DIMENSIONS, limit, described.vocab_size, "mock")
+        if embedding_model.scores_pairs(path):
+            self.embedder = Embedder(1, limit, described.vocab_size, "mock", scores=True)
 
     def prompt(self, name: str) -> str | None:
         return "" if name in ("", "query", "document") else None
@@ -38,9 +40,12 @@ class MockEmbeddingEngine:
     def tokenize(self, texts: Sequence[str], longest: int = 0) -> list[list[int]]:
         return tokenized(self._tokenizer, texts, longest, self.embedder.max_tokens)
 
+    def tokenize_pairs(self, query: str, texts: Sequence[str], longest: int = 0, document: int = 0) -> list[TokenIds]:
+        return pair_tokens(self._tokenizer, query, texts, self.embedder.max_tokens, longest=longest, document=document)
+
     def embed(self, batch: Sequence[TokenIds]) -> list[bytes]:
         time.sleep(self._seconds_per_token * sum(map(len, batch)))
-        return [mock_vector(tokens) for tokens in batch]
+        return [mock_score(tokens) if self.embedder.scores else mock_vector(tokens) for tokens in batch]
 
     def close(self) -> None:
         """Nothing to do."""
@@ -52,6 +57,11 @@ def mock_vector(tokens: TokenIds) -> bytes:
     values = [int.from_bytes(drawn[at : at + 2], "little") - 32_767.5 for at in range(0, len(drawn), 2)]
     length = math.sqrt(math.fsum(value * value for value in values))
     return array("f", [value / length for value in values]).tobytes()
+
+
+def mock_score(tokens: TokenIds) -> bytes:
+    """The score of a pair: one float32 value from 0 to 1."""
+    return array("f", [int.from_bytes(blake3(pack_tokens(tokens)).digest(length=2), "little") / 65_536]).tobytes()
 
 
 def from_settings(settings: WorkerSettings, path: Path) -> MockEmbeddingEngine:

@@ -1,8 +1,10 @@
-"""The native embedding engine: encoders and decoders of transformers, without a head.
+"""The native embedding engine: encoders and decoders of transformers, without a head, or with one that scores pairs.
 
-From the vectors of a text's tokens to one vector, as sentence-transformers computes it: pooling, dense layers.
+From the vectors of a text's tokens to one vector, as sentence-transformers computes it: pooling, dense layers. From a
+pair of texts to one score, as its cross-encoders do: sequence classification with one label, and an activation.
 """
 
+import inspect
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import embedding_model, modeldir
 from penstock.infra.model.embedding_model import Dense, describe
 from penstock.schemas.fleet import Embedder
-from penstock.workers.engines.embed.embedding_protocol import TokenIds, tokenized
+from penstock.workers.engines.embed.embedding_protocol import SECOND, TokenIds, pair_tokens, tokenized
 from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.native.build import find_device, set_threads
 from penstock.workers.engines.native.model.loading import configuration, first_line, weights
@@ -109,8 +111,16 @@ class NativeEmbeddingEngine:
             raise UnsupportedModel(
                 f"{config.model_type} is an encoder-decoder; embeddings come from encoders or decoders"
             )
+        scores = self._described.scores
+        if scores and config.model_type not in embedding_model.ENCODERS and config.pad_token_id is None:
+            raise UnsupportedModel(f"{path / 'config.json'} has no pad_token_id, which a decoder needs to score pairs")
+        loader, unused = (AutoModelForSequenceClassification, ()) if scores else (AutoModel, UNUSED)
+        self._activation = getattr(nn, self._described.activation)()
         try:
-            self._model = weights(AutoModel, str(path), config, device=self._device, dtype=dtype, unused=UNUSED)
+            self._model = weights(loader, str(path), config, device=self._device, dtype=dtype, unused=unused)
+            known = "token_type_ids" in inspect.signature(self._model.forward).parameters
+            several = int(getattr(config, "type_vocab_size", 0) or 0) > 1
+            self._types = scores and known and several and self._described.token_types
             self._dense = nn.Sequential()
             pooled = len(self._vectors([[0]])[0])
             self._dense = dense(self._described.dense, pooled, self._device)
@@ -124,10 +134,11 @@ class NativeEmbeddingEngine:
             dimensions,
             min(limit, max_len or limit),
             self._described.vocab_size,
-            self._described.pooling,
+            "" if scores else self._described.pooling,
             self._described.matryoshka,
             tuple(self._described.prompts),
             min(self._described.dimensions, dimensions),
+            scores,
         )
         self.load_seconds = time.perf_counter() - began
 
@@ -139,11 +150,14 @@ class NativeEmbeddingEngine:
             texts = [text.lower() for text in texts]
         return tokenized(self.tokenizer, texts, longest, self.embedder.max_tokens)
 
+    def tokenize_pairs(self, query: str, texts: Sequence[str], longest: int = 0, document: int = 0) -> list[TokenIds]:
+        return pair_tokens(self.tokenizer, query, texts, self.embedder.max_tokens, longest=longest, document=document)
+
     def embed(self, batch: Sequence[TokenIds]) -> list[bytes]:
         return [row.numpy().tobytes() for row in self._vectors(batch)]
 
     def _vectors(self, batch: Sequence[TokenIds]) -> torch.Tensor:
-        """(inputs, dimensions), float32, on the CPU."""
+        """(inputs, dimensions), float32, on the CPU. Of scores, dimensions is 1."""
         width = max(map(len, batch))
         ids = torch.full((len(batch), width), self._described.pad_token_id, dtype=torch.int64)
         mask = torch.zeros((len(batch), width), dtype=torch.int64)
@@ -152,6 +166,11 @@ class NativeEmbeddingEngine:
             mask[row, : len(tokens)] = 1
         ids, mask = ids.to(self._device), mask.to(self._device)
         with torch.inference_mode():
+            if self._described.scores:
+                types = {"token_type_ids": ids // SECOND} if self._types else {}
+                logits = self._model(input_ids=ids % SECOND, attention_mask=mask, **types).logits
+                scores: torch.Tensor = self._activation(logits.float())
+                return scores.cpu()
             hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
             vectors: torch.Tensor = self._dense(pool(hidden, mask, self._described.pooling))
             if self._described.normalize:

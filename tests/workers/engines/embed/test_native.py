@@ -8,19 +8,37 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
-from transformers import AutoModel, BertConfig, BertModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertModel,
+    ModernBertConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    XLMRobertaConfig,
+)
 
+from penstock.infra.model import embedding_model
 from penstock.infra.model.modeldir import ModelError
-from penstock.schemas.requests import Embedding
+from penstock.schemas.requests import PAIRS, Embedding
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.embed.embedding_protocol import MARGIN, shortened
+from penstock.workers.engines.embed import embedding_protocol
+from penstock.workers.engines.embed.embedding_protocol import MARGIN, SECOND, shortened
 from penstock.workers.engines.embed.native import NativeEmbeddingEngine
 from penstock.workers.engines.engine_protocol import EngineError, RequestError
 from penstock.workers.runners import embedding_runner
 from penstock.workers.runners.embedding_runner import inputs_of
 from tests import tiny_model
+from tests.properties import examples
 
 TEXTS = ["The router reads the log.", "A worker", "streams one token after another to the gateway, again and again."]
 SIZES: dict[str, Any] = {
@@ -293,3 +311,137 @@ def set_layer(path: Path, **values: Any) -> None:
 
 def leave_prompts_out(path: Path) -> None:
     (path / "1_Pooling" / "config.json").write_text(json.dumps({**pooled("mean"), "include_prompt": False}))
+
+
+QUERY = "Who reads the log?"
+LONG = "a worker takes the prompt " * 9
+VARIED = SIZES | {"initializer_range": 0.5}  # so that scores differ
+KINDS: dict[str, Any] = {
+    "bert": BertConfig(**VARIED, max_position_embeddings=40, num_labels=1),
+    "xlm-roberta": XLMRobertaConfig(**VARIED, max_position_embeddings=42, num_labels=1, type_vocab_size=1),
+    "modernbert": ModernBertConfig(
+        **VARIED, max_position_embeddings=40, num_labels=1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        cls_token_id=1, sep_token_id=2, global_attn_every_n_layers=1,
+    ),
+    "qwen": Qwen3Config(
+        **VARIED, num_key_value_heads=2, head_dim=8, max_position_embeddings=40, num_labels=1, pad_token_id=0
+    ),
+}  # fmt: skip
+
+
+def cross_encoder(path: Path, kind: str = "bert", **changed: Any) -> Path:
+    """A random model with one label, whose tokenizer joins two texts as the kind's own does."""
+    torch.manual_seed(5)
+    AutoModelForSequenceClassification.from_config(KINDS[kind]).save_pretrained(path)
+    spec = json.loads(tiny_model.byte_level_json())
+    special = {"sep": ["<|im_end|>", 2], "cls": ["<|im_start|>", 1]}
+    if kind in ("bert", "modernbert"):
+        spec["post_processor"] = {"type": "BertProcessing", **special}
+    elif kind == "xlm-roberta":
+        spec["post_processor"] = {
+            "type": "RobertaProcessing",
+            **special,
+            "trim_offsets": True,
+            "add_prefix_space": False,
+        }
+    (path / "tokenizer.json").write_text(json.dumps(spec))
+    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | changed))
+    return path
+
+
+def scored(path: Path, pairs: list[tuple[str, str]], longest: int = 40) -> Tensor:
+    """The logits of plain transformers, of one pair at a time."""
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    names = ["input_ids", "attention_mask"] + ["token_type_ids"] * (model.config.model_type == "bert")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"), model_input_names=names)
+    found = []
+    for query, text in pairs:
+        made = tokenizer([query], [text], truncation="longest_first", max_length=longest, return_tensors="pt")
+        with torch.inference_mode():
+            found.append(model(**made).logits[0])
+    return torch.cat(found)
+
+
+def scores_of(made: NativeEmbeddingEngine, inputs: list[Any]) -> Tensor:
+    return torch.cat([torch.tensor(array("f", each)) for each in made.embed(inputs)])
+
+
+def pairs(texts: tuple[str, ...], queries: tuple[str, ...] = (QUERY,), **options: Any) -> Embedding:
+    return Embedding(1, texts, prompt=PAIRS, queries=queries, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_of_a_batch_equal_those_of_transformers_for_each_pair_alone(kind: str, tmp_path: Path) -> None:
+    made = engine(cross_encoder(tmp_path, kind))
+    assert (made.embedder.scores, made.embedder.dimensions, made.embedder.max_tokens) == (True, 1, 40)
+    texts = (*TEXTS, LONG, "")
+    wanted = torch.sigmoid(scored(tmp_path, [(QUERY, text) for text in texts]))
+    assert wanted.max() - wanted.min() > 0.01, "otherwise anything would be equal"
+    assert torch.allclose(scores_of(made, inputs_of(made, pairs(texts, truncate=40), b"")), wanted, atol=1e-5)
+    swapped = (LONG, *TEXTS[1:], LONG)
+    wanted = torch.sigmoid(scored(tmp_path, list(zip(swapped, texts, strict=False)), 24))
+    found = inputs_of(made, pairs(texts[: len(swapped)], swapped, truncate=24), b"")
+    assert torch.allclose(scores_of(made, found), wanted, atol=1e-5)
+
+
+@examples(200)
+@given(left=st.integers(0, 60), right=st.integers(0, 60), room=st.integers(0, 80))
+def test_the_longer_text_of_a_pair_is_cut_as_by_tokenizers(left: int, right: int, room: int) -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.enable_truncation(room, strategy="longest_first")
+    whole = tokenizer.encode("a " * left, "a " * right)
+    kept = tuple(whole.sequence_ids.count(number) for number in (0, 1))
+    assert embedding_protocol._longest_first(left, right, room) == kept
+
+
+def test_a_pair_that_is_too_long_is_refused_or_its_text_is_cut_first(tmp_path: Path) -> None:
+    made = engine(cross_encoder(tmp_path))
+    with pytest.raises(RequestError, match=r"text 1 and its query have at least \d+ tokens; this model takes 40"):
+        inputs_of(made, pairs(("a", LONG)), b"")
+    (cut,) = inputs_of(made, pairs((LONG,), document_tokens=5), b"")
+    query, text = made.tokenizer.encode(QUERY, add_special_tokens=False), made.tokenizer.encode(LONG)
+    assert [token % SECOND for token in cut] == [1, *query.ids, 2, *text.ids[1:6], 2]
+    assert [token // SECOND for token in cut] == [0] * (len(query) + 2) + [1] * 6
+
+
+def test_of_a_pair_with_a_text_that_is_far_too_long_only_the_beginning_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(cross_encoder(tmp_path))
+    read: list[int] = []
+    monkeypatch.setattr(made, "tokenizer", Counting(made.tokenizer, read))
+    (cut,) = inputs_of(made, pairs((LONG * 400,), truncate=40), b"")
+    assert len(cut) == 40
+    assert sum(read) < len(LONG * 400) / 10
+
+
+def test_the_activation_is_the_one_that_sentence_transformers_finds(tmp_path: Path) -> None:
+    path = cross_encoder(tmp_path, sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity"})
+    made = engine(path)
+    logits = scored(path, [(QUERY, TEXTS[0])])
+    assert torch.allclose(scores_of(made, inputs_of(made, pairs(TEXTS[:1]), b"")), logits, atol=1e-5)
+    cross_encoder(path, sbert_ce_default_activation_function="torch.nn.modules.activation.Tanh")
+    made = engine(path)
+    assert torch.allclose(scores_of(made, inputs_of(made, pairs(TEXTS[:1]), b"")), torch.tanh(logits), atol=1e-5)
+    cross_encoder(path, sbert_ce_default_activation_function="os.system")
+    with pytest.raises(ModelError, match=r"config.json has the activation os.system; torch's Identity"):
+        engine(path)
+
+
+def test_a_request_for_the_other_kind_of_model_is_refused(encoder: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="this model scores pairs of texts; vectors are made by other models"):
+        inputs_of(engine(cross_encoder(tmp_path)), Embedding(1, ("a",)), b"")
+    with pytest.raises(RequestError, match="this model makes vectors of texts; scores are made by other models"):
+        inputs_of(engine(encoder), pairs(("a",)), b"")
+
+
+def test_a_classifier_is_a_cross_encoder_if_it_has_one_label(tmp_path: Path) -> None:
+    path = cross_encoder(tmp_path)
+    assert embedding_model.scores_pairs(path)
+    cross_encoder(path, id2label={"0": "no", "1": "yes"})
+    assert not embedding_model.scores_pairs(path)
+    cross_encoder(path, "qwen", pad_token_id=None)
+    assert embedding_model.makes_vectors(path), "it is no language model, although its decoder could be one"
+    with pytest.raises(EngineError, match="no pad_token_id"):
+        engine(path)
