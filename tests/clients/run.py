@@ -15,6 +15,7 @@ from penstock.infra.model import modeldir
 from penstock.launch.state import read_state
 from tests.clients.catalogue import HERE, Client
 from tests.clients.environments import Environments
+from tests.workers.engines.embed.test_native import cross_encoder
 
 START_S, STOP_S, PROGRAM_S = 120.0, 60.0, 900.0
 
@@ -29,7 +30,8 @@ class Served(NamedTuple):
 
 @contextlib.contextmanager
 def deployment() -> Iterator[Served]:
-    """The demo model on the native engine, with its vectors and an API key, on free ports of this machine."""
+    """The demo model on the native engine, with its vectors, a random cross-encoder and an API key, on free ports of
+    this machine."""
     with tempfile.TemporaryDirectory(prefix="penstock-clients-") as name:
         data, root, penstock = Path(name) / "data", HERE.parents[1], [sys.executable, "-m", "penstock"]
         flags = ("--http-port", "0", "--data-dir", str(data), "--dashboard-port", "-1", "--embed", "1")
@@ -40,15 +42,33 @@ def deployment() -> Iterator[Served]:
             _wait(up, Path(name) / "up.log")
             made = [*penstock, "keys", "create", "--quiet", "--data-dir", str(data)]
             key = subprocess.run(made, check=True, capture_output=True, text=True, timeout=START_S, cwd=root)
-            yield Served(read_state(data / "state.json").http_url, "demo", key.stdout.strip())
+            state = read_state(data / "state.json")
+            with _ranker(Path(name), variables | {"PENSTOCK_NATS_URL": state.nats_url}):
+                yield Served(state.http_url, "demo", key.stdout.strip())
         finally:
             up.terminate()
             up.wait(STOP_S)
 
 
-def _wait(up: "subprocess.Popen[bytes]", log: Path) -> None:
+@contextlib.contextmanager
+def _ranker(folder: Path, variables: dict[str, str]) -> Iterator[None]:
+    """A worker with a small cross-encoder."""
+    model, log = cross_encoder(folder / "ranker"), folder / "ranker.log"
+    flags = ("--role", "embed", "--model", str(model), "--served-model-name", "ranker", "--device", "cpu")
+    with log.open("wb") as out:
+        command = [sys.executable, "-m", "penstock", "worker", *flags]
+        worker = subprocess.Popen(command, stdout=out, stderr=out, env=variables, cwd=HERE.parents[1])
+    try:
+        _wait(worker, log, "worker_registered")
+        yield
+    finally:
+        worker.terminate()
+        worker.wait(STOP_S)
+
+
+def _wait(up: "subprocess.Popen[bytes]", log: Path, says: str = "Penstock serves") -> None:
     deadline = time.monotonic() + START_S
-    while "Penstock serves" not in (said := log.read_text(errors="replace")):
+    while says not in (said := log.read_text(errors="replace")):
         if up.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"the deployment did not start:\n{said}")
         time.sleep(0.2)

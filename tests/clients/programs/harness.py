@@ -20,6 +20,7 @@ URL = os.environ.get("CLIENTS_URL", "http://127.0.0.1:8000")
 BASE = URL + "/v1"
 MODEL = os.environ.get("CLIENTS_MODEL", "demo")
 KEY = os.environ.get("CLIENTS_KEY", "none")
+RANKER = "ranker"  # name of the cross-encoder
 CHECK_S = 60
 
 SUM, SUM_IS = "What is 347 + 586?", "933"
