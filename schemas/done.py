@@ -68,6 +68,7 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     made_with: MadeWith | None = (
         None  # the last attempt; None: unknown. ``Done`` has the most fields that fit its short form
     )
+    router: str = ""  # that placed the last attempt, as a worker's record has it; "": unknown
 
     @property
     def client_first_token_ns(self) -> int:

@@ -55,6 +55,7 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
         adapter: its LoRA adapter; "": none.
         sampling: None: unknown.
         files: pictures and videos that it made.
+        router: that placed its last attempt; "": unknown.
     """
 
     id: str
@@ -87,6 +88,7 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     adapter: str = ""
     sampling: Sampling | None = None
     files: int = 0
+    router: str = ""
 
     @property
     def workers(self) -> list[str]:
@@ -147,6 +149,7 @@ def of_request(
     routed_ns: int = 0,
     earlier_workers: tuple[EarlierWorker, ...] = (),
     revision: str = "",
+    router: str = "",
 ) -> RequestSummary:
     """A request that has not ended."""
     return RequestSummary(
@@ -169,6 +172,7 @@ def of_request(
         revision=revision or request.revision,
         adapter=request.lora,
         sampling=request.sampling,
+        router=router,
     )
 
 
@@ -285,6 +289,7 @@ def _of_record(event: Done | _Record, request: GenerateRequest | _Origin | None,
         request.lora if request is not None else "",
         request.sampling if request is not None else None,
         sum(len(each.files) for each in event.choices),
+        times.router,
     )
 
 

@@ -394,6 +394,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         done.Done(REQUEST.id, "tiny", 2, "w-3", timings=done.Timings(earlier_workers=EARLIER_WORKERS)),
         done.decode,
     ),
+    "done_with_its_router": (
+        done.Done(REQUEST.id, "tiny", 1, "w-3", timings=done.Timings(1, 2, router="router-0-5e6f7a8b")),
+        done.decode,
+    ),
     "done_with_its_engine": (
         done.Done(
             REQUEST.id, "tiny", 1, timings=done.Timings(made_with=done.MadeWith("2f6c", "vllm", "penstock 0.1.0"))

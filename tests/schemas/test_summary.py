@@ -94,11 +94,12 @@ def test_a_summary_says_what_an_answer_was_made_with() -> None:
         1,
         "w-3",
         submitted=encode(request),
-        timings=Timings(made_with=MadeWith("2f6c", "mock", "penstock 1")),
+        timings=Timings(made_with=MadeWith("2f6c", "mock", "penstock 1"), router="r-1"),
     )
     for found in (of_done(event), of_encoded_done(encode(event), RequestSummary)):
         assert found is not None
         assert (found.revision, found.engine, found.build, found.adapter) == ("2f6c", "mock", "penstock 1", "poet")
+        assert found.router == "r-1"
         assert settings_text(found.sampling) == "temperature 0.7, top_k 5, seed 3, logit_bias of 2 tokens"
         assert as_dict(found)["sampling"] == {
             "temperature": 0.7, "top_k": 5, "seed": 3, "logit_bias": {"7": 1.0, "9": -2.0}

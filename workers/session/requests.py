@@ -316,6 +316,7 @@ def terminal(running: RunningRequest, worker: str, now_ns: int, made_with: done.
             streamed_ns=running.job.streamed_ns if running.job is not None else 0,
             earlier_workers=_earlier_workers(running, worker),
             made_with=made_with,
+            router=running.job.decision.router if running.job is not None else "",
         ),
         code=code,
         message=message,

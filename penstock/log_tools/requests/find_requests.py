@@ -379,6 +379,7 @@ def _running(subject: str, data: bytes) -> LoggedRequest | None:
         routed_ns=job.decision.at_ns,
         earlier_workers=jobs.earlier_workers(job),
         revision=job.decision.revision,
+        router=job.decision.router,
     )
     return LoggedRequest(state, request)
 

@@ -272,6 +272,7 @@ def _unfinished(timeline: RequestTimeline) -> RequestSummary:
         routed_ns=routed,
         earlier_workers=_earlier_workers(timeline),
         revision=_revision(timeline),
+        router=timeline.routed[-1].decision.router if timeline.routed else "",
     )
 
 

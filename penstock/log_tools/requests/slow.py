@@ -102,6 +102,7 @@ _NAMED: dict[str, Callable[[RequestSummary], str]] = {
     "worker": lambda request: request.worker,
     "first worker": lambda request: next(iter(request.workers), ""),
     "lost worker": lambda request: ", ".join(request.lost_workers),
+    "router": lambda request: request.router,
     "attempts": lambda request: str(request.attempts),
     "model": lambda request: request.model,
     "revision": lambda request: request.revision,

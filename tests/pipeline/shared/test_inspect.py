@@ -45,6 +45,7 @@ async def test_a_finished_request_is_shown_with_its_score_table_and_its_texts(
     (made_with,) = [line for line in said.splitlines() if line.startswith("revision ")]
     ran = end.timings.made_with
     assert ran is not None
+    assert end.timings.router == timeline.routed[-1].decision.router != ""
     assert ran.revision == timeline.routed[-1].decision.revision != ""
     assert made_with.startswith(f"revision {ran.revision}, engine mock ({ran.build}), temperature 0.0, seed ")
     assert ran.build.startswith("penstock ")

@@ -155,7 +155,7 @@ def test_the_terminal_event_has_tokens_usage_and_times() -> None:
     event = terminal(state, "w", 18, done.MadeWith("2f6c", "mock"))
     assert (event.request, event.model, event.attempt, event.worker, event.user) == ("r", "m", 3, "w", "u")
     assert event.usage == done.Usage(prompt=4, completion=3, cached=2)
-    assert event.timings == done.Timings(10, 15, 16, 17, 18, made_with=done.MadeWith("2f6c", "mock"))
+    assert event.timings == done.Timings(10, 15, 16, 17, 18, made_with=done.MadeWith("2f6c", "mock"), router="r")
     assert event.choices == tuple(state.outcomes)
     assert (event.code, event.message) == ("", "")
     assert done.decode(wire.encode(event)) == event

@@ -53,6 +53,16 @@ def test_the_worker_that_is_slow_comes_first_with_its_share_among_the_slow_and_t
     assert {each.property for each in slow.differences} == {"worker"}
 
 
+def test_a_router_whose_requests_are_slow_is_found() -> None:
+    def make(number: int, rng: random.Random) -> RequestSummary:
+        router = f"router-{rng.randrange(3)}-5e6f7a8b"
+        slow = router.startswith("router-1") and rng.random() < 0.15
+        return request(number, rng.uniform(500, 900) if slow else rng.uniform(20, 60), router=router)
+
+    (difference,) = compared(make).differences
+    assert (difference.property, difference.groups[0].value) == ("router", "router-1-5e6f7a8b")
+
+
 def test_long_prompts_few_cached_tokens_and_a_bad_minute_are_found() -> None:
     def make(number: int, rng: random.Random) -> RequestSummary:
         prompt = rng.randrange(10, 4000)
