@@ -51,6 +51,18 @@ from penstock.gateway.http.request_list import RequestList
 from penstock.schemas.errors import Code
 
 _LINES = "application/x-ndjson"
+# Headings of the page of the reference, by the beginnings of paths.
+_TAGS = {
+    "Chat and text": ("/v1/chat", "/v1/completions"),
+    "Responses": ("/v1/responses",),
+    "Messages, as Anthropic has them": ("/v1/messages",),
+    "Ollama": ("/api",),
+    "Embeddings, rerank and score": ("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
+    "Images and videos": ("/v1/images", "/v1/videos", "/v1/media"),
+    "Files and batches": ("/v1/files", "/v1/batches"),
+    "Models and tokens": ("/v1/models", "/tokenize", "/detokenize", "/v1/load_lora", "/v1/unload_lora"),
+}
+_OTHERS = "Requests, usage and health"
 _REF = "#/components/schemas/{name}"
 
 
@@ -502,7 +514,9 @@ def _operation(operation: Operation, schema: dict[Any, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {media: {} if isinstance(response, str) else {"schema": schema[response]}}
     if operation.streams is not None:
         content[operation.streams_as] = {"schema": schema[operation.streams]}
+    tags = [tag for tag, paths in _TAGS.items() if operation.path.startswith(paths)]
     out: dict[str, Any] = {
+        "tags": tags or [_OTHERS],
         "summary": operation.summary,
         "operationId": operation.method + operation.path.translate(str.maketrans("/{}.", "____")),
         "responses": {

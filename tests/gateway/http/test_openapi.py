@@ -55,6 +55,12 @@ def test_errors_are_grouped_by_status() -> None:
     assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
 
 
+def test_each_operation_is_below_one_heading_and_each_heading_has_some() -> None:
+    found = {tag for methods in plain()["paths"].values() for one in methods.values() for tag in one["tags"]}
+    assert all(len(one["tags"]) == 1 for methods in plain()["paths"].values() for one in methods.values())
+    assert {"Chat and text", "Ollama", "Files and batches", "Models and tokens", "Images and videos"} <= found
+
+
 def test_operations_can_be_added() -> None:
     more = Operation(
         "get",
