@@ -113,6 +113,7 @@ class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
     session: tuple[tuple[str, int], ...] = ()  # worker and rank of each stage of its session's last request
     on_gpu: tuple[int, ...] = ()  # positions of the candidates whose KV is in the memory of a GPU
     earlier_workers: tuple[EarlierWorker, ...] = ()  # that had the request in earlier attempts
+    weight: float = 1.0  # of its tenant, when it was placed: its share of the queue at its worker, too
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
@@ -154,6 +155,11 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
 
     request: str
     attempt: int
+
+
+def weight_of(job: Job) -> float:
+    """The weight of the job's tenant."""
+    return 1.0 if job.inputs is None else job.inputs.weight
 
 
 def rank_of(job: Job) -> int:

@@ -25,7 +25,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from penstock.router.held.class_queue import ClassQueue, QueueEntry
+from penstock.infra.process.class_queue import ClassQueue, QueueEntry
 from penstock.router.placement.cost import FEW, HeldRequest, aggregated_pool, are_many, is_ready
 from penstock.router.placement.pending import PendingRequest, lane, routing_request, trimmed
 from penstock.router.placement.routing import RoutingRequest

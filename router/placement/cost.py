@@ -21,8 +21,8 @@ holds up, so that no prompt waits behind more than that to spare them. A counts 
 have the longest TTFT anyway, so they avoid each other, and short ones go where work waits. A target has room for a
 request if it is idle, or if the blocks of all its active prompts, one for the answer of each sequence included, fill at
 most ``FILL`` of its KV cache, and it accepts another sequence. With more than ``MOST_UNCOMPUTED`` tokens to compute, by
-its KV events, it has room only for a prompt of which it has most (``STAYS``): an engine takes what waits there first
-come, first served, a router by classes, tenants and lengths.
+its KV events, it has room only for a prompt of which it has most (``STAYS``): a worker knows tenants, but starts what
+waits there without regard to lengths and to which class goes first, as a router does.
 """
 
 import math

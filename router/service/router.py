@@ -418,6 +418,7 @@ class Router:
         """Count a request where it goes, before the next decision. Returns its job, and what others fold of it."""
         request, prefill = pending.request, self.cluster.tracker.worker(decision.prefill_worker)
         assert prefill is not None
+        weight = self.tenants.weights.get(request.tenant, 1.0)
         job = build_job(
             pending,
             decision,
@@ -427,7 +428,7 @@ class Router:
             prompt_blocks=len(keys),
             positions=self.cluster.positions(),
             now_ns=now_ns,
-            inputs=inputs,
+            inputs=inputs if weight == 1.0 else msgspec.structs.replace(inputs, weight=weight),
         )
         load = build_load(pending, decision, prefill)
         suspect = pending.suspect.value

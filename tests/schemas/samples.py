@@ -408,6 +408,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         jobs.Job(JOB.request, 2, DECISION, inputs=jobs.DecisionInputs(earlier_workers=EARLIER_WORKERS)),
         jobs.decode,
     ),
+    "job_of_a_weighty_tenant": (
+        jobs.Job(JOB.request, 2, DECISION, inputs=jobs.DecisionInputs(weight=2.5)),
+        jobs.decode,
+    ),
     "router": (routers.Member("router-1-0a1b2c3d", 1_700_000_000_000_000_000, ("tiny",), "NSERVER", 7), routers.decode),
     "deletion": (
         deletions.Deletion(

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from penstock.infra.process.class_queue import StartShare
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.requests import Constraint, Sampling, Stop
@@ -116,6 +117,7 @@ class SequenceRequest(msgspec.Struct):
     client_request_id: str = ""  # the client's own id for it
     constraint: Constraint | None = None  # what its whole output must match
     handoff: str = ""  # of a prefill stage: names the handoff of the request in this attempt, for all its choices
+    share: StartShare = StartShare()  # in which it waits for its start
 
 
 class Output(msgspec.Struct, frozen=True):

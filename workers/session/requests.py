@@ -18,11 +18,12 @@ from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.puller import IN_PROGRESS
+from penstock.infra.process.class_queue import StartShare
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.infra.text.parsers.registry import stop_search
 from penstock.schemas import block_hashes, done, wire
 from penstock.schemas.errors import Code
-from penstock.schemas.jobs import ALONE, EarlierWorker, Job, Stage, earlier_workers, rank_of
+from penstock.schemas.jobs import ALONE, EarlierWorker, Job, Stage, earlier_workers, rank_of, weight_of
 from penstock.schemas.requests import CONSTRAINT_MARKS, GenerateRequest, Sampling, Stop
 from penstock.schemas.tokens import Finish, Logprob, carried
 from penstock.schemas.trace import Stamps, headers, stage_name
@@ -178,7 +179,8 @@ def sequence_requests(
     handed = reservation is not None or opaque  # the previous stage has streamed them all
     if open_ and request.sampling.prompt_logprobs is not None and score < len(prompt) and not handed:
         scorer = open_[0]
-    rank = rank_of(running.job) if running.job is not None else 0
+    rank, weight = (rank_of(running.job), weight_of(running.job)) if running.job is not None else (0, 1.0)
+    share = StartShare(request.priority.rank, request.tenant, weight)
     return [
         SequenceRequest(
             key=sequence,
@@ -200,6 +202,7 @@ def sequence_requests(
             client_request_id=request.client_request_id,
             constraint=request.constraint,
             handoff=ticket_id(running, running.route[0]) if running.route else "",
+            share=share,
         )
         for sequence in open_
     ]

@@ -1,8 +1,8 @@
 """One simulated engine: continuous batching with chunked prefill, a prefix cache and preemption.
 
 A pass computes at most ``max_batched_tokens``. Running sequences come first, in the order of admission; then waiting
-ones, first come, first served. All tokens of a pass appear at its end. If a block cannot be had, the newest running
-sequence is preempted: it releases its blocks and waits at the head of the queue.
+ones, as at a worker: tenants of a class share by weight. All tokens of a pass appear at its end. If a block cannot be
+had, the newest running sequence is preempted: it releases its blocks and waits at the head of the queue.
 
 Between two changes of the batch, decode passes differ only by the growing context. ``form`` therefore plans a run of
 them at once, up to the next one that fills or takes a block or ends a sequence. The result is the same as pass by pass.
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Protocol
 
+from penstock.infra.process.class_queue import StartQueue, StartShare
 from penstock.measure.simulation.cache import BlockCache, StoredRun
 
 
@@ -108,6 +109,7 @@ class EngineSequence:
     keys: Sequence[int]
     handed: bool = False
     order: int = 0  # of handoff
+    share: StartShare = field(default_factory=StartShare)
     generated: int = 0
     computed: int = 0
     origin: int = 0
@@ -143,6 +145,11 @@ class PassOutcome:
     removed: list[int]
 
 
+def _is_new(sequence: EngineSequence) -> bool:
+    """Whether it was neither preempted nor taken over with its prompt."""
+    return not sequence.admissions and not sequence.handed
+
+
 class SimulatedEngine:
     """
     Args:
@@ -174,6 +181,9 @@ class SimulatedEngine:
         self._decode_slowness = slowness * decode_slowness
         self._times = times or MockTimes(blocks * block_size)
         self._waiting: deque[EngineSequence] = deque()
+        self._fair: StartQueue[EngineSequence] | None = (
+            None  # of these, those that are new, once there is a second tenant or class
+        )
         self._handing: deque[tuple[EngineSequence, Callable[[], None]]] = deque()
         self._decoding: list[EngineSequence] = []  # in the order of admission
         self._partial: EngineSequence | None = None  # the newest running one, if its context is not computed yet
@@ -204,8 +214,26 @@ class SimulatedEngine:
         return self.running < self._max_sequences
 
     def add(self, sequence: EngineSequence) -> None:
-        """Queue a sequence behind all others."""
+        """Queue a sequence."""
+        if self._fair is not None:
+            self._share(self._fair, sequence)
+        elif self._waiting and self._waiting[-1].share != sequence.share:
+            self._fair = StartQueue()
+            for each in (*self._waiting, sequence):
+                if _is_new(each):
+                    self._share(self._fair, each)
         self._waiting.append(sequence)
+
+    def _share(self, fair: StartQueue[EngineSequence], sequence: EngineSequence) -> None:
+        size = sequence.known_tokens - self._lookup(sequence)[0] * self.block_size
+        fair.push(sequence.index, sequence, sequence.share, size)
+
+    def _leave_queue(self, sequence: EngineSequence) -> None:
+        self._waiting.remove(sequence)
+        if self._fair is not None and _is_new(sequence):
+            self._fair.take(sequence.index)
+        if not self._waiting:
+            self._fair = None
 
     def hand_off(self, sequence: EngineSequence, taken: Callable[[], None]) -> None:
         """Queue a computed prompt; ``taken`` is called once its blocks are here. See ``take_handed``."""
@@ -337,13 +365,13 @@ class SimulatedEngine:
             if sequence is None:
                 break
             if sequence.handed and sequence.computed:
-                self._waiting.remove(sequence)
+                self._leave_queue(sequence)
                 self._join(sequence)
                 admitted = True
                 continue
             known_blocks = -(-sequence.known_tokens // self.block_size)
             if known_blocks > self.cache.capacity and not sequence.admissions and not sequence.handed:
-                self._waiting.popleft()
+                self._leave_queue(sequence)
                 self._rejected.append(sequence)
                 continue
             cached, active = self._lookup(sequence)
@@ -353,7 +381,7 @@ class SimulatedEngine:
             tokens = self._compute(sequence, cached, budget, work) if budget > 0 else 0
             if not tokens:
                 break
-            self._waiting.remove(sequence)
+            self._leave_queue(sequence)
             budget -= tokens
             admitted = True
             if not sequence.admissions and not sequence.handed:
@@ -365,7 +393,10 @@ class SimulatedEngine:
         """The sequence to admit next. While prompts wait to be taken over, preempted sequences are not recomputed."""
         if self._handing:
             return next((each for each in self._waiting if each.handed and each.computed), None)
-        return self._waiting[0]
+        head = self._waiting[0]
+        if self._fair is None or not _is_new(head):
+            return head
+        return self._fair.first() or head
 
     def _lookup(self, sequence: EngineSequence) -> tuple[int, int]:
         """Cached blocks of a sequence's context, never all of it, and how many of these are in use."""

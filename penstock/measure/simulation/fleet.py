@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
 
+from penstock.infra.process.class_queue import StartShare
 from penstock.measure.simulation.engine import EngineSequence, SimulatedEngine
 from penstock.measure.simulation.policy import Placement, Policy, SimulatedFleet, Target, WorkerSpec
 from penstock.measure.simulation.trace import Request
@@ -276,7 +277,8 @@ class Simulation:
         engine = worker.ranks[rank]
         is_prefill = worker.spec.role == "prefill" and not placement.whole
         output = 1 if is_prefill else request.output_tokens
-        engine.add(EngineSequence(request.index, request.prompt_tokens, output, request.keys))
+        share = StartShare(request.priority.rank, request.tenant)
+        engine.add(EngineSequence(request.index, request.prompt_tokens, output, request.keys, share=share))
         if not worker.busy:
             self._idle.add(number)
         elif engine.takes_more:

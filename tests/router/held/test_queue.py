@@ -6,7 +6,7 @@ from typing import TypeVar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.held.class_queue import QueueEntry
+from penstock.infra.process.class_queue import QueueEntry
 from penstock.router.held.held_requests import HANDICAP_NS, PATIENCE_NS, SECOND_NS, URGENT_NS, RequestQueue, delay_ns
 from tests.properties import examples
 

@@ -1,8 +1,9 @@
 """Which waiting sequence starts next, and with which blocks. Pure.
 
-First come, first served, without deadlock. A reservation holds blocks for a sequence that has not started, so a queue
-served strictly in order could stop for good: its head needs blocks that a sequence behind it holds until its own turn.
-Three rules prevent that:
+In each class tenants share by weight, and a tenant's sequences are served first come, first served (``StartQueue``).
+Whoever is next is the head, which nothing behind it overtakes. That must not end in a deadlock: a reservation holds
+blocks for a sequence that has not started, so a queue served strictly in order could stop for good, when its head needs
+blocks that a sequence behind it holds until its own turn. Three rules prevent that:
 
 1. If there is no room for the head, the first behind it whose blocks are reserved goes before it: it needs little or
    nothing more, and its end makes room.
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from penstock.infra.process.class_queue import StartQueue, StartShare
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.sequence import Sequence
 from penstock.workers.engines.core.windows import WindowRows
@@ -171,7 +173,9 @@ class Queue:
         self._reservations = reservations
         self._block_size = block_size
         self._no_evict = no_evict
-        self.waiting: OrderedDict[object, Sequence] = OrderedDict()  # next first
+        self.waiting: OrderedDict[object, Sequence] = OrderedDict()  # as they came, but preempted ones first
+        self._only = StartShare()  # of all that wait, unless there is ``_fair``
+        self._fair: StartQueue[Sequence] | None = None  # all that were not preempted
         self.reserved = 0  # of those that wait: how many have a reservation
 
     def __len__(self) -> int:
@@ -181,20 +185,55 @@ class Queue:
         return key in self.waiting
 
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
+        """
+        Args:
+            first: it was preempted.
+        """
         self.waiting[sequence.key] = sequence
         self.reserved += sequence.reservation is not None
         if first:
             self.waiting.move_to_end(sequence.key, last=False)
+            return
+        if self._fair is None:
+            if len(self.waiting) == 1 or sequence.share == self._only:
+                self._only = sequence.share
+                return
+            self._fair = StartQueue()
+            for each in self.waiting.values():
+                self._share(self._fair, each)
+        else:
+            self._share(self._fair, sequence)
 
     def remove(self, sequence: Sequence) -> None:
+        """It was cancelled."""
         del self.waiting[sequence.key]
         self._unreserve(sequence)
+        if self._fair is not None and not sequence.started:
+            self._fair.remove(sequence.key)
+        self._unshare()
+
+    def _share(self, fair: StartQueue[Sequence], sequence: Sequence) -> None:
+        if sequence.started:  # it was preempted
+            return
+        cached = len(self._blocks.match(sequence.digests, len(sequence.digests)))
+        size = max(1, len(sequence.tokens) - cached * self._block_size)
+        fair.push(sequence.key, sequence, sequence.share, size)
+
+    def _unshare(self) -> None:
+        if not self.waiting:
+            self._fair = None
+
+    def _head(self) -> Sequence:
+        head = next(iter(self.waiting.values()))
+        if self._fair is None or head.started:
+            return head
+        return self._fair.first() or head
 
     # -- reservations ----------------------------------------------------------------------------------------
 
     def head_claim(self) -> int:
         """Blocks that must be left for the first in line without a reservation."""
-        for sequence in self.waiting.values():
+        for sequence in (self._head(), *self.waiting.values()) if self.waiting else ():
             if sequence.reservation is None:
                 need = self._need(sequence)
                 return self._blocks.available - self._blocks.left(need.hits, need.fresh)
@@ -219,7 +258,7 @@ class Queue:
 
     def next(self, running: Seq[Sequence]) -> AdmittedSequence | None:
         """Take the next sequence out of the queue; None: none can start."""
-        head = next(iter(self.waiting.values()))
+        head = self._head()
         admission = self._try_admit(head, running)
         if admission is None and self.reserved:
             admission = self._admit_reserved(head, running)
@@ -237,7 +276,7 @@ class Queue:
 
     def _reclaim_for(self, head: Sequence) -> AdmittedSequence | None:
         """Nothing runs, so nothing else frees blocks: reclaim reservations, last first, until the head fits."""
-        for sequence in [*reversed(self.waiting.values())]:  # the head's own is the last
+        for sequence in [*(each for each in reversed(self.waiting.values()) if each is not head), head]:
             if sequence.reservation is not None:
                 self._unreserve(sequence)
                 admission = self._try_admit(head, ())
@@ -267,6 +306,9 @@ class Queue:
             self._reservations.take_tail(sequence.reservation)
             computed = sequence.prompt_len
         del self.waiting[sequence.key]
+        if self._fair is not None and not sequence.started:
+            self._fair.take(sequence.key)
+        self._unshare()
         sequence.blocks = table
         self._unreserve(sequence)
         return AdmittedSequence(sequence, computed, need.named)

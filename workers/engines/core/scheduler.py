@@ -1,7 +1,7 @@
 """Which tokens the next step computes, and which sequences it ends. Pure: no clock, no device, no threads.
 
-Continuous batching with chunked prefill: running sequences come first, in admission order, then waiting ones, first
-come first served, within a budget of tokens per step. A sequence gets blocks for all its known tokens when it is
+Continuous batching with chunked prefill: running sequences come first, in admission order, then waiting ones, in the
+order of ``queue``, within a budget of tokens per step. A sequence gets blocks for all its known tokens when it is
 admitted, then one at a time. When no block is free, the newest running sequence is preempted: its blocks are freed and
 it is requeued at the front with the tokens that it has generated, to be computed again (mostly from the prefix cache).
 With ``no_evict``, a sequence waits until its longest output fits beside those of all running sequences, and is never
@@ -95,6 +95,7 @@ def new_sequence(
         extra=request.extra,
         media=request.media,
         client_request_id=request.client_request_id,
+        share=request.share,
         pin=request.pin,
         reservation=request.reservation,
         processors=processors,

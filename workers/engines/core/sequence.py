@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from penstock.infra.process.class_queue import StartShare
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import Logprob
 from penstock.schemas.transfer import Memory
@@ -49,6 +50,7 @@ class Sequence:
     drafter_state: object = None  # for a ``Drafter``
     playing: object = None  # for an engine that plays a recording
     client_request_id: str = ""
+    share: StartShare = field(default_factory=StartShare)  # in which it waits
     arrived: int = 0  # admission order
     started: bool = False  # was admitted before; since then possibly preempted
     stops: frozenset[int] = frozenset()  # EOS and stop ids that end it once more than ``stop.min_tokens`` are out

@@ -148,13 +148,14 @@ def test_a_turn_repeats_its_conversation_up_to_the_last_full_block() -> None:
 def test_who_asks_little_waits_less_where_classes_and_tenants_decide(
     monkeypatch: pytest.MonkeyPatch, workload: str, load: float, group: str
 ) -> None:
-    """They would wait in the workers' queues, if requests were sent there up to the size of the KV cache."""
+    """They would wait in the workers' queues, if requests were sent there up to the size of the KV cache. A worker's
+    queue knows tenants, but not how long prompts are, nor which class goes first."""
     cell = TableCell(FOUR, load, workload, None, 500)
     means = []
     for most in (cost.MOST_UNCOMPUTED, 1 << 40):
         monkeypatch.setattr(cost, "MOST_UNCOMPUTED", most)
         means.append(run(cell, "kv", 0).figures.groups[group].ttft_mean)
-    assert means[0] < 0.5 * means[1]
+    assert means[0] < (0.8 if workload == "tenants" else 0.5) * means[1]
 
 
 def test_the_others_are_compared_with_the_first_policy() -> None:

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.infra.process.class_queue import StartShare
 from penstock.schemas.block_hashes import chain, root, split
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import Removed, Stored
@@ -10,7 +11,7 @@ from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.engine import scheduler_stats
 from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
-from penstock.workers.engines.engine_protocol import Failure, Output, RequestError, Started
+from penstock.workers.engines.engine_protocol import Failure, Output, RequestError, SequenceRequest, Started
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import GREEDY, ROOT, Bench, Mirror, PoolMemory, check_pool, names, request
@@ -57,6 +58,88 @@ def test_the_head_of_the_queue_is_not_overtaken_by_one_that_would_fit() -> None:
     bench.step()
     assert [slot[0] for slot in bench.shape] == ["a"]
     bench.finish()
+
+
+def of(tenant: str, key: object, tokens: int = 8, weight: float = 1.0, rank: int = 1) -> SequenceRequest:
+    return request(key, [ord(tenant)] * tokens, max_tokens=1, share=StartShare(rank, tenant, weight))
+
+
+def started(bench: Bench, steps: int = 100) -> list[object]:
+    """Who starts in which order."""
+    keys: list[object] = []
+    for _ in range(steps):
+        if not bench.scheduler.has_work():
+            break
+        keys += [each.key for each in bench.step().started]
+    return keys
+
+
+def test_a_tenant_with_one_request_does_not_wait_behind_all_those_of_another() -> None:
+    bench = Bench(max_batched_tokens=8, prefix_cache=False)
+    for number in range(9):
+        bench.scheduler.submit(of("a", f"a{number}"))
+    bench.step()
+    bench.scheduler.submit(of("b", "b"))
+    assert started(bench) == ["a1", "b", *(f"a{number}" for number in range(2, 9))]
+
+
+def test_tenants_of_a_class_start_by_weight_and_classes_in_turn() -> None:
+    bench = Bench(max_batched_tokens=8, prefix_cache=False)
+    bench.scheduler.submit(of("x", "runs"))
+    for number in range(6):
+        bench.scheduler.submit(of("a", f"a{number}"))
+    for number in range(6):
+        bench.scheduler.submit(of("b", f"b{number}", weight=2.0))
+    for number in range(3):
+        bench.scheduler.submit(of("a", f"late{number}", rank=2))
+    keys = [str(key) for key in started(bench)]
+    first = keys[1:10]
+    assert sum(key.startswith("b") for key in first) == 6, "of two thirds of the work"
+    assert keys[-3:] == ["late0", "late1", "late2"], "their class had its turns after those of the other"
+
+
+def test_what_is_cached_does_not_count_for_a_tenants_share() -> None:
+    bench = Bench(max_batched_tokens=1000, max_running=1)
+    bench.scheduler.submit(request("first", [1] * 200, max_tokens=1, share=StartShare(1, "a")))
+    bench.step()
+    for number in range(4):
+        bench.scheduler.submit(request(f"a{number}", [1] * 200 + [number], max_tokens=1, share=StartShare(1, "a")))
+        bench.scheduler.submit(request(f"b{number}", [2 + number] * 8, max_tokens=1, share=StartShare(1, "b")))
+    assert sorted(map(str, started(bench)[:5])) == ["a0", "a1", "a2", "a3", "b0"]
+
+
+def test_a_preempted_sequence_starts_before_all_that_wait() -> None:
+    bench = Bench(total_blocks=4, prefix_cache=False)
+    bench.scheduler.submit(request("a0", [5] * 7, max_tokens=6, share=StartShare(1, "a")))
+    bench.scheduler.submit(request("a1", [6] * 7, max_tokens=6, share=StartShare(1, "a")))
+    bench.step()
+    bench.scheduler.submit(request("a2", [7] * 7, max_tokens=1, share=StartShare(1, "a")))
+    bench.scheduler.submit(request("b0", [8] * 7, max_tokens=1, share=StartShare(1, "b")))
+    order = []
+    while bench.scheduler.has_work():
+        bench.step()
+        order += [key for key, _, count, _ in bench.shape if count > 1]
+    assert scheduler_stats(bench.scheduler).preemptions == 1
+    assert order[0] == "a1"
+    assert sorted(map(str, order[1:])) == ["a2", "b0"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("+++-sss"), st.sampled_from("abc"), st.integers(1, 14)), max_size=60))
+def test_everything_ends_whoever_comes_and_leaves(steps: list[tuple[str, str, int]]) -> None:
+    """Small pools, so that heads wait and sequences are preempted."""
+    bench = Bench(total_blocks=6, max_running=3, max_batched_tokens=12)
+    keys: list[str] = []
+    for number, (step, tenant, tokens) in enumerate(steps):
+        if step == "+":
+            keys.append(f"{tenant}{number}")
+            bench.scheduler.submit(of(tenant, keys[-1], tokens, weight=float(number % 3 + 1), rank=number % 2))
+        elif step == "-" and keys:
+            bench.scheduler.cancel(keys.pop(tokens % len(keys)))
+        elif bench.scheduler.has_work():
+            bench.step()
+    bench.finish()
+    assert not len(bench.scheduler.queue)
+    check_pool(bench.blocks, [])
 
 
 def test_a_prefix_computed_in_an_earlier_step_is_not_computed_again() -> None:

@@ -1,13 +1,13 @@
 """Within a class: no request waits much longer than first come, first served, and tenants get their shares."""
 
 from collections import Counter
-from itertools import count
+from itertools import count, cycle, permutations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.held.class_queue import ALONE_AFTER, OVERDUE_AFTER, OVERDUE_NS
+from penstock.infra.process.class_queue import AGEING, ALONE_AFTER, OVERDUE_AFTER, OVERDUE_NS, TenantShares
 from penstock.router.held.held_requests import SECOND_NS, RequestQueue, delay_ns
 
 LATER = 1 << 62
@@ -161,7 +161,67 @@ def test_a_tenant_that_sends_one_at_a_time_gets_no_more_than_its_share() -> None
             push(waiting, f"a{number}", 100, tenant="a")
         (entry,) = waiting.window(size=1)
         taken += waiting.take(entry.id).tenant
-    assert taken == "ab" * 20
+    assert taken == "ba" * 20
+
+
+weights = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.01, 0.5, 1.0, 3.0, 100.0]))
+work = st.lists(st.integers(1, 5000), min_size=1, max_size=20)
+
+
+@given(weights, st.fixed_dictionaries(dict.fromkeys("abcd", work)), st.integers(1, 300), st.integers(0, 299))
+def test_tenants_that_always_wait_differ_by_one_request_of_each(
+    weights: dict[str, float], sizes: dict[str, list[int]], end: int, begin: int
+) -> None:
+    """From any moment to any other: the work by weight that each has had."""
+    shares = TenantShares(weights)
+    taken, at_begin = dict.fromkeys("abcd", 0.0), dict.fromkeys("abcd", 0.0)
+    turns = {name: cycle(sizes[name]) for name in "abcd"}
+    for name in "abcd":
+        shares.enter(name)
+    for step in range(end):
+        if step == begin:
+            at_begin = dict(taken)
+        name = next(iter(shares))
+        size = next(turns[name])
+        shares.charge(name, size)
+        taken[name] += size / weights.get(name, 1.0)
+    had = {name: taken[name] - at_begin[name] for name in "abcd"}
+    largest = {name: max(sizes[name]) / weights.get(name, 1.0) for name in "abcd"}
+    for one, other in permutations("abcd", 2):
+        assert had[one] - had[other] <= largest[one] + largest[other] + 1e-6
+
+
+@given(st.integers(1, 20_000), st.integers(1, 500), st.integers(1, 8), st.sampled_from([0.1, 1.0, 10.0]))
+def test_no_stream_of_new_tenants_starves_one_that_waits(size: int, other: int, many: int, weight: float) -> None:
+    """It has just had a large request. Each of the others comes once, when one of them has gone."""
+    shares = TenantShares({"z": weight})
+    shares.enter("z")
+    for number in range(many):
+        shares.enter(str(number))
+    shares.charge("z", size)
+    for taken in count():
+        name = next(iter(shares))
+        if name == "z":
+            break
+        assert AGEING * taken * other <= size / weight * (many + weight) + 2 * other * (many + 1)
+        shares.charge(name, other)
+        shares.leave(name)
+        shares.enter(str(many + taken))
+
+
+def test_a_changed_weight_counts_from_the_next_request_on() -> None:
+    weights, had = {"a": 1.0, "b": 1.0}, Counter[str]()
+    shares = TenantShares(weights)
+    shares.enter("a")
+    shares.enter("b")
+    for turn in range(800):
+        if turn == 400:
+            assert had["a"] == had["b"]
+            weights["a"] = 3.0
+        name = next(iter(shares))
+        shares.charge(name, 10)
+        had[name] += 1
+    assert had["a"] - 200 == pytest.approx(300, abs=2)
 
 
 def test_several_tenants_are_tried_when_the_next_one_has_no_target() -> None:
