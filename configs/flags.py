@@ -479,6 +479,11 @@ def whole_number(most: int = sys.maxsize) -> Callable[[str], int]:
     return read
 
 
+def or_none(number: Callable[[str], int]) -> Callable[[str], int]:
+    """The type of an argument that is a limit; "none" is 0, which stands for no limit."""
+    return lambda text: 0 if text == "none" else number(text)
+
+
 class _SettingsParser(Parser):
     """Raises, so that all problems are reported together."""
 

@@ -237,20 +237,49 @@ def interval(hour: int, every: str) -> tuple[int, int]:
     return int(begin.timestamp()), int(end.timestamp())
 
 
-def sums(rows: Iterable[UsageRow], by: Iterable[str] = (), every: str = "") -> list[UsageSum]:
-    """Rows by interval and group, the oldest first.
+class UsageTable:
+    """Rows as they come, by interval and group.
 
     Args:
         by: names of ``BY``.
         every: of ``EVERY``; "": all in one.
+        since_ns, until_ns: Unix time; hours that lie between them, also in part. 0: there is no such limit.
+        of: which rows count.
     """
-    of = [BY[name] for name in by]
-    found: dict[tuple[int, int, tuple[str, ...]], UsageRow] = {}
-    for row in rows:
-        at = (*interval(row.hour, every), tuple(each(row) for each in of))
-        before = found.get(at)
-        found[at] = row if before is None else added(before, row)
-    return [UsageSum(*at, total) for at, total in sorted(found.items(), key=lambda each: each[0])]
+
+    def __init__(
+        self,
+        by: Iterable[str] = (),
+        every: str = "",
+        *,
+        since_ns: int = 0,
+        until_ns: int = 0,
+        of: Callable[[UsageRow], bool] = lambda row: True,
+    ) -> None:
+        self._by = [BY[name] for name in by]
+        self._every = every
+        self._first = since_ns // HOUR_NS
+        self._end = -(-until_ns // HOUR_NS) if until_ns else 1 << 62
+        self._of = of
+        self._found: dict[tuple[int, int, tuple[str, ...]], UsageRow] = {}
+        self.gaps: list[UsageGap] = []
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, part: UsagePart) -> None:
+        gap, begin_ns, end_ns = part.gap, self._first * HOUR_NS, self._end * HOUR_NS
+        if gap is not None and gap.since_ns < end_ns and not 0 < gap.until_ns < begin_ns:
+            self.gaps.append(gap)
+        for row in part.rows:
+            if self._first <= row.hour < self._end and self._of(row):
+                at = (*interval(row.hour, self._every), tuple(each(row) for each in self._by))
+                before = self._found.get(at)
+                self._found[at] = row if before is None else added(before, row)
+
+    def sums(self) -> list[UsageSum]:
+        """The oldest interval first."""
+        return [UsageSum(*at, total) for at, total in sorted(self._found.items(), key=lambda each: each[0])]
 
 
 def month_of(now_ns: int) -> tuple[int, int]:

@@ -231,6 +231,8 @@ def error_body(error: ServingError) -> ErrorBody:
     """The OpenAI shape of an error."""
     status = error.code.status
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    if error.code is Code.insufficient_quota:
+        kind = error.code.value  # as OpenAI has it
     return ErrorBody(ErrorDetail(error.message, kind, error.param, error.code))
 
 

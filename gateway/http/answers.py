@@ -471,6 +471,8 @@ async def send_refusal(
     headers = [JSON, (b"content-length", b"%d" % len(body))]
     if error.retry_after is not None:
         headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
+    if error.code is Code.insufficient_quota:  # clients of OpenAI and Anthropic repeat every other 429
+        headers.append((b"x-should-retry", b"false"))
     await send({"type": "http.response.start", "status": status, "headers": [*headers, *ids]})
     await send({"type": "http.response.body", "body": body})
 

@@ -73,6 +73,7 @@ from penstock.gateway.http.prompt_batch import answer_prompts
 from penstock.gateway.http.request_list import final_state, status_of
 from penstock.gateway.http.server import SCOPE, HttpConnection
 from penstock.gateway.http.stored_responses import StoredResponses, answer_response
+from penstock.gateway.http.usage import UsageEndpoint
 from penstock.gateway.service.gateway import Gateway
 from penstock.gateway.service.text_model import TextModel
 from penstock.schemas.errors import Code, ServingError
@@ -352,6 +353,7 @@ def routes_of(gateway: Gateway, batches: Batches) -> list[Route]:
         Route("/v1/batches", files.batches, methods=["GET"]),
         Route("/v1/batches/{id}", files.batch, methods=["GET"]),
         Route("/v1/batches/{id}/cancel", files.cancel, methods=["POST"]),
+        Route("/v1/usage", UsageEndpoint(gateway).get, methods=["GET"]),
         Route("/health", api.health),
         Route("/ping", api.live),
         Route("/version", api.version),

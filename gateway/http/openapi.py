@@ -48,6 +48,7 @@ from penstock.gateway.base.chat_objects import (
 from penstock.gateway.batches.batch import BatchList, BatchObject, CreateBatch, DeletedFile, FileList, FileObject
 from penstock.gateway.http.ollama import ShownModel, ShowRequest
 from penstock.gateway.http.request_list import RequestList
+from penstock.gateway.http.usage import UsagePage
 from penstock.schemas.errors import Code
 
 _LINES = "application/x-ndjson"
@@ -90,6 +91,7 @@ class Operation(Struct, frozen=True):
 _GENERATE = (
     Code.invalid_api_key,
     Code.rate_limit_exceeded,
+    Code.insufficient_quota,
     Code.invalid_request,
     Code.context_length_exceeded,
     Code.unsupported,
@@ -382,6 +384,19 @@ OPERATIONS = (
         response=BatchObject,
         errors=(Code.request_not_found, Code.invalid_request, Code.broker_unavailable),
         parameters=(_BATCH_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/usage",
+        "What the key has used; with an operator's key, what all have used",
+        response=UsagePage,
+        errors=(Code.invalid_request, Code.broker_unavailable),
+        parameters=(
+            ("start_time", "query", "Unix time; default: the beginning of this month"),
+            ("end_time", "query", "Unix time; default: now"),
+            ("bucket_width", "query", "1h, 1d or 1mo; default: 1d"),
+            ("group_by", "query", "project_id (the tenant), api_key_id, model, adapter; several with commas"),
+        ),
     ),
     Operation(
         "get",

@@ -15,6 +15,7 @@ from nats.errors import Error as NatsError
 from penstock.configs.settings import GatewaySettings, served_names
 from penstock.gateway.access.authentication import ALL, ANYONE, Caller, Guard, Sight, noted_in
 from penstock.gateway.access.tenants import TenantTable
+from penstock.gateway.admission.budgets import Budgets
 from penstock.gateway.admission.charges import Charges
 from penstock.gateway.admission.idempotency import Claim, reclaim
 from penstock.gateway.admission.rate_limits.limiter import Limiter
@@ -117,6 +118,7 @@ class Gateway:
         buses = [link.bus for link in links]
         self.fleet = FleetView(buses, named, self.id, settings, metrics, self.tasks, self._open_models)
         self.limiter = Limiter(bus, self.id)
+        self.budgets = Budgets(self.guard.table.keys, self.tenants.known, bus.clock.now_ns)
         self.charges = Charges(self.limiter, self._record_of, self._request_of, self.tasks, bus.clock)
         self._links = links
         self.cells = [
@@ -178,6 +180,7 @@ class Gateway:
     async def _open_cell(self, cell: Cell) -> None:
         await cell.open()
         await self.fleet.follow(cell.number)
+        self.tasks.spawn(self.budgets.follow(cell.bus), name=f"budgets-{cell.number}")
         if len(self.cells) > 1:
             await self._chooser.follow(cell.number)
             await self._carriers[cell.number].open()
@@ -205,6 +208,7 @@ class Gateway:
         await self.fleet.close()
         await self.guard.close()
         await self.limiter.close()
+        await self.budgets.close()
 
     def _keys_lost(self, lost: bool) -> None:
         self.metrics.keys_lost.set(lost)
@@ -295,11 +299,13 @@ class Gateway:
             no_store: as if the body asked for it.
             caller: whose request it becomes.
         Raises:
-            ServingError: the body cannot be served, or the queue is full.
+            ServingError: the body cannot be served, the queue is full, or the caller's budget is used up.
         """
         if self.stopped:
             raise stopping("")
         body = body.removeprefix(BOM)
+        if self.budgets.reached:
+            self.budgets.check(caller)
         await self._check_room(body)
         try:
             prepared = await self._preparer.prepare(endpoint, body, no_store=no_store, caller=caller)
@@ -479,6 +485,7 @@ class Gateway:
 
     def _sweep_once(self) -> None:
         self.fleet.refresh()
+        self.budgets.look()
         open_ = Counter[str]()
         for cell in self.cells:
             open_.update(cell.open_of)

@@ -59,10 +59,13 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     max_pending: int = MAX_PENDING
     weight: float = 1.0
     shared_cache: bool = False
+    tokens_per_month: int = 0
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.models, self.max_pending, self.weight, self.shared_cache)
+        return Limits(
+            self.models, self.max_pending, self.weight, self.shared_cache, tokens_per_month=self.tokens_per_month
+        )
 
     @property
     def login(self) -> tuple[str, bool]:

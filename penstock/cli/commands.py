@@ -117,6 +117,7 @@ COMMANDS = {
         "penstock.operate.dead_requests:run",
         choices=("list", "show", "retry"),
     ),
+    "usage": Command("show what tenants, keys, models and adapters used", "penstock.operate.usage:run"),
     "audit": Command("list who changed what, or read what of others", "penstock.operate.audit:run"),
     "forget": Command("delete ended requests from the log", "penstock.operate.forget:run"),
     "backup": Command(
@@ -267,6 +268,7 @@ SECTIONS = {
             "tenants",
             "keys",
             "passwords",
+            "usage",
             "audit",
             "forget",
             "backup",

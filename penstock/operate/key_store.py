@@ -209,6 +209,7 @@ def public(key: ApiKey, now_ns: int) -> dict[str, object]:
         "models": ",".join(key.models) or "all",
         "rpm": key.requests_per_minute or None,
         "tpm": key.tokens_per_minute or None,
+        "monthly_tokens": key.tokens_per_month or None,
         "max_concurrent": key.max_concurrent or None,
         "priority": key.priority.value if key.priority else None,
         "created": day(key.created_ns),

@@ -4,7 +4,7 @@ import argparse
 import datetime
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from penstock.cli.figures import duration_ns
 from penstock.cli.terminal import escape, stdout
-from penstock.configs.flags import Parser, add_broker_flags, whole_number
+from penstock.configs.flags import Parser, add_broker_flags, or_none, whole_number
 from penstock.infra.bus.audit import person
 from penstock.infra.bus.connection import Bus
 from penstock.log_tools.sources.open_log import LogSource, open_log, run_command
@@ -21,7 +21,7 @@ from penstock.operate import key_store
 from penstock.operate.key_store import copy_into, line_of, read_keys
 from penstock.operate.workers import registrations, unserved
 from penstock.schemas.errors import ServingError
-from penstock.schemas.keys import MOST_CONCURRENT, MOST_PER_MINUTE, ApiKey, check_id, digest_of, new_key
+from penstock.schemas.keys import MOST_CONCURRENT, MOST_PER_MINUTE, MOST_PER_MONTH, ApiKey, check_id, digest_of, new_key
 from penstock.schemas.requests import Priority
 from penstock.schemas.subjects import DEFAULT_TENANT
 from penstock.schemas.tenants import check_name
@@ -32,6 +32,7 @@ MAX_ABOUT = 200  # characters
 NEVER = "never"
 
 _per_minute = whole_number(MOST_PER_MINUTE)
+_per_month = whole_number(MOST_PER_MONTH)
 _concurrent = whole_number(MOST_CONCURRENT)
 
 
@@ -101,6 +102,13 @@ def _create_flags(create: argparse.ArgumentParser) -> None:
         help="tokens per minute, prompts and answers; default: no limit",
     )
     create.add_argument(
+        "--monthly-tokens",
+        type=_per_month,
+        default=0,
+        metavar="N",
+        help="tokens of a month (UTC), prompts and answers; default: no limit",
+    )
+    create.add_argument(
         "--max-concurrent", type=_concurrent, default=0, metavar="N", help="requests at a time; default: no limit"
     )
     create.add_argument(
@@ -120,12 +128,18 @@ def _set_flags(change: argparse.ArgumentParser) -> None:
     """As those of ``create``; None: not named."""
     change.add_argument("--tenant", help=argparse.SUPPRESS)  # refused with the way to do it
     change.add_argument("--models", metavar="A,B", help="models it may name; all: those of its tenant")
-    change.add_argument("--rpm", type=_or_none(_per_minute), metavar="N", help="requests per minute; none: no limit")
+    change.add_argument("--rpm", type=or_none(_per_minute), metavar="N", help="requests per minute; none: no limit")
     change.add_argument(
-        "--tpm", type=_or_none(_per_minute), metavar="N", help="tokens per minute, prompts and answers; none: no limit"
+        "--tpm", type=or_none(_per_minute), metavar="N", help="tokens per minute, prompts and answers; none: no limit"
     )
     change.add_argument(
-        "--max-concurrent", type=_or_none(_concurrent), metavar="N", help="requests at a time; none: no limit"
+        "--monthly-tokens",
+        type=or_none(_per_month),
+        metavar="N",
+        help="tokens of a month (UTC), prompts and answers; none: no limit",
+    )
+    change.add_argument(
+        "--max-concurrent", type=or_none(_concurrent), metavar="N", help="requests at a time; none: no limit"
     )
     change.add_argument(
         "--priority",
@@ -139,15 +153,6 @@ def _set_flags(change: argparse.ArgumentParser) -> None:
         help="whether it sees the requests and answers of all tenants, and may list them",
     )
     change.add_argument("--about", metavar="TEXT", help="what it is for, shown in lists")
-
-
-def _or_none(number: Callable[[str], int]) -> Callable[[str], int]:
-    """ "none" is 0, which stands for no limit."""
-
-    def read(text: str) -> int:
-        return 0 if text == key_store.NONE else number(text)
-
-    return read
 
 
 def expires_ns(text: str, now_ns: int) -> int:
@@ -184,6 +189,7 @@ async def _create(args: argparse.Namespace, console: Console) -> None:
         models=_models(args.models),
         requests_per_minute=args.rpm,
         tokens_per_minute=args.tpm,
+        tokens_per_month=args.monthly_tokens,
         max_concurrent=args.max_concurrent,
         priority=Priority(args.priority) if args.priority else None,
         created_ns=now_ns,
@@ -219,6 +225,7 @@ def _named(args: argparse.Namespace, now_ns: int) -> dict[str, object]:
         "models": None if args.models is None else _models(args.models),
         "requests_per_minute": args.rpm,
         "tokens_per_minute": args.tpm,
+        "tokens_per_month": args.monthly_tokens,
         "max_concurrent": args.max_concurrent,
         "operator": args.operator,
         "about": args.about,
@@ -300,14 +307,23 @@ async def _list(args: argparse.Namespace, console: Console) -> None:
         console.print("no key is valid" if not args.all else "there are no keys")
         return
     table = Table(box=None, pad_edge=False)
-    for name in ("key", "tenant", "models", "rpm", "tpm", "at a time", "priority", "expires", "state", "about"):
-        table.add_column(name, justify="right" if name in ("rpm", "tpm", "at a time") else "left")
+    numbers = ("rpm", "tpm", "monthly", "at a time")
+    for name in ("key", "tenant", "models", *numbers, "priority", "expires", "state", "about"):
+        table.add_column(name, justify="right" if name in numbers else "left")
     for key in keys:
         table.add_row(
             key.prefix,
             key.tenant + (" (operator)" if key.operator else ""),
             escape(",".join(key.models) or "all"),
-            *(str(limit or "–") for limit in (key.requests_per_minute, key.tokens_per_minute, key.max_concurrent)),
+            *(
+                str(limit or "–")
+                for limit in (
+                    key.requests_per_minute,
+                    key.tokens_per_minute,
+                    key.tokens_per_month,
+                    key.max_concurrent,
+                )
+            ),
             key.priority.value if key.priority else "–",
             key_store.day(key.expires_ns) or "never",
             key_store.state(key, now_ns),

@@ -23,7 +23,7 @@ from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 
 from penstock.cli.terminal import fail
-from penstock.configs.flags import PREFIX, Parser, add_broker_flags, whole_number
+from penstock.configs.flags import PREFIX, Parser, add_broker_flags, or_none, whole_number
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import authenticate
@@ -39,6 +39,7 @@ from penstock.launch.state import read_state
 from penstock.log_tools.sources.open_log import LogSource, cells_of, running
 from penstock.schemas import wire
 from penstock.schemas.audit import KEYS_LOST, decode
+from penstock.schemas.keys import MOST_PER_MONTH
 from penstock.schemas.streams import submissions
 from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
 from penstock.schemas.tenants import LEAST_WEIGHT, MAX_PENDING, MOST_WEIGHT, Limits, check_name
@@ -119,6 +120,13 @@ def _parser() -> Parser:
                 type=_weight,
                 metavar="X",
                 help="share of the work while requests wait, against tenants with 1; default: as it was, or 1",
+            )
+            one.add_argument(
+                "--monthly-tokens",
+                type=or_none(whole_number(MOST_PER_MONTH)),
+                metavar="N",
+                help="tokens of a month (UTC), prompts and answers, of all its keys and over NATS; none: no limit; "
+                "default: as it was, or none",
             )
             one.add_argument(
                 "--shared-cache",
@@ -448,6 +456,7 @@ def _named_limits(args: argparse.Namespace) -> dict[str, Any]:
         "max_pending": args.max_pending,
         "weight": args.weight,
         "shared_cache": args.shared_cache,
+        "tokens_per_month": args.monthly_tokens,
     }
     return {name: value for name, value in limits.items() if value is not None}
 

@@ -486,6 +486,8 @@ MEANINGS = {
     "verdict_not_stored": "that a request crashes workers could not be stored",
     "verdict_unreadable": "a stored verdict about a poisonous request cannot be read",
     "verdict_withdrawn": "a request that had crashed workers was answered",
+    "budgets_unknown": "the ledger of usage is missing, or may not be read: budgets are not enforced; tried again",
+    "usage_unreadable": "a part of the ledger of usage cannot be read; a newer build may have written it",
     "usage_missed": "records were discarded before they were counted: `penstock usage` shows the gap",
     "usage_not_counted": "what ended requests used cannot be counted at the moment, or one was deleted uncounted",
     "verdicts_followed": "the bucket of poisonous requests is there now",

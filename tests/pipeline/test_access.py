@@ -12,10 +12,12 @@ from typing import Any
 
 import httpx
 import msgspec
+import nats
 import pytest
 
 from penstock.cli.commands import main
 from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.nats_server.tenants import credentials_path
 from penstock.operate import key_store
 from penstock.schemas.keys import ApiKey, digest_of, new_key
 from tests.gateway.access.test_routes import POLICIES
@@ -434,6 +436,133 @@ async def test_requests_per_minute_hold_over_both_gateways(https: list[httpx.Asy
     assert again.headers["x-ratelimit-reset-requests"].endswith("s")
     message = await https[0].post("/v1/messages", json=MESSAGE, headers={"x-api-key": key})
     assert (message.status_code, message.json()["error"]["type"]) == (429, "rate_limit_error")
+
+
+async def used(http: httpx.AsyncClient, key: str, requests: int, **query: str) -> dict[str, Any]:
+    """What a gateway says that a key has used, once it counts so many requests."""
+    page: dict[str, Any] = {}
+
+    async def counted() -> bool:
+        nonlocal page
+        answer = await http.get("/v1/usage", params=query, headers=bearer(key))
+        assert answer.status_code == 200, answer.text
+        page = answer.json()
+        return requests <= sum(each["num_model_requests"] for bucket in page["data"] for each in bucket["results"])
+
+    await until(counted, f"{requests} requests are counted")
+    return page
+
+
+@pytest.mark.usefixtures("tenants")
+async def test_what_a_key_used_is_what_its_clients_were_told(
+    deployment: Deployment, https: list[httpx.AsyncClient], bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In all forms of answers, over two gateways; with ``no_store``, and after it was deleted."""
+    key, other = [await make(bus, https, tenant="acme") for _ in range(2)]
+    headers, name = bearer(key), f"pst-{key.split('-')[1]}"
+    told = [0, 0, 0, 0]
+
+    def tell(prompt: int, cached: int, completion: int) -> None:
+        told[:] = [told[0] + 1, told[1] + prompt, told[2] + cached, told[3] + completion]
+
+    variants: tuple[dict[str, Any], ...] = ({}, {"n": 2}, {"no_store": True}, {"model": "other"}, {"store": False})
+    for n, more in enumerate(variants):
+        answer = await https[n % 2].post("/v1/chat/completions", json=CHAT | more, headers=headers)
+        usage = answer.json()["usage"]
+        tell(usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"])
+    streamed = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
+    events = (await https[0].post("/v1/chat/completions", json=streamed, headers=headers)).text.split("\n\n")
+    usage = json.loads(events[-3].partition("data: ")[2])["usage"]
+    tell(usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"])
+    usage = (await https[1].post("/v1/messages", json=MESSAGE, headers=headers)).json()["usage"]
+    cached = usage["cache_read_input_tokens"]
+    tell(usage["input_tokens"] + cached, cached, usage["output_tokens"])
+    deleted = await https[1].post("/v1/responses", json={"model": MODEL_NAME, "input": "Hi"}, headers=headers)
+    usage = deleted.json()["usage"]
+    tell(usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"])
+    assert (await https[0].delete(f"/v1/responses/{deleted.json()['id']}", headers=headers)).status_code == 200
+    refused = await https[0].post("/v1/chat/completions", json=CHAT | {"max_tokens": -1}, headers=headers)
+    assert refused.status_code == 400
+    await https[0].post("/v1/chat/completions", json=CHAT, headers=bearer(other))
+
+    page = await used(https[1], key, told[0], bucket_width="1mo")
+    counted = ("num_model_requests", "input_tokens", "input_cached_tokens", "output_tokens")
+    results = [each for bucket in page["data"] for each in bucket["results"]]
+    assert [sum(each[field] for each in results) for field in counted] == told
+    assert (page["budget"], page["missed"], results[0]["model"]) == (None, [], None)
+    page = await used(https[1], key, told[0], group_by="api_key_id,project_id")
+    groups = {(each["api_key_id"], each["project_id"]) for bucket in page["data"] for each in bucket["results"]}
+    assert groups == {(name, "acme")}
+    for wrong in ({"bucket_width": "1w"}, {"group_by": "user"}, {"start_time": "soon"}):
+        assert (await https[0].get("/v1/usage", params=wrong, headers=headers)).status_code == 400
+
+    capsys.readouterr()
+    folder = ("--data-dir", str(deployment.data_dir))
+    assert await asyncio.to_thread(main, ["usage", "--by", "tenant,key", "--json", *folder]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (row,) = [row for row in rows if row["key"] == name]
+    assert [row[field] for field in ("requests", "prompt", "cached", "completion")] == told
+    assert await asyncio.to_thread(main, ["usage", "--by", "", "--every", "day", "--csv", *folder]) == 0
+    assert capsys.readouterr().out.startswith("time,requests,prompt,cached,completion,images\n")
+    assert await asyncio.to_thread(main, ["usage", "--by", "model", *folder]) == 0
+    assert MODEL_NAME in capsys.readouterr().out
+
+
+async def until_refused(http: httpx.AsyncClient, key: str) -> httpx.Response:
+    found: list[httpx.Response] = []
+
+    async def refused() -> bool:
+        found.append(await http.post("/v1/chat/completions", json=CHAT, headers=bearer(key)))
+        return found[-1].status_code == 429
+
+    await until(refused, "the budget is used up")
+    return found[-1]
+
+
+@pytest.mark.usefixtures("tenants")
+async def test_a_budget_of_a_key_and_of_a_tenant_refuses_what_comes_after_it(
+    deployment: Deployment, https: list[httpx.AsyncClient], bus: Bus
+) -> None:
+    first, second = [await make(bus, https, tenant="zenith", tokens_per_month=limit) for limit in (5, 0)]
+    name = f"pst-{first.split('-')[1]}"
+    assert (await https[0].post("/v1/chat/completions", json=CHAT, headers=bearer(first))).status_code == 200
+    for http in https:
+        refused = await until_refused(http, first)
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("insufficient_quota", "insufficient_quota")
+    assert f"the API key {name} has used" in error["message"]
+    assert "of its budget of 5 this month, which ends" in error["message"]
+    assert refused.headers["x-should-retry"] == "false"
+    assert 0 < int(refused.headers["retry-after"]) <= 31 * 86_400
+    message = await https[0].post("/v1/messages", json=MESSAGE, headers={"x-api-key": first})
+    assert (message.status_code, message.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert (await https[1].get("/v1/models", headers=bearer(first))).status_code == 200
+    budget = (await used(https[0], first, 1))["budget"]
+    assert budget["tokens_per_month"] == 5 <= budget["used"]
+
+    assert (await https[1].post("/v1/chat/completions", json=CHAT, headers=bearer(second))).status_code == 200
+    folder = ("--data-dir", str(deployment.data_dir))
+    limit = ["tenants", "add", "zenith", *folder, "--monthly-tokens"]
+    assert await asyncio.to_thread(main, [*limit, "6"]) == 0
+    for http in https:
+        refused = await until_refused(http, second)
+    assert "the tenant 'zenith' has used" in refused.json()["error"]["message"]
+    login = json.loads(credentials_path(deployment.data_dir, "zenith").read_text())
+    client = await nats.connect(login["nats_url"])
+    try:
+        reply = await client.request(f"ps.ask.{MODEL_NAME}", json.dumps(CHAT).encode(), timeout=10)
+        assert json.loads(reply.data)["error"]["code"] == "insufficient_quota"
+    finally:
+        await client.close()
+    assert await asyncio.to_thread(main, [*limit, "none"]) == 0
+    assert await asyncio.to_thread(keys, deployment, "set", name, "--monthly-tokens", "100000") == 0
+    for key in (first, second):
+
+        async def accepted(key: str = key) -> bool:
+            answer = await https[0].post("/v1/chat/completions", json=CHAT, headers=bearer(key))
+            return answer.status_code == 200
+
+        await until(accepted, "a larger budget holds")
 
 
 async def test_limits_of_a_key_are_changed_while_it_is_used(

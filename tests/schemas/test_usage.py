@@ -13,7 +13,18 @@ from penstock.schemas.done import Done, MadeWith, Outcome, Timings, Usage
 from penstock.schemas.subjects import HEADER_RECORDED_TIME, HEADER_SUMMARY, Subjects
 from penstock.schemas.summary import RequestSummary, header_of, of_headers
 from penstock.schemas.tokens import File
-from penstock.schemas.usage import CountedEnd, UsageGap, UsagePart, UsageRow, count, following, grown, resumed, sums
+from penstock.schemas.usage import (
+    CountedEnd,
+    UsageGap,
+    UsagePart,
+    UsageRow,
+    UsageSum,
+    UsageTable,
+    count,
+    following,
+    grown,
+    resumed,
+)
 from penstock.schemas.wire import encode, pack_tokens
 from tests.schemas.samples import REQUEST
 
@@ -179,6 +190,15 @@ def test_any_repetition_and_any_crash_gives_the_same_sums(
     assert not messages or stored[max(stored)].last == len(messages)
 
 
+def sums(
+    rows: list[UsageRow], by: tuple[str, ...] = (), every: str = "", *, since_ns: int = 0, until_ns: int = 0
+) -> list[UsageSum]:
+    table = UsageTable(by, every, since_ns=since_ns, until_ns=until_ns)
+    for row in rows:
+        table.add(UsagePart(1, rows=(row,)))
+    return table.sums()
+
+
 def test_sums_are_by_group_and_interval() -> None:
     day = 24 * 500
     rows = [UsageRow(day, "a", "k", "m", prompt=1), UsageRow(day + 1, "a", "k", "m", prompt=2)]
@@ -191,6 +211,18 @@ def test_sums_are_by_group_and_interval() -> None:
         (501, ("b",), 4),
     ]
     assert [each.total.prompt for each in sums(rows, (), "hour")] == [1, 10, 4]
+    assert sums(rows, since_ns=(day + 1) * HOUR, until_ns=(day + 24) * HOUR)[0].total.prompt == 10
+    own = UsageTable(of=lambda row: row.tenant == "b")
+    own.add(UsagePart(1, rows=tuple(rows)))
+    assert [each.total.prompt for each in own.sums()] == [12]
+
+
+def test_a_table_has_the_gaps_of_its_time() -> None:
+    gaps = [UsageGap(1, 0, 3 * HOUR), UsageGap(2, 3 * HOUR, 5 * HOUR), UsageGap(3, 9 * HOUR, 0)]
+    table = UsageTable(since_ns=4 * HOUR, until_ns=6 * HOUR)
+    for gap in gaps:
+        table.add(UsagePart(1, gap=gap))
+    assert table.gaps == gaps[1:2]
 
 
 def test_months_begin_with_their_first_day() -> None:

@@ -59,6 +59,7 @@ POLICIES = {
     "GET /v1/batches": "key",
     "GET /v1/batches/{id}": "owner",
     "POST /v1/batches/{id}/cancel": "owner",
+    "GET /v1/usage": "key",
     "GET /health": "open",
     "GET /ping": "open",
     "GET /version": "open",

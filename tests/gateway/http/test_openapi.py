@@ -51,7 +51,7 @@ def test_the_documented_fields_are_the_parsed_ones_with_their_limits() -> None:
 def test_errors_are_grouped_by_status() -> None:
     answers = plain()["paths"]["/v1/chat/completions"]["post"]["responses"]
     assert "context_length_exceeded" in answers["400"]["description"]
-    assert answers["429"]["description"] == "rate_limit_exceeded, queue_full"
+    assert answers["429"]["description"] == "rate_limit_exceeded, insufficient_quota, queue_full"
     assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
 
 

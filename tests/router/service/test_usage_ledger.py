@@ -22,7 +22,7 @@ from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest, new_request_id
 from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_RECORDED_TIME, HEADER_SUMMARY, Subjects
 from penstock.schemas.summary import header_of
-from penstock.schemas.usage import UsagePart, UsageRow
+from penstock.schemas.usage import UsagePart, UsageRow, UsageTable
 from penstock.schemas.wire import encode
 from tests.infra.bus.support import eventually
 from tests.penstock.log_tools.requests.support import end
@@ -64,8 +64,15 @@ async def parts(bus: Bus) -> list[UsagePart]:
 
 
 async def total(bus: Bus) -> UsageRow:
-    rows = [row for part in await parts(bus) for row in part.rows]
-    return usage.sums(rows)[0].total if rows else UsageRow(0, "")
+    found = (await table(bus)).sums()
+    return found[0].total if found else UsageRow(0, "")
+
+
+async def table(bus: Bus, *by: str) -> UsageTable:
+    made = UsageTable(by)
+    for part in await parts(bus):
+        made.add(part)
+    return made
 
 
 async def counts(bus: Bus, requests: int) -> UsageRow:
@@ -92,7 +99,7 @@ async def test_records_are_counted_by_their_headers_once_each(bus: Bus, one: Rou
     assert (found.requests, found.prompt, found.completion) == (4, 150, 16)
     now = time.time_ns() // usage.HOUR_NS
     assert all(now - 1 <= row.hour <= now for part in await parts(bus) for row in part.rows)
-    by = usage.sums([row for part in await parts(bus) for row in part.rows], ("tenant", "key", "adapter"))
+    by = (await table(bus, "tenant", "key", "adapter")).sums()
     assert {each.of: each.total.requests for each in by} == {
         ("default", KEY, "poet"): 2,
         ("acme", KEY, "poet"): 1,

@@ -1,0 +1,149 @@
+"""What API keys and tenants have used of their budgets of this month, from the ledgers of all cells.
+
+A ledger counts what has ended, once a second. So a budget that is used up refuses new requests within two seconds, and
+what runs by then may exceed it.
+"""
+
+import asyncio
+import datetime
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import msgspec
+import structlog
+
+from penstock.gateway.access.authentication import Caller
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry
+from penstock.infra.bus.log_tail import LogTail
+from penstock.schemas import usage
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.keys import ApiKey
+from penstock.schemas.tenants import Limits
+from penstock.schemas.usage import UsagePart, month_of
+
+log = structlog.get_logger("gateway")
+
+FOLLOW_AGAIN_S = 5.0
+
+_Spent = Counter[tuple[int, str, str]]  # tokens by the beginning of the month (Unix time), kind and name
+
+
+class SpentInCell:
+    """The ledger of a cell, by month."""
+
+    def __init__(self, since_s: int) -> None:
+        self.since_s = since_s  # earlier months are left out
+        self.spent = _Spent()
+        self._open: dict[int, _Spent] = {}  # of parts that grow, by number
+
+    def push(self, part: UsagePart) -> None:
+        now = _Spent()
+        for row in part.rows:
+            month, _ = usage.interval(row.hour, "month")
+            if month >= self.since_s:
+                now[month, "tenant", row.tenant] += row.tokens
+                now[month, "key", row.key] += row.tokens
+        self.spent.subtract(self._open.pop(part.number, {}))
+        self.spent.update(now)
+        if not part.closed:
+            self._open[part.number] = now
+
+    def clear(self) -> None:
+        self.spent.clear()
+        self._open.clear()
+
+    def forget_before(self, month_s: int) -> None:
+        self.since_s = month_s
+        for at in [at for at in self.spent if at[0] < month_s]:
+            del self.spent[at]
+
+
+class Budgets:
+    """
+    Args:
+        keys: by id.
+        tenants: all tenants except the default one.
+        now_ns: Unix time.
+
+    Attributes:
+        reached: kind and name of those who have used up their budgets.
+    """
+
+    def __init__(self, keys: Mapping[str, ApiKey], tenants: Mapping[str, Limits], now_ns: Callable[[], int]) -> None:
+        self._keys = keys
+        self._tenants = tenants
+        self._now_ns = now_ns
+        self._cells: list[SpentInCell] = []
+        self._tails: list[LogTail] = []
+        self.reached: frozenset[tuple[str, str]] = frozenset()
+
+    def look(self) -> None:
+        """Compare what was spent with the budgets; a few times a second."""
+        limits = {("key", key.prefix): key.tokens_per_month for key in self._keys.values() if key.tokens_per_month}
+        limits |= {("tenant", name): each.tokens_per_month for name, each in self._tenants.items()}
+        self.reached = frozenset(
+            (kind, name) for (kind, name), limit in limits.items() if limit and self.spent(kind, name) >= limit
+        )
+        month, _ = month_of(self._now_ns())
+        for cell in self._cells:
+            if cell.since_s < month:
+                cell.forget_before(month)
+
+    def spent(self, kind: str, name: str) -> int:
+        """Tokens of this month, prompts and answers. ``kind``: "key" or "tenant"."""
+        month, _ = month_of(self._now_ns())
+        return sum(cell.spent[month, kind, name] for cell in self._cells)
+
+    def check(self, caller: Caller) -> None:
+        """
+        Raises:
+            ServingError: insufficient_quota.
+        """
+        key, tenant = caller.key, caller.tenant
+        if key is not None and ("key", key.prefix) in self.reached:
+            self._refuse("key", key.prefix, f"the API key {key.prefix}", key.tokens_per_month)
+        if ("tenant", tenant) in self.reached:
+            self._refuse("tenant", tenant, f"the tenant {tenant!r}", self._tenants[tenant].tokens_per_month)
+
+    def _refuse(self, kind: str, name: str, who: str, limit: int) -> None:
+        now_ns = self._now_ns()
+        _, reset_s = month_of(now_ns)
+        at = datetime.datetime.fromtimestamp(reset_s, datetime.UTC)
+        raise ServingError(
+            Code.insufficient_quota,
+            f"{who} has used {self.spent(kind, name)} tokens of its budget of {limit} this month, which ends "
+            f"{at:%Y-%m-%d %H:%M} UTC; ask for a larger budget (`penstock {kind}s` sets --monthly-tokens) or wait",
+            retry_after=max(1.0, reset_s - now_ns / 1e9),
+        )
+
+    # --- the ledgers ---
+
+    async def follow(self, bus: Bus) -> None:
+        """Read a cell's ledger and follow it, as soon as that can be done."""
+        cell = SpentInCell(month_of(self._now_ns())[0])
+
+        def read(entry: Entry) -> None:
+            try:
+                cell.push(usage.decode(entry.data))
+            except msgspec.MsgspecError as error:
+                log.warning("usage_unreadable", subject=entry.subject, error=str(error))
+
+        subjects, told = bus.subjects, False
+        tail = LogTail(bus, subjects.stream("USAGE"), subjects.all("usage"), read, cell.clear)
+        while True:
+            try:
+                await tail.start(since_ns=cell.since_s * 1_000_000_000)
+                break
+            except ServingError as error:
+                cell.clear()
+                if not told:
+                    log.warning("budgets_unknown", error=str(error), action="run `penstock streams apply`")
+                told = True
+                await asyncio.sleep(FOLLOW_AGAIN_S)
+        self._tails.append(tail)
+        self._cells.append(cell)
+
+    async def close(self) -> None:
+        for tail in self._tails:
+            await tail.stop()

@@ -1,0 +1,130 @@
+"""``penstock usage``: what tenants, API keys, models and adapters used, from the ledgers of all cells."""
+
+import argparse
+import csv
+import datetime
+import io
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from penstock.cli.figures import moment_ns
+from penstock.cli.terminal import escape, stdout
+from penstock.configs.flags import Parser
+from penstock.infra.bus.direct_get import read
+from penstock.log_tools.sources.open_log import LogSource, add_flags, open_cells, run_command
+from penstock.schemas import usage
+from penstock.schemas.usage import BY, EVERY, UsageGap, UsageTable, month_of
+
+COUNTS = ("requests", "prompt", "cached", "completion", "images")
+_FORMS = {"hour": "%Y-%m-%d %H:00", "day": "%Y-%m-%d", "month": "%Y-%m"}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print what was used; the exit status."""
+    parser = Parser(
+        prog="penstock usage",
+        description="show what ended requests used: each once, by the hour in which it ended. Prompt tokens include "
+        "those that were cached. A request that failed before its first token counts nothing. Hours, days and months "
+        "are those of UTC; the counts are kept for 13 months, also of requests that were deleted or not stored.",
+    )
+    parser.add_argument(
+        "--by",
+        type=_groups,
+        default=("tenant",),
+        metavar="A,B",
+        help=f"of {', '.join(BY)}; '' for the sum of all (default: tenant)",
+    )
+    parser.add_argument("--every", choices=EVERY, default="", help="a row for each; default: one for the whole time")
+    parser.add_argument(
+        "--since", default="", metavar="TIME", help="15m, 2h, 7d ago, or a date (default: this month, UTC)"
+    )
+    parser.add_argument("--until", default="", metavar="TIME", help="likewise (default: now)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="comma-separated values, with a header")
+    form.add_argument("--json", action="store_true", help="one JSON object per line")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    return run_command("usage", lambda: _run(args, stdout()))
+
+
+def _groups(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(filter(None, text.split(","))))
+    if unknown := [name for name in names if name not in BY]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(BY)}")
+    return names
+
+
+async def _run(args: argparse.Namespace, console: Console) -> None:
+    now_ns = time.time_ns()
+    since_ns = moment_ns(args.since, now_ns) if args.since else month_of(now_ns)[0] * 1_000_000_000
+    until_ns = moment_ns(args.until, now_ns) if args.until else now_ns + 1
+    if until_ns <= since_ns:
+        raise ValueError("--until is not after --since")
+    table = UsageTable(args.by, args.every, since_ns=since_ns, until_ns=until_ns)
+    async with open_cells(LogSource.of(args), name="usage", role="viewer", streams=("USAGE",), files=True) as logs:
+        for opened in logs:
+            subjects = opened.reader.subjects
+            parts = read(opened.reader, subjects.stream("USAGE"), subjects.all("usage"), since_ns=since_ns)
+            async for entry in parts:
+                table.add(usage.decode(entry.data))
+    rows = list(_rows(table, args.by, args.every))
+    if args.json:
+        console.file.writelines(msgspec.json.encode(row).decode() + "\n" for row in rows)
+    elif args.csv:
+        console.file.write(_csv(rows, args.by, args.every))
+    else:
+        _print(rows, args.by, args.every, console)
+    for gap in table.gaps:
+        print(f"penstock usage: {_told(gap)}", file=sys.stderr)
+
+
+def _rows(table: UsageTable, by: Sequence[str], every: str) -> Iterator[dict[str, object]]:
+    for each in table.sums():
+        at = {"time": _time(each.begin_s, every)} if every else {}
+        counts = {name: getattr(each.total, name) for name in COUNTS}
+        yield {**at, **dict(zip(by, each.of, strict=True)), **counts}
+
+
+def _time(at_s: int, every: str) -> str:
+    return datetime.datetime.fromtimestamp(at_s, datetime.UTC).strftime(_FORMS[every])
+
+
+def _csv(rows: Sequence[dict[str, object]], by: Sequence[str], every: str) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*(["time"] if every else []), *by, *COUNTS], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _print(rows: Sequence[dict[str, object]], by: Sequence[str], every: str, console: Console) -> None:
+    if not rows:
+        console.print("nothing was used in this time")
+        return
+    table = Table(box=None, pad_edge=False)
+    names = [*(["time"] if every else []), *by]
+    for name in names:
+        table.add_column("time (UTC)" if name == "time" else name)
+    for name in COUNTS:
+        table.add_column(name, justify="right")
+    for row in rows:
+        groups = [escape(str(row[name])) or "–" for name in names]
+        table.add_row(*groups, *(f"{row[name]:,}" for name in COUNTS))
+    console.print(table)
+
+
+def _told(gap: UsageGap) -> str:
+    """What is not counted, as a sentence."""
+    until = f"{_moment(gap.until_ns)}" if gap.until_ns else "now"
+    between = f"between {_moment(gap.since_ns)} and {until}" if gap.since_ns else f"before {until}"
+    missing = f"at most {gap.messages:,} requests {between} are missing"
+    return f"{missing}: the log had discarded them before they were counted"
+
+
+def _moment(at_ns: int) -> str:
+    return f"{datetime.datetime.fromtimestamp(at_ns / 1e9, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
