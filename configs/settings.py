@@ -452,6 +452,16 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     mock_speedup: Annotated[
         float, Meta(ge=0, description="mock: how many times faster than a real engine; 0: without delays")
     ] = 1.0
+    mock_answer_tokens: Annotated[
+        str,
+        Meta(
+            pattern=r"^(|[1-9][0-9]{0,6}(-[1-9][0-9]{0,6})?)$",
+            title="a number of tokens, or a range such as 20-400",
+            description="mock: tokens after which answers end, N or N-M: each request's number is drawn from the "
+            "range by its prompt and seed; max_tokens, min_tokens and ignore_eos go before; default: they run to "
+            "max_tokens",
+        ),
+    ] = ""
     play: Annotated[
         str, about("mock: file of `penstock export` whose answers it plays, token by token, at the recorded times")
     ] = ""

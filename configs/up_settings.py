@@ -212,6 +212,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     allowed_local_media_path: Annotated[str, _OF_GATEWAY] = _GATEWAY.allowed_local_media_path
     allow_private_media_addresses: Annotated[bool, _OF_GATEWAY] = _GATEWAY.allow_private_media_addresses
     mock_speedup: Annotated[float, _OF_WORKER] = _WORKER.mock_speedup
+    mock_answer_tokens: Annotated[str, _OF_WORKER] = _WORKER.mock_answer_tokens
     mock_crash_token: Annotated[int, _OF_WORKER] = _WORKER.mock_crash_token
     play: Annotated[str, _OF_WORKER] = _WORKER.play
     skip_bad: Annotated[bool, _OF_WORKER] = _WORKER.skip_bad

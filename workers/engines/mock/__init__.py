@@ -46,7 +46,7 @@ class MockOptions:
         embed_slots: images whose embeddings are kept; 0: the default.
         no_evict: see ``Scheduler``.
         tokenizer: for constraints on the output; None: it takes none.
-        crash_token: see ``MockExecutor``.
+        crash_token, answer_tokens: see ``MockExecutor``, the second its ``lengths``.
         played: recorded requests whose answers are played; all others get the mock's own.
     """
 
@@ -66,6 +66,7 @@ class MockOptions:
     embed_slots: int = 0
     no_evict: bool = False
     crash_token: int = -1
+    answer_tokens: tuple[int, int] | None = None
     played: Sequence[Played] = ()
     tokenizer: Tokenizer | None = None
 
@@ -109,6 +110,8 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
         encoder=encoder,
         closing=closing_tokens(options.tokenizer, options.eos_token_ids) if options.tokenizer is not None else (),
         crash_token=options.crash_token,
+        lengths=options.answer_tokens,
+        end=options.eos_token_ids[0] if options.eos_token_ids else -1,
     )
     grammars = _grammars(options)
     info = EngineInfo(
@@ -218,9 +221,20 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Dat
         no_evict=settings.scheduler_policy == "guaranteed_no_evict",
         tokenizer=model.tokenizer,
         crash_token=settings.mock_crash_token,
+        answer_tokens=_lengths(settings.mock_answer_tokens),
         played=read_recording(settings.play, model.vocab_size, skip_bad=settings.skip_bad) if settings.play else (),
     )
     return build(options) if ranks == 1 else build_data_parallel(ranks, options)
+
+
+def _lengths(text: str) -> tuple[int, int] | None:
+    """``--mock-answer-tokens`` as the least and the most."""
+    if not text:
+        return None
+    least, _, most = text.partition("-")
+    if most and int(most) < int(least):
+        raise ValueError(f"--mock-answer-tokens {text}: the first number is the smaller one")
+    return int(least), int(most or least)
 
 
 def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:

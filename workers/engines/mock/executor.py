@@ -226,6 +226,9 @@ def expected_tokens(
     return result
 
 
+_LENGTH_TOKENS = 64  # of a prompt's end, which decide how long its answer is
+
+
 class MockExecutor:
     """Implements ``penstock.workers.engines.core.sequence.Executor``.
 
@@ -237,6 +240,8 @@ class MockExecutor:
         encoder: of images; owned by the engine.
         closing: see ``ConstrainedDraws``.
         crash_token: the process is ended by SIGSEGV when a prompt with it is computed; -1: none.
+        lengths: of answers without a constraint, in tokens: at least, at most; None: they run to ``max_tokens``.
+        end: the token that ends them, an EOS of the model.
     Attributes:
         plays: sequences may play a recording: the engine's ``hold`` is a ``Player``'s.
     """
@@ -252,8 +257,12 @@ class MockExecutor:
         encoder: MockVisionEncoder | None = None,
         closing: Seq[int] = (),
         crash_token: int = -1,
+        lengths: tuple[int, int] | None = None,
+        end: int = -1,
     ) -> None:
         self._vocabulary = vocabulary
+        self._lengths = lengths
+        self._end = end
         self._crash_token = crash_token
         self._constrained = ConstrainedDraws(closing)
         self._capacity = capacity
@@ -287,6 +296,8 @@ class MockExecutor:
                 media = self._seen(sequence) if sequence.media else None
                 state = crc32(pack_tokens(sequence.tokens), start_state(sequence.sampling, sequence.choice, media))
             token = allowed[state % count]
+            if self._lengths is not None and sequence.constraint is None and self._ends(sequence, self._lengths):
+                token = self._end
             if token in sequence.stops and len(sequence.tokens) < sequence.stoppable:
                 token = self._vocabulary.token(state, sequence.stops)
             if sequence.constraint is not None:
@@ -303,6 +314,14 @@ class MockExecutor:
                 logprob = (recorded[1] if recorded else None) or self._vocabulary.logprob(token, wanted)
             sampled.append((token, logprob))
         return sampled
+
+    def _ends(self, sequence: Sequence, lengths: tuple[int, int]) -> bool:
+        """Whether the next token ends the answer. Any worker that continues it comes to the same length."""
+        if self._end not in sequence.stops or sequence.output_len < lengths[0] - 1:
+            return False
+        prompt = sequence.tokens[max(0, sequence.prompt_len - _LENGTH_TOKENS) : sequence.prompt_len]
+        drawn = crc32(pack_tokens(prompt), seed_state(sequence.sampling, sequence.choice))
+        return sequence.output_len + 1 >= lengths[0] + drawn % (lengths[1] - lengths[0] + 1)
 
     def _crash(self, plan: list[ScheduledSequence]) -> None:
         """End this process as a defect in an engine's native code would, if a prompt asks for it."""

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 import pytest
 
+from penstock.configs.flags import parse
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.block_hashes import split
@@ -117,6 +118,35 @@ def test_min_tokens_counts_what_earlier_attempts_generated() -> None:
     whole = generated_by([])
     for cut in (5, 11, 12):
         assert generated_by(whole[:cut]) == whole[cut:]
+
+
+def test_answers_have_lengths_of_the_range_and_end_alike_wherever_they_are_continued() -> None:
+    options = MockOptions(vocab_size=300, eos_token_ids=(2,), excluded=(2,), answer_tokens=(5, 30), speedup=0)
+    lengths = set[int]()
+    for first in range(3, 60):
+        whole = answer(build(options), request(400, prompt=[first, 7]))
+        assert (whole[-1].finish, whole[-1].token) == ("stop", 2)
+        assert answer(build(options), request(400, prompt=[first, 7], generated=tokens(whole)[:4])) == whole[4:]
+        lengths.add(len(whole))
+    assert min(lengths) >= 5
+    assert max(lengths) <= 30
+    assert len(lengths) > 15
+
+
+def test_max_tokens_min_tokens_and_ignored_ends_go_before_an_answer_s_length() -> None:
+    options = MockOptions(vocab_size=300, eos_token_ids=(2,), excluded=(2,), answer_tokens=(5, 5), speedup=0)
+    assert len(answer(build(options), request(400))) == 5
+    assert answer(build(options), request(3))[-1].finish == "length"
+    assert len(answer(build(options), request(400, min_tokens=9))) == 10
+    assert len(answer(build(options), request(40, ignore_eos=True))) == 40
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "5-", "9-3", "some", "1e3"])
+def test_a_range_of_lengths_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises((ValueError, SystemExit)):
+        from_settings(
+            parse(WorkerSettings, ["--engine", "mock", f"--mock-answer-tokens={text}"], prog="w"), modeldir.TINY
+        )
 
 
 def test_if_all_ids_are_barred_one_is_drawn_all_the_same() -> None:
