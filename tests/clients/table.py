@@ -43,6 +43,9 @@ one tool from an MCP server, and their own instructions and tools were turned of
 0.169.0 has 17,435 tokens of this model, and is refused for that length alone. After its tool's result, Codex got an
 answer that makes no sense: the demo model cannot read the form in which Codex reports results.
 
+On the mock engine, agents need `--mock-answer-tokens 20-200`: they set no `max_tokens`, so an answer of the mock runs
+until it fills the context, and Codex ends a turn with an error, or tries again, when an answer is incomplete.
+
 Claude Code needs two variables, Codex a provider in `~/.codex/config.toml`, and both a model with room for their
 instructions.
 
