@@ -1,0 +1,60 @@
+"""Memory of processes that serve. What garbage collections cost is in ``tests/router/state/test_event_loop.py``."""
+
+import mmap
+import subprocess
+import sys
+
+import pytest
+
+from penstock.infra.process.gc_policy import HUGE_PAGE, loaded
+
+SMAPS = """\
+55d0c0000000-55d0c0800000 rw-p 00000000 00:00 0                          [heap]
+Size:               8192 kB
+Rss:                8000 kB
+7f0000000000-7f0000400000 rw-p 00000000 00:00 0
+Rss:                4096 kB
+7f1000000000-7f1000800000 rw-p 00000000 00:00 0
+Rss:                  16 kB
+7f2000000000-7f2000800000 rw-p 00000000 08:01 77                         /usr/lib/libexample.so
+Rss:                8192 kB
+7f3000000000-7f3000800000 rw-s 00000000 00:01 0
+Rss:                8192 kB
+7f4000000000-7f4100000000 rw-p 00000000 00:00 0
+Rss:             4194304 kB
+7f5000000000-7f5000800000 r--p 00000000 00:00 0
+Rss:                8192 kB
+7ffc00000000-7ffc00800000 rw-p 00000000 00:00 0                          [stack]
+Rss:                8192 kB
+VmFlags: rd wr mr mw me gd ac
+"""
+
+
+def test_only_memory_of_its_own_that_is_in_use_is_put_into_huge_pages() -> None:
+    """Not a thread's stack, of which little is used, nor gigabytes of an engine, files and what is shared."""
+    assert loaded(SMAPS) == [(0x55D0C0000000, 0x55D0C0800000), (0x7F0000000000, 0x7F0000400000)]
+
+
+def has_huge_pages() -> bool:
+    if sys.platform != "linux":
+        return False
+    with mmap.mmap(-1, 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.write(bytes(len(memory)))
+        try:
+            memory.madvise(25)  # MADV_COLLAPSE
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.skipif(not has_huge_pages(), reason="Linux before 6.1, or without transparent huge pages")
+@pytest.mark.timeout(60)
+def test_a_process_that_is_ready_to_serve_has_huge_pages() -> None:
+    program = (
+        "from penstock.infra.process.gc_policy import freeze_loaded\n"
+        "kept = [str(number) * 9 for number in range(300_000)]\n"
+        "freeze_loaded()\n"
+        "print(next(line.split()[1] for line in open('/proc/self/smaps_rollup') if line.startswith('AnonHugePages')))\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=50)
+    assert int(shown.stdout) << 10 >= HUGE_PAGE
