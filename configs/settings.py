@@ -281,15 +281,19 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         ),
     ] = -1
     block_size: Annotated[Positive, about("tokens per KV block, until a worker has registered with its own")] = 32
-    max_media_bytes: Annotated[Positive, about("largest image or embedding file, in bytes")] = 20 << 20
+    max_media_bytes: Annotated[Positive, about("largest image, video or embedding file, in bytes")] = 20 << 20
     max_image_pixels: Annotated[Positive, about("largest image, in pixels (width x height)")] = 40_000_000
     max_images: Annotated[Positive, about("images per request")] = 16
-    media_timeout_s: Annotated[Seconds, about("seconds for fetching one image")] = 10.0
+    max_videos: Annotated[Positive, about("videos per request")] = 2
+    max_video_frames: Annotated[
+        Positive, about("frames of the longest video; a worker decodes all of them, some hundred a second")
+    ] = 9_000
+    media_timeout_s: Annotated[Seconds, about("seconds for fetching one image or video")] = 10.0
     allowed_local_media_path: Annotated[
-        str, about("folder whose files requests may name as images; default: no local files")
+        str, about("folder whose files requests may name as images or videos; default: no local files")
     ] = ""
     allow_private_media_addresses: Annotated[
-        bool, about("fetch images from private addresses and any port too, this machine and its network included")
+        bool, about("fetch images and videos from private addresses and any port too, those of this machine included")
     ] = False
     public_url: Annotated[
         str, about("URL under which clients reach this gateway, for links to images; default: the request's Host")

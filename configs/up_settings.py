@@ -208,6 +208,8 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_tenant_file_bytes: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_tenant_file_bytes
     max_image_pixels: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_image_pixels
     max_images: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_images
+    max_videos: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_videos
+    max_video_frames: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_video_frames
     media_timeout_s: Annotated[float, _OF_GATEWAY] = _GATEWAY.media_timeout_s
     allowed_local_media_path: Annotated[str, _OF_GATEWAY] = _GATEWAY.allowed_local_media_path
     allow_private_media_addresses: Annotated[bool, _OF_GATEWAY] = _GATEWAY.allow_private_media_addresses

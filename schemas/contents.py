@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from penstock.schemas import jobs
 from penstock.schemas.jobs import Job
-from penstock.schemas.requests import GenerateRequest, LogitsProcessor
+from penstock.schemas.requests import GenerateRequest, LogitsProcessor, Media
 from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.schemas.wire import encode
 
@@ -34,7 +34,7 @@ def without_content(request: GenerateRequest, key: bytes) -> GenerateRequest:
     if stop.token_ids or stop.strings:
         stop = msgspec.structs.replace(stop, token_ids=(), strings=())
     media = tuple(
-        msgspec.structs.replace(each, digest=blake3(each.digest, key=key).digest(), kind="", size=0)
+        Media(blake3(each.digest, key=key).digest(), "", 0, each.position, each.tokens, each.private)
         for each in request.media
     )
     drawn, embedding, trace = request.diffusion, request.embedding, request.trace

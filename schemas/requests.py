@@ -93,7 +93,7 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Media(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One image in the object store; its placeholder tokens start at ``position`` of the prompt."""
+    """One image or video in the object store; its placeholder tokens start at ``position`` of the prompt."""
 
     digest: bytes  # blake3 of the raw bytes, 32 bytes; in hex the object's name
     kind: str  # media type ("image/png", ...), or "embedding": a safetensors file of one (tokens, hidden) tensor
@@ -101,6 +101,8 @@ class Media(msgspec.Struct, frozen=True, omit_defaults=True):
     position: int = 0
     tokens: int = 0
     private: str = ""  # id of the request with ``no_store`` that it is stored for alone, and erased with
+    grid: tuple[int, ...] = ()  # its tokens by time, height and width, for models that take positions from them
+    seconds: float = 0.0  # between two steps in time of a video's grid
 
 
 class Diffusion(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -207,6 +207,7 @@ class PrepareContext(NamedTuple):
         worker_max_model_len: the largest of the workers' limits on prompt + output, in tokens; 0: unknown.
         revision: that the workers serve; "": no worker is known, and block digests use the model directory's.
         max_images: images and embedding files per request.
+        max_videos: likewise of videos.
         max_messages: of a chat, with those of the conversation that it continues.
         logits_processors: names that some worker has; None: no worker is known.
         parsers: of reasoning and tool calls in chats; None: output is plain text.
@@ -231,6 +232,7 @@ class PrepareContext(NamedTuple):
     worker_max_model_len: int = 0
     revision: str = ""
     max_images: int = 16
+    max_videos: int = 2
     max_messages: int = 4_096
     logits_processors: frozenset[str] | None = None
     parsers: ParserNames | None = None

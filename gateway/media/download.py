@@ -61,7 +61,7 @@ class Downloader:
         self._tls: ssl.SSLContext | None = None
         self._headers = [
             (b"User-Agent", f"penstock/{version('penstock')}".encode()),
-            (b"Accept", b"image/*, application/octet-stream"),
+            (b"Accept", b"image/*, video/*, application/octet-stream"),
             (b"Accept-Encoding", b"identity"),
             (b"Connection", b"close"),
         ]

@@ -35,7 +35,10 @@ from penstock.gateway.media.sources import (
 )
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.object_store import put
+from penstock.infra.model import video
 from penstock.infra.model.modeldir import Vision
+from penstock.infra.model.patch_grid import BadGrid
+from penstock.schemas.errors import Code
 from penstock.schemas.requests import Media
 
 if TYPE_CHECKING:
@@ -163,22 +166,22 @@ class MediaLoader:
         Raises:
             ServingError: a medium is rejected (names its field and the limit) or cannot be stored.
         """
-        tasks: dict[tuple[str, bool], asyncio.Task[Media]] = {}
+        tasks: dict[tuple[str, bool, bool], asyncio.Task[Media]] = {}
         try:
             async with asyncio.TaskGroup() as group:
                 for part in parts:
-                    key = part.url, part.embedding
+                    key = part.url, part.embedding, part.video
                     if key not in tasks:
                         tasks[key] = group.create_task(self._load_one(part, vision, keep_s, owner), name="medium")
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        return [tasks[part.url, part.embedding].result() for part in parts]
+        return [tasks[part.url, part.embedding, part.video].result() for part in parts]
 
     async def _load_one(self, part: MediaPart, vision: Vision, keep_s: float, owner: str) -> Media:
         async with self._slots:
             try:
                 data = await self._fetcher.fetch(part.url)
-                if len(data) > LARGE:
+                if len(data) > LARGE or part.video:
                     medium = await asyncio.to_thread(inspect_medium, data, part, vision, self._limits)
                 else:
                     medium = inspect_medium(data, part, vision, self._limits)
@@ -203,13 +206,26 @@ class MediaLoader:
 
 
 def inspect_medium(data: bytes, part: MediaPart, vision: Vision, limits: MediaLimits) -> Media:
-    """Check a medium and name it by the digest of its bytes; nothing is decoded.
+    """Check a medium and name it by the digest of its bytes. Only of a video, the first frame is decoded, in a process
+    of its own.
 
     Raises:
-        MediaRejected: not an image or embedding file (whichever the part names), or beyond a limit.
+        MediaRejected: not an image, embedding file or video (whichever the part names), or beyond a limit.
     """
     digest = blake3(data).digest()
     if part.embedding:
         return Media(digest, EMBEDDING, len(data), tokens=embedding_tokens(data, vision.hidden))
-    kind, height, width = check_image(data, limits)
-    return Media(digest, kind, len(data), tokens=vision.tokens_of(height, width))
+    try:
+        if part.video:
+            assert vision.patches is not None
+            sample = vision.patches.video(*video.probe(data, limits.max_frames))
+            grid, seconds = sample.grid, sample.seconds
+            return Media(digest, video.kind_of(data), len(data), tokens=grid.tokens, grid=grid, seconds=seconds)
+        kind, height, width = check_image(data, limits)
+        if vision.patches is None:
+            return Media(digest, kind, len(data), tokens=vision.tokens_of(height, width))
+        grid = vision.patches.image(height, width)
+        return Media(digest, kind, len(data), tokens=grid.tokens, grid=grid)
+    except (BadGrid, video.BadVideo) as error:
+        code = Code.invalid_request if video.available() or not part.video else Code.unsupported
+        raise MediaRejected(str(error), code) from None

@@ -21,8 +21,9 @@ _MAX_MESSAGE = 600  # characters; a message may quote the client's URL
 class MediaLimits(NamedTuple):
     """
     Attributes:
-        max_bytes: of one image or embedding file.
+        max_bytes: of one image, video or embedding file.
         max_pixels: of one image, width x height.
+        max_frames: of one video.
         timeout_s: for fetching one medium.
         root: folder whose files may be named; "": none.
         private: fetch from any address and port, not only from public ones at 80 and 443.
@@ -33,6 +34,7 @@ class MediaLimits(NamedTuple):
     timeout_s: float
     root: str = ""
     private: bool = False
+    max_frames: int = 0
 
     @classmethod
     def of(cls, settings: GatewaySettings) -> "MediaLimits":
@@ -42,6 +44,7 @@ class MediaLimits(NamedTuple):
             settings.media_timeout_s,
             settings.allowed_local_media_path,
             settings.allow_private_media_addresses,
+            settings.max_video_frames,
         )
 
 
@@ -69,11 +72,12 @@ _PREFIXES = ("data:", "http:", "https:", "file:")
 
 
 class MediaPart(NamedTuple):
-    """An image or embedding file in a message. ``field``: as in "messages[0].content[1].image_url"."""
+    """An image, embedding file or video in a message. ``field``: as in "messages[0].content[1].image_url"."""
 
     field: str
     url: str
     embedding: bool = False
+    video: bool = False
 
 
 class InlineSource(NamedTuple):

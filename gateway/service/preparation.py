@@ -419,7 +419,9 @@ class RequestPreparer:
                 async with asyncio.timeout(PRIVATE_S if owner else None):
                     media = await loader.load(pending.prompt.media, context.model.vision, left_s, owner)
         except TimeoutError:
-            raise ServingError(Code.deadline_exceeded, "the images did not arrive before the deadline") from None
+            raise ServingError(
+                Code.deadline_exceeded, "the images and videos did not arrive before the deadline"
+            ) from None
         size_bytes = 8 * len(pending.prompt.tokens)
         return await self._in_thread(context.tenant, size_bytes, partial(attach_media, pending, media, context))
 

@@ -349,6 +349,7 @@ class TextModel:
             worker_max_model_len=max((w.max_model_len for w in workers), default=0),
             revision=revision if used else "",
             max_images=settings.max_images,
+            max_videos=settings.max_videos,
             max_messages=settings.max_messages,
             logits_processors=frozenset(name for w in workers for name in w.logits_processors) if workers else None,
             parsers=parsers if any(parsers) else None,

@@ -11,9 +11,10 @@ from tokenizers import Tokenizer
 
 from penstock import configs
 from penstock.infra.model import defaults as generation_defaults
-from penstock.infra.model import text_files
+from penstock.infra.model import patch_grid, text_files
 from penstock.infra.model.defaults import BadDefaults, GenerationDefaults, Length, of_text
 from penstock.infra.model.image_tiles import BadTiles, Tiles, tiles_of
+from penstock.infra.model.patch_grid import BadGrid, PatchGrid
 from penstock.infra.model.text_files import UnreadableTemplate, special_tokens, template_sources, token_text
 from penstock.infra.model.weight_files import (
     MISTRAL_PARAMS,
@@ -37,6 +38,7 @@ _DECIDING = (
     *("config.json", "generation_config.json", "tokenizer.json"),
     *("preprocessor_config.json", "processor_config.json", "model_index.json"),
 )
+VIDEO_PROCESSOR = "video_preprocessor_config.json"
 WHOLE_BYTES = 256 << 20  # weights up to this size are hashed as a whole
 SAMPLES = 2048
 SAMPLE_BYTES = 1 << 16
@@ -53,9 +55,11 @@ class Vision:
     Attributes:
         image_token: text that the chat template writes once per image.
         image_token_id: its id; the prompt contains it once per embedding.
-        image_tokens: embeddings per image of any size; with ``tiles`` no image has fewer.
+        image_tokens: embeddings per image of any size; with ``tiles`` or ``patches`` no image has fewer.
         hidden: width of an embedding; 0: config.json leaves it to the architecture's default.
-        tiles: None: all images take equally many.
+        tiles: None: all images take equally many, or ``patches`` says how many.
+        patches: of a model that sees images at any resolution.
+        video_token, video_token_id: likewise for a video; "": the model takes none.
     """
 
     image_token: str
@@ -63,10 +67,25 @@ class Vision:
     image_tokens: int
     hidden: int
     tiles: Tiles | None = None
+    patches: PatchGrid | None = None
+    video_token: str = ""
+    video_token_id: int = -1
 
     def tokens_of(self, height: int, width: int) -> int:
-        """Embeddings of an image of this size in pixels."""
+        """Embeddings of an image of this size in pixels.
+
+        Raises:
+            BadGrid: the model takes none of this shape.
+        """
+        if self.patches is not None:
+            return self.patches.image(height, width).tokens
         return self.image_tokens if self.tiles is None else self.tiles.tokens(height, width)
+
+    @property
+    def placeholders(self) -> dict[int, str]:
+        """Text by id of the tokens that media replace."""
+        found = {self.image_token_id: self.image_token}
+        return found | {self.video_token_id: self.video_token} if self.video_token else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +234,7 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
         template=_template(path, special, chat_template),
         sampling=defaults.sampling,
         defaults=defaults,
-        plain=PlainText(tokenizer, vision.image_token if vision is not None else ""),
+        plain=PlainText(tokenizer, vision.placeholders.values() if vision is not None else ()),
         vision=vision,
         no_vision=no_vision,
         tokenizer_digest=tokenizer_digest(path),
@@ -251,7 +270,8 @@ def revision(path: Path) -> str:
     if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
         return real.name
     digest = blake3()
-    for part in (*_DECIDING, *([MISTRAL_PARAMS] if is_mistral_format(path) else [])):
+    videos = [VIDEO_PROCESSOR] if (path / VIDEO_PROCESSOR).is_file() else []
+    for part in (*_DECIDING, *([MISTRAL_PARAMS] if is_mistral_format(path) else []), *videos):
         data = (path / part).read_bytes() if (path / part).is_file() else b""
         digest.update(len(data).to_bytes(8, "little") + data)
     tokenizer = text_files.file_of(path)
@@ -354,9 +374,10 @@ class _NoVision(Exception):
 
 
 def _vision(path: Path, config: Mapping[str, Any], special: Mapping[str, Any], tokenizer: Tokenizer) -> Vision:
-    """The images of LLaVA and LLaVA-NeXT models: they become embeddings, without tokens around them."""
+    """The images of LLaVA and LLaVA-NeXT models, which become embeddings without tokens around them; those of
+    ``patch_grid.MODEL_TYPES``, and their videos."""
     kind, tower = config.get("model_type"), config.get("vision_config")
-    if kind not in ("llava", "llava_next"):
+    if kind not in ("llava", "llava_next", *patch_grid.MODEL_TYPES):
         description = (
             "is a vision model that Penstock does not support" if tower or "vision" in str(kind) else "takes no images"
         )
@@ -364,6 +385,8 @@ def _vision(path: Path, config: Mapping[str, Any], special: Mapping[str, Any], t
     if not isinstance(tower, dict):
         raise _NoVision("config.json has no vision_config")
     processor = read_json(path / "processor_config.json")
+    if kind in patch_grid.MODEL_TYPES:
+        return _any_resolution(path, config, processor, tokenizer)
     tokens = _image_tokens(path, config, tower, processor)
     token_id = next((i for key in ("image_token_id", "image_token_index") if isinstance(i := config.get(key), int)), -1)
     text = next((token_text(t) for source in (processor, special) if (t := source.get("image_token"))), None)
@@ -372,6 +395,33 @@ def _vision(path: Path, config: Mapping[str, Any], special: Mapping[str, Any], t
         raise _NoVision(f"image token {text!r} and its id {token_id} in config.json do not match tokenizer.json")
     hidden = int(of_text(config, "hidden_size") or 0)
     return Vision(text, token_id, tokens, hidden, _tiles(path, config, tokens) if kind == "llava_next" else None)
+
+
+def _any_resolution(
+    path: Path, config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Tokenizer
+) -> Vision:
+    try:
+        patches = patch_grid.patch_grid(config, *processor_settings(path))
+    except BadGrid as error:
+        raise _NoVision(str(error)) from None
+    found = [(config.get(key), key) for key in ("image_token_id", "video_token_id")]
+    texts = [tokenizer.id_to_token(token) or "" if isinstance(token, int) else "" for token, _ in found]
+    for (token, key), text in zip(found, texts, strict=True):
+        if not text:
+            raise _NoVision(f"config.json has {key} {token}, which is not in tokenizer.json")
+    (image, video), hidden = (int(token or 0) for token, _ in found), int(of_text(config, "hidden_size") or 0)
+    return Vision(texts[0], image, patches.least_tokens, hidden, None, patches, texts[1], video)
+
+
+def processor_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of a model's image processor, and of its video processor, as far as its folder has them.
+
+    Raises:
+        ModelError: a file is malformed.
+    """
+    both = read_json(path / "processor_config.json")
+    images = read_json(path / "preprocessor_config.json") or both.get("image_processor") or {}
+    return images, read_json(path / VIDEO_PROCESSOR) or both.get("video_processor") or {}
 
 
 def _tiles(path: Path, config: Mapping[str, Any], base: int) -> Tiles:

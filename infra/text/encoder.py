@@ -324,22 +324,22 @@ class PlainText:
     """Finds and marks the text of one tokenizer's control tokens.
 
     Args:
-        image: the image token, which no text may become in any case; "": there is none.
+        media: tokens that stand for media, which no text may become in any case.
     """
 
-    def __init__(self, tokenizer: Tokenizer, image: str = "") -> None:
+    def __init__(self, tokenizer: Tokenizer, media: Iterable[str] = ()) -> None:
         added = [token for token in tokenizer.get_added_tokens_decoder().values() if len(token.content) > 1]
         self._tokenizer = tokenizer
         self._all = _Texts(token.content for token in added if _controls(token))
         self._special = _Texts(token.content for token in added if token.special)
-        self._image = _Texts([image] if image else [])
+        self._media = _Texts(media)
         # Some tokens are matched after normalisation: then the raw text does not show what becomes a token.
         late = [token for token in added if token.normalized and _controls(token)]
         self._normalizer = tokenizer.normalizer if late else None
 
-    def found(self, messages: Sequence[Message], tools: Any, variables: Any, *, only_image: bool = False) -> bool:
+    def found(self, messages: Sequence[Message], tools: Any, variables: Any, *, only_media: bool = False) -> bool:
         """Whether any text here would become a control token."""
-        texts, own = self._looked_for(only_image)
+        texts, own = self._looked_for(only_media)
         if texts.begins:
             for message in messages:
                 content = message.get("content")
@@ -350,11 +350,11 @@ class PlainText:
                     return True
             if tools is not None and self._within(tools, texts):
                 return True
-        return bool(self._image.begins and variables) and self._within(variables, self._image)
+        return bool(self._media.begins and variables) and self._within(variables, self._media)
 
-    def _looked_for(self, only_image: bool) -> tuple["_Texts", "_Texts"]:
+    def _looked_for(self, only_media: bool) -> tuple["_Texts", "_Texts"]:
         """What to search in clients' texts, and in an assistant's content, whose structure (thoughts, calls) stays."""
-        return (self._image, self._image) if only_image else (self._all, self._special)
+        return (self._media, self._media) if only_media else (self._all, self._special)
 
     def _becomes(self, text: str, texts: "_Texts") -> bool:
         if texts.within(text):
@@ -377,9 +377,9 @@ class PlainText:
             if not self._within(values, _Texts([mark])):
                 yield mark
 
-    def marked(self, messages: Sequence[Message], mark: str, *, only_image: bool = False) -> list[dict[str, Any]]:
+    def marked(self, messages: Sequence[Message], mark: str, *, only_media: bool = False) -> list[dict[str, Any]]:
         """Copies of the messages with a mark in every text that would become a control token."""
-        texts, own = self._looked_for(only_image)
+        texts, own = self._looked_for(only_media)
         return [
             {
                 key: _marked(value, own if _is_own(message, key) else texts, mark) if key != "role" else value
@@ -388,9 +388,9 @@ class PlainText:
             for message in messages
         ]
 
-    def marked_value(self, value: Any, mark: str, *, only_image: bool = False) -> Any:
-        """As ``marked``, for tools, or (with ``only_image``) for the template's variables."""
-        return _marked(value, self._image if only_image else self._all, mark)
+    def marked_value(self, value: Any, mark: str, *, only_media: bool = False) -> Any:
+        """As ``marked``, for tools, or (with ``only_media``) for the template's variables."""
+        return _marked(value, self._media if only_media else self._all, mark)
 
     def encode(self, text: str, mark: str) -> list[int] | None:
         """The tokens of a rendered text without its marks; None: the tokenizer merged a mark with its neighbours."""

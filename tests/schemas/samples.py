@@ -441,6 +441,12 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         requests.decode,
     ),
+    "request_with_a_video": (
+        msgspec.structs.replace(
+            REQUEST, media=(requests.Media(b"\x12" * 32, "video/mp4", 5, 1, 12, grid=(3, 2, 2), seconds=0.75),)
+        ),
+        requests.decode,
+    ),
     "request_not_to_store": (
         requests.GenerateRequest(
             "0197a3f2-5c00-7abc-8def-0123456789ab",

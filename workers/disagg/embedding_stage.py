@@ -200,7 +200,9 @@ class EmbeddingStage:
             await self._terminal.end(running, Code(error.code), error.message)
             return False
         except ServingError as error:
-            await self._terminal.end(running, error.code, f"an image of the request cannot be read: {error.message}")
+            await self._terminal.end(
+                running, error.code, f"an image or video of the request cannot be read: {error.message}"
+            )
             return False
         reservation.have = [True] * len(reservation.have)
         return self._requests.is_current(running)

@@ -74,6 +74,8 @@ class MediaSpan(NamedTuple):
     digest: bytes  # blake3 of the raw bytes
     slots: Seq[int] = ()  # of the embedding pool, see VisionEngine; held by the caller until the sequence has ended
     # Without slots, the sequence needs KV from elsewhere (``reservation``) and fails if it loses that.
+    grid: Seq[int] = ()  # as ``Media.grid``
+    seconds: float = 0.0  # as ``Media.seconds``
 
 
 class BlockReservation(msgspec.Struct, eq=False):

@@ -170,7 +170,8 @@ def sequence_requests(
     extra = media_extra(request, block_size)
     slots = running.media.slots if running.media is not None else [()] * len(request.media)
     media = [
-        MediaSpan(each.position, each.tokens, each.digest, of) for each, of in zip(request.media, slots, strict=True)
+        MediaSpan(each.position, each.tokens, each.digest, of, each.grid, each.seconds)
+        for each, of in zip(request.media, slots, strict=True)
     ]
     open_ = [sequence for sequence, outcome in zip(running.sequences, running.outcomes, strict=True) if outcome is None]
     if running.route and open_:

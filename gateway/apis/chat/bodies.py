@@ -223,7 +223,8 @@ class TextOptions(SamplingOptions, frozen=True, kw_only=True):
 
 
 class MediaUrl(Struct, frozen=True):
-    """URL of an image (PNG, JPEG, WebP, GIF) or embedding file (safetensors): data:, http(s):, file: or a path."""
+    """URL of an image (PNG, JPEG, WebP, GIF), a video (MP4, MOV, WebM, Matroska) or an embedding file (safetensors):
+    data:, http(s):, file: or a path."""
 
     url: str
     detail: Annotated[
@@ -232,12 +233,13 @@ class MediaUrl(Struct, frozen=True):
 
 
 class ContentPart(Struct, frozen=True):
-    """``type``: "text", "image_url", "input_image" or "image_embeds"."""
+    """``type``: "text", "image_url", "input_image", "image_embeds" or "video_url"."""
 
     type: str
     text: str | None = None
     image_url: MediaUrl | str | None = None
     image_embeds: MediaUrl | str | None = None
+    video_url: MediaUrl | str | None = None
 
 
 class FunctionCall(Struct, frozen=True):

@@ -1,7 +1,7 @@
 """From the body of a chat completion or completion to a GenerateRequest: parse, prompt, options, request.
 
 Pure but for random numbers. Blocks for as long as tokenisation takes (about 1 ms per 1,000 tokens), so an event loop
-runs large bodies in a thread. A chat with images takes two steps: ``prepare_chat`` returns a ``PendingMediaRequest``
+runs large bodies in a thread. A chat with media takes two steps: ``prepare_chat`` returns a ``PendingMediaRequest``
 that names the media, and ``attach_media`` completes it once they are stored.
 """
 
@@ -78,7 +78,7 @@ class PreparedRequest(NamedTuple):
 
 
 class PendingMediaRequest(NamedTuple):
-    """A chat with images, checked as far as possible without them.
+    """A chat with images or videos, checked as far as possible without them.
 
     Attributes:
         deadline_s: counted from ``now_ns``.
@@ -142,7 +142,7 @@ def prepare_chat(
 
 
 def count_prompt(body: ChatCompletionRequest, context: PrepareContext) -> int:
-    """Tokens of a chat's prompt; of an embedding file, one.
+    """Tokens of a chat's prompt; of an embedding file or video, one, of an image of any size the least.
 
     Raises:
         ServingError: the chat cannot be served; names the field and the limit.
@@ -169,7 +169,7 @@ def attach_media(
     assert vision is not None
     length = len(prompt.tokens) - len(media) + sum(medium.tokens for medium in media)
     options = resolve_options(body, prompt.tokens, length, context, seed)
-    tokens, placed = expand_media(prompt, media, vision.image_token_id)
+    tokens, placed = expand_media(prompt, media, vision)
     return _prepared(body, CHAT, tokens, options, context, now_ns=now_ns, request_id=request_id, media=placed)
 
 

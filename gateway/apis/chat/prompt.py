@@ -23,21 +23,24 @@ from penstock.gateway.apis.chat.bodies import (
 )
 from penstock.gateway.base.request_bodies import PrepareContext, invalid, prompt_too_long, unsupported
 from penstock.gateway.media.sources import MediaPart
-from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.model.modeldir import ModelDir, Vision
 from penstock.infra.text.chat_template import ChatTemplate, PromptEnd, TemplateBudgetError, TemplateError
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import Media
 
 # type of content part -> field with the URL
-_MEDIA_FIELDS = {"image_url": "image_url", "input_image": "image_url", "image_embeds": "image_embeds"}
+_MEDIA_FIELDS = {
+    "image_url": "image_url", "input_image": "image_url", "image_embeds": "image_embeds", "video_url": "video_url"
+}  # fmt: skip
+_KNOWN_PARTS = "use 'text', 'image_url', 'image_embeds' or 'video_url'"
 
 
 def template_messages(messages: list[ChatMessage], walks_parts: Set[str] = frozenset()) -> list[dict[str, Any]]:
     """Messages for a chat template.
 
-    Content is one string, or a list of ``{"type": "text", "text": ...}`` and ``{"type": "image"}``: with images, and
-    where the template walks such lists. Arguments of tool calls are objects; those that the model did not write as one
-    are text.
+    Content is one string, or a list of ``{"type": "text", "text": ...}``, ``{"type": "image"}`` and
+    ``{"type": "video"}``: with media, and where the template walks such lists. Arguments of tool calls are objects;
+    those that the model did not write as one are text.
 
     Args:
         walks_parts: roles in whose messages the template writes each part of a list. Elsewhere texts are joined with a
@@ -54,7 +57,7 @@ def template_messages(messages: list[ChatMessage], walks_parts: Set[str] = froze
 
 
 def media_parts(messages: list[ChatMessage]) -> list[MediaPart]:
-    """Images and embedding files in the order of the messages, which ``template_messages`` has accepted."""
+    """Images, embedding files and videos in the order of the messages, which ``template_messages`` has accepted."""
     parts = []
     for number, message in enumerate(messages):
         if not isinstance(message.content, list):
@@ -63,7 +66,8 @@ def media_parts(messages: list[ChatMessage]) -> list[MediaPart]:
             if name := _MEDIA_FIELDS.get(part.type):
                 value: MediaUrl | str = getattr(part, name)
                 url = value if isinstance(value, str) else value.url
-                parts.append(MediaPart(f"messages[{number}].content[{i}].{name}", url, name == "image_embeds"))
+                field = f"messages[{number}].content[{i}].{name}"
+                parts.append(MediaPart(field, url, name == "image_embeds", name == "video_url"))
     return parts
 
 
@@ -88,9 +92,7 @@ def _content(field: str, role: str, content: str | list[ContentPart] | None, wal
     for i, part in enumerate(content):
         _check_part(f"{field}.content[{i}]", role, part)
     if walks and content:
-        return [
-            {"type": "text", "text": part.text or ""} if part.type == "text" else {"type": "image"} for part in content
-        ]
+        return [{"type": "text", "text": part.text or ""} if part.type == "text" else _shown(part) for part in content]
     if all(part.type == "text" for part in content):
         return "\n".join(part.text or "" for part in content)
     parts: list[dict[str, str]] = []
@@ -98,8 +100,12 @@ def _content(field: str, role: str, content: str | list[ContentPart] | None, wal
         if is_text:  # joined here, since the template might merge their words
             parts.append({"type": "text", "text": "\n".join(part.text or "" for part in run)})
         else:
-            parts += [{"type": "image"} for _ in run]
+            parts += map(_shown, run)
     return parts
+
+
+def _shown(part: ContentPart) -> dict[str, str]:
+    return {"type": "video" if part.type == "video_url" else "image"}
 
 
 def _check_part(field: str, role: str, part: ContentPart) -> None:
@@ -110,13 +116,18 @@ def _check_part(field: str, role: str, part: ContentPart) -> None:
         if getattr(part, name) is None:
             raise invalid(f"{field}.{name}", f"{field}.{name} is missing")
         if role not in ("user", "tool"):
+            kind = "videos" if name == "video_url" else "images"
             raise unsupported(
-                f"{field}.{name}", f"images are not supported in {role} messages; put them into user messages"
+                f"{field}.{name}", f"{kind} are not supported in {role} messages; put them into user messages"
             )
-    else:
+    elif "audio" in part.type[:40]:
         raise unsupported(
             f"{field}.type",
-            f"content parts of type {part.type[:40]!r} are not supported; use 'text', 'image_url' or 'image_embeds'",
+            f"content parts of type {part.type[:40]!r} are not supported: no model here takes audio; {_KNOWN_PARTS}",
+        )
+    else:
+        raise unsupported(
+            f"{field}.type", f"content parts of type {part.type[:40]!r} are not supported; {_KNOWN_PARTS}"
         )
 
 
@@ -164,8 +175,8 @@ class Prompt(NamedTuple):
     """
     Attributes:
         tokens: with one placeholder per medium.
-        media: images and embedding files to load, in the order of their placeholders.
-        min_tokens: length once the placeholders are expanded; an embedding file may have more than one token.
+        media: what to load, in the order of their placeholders.
+        min_tokens: length once the placeholders are expanded; an embedding file or video may have more than one token.
     """
 
     tokens: Sequence[int]
@@ -189,16 +200,10 @@ def chat_prompt(body: ChatCompletionRequest, context: PrepareContext) -> Prompt:
     if len(messages) > _FEW_MESSAGES and template.keeps_texts:
         _check_texts(messages, context)
     vision = context.model.vision
-    if vision is None and media:
-        raise unsupported(media[0].field, f"images are not supported: {context.model.no_vision}")
-    if len(media) > context.max_images:
-        raise invalid(
-            media[context.max_images].field,
-            f"the request has {len(media)} images; the limit is {context.max_images} (--max-images)",
-        )
-    only_image = not context.special_tokens_as_text
+    _check_media(media, vision, context)
+    only_media = not context.special_tokens_as_text
     try:
-        if context.model.plain.found(messages, _given(body), body.chat_template_kwargs, only_image=only_image):
+        if context.model.plain.found(messages, _given(body), body.chat_template_kwargs, only_media=only_media):
             tokens = _escaped_template_tokens(body, messages, context)
         else:
             tokens = encode(_render_template(body, messages, context), context, special=False)
@@ -206,14 +211,41 @@ def chat_prompt(body: ChatCompletionRequest, context: PrepareContext) -> Prompt:
         raise invalid("messages", "tools, arguments or variables are nested too deeply") from None
     if vision is None:
         return Prompt(tokens, (), len(tokens))
-    if (placeholders := tokens.count(vision.image_token_id)) != len(media):
+    wanted = [vision.video_token_id if part.video else vision.image_token_id for part in media]
+    found = sum(map(tokens.count, vision.placeholders))
+    if found != len(media) or [token for token in tokens if token in vision.placeholders] != wanted:
+        one, kind = ("image or video", "images and videos") if vision.video_token else ("image", "images")
         raise invalid(
             media[0].field if media else "messages",
-            f"the model's chat template writes {placeholders} image placeholders for {len(media)} images; put images "
-            "into user messages, or start the gateway with another --chat-template",
+            f"the model's chat template writes {found} {one} placeholders for {len(media)} {kind}"
+            f"{'' if found != len(media) else ', in another order'}; put {kind} into user messages, or start the "
+            "gateway with another --chat-template",
         )
-    expanded = sum(1 if part.embedding else vision.image_tokens for part in media)
+    expanded = sum(1 if part.embedding or part.video else vision.image_tokens for part in media)
     return Prompt(tokens, media, len(tokens) - len(media) + expanded)
+
+
+def _check_media(media: Sequence[MediaPart], vision: Vision | None, context: PrepareContext) -> None:
+    """
+    Raises:
+        ServingError: the model does not take them, or they are too many.
+    """
+    videos = [part for part in media if part.video]
+    images = [part for part in media if not part.video]
+    if vision is None and media:
+        kind = "videos" if media[0].video else "images"
+        raise unsupported(media[0].field, f"{kind} are not supported: {context.model.no_vision}")
+    if vision is not None and videos and not vision.video_token:
+        raise unsupported(videos[0].field, "videos are not supported: this model takes images only")
+    if vision is not None and vision.patches is not None:
+        for part in images:
+            if part.embedding:
+                raise unsupported(part.field, "embedding files are not supported by this model; send the image")
+    for kind, parts, limit in (("images", images, context.max_images), ("videos", videos, context.max_videos)):
+        if len(parts) > limit:
+            raise invalid(
+                parts[limit].field, f"the request has {len(parts)} {kind}; the limit is {limit} (--max-{kind})"
+            )
 
 
 def completion_prompt(body: CompletionRequest, context: PrepareContext) -> Prompt:
@@ -230,9 +262,10 @@ def completion_prompt(body: CompletionRequest, context: PrepareContext) -> Promp
         raise invalid("prompt", f"prompt has token id {max(prompt)}; ids must be below {model.vocab_size}")
     else:
         tokens = prompt
-    if model.vision is not None and model.vision.image_token_id in tokens:
-        image = model.vision.image_token
-        raise invalid("prompt", f"prompt contains the image token {image!r}; send images to /v1/chat/completions")
+    for token, text in model.vision.placeholders.items() if model.vision is not None else ():
+        if token in tokens:
+            kind = "video" if token == model.vision.video_token_id else "image"  # type: ignore[union-attr]
+            raise invalid("prompt", f"prompt contains the {kind} token {text!r}; send {kind}s to /v1/chat/completions")
     return Prompt(tokens, (), len(tokens))
 
 
@@ -257,7 +290,7 @@ def truncated(prompt: Prompt, body: ChatCompletionRequest | CompletionRequest, c
     if prompt.min_tokens <= keep:
         return prompt
     if prompt.media:
-        raise unsupported("truncate_prompt_tokens", "truncate_prompt_tokens is not supported with images")
+        raise unsupported("truncate_prompt_tokens", "truncate_prompt_tokens is not supported with images or videos")
     return Prompt(prompt.tokens[-keep:], (), keep)
 
 
@@ -278,16 +311,17 @@ def single_prompt(body: CompletionRequest) -> str | list[int]:
     return prompt  # type: ignore[return-value]
 
 
-def expand_media(prompt: Prompt, media: Sequence[Media], image_token_id: int) -> tuple[list[int], tuple[Media, ...]]:
+def expand_media(prompt: Prompt, media: Sequence[Media], vision: Vision) -> tuple[list[int], tuple[Media, ...]]:
     """Replace each placeholder by as many as its medium has tokens; returns the tokens and the media in place."""
     tokens: list[int] = []
     placed = []
     start = 0
     for medium in media:
-        at = prompt.tokens.index(image_token_id, start)
+        token = vision.video_token_id if medium.kind.startswith("video/") else vision.image_token_id
+        at = prompt.tokens.index(token, start)
         tokens += prompt.tokens[start:at]
         placed.append(msgspec.structs.replace(medium, position=len(tokens)))
-        tokens += [image_token_id] * medium.tokens
+        tokens += [token] * medium.tokens
         start = at + 1
     return [*tokens, *prompt.tokens[start:]], tuple(placed)
 
@@ -311,14 +345,14 @@ def _escaped_template_tokens(
 
     A mark put into such text survives the template and keeps the tokenizer from seeing a special token.
     """
-    plain, only_image = context.model.plain, not context.special_tokens_as_text
+    plain, only_media = context.model.plain, not context.special_tokens_as_text
     text, mark = "", ""
     for mark in plain.marks(messages, _given(body), body.chat_template_kwargs):
-        inert = plain.marked(messages, mark, only_image=only_image)
-        tools = plain.marked_value(body.tools, mark, only_image=only_image)
-        documents = plain.marked_value(body.documents, mark, only_image=only_image)
-        variables = plain.marked_value(body.chat_template_kwargs, mark, only_image=True)
-        if plain.found(inert, (tools, documents), variables, only_image=only_image):
+        inert = plain.marked(messages, mark, only_media=only_media)
+        tools = plain.marked_value(body.tools, mark, only_media=only_media)
+        documents = plain.marked_value(body.documents, mark, only_media=only_media)
+        variables = plain.marked_value(body.chat_template_kwargs, mark, only_media=True)
+        if plain.found(inert, (tools, documents), variables, only_media=only_media):
             break  # the tokenizer's normaliser makes a special token of it all the same
         marked = msgspec.structs.replace(body, tools=tools, documents=documents, chat_template_kwargs=variables)
         text = _render_template(marked, inert, context)

@@ -127,10 +127,10 @@ def _chat_tokens(body: TokenizeRequest, messages: list[ChatMessage], context: Pr
     prompt, vision = chat_prompt(chat, context), context.model.vision
     if vision is None or not prompt.media:
         return [*prompt.tokens]
-    sizes = iter([1 if part.embedding else vision.image_tokens for part in prompt.media])
+    sizes = iter([1 if part.embedding or part.video else vision.image_tokens for part in prompt.media])
     tokens: list[int] = []
     for token in prompt.tokens:
-        tokens += [token] * (next(sizes) if token == vision.image_token_id else 1)
+        tokens += [token] * (next(sizes) if token in vision.placeholders else 1)
     return tokens
 
 

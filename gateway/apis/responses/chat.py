@@ -196,9 +196,11 @@ def _part(part: InputPart, at: str) -> ContentPart:
         if part.file_id is not None:
             raise unsupported(f"{at}.file_id", f"{at}.file_id is not supported; send the image in image_url")
         return ContentPart("image_url", image_url=needed(part.image_url, f"{at}.image_url"))
+    why = ": no model here takes audio" if "audio" in part.type[:40] else ""
     raise unsupported(
         f"{at}.type",
-        f"{at}: content of type {part.type[:40]!r} is not supported; use 'input_text', 'output_text' or 'input_image'",
+        f"{at}: content of type {part.type[:40]!r} is not supported{why}; use 'input_text', 'output_text' or "
+        "'input_image'",
     )
 
 

@@ -27,6 +27,7 @@ from penstock.infra.bus.object_store import get
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.model.modeldir import MODELS, Vision, load
+from penstock.infra.model.patch_grid import patch_grid
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import Subjects
@@ -35,6 +36,7 @@ from tests.demo_model.evaluate import messages_of
 from tests.gateway.media.support import Site, chat_body, data_url, image
 from tests.gateway.media.test_image_header import picture, png
 from tests.infra.bus.support import opened
+from tests.workers.engines.native.qwen_vl import film
 
 VISION = Vision("<image>", 1279, 64, 8)
 PNG = picture(40, 30, "PNG")
@@ -248,6 +250,34 @@ async def test_nothing_is_fetched_for_a_body_that_is_refused_anyway(bus: Bus, si
     ):
         await refusal(gateway.prepare(CHAT, body))
     assert site.asked == []
+
+
+QWEN = Vision("<|image_pad|>", 1282, 4, 64, None, patch_grid({}, {}, {"fps": 2}), "<|video_pad|>", 1283)
+
+
+async def test_a_video_is_stored_and_named_as_an_image_is_and_measured_by_its_frames(bus: Bus, site: Site) -> None:
+    raw = film(30, 10, 64, 48)
+    parts = [MediaPart("a", site.serve("/film", raw), video=True), MediaPart("b", data_url(PNG))]
+    one, other = await loader(bus).load(parts, QWEN, 60.0)
+    assert (one.kind, one.size, one.digest) == ("video/mp4", len(raw), blake3(raw).digest())
+    # 3 s at 2 frames a second, two of them a step; the least is 128 squares of 28 x 28 pixels.
+    assert (one.grid, one.seconds, one.tokens) == ((3, 10, 14), 1.0, 3 * 10 * 14)
+    assert (other.kind, other.grid, other.seconds) == ("image/png", (1, 2, 3), 0.0)
+    assert await get(bus, "media", one.digest.hex(), limit=len(raw)) == raw
+
+
+async def test_a_video_that_cannot_be_used_is_refused_by_its_field(bus: Bus, site: Site) -> None:
+    raw = film(30, 10, 64, 48)
+    for data, code, words in (
+        (raw[: len(raw) // 3], Code.invalid_request, "cannot be decoded"),
+        (PNG, Code.invalid_request, "is not an MP4, MOV, WebM or Matroska video"),
+        (raw, Code.invalid_request, "has more than 29 frames (--max-video-frames)"),
+        (raw + bytes(5000), Code.body_too_large, "is larger than 9000 bytes (--max-media-bytes)"),
+    ):
+        made = loader(bus, max_video_frames=29, max_media_bytes=9_000)
+        error = await refusal(made.load([MediaPart("it", data_url(data, "video/mp4"), video=True)], QWEN, 60.0))
+        assert (error.code, error.param) == (code, "it")
+        assert words in error.message
 
 
 async def test_images_that_come_too_late_end_the_request_at_its_deadline(bus: Bus, site: Site) -> None:

@@ -42,9 +42,10 @@ def test_limits_are_those_of_the_settings() -> None:
         media_timeout_s=3.0,
         allowed_local_media_path="/m",
         allow_private_media_addresses=True,
+        max_video_frames=4,
     )
-    assert MediaLimits.of(settings_) == MediaLimits(1, 2, 3.0, "/m", True)
-    assert MediaLimits.of(GatewaySettings())[3:] == ("", False)
+    assert MediaLimits.of(settings_) == MediaLimits(1, 2, 3.0, "/m", True, 4)
+    assert MediaLimits.of(GatewaySettings())[3:] == ("", False, 9_000)
 
 
 FOUND: list[tuple[str, object]] = [

@@ -249,9 +249,9 @@ def test_the_bundled_vision_model_describes_its_images() -> None:
 def test_a_model_without_vision_says_why(tmp_path: Path) -> None:
     model = load(write(tmp_path))
     assert (model.vision, model.no_vision) == (None, "model type 'llama' takes no images")
-    other = sees(tmp_path / "b", model_type="qwen2_5_vl")
+    other = sees(tmp_path / "b", model_type="mllama")
     assert other.vision is None
-    assert "'qwen2_5_vl' is a vision model that Penstock does not" in other.no_vision
+    assert "'mllama' is a vision model that Penstock does not" in other.no_vision
 
 
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"

@@ -9,6 +9,7 @@ Image embeddings in a pool that prompts refer to: an encoder, and the cache of i
 The engine of an encode worker: it embeds images and generates nothing.
 """
 
+import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -40,6 +41,7 @@ class VisionEncoder(Protocol):
 
     slots: int
     slot_tokens: int
+    needs_grid: bool  # the model takes positions from the grid of a medium
 
     def prepare(self, raw: bytes, kind: str) -> object:
         """As ``VisionEngine.prepare``."""
@@ -284,7 +286,7 @@ class EmbeddingPool:
             RequestError: they do not.
         """
         free = 0  # position of the first token after the media so far
-        for position, tokens, _, slots in media:
+        for position, tokens, _, slots, grid, _ in media:
             if position < free or tokens < 1 or position + tokens > prompt_len:
                 raise RequestError(
                     Code.invalid_request,
@@ -292,6 +294,12 @@ class EmbeddingPool:
                     "free",
                 )
             free = position + tokens
+            if self.encoder.needs_grid and (len(grid) != 3 or min(grid) < 1 or math.prod(grid) != tokens):
+                raise RequestError(
+                    Code.invalid_request,
+                    f"a medium of {tokens} tokens came with grid {list(grid)}; this model needs time, height and "
+                    "width. Update the gateway",
+                )
             if not slots:
                 if not adopted:
                     raise RequestError(Code.transfer_failed, MISSING_EMBEDDINGS)

@@ -287,6 +287,6 @@ def _lacks_embeddings(scheduled: ScheduledSequence) -> bool:
     """Whether the KV of its media came from elsewhere and was lost to a preemption: it cannot be computed here."""
     end = scheduled.start + scheduled.count
     return any(
-        not slots and position < end and position + tokens > scheduled.start
-        for position, tokens, _, slots in scheduled.sequence.media
+        not span.slots and span.position < end and span.position + span.tokens > scheduled.start
+        for span in scheduled.sequence.media
     )

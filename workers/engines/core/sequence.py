@@ -48,6 +48,7 @@ class Sequence:
     named: int = 0  # leading blocks that are in the prefix cache under their digest
     state: object = None  # for the executor: random generator, penalties, ...
     drafter_state: object = None  # for a ``Drafter``
+    positions: object = None  # for the executor: those that the model gives to the prompt's tokens
     playing: object = None  # for an engine that plays a recording
     client_request_id: str = ""
     share: StartShare = field(default_factory=StartShare)  # in which it waits

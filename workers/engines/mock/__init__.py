@@ -198,7 +198,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Dat
         ValueError: no token of the vocabulary is text by itself, or several ranks in a disaggregated role.
     """
     model = modeldir.load(path)
-    ranks = settings.mock_ranks
+    vision, ranks = model.vision, settings.mock_ranks
     if ranks > 1 and settings.role != "aggregated":
         raise ValueError(f"--mock-ranks {ranks}: only workers of --role aggregated have ranks")
     if ranks > 1 and settings.play:
@@ -216,7 +216,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Dat
         kv_events=settings.publish_events_and_metrics,
         speedup=settings.mock_speedup,
         memory_block_bytes=0 if settings.role == "aggregated" else BLOCK_BYTES,
-        image_tokens=0 if model.vision is None or ranks > 1 else model.vision.image_tokens,
+        image_tokens=0 if vision is None or vision.patches is not None or ranks > 1 else vision.image_tokens,
         embed_slots=settings.embed_slots,
         no_evict=settings.scheduler_policy == "guaranteed_no_evict",
         tokenizer=model.tokenizer,
@@ -246,6 +246,8 @@ def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
     model = modeldir.load(path)
     if model.vision is None:
         raise modeldir.ModelError(f"{path} needs no encode worker: {model.no_vision}")
+    if model.vision.patches is not None:
+        raise modeldir.ModelError(f"{path}: images of this model are taken by --engine native only")
     return build_encoder(
         image_tokens=model.vision.image_tokens,
         embed_slots=settings.embed_slots,

@@ -80,6 +80,8 @@ def _rows(raw: bytes) -> int:
 class MockVisionEncoder:
     """Implements ``penstock.workers.engines.core.embeddings.VisionEncoder``: every image takes one slot."""
 
+    needs_grid = False
+
     def __init__(self, slots: int, slot_tokens: int) -> None:
         self.slots, self.slot_tokens = slots, slot_tokens
         self.pages = Pages(slots, SLOT_BYTES)

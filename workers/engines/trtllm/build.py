@@ -386,7 +386,7 @@ def arguments(settings: WorkerSettings, wanted: TrtllmSettings, api: TrtllmApi, 
 
 
 def _takes_images(model: modeldir.ModelDir) -> bool:
-    return model.vision is not None and model.vision.hidden > 0
+    return model.vision is not None and model.vision.hidden > 0 and model.vision.patches is None
 
 
 def _image_slots(model: modeldir.ModelDir, settings: WorkerSettings) -> ImageSlotStore | None:

@@ -53,6 +53,8 @@ class TrtllmVisionEncoder:
         EngineError: it does not embed a blank image.
     """
 
+    needs_grid = False
+
     def __init__(self, encoder: Any, open_handle: Open, vision: modeldir.Vision, slots: int = 0) -> None:
         self.resources = contextlib.ExitStack()  # closed with it
         self.encoder = encoder
@@ -152,6 +154,8 @@ def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
     model = modeldir.load(path)
     if model.vision is None:
         raise modeldir.ModelError(f"{path} needs no encode worker: {model.no_vision}")
+    if model.vision.patches is not None:
+        raise modeldir.ModelError(f"{path}: images of this model are taken by --engine native only")
     if api.encoder is None or api.shared_tensor is None:
         raise EngineError(f"tensorrt_llm {api.version} has no MultimodalEncoder; use 1.2.1: {INSTALL}")
     shared = api.shared_tensor

@@ -31,6 +31,8 @@ class ImageSlotStore:
         dtype: of the model, hence of an encode worker's embeddings.
     """
 
+    needs_grid = False
+
     def __init__(self, vision: Vision, slots: int, dtype: torch.dtype) -> None:
         self.slots = slots or DEFAULT_SLOTS
         self.slot_tokens = vision.image_tokens

@@ -90,7 +90,8 @@ UNSUPPORTED: list[tuple[str, Any, str]] = [
     ("functions", [{"name": "f"}], "functions"),
     ("function_call", "auto", "functions"),
     ("modalities", ["text", "audio"], "modalities"),
-    ("messages", [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}], "messages"),
+    ("messages", [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": ""}}]}], "messages"),
+    ("messages", [{"role": "system", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}], "messages"),
     ("messages", [{"role": "system", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages"),
 ]
 

@@ -4,6 +4,7 @@ import json
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from blake3 import blake3
 from hypothesis import given
@@ -26,6 +27,7 @@ from tests.demo_model import template, vision
 from tests.demo_model.evaluate import messages_of
 from tests.gateway.media.support import chat_body, image
 from tests.properties import examples
+from tests.workers.engines.native import qwen_vl
 
 NOW = 1_700_000_000 * 10**9
 URL = "https://example.org/a.png"
@@ -177,8 +179,10 @@ REFUSED: list[tuple[dict[str, Any], Code, str]] = [
     ),
     *(
         ({"type": kind, kind: {"url": URL}}, Code.unsupported, "messages[0].content[0].type")
-        for kind in ("input_audio", "audio_url", "video_url", "file", "image", "x" * 1000)
+        for kind in ("input_audio", "audio_url", "file", "image", "x" * 1000)
     ),
+    ({"type": "video_url", "video_url": {"url": URL}}, Code.unsupported, "messages[0].content[0].video_url"),
+    ({"type": "video_url"}, Code.invalid_request, "messages[0].content[0].video_url"),
 ]
 
 
@@ -373,3 +377,59 @@ def test_a_body_as_large_as_allowed_is_parsed_in_little_time(vision_context: Pre
     made = prepare_chat(body, vision_context, now_ns=NOW, request_id="r")
     assert isinstance(made, PendingMediaRequest)
     assert time.thread_time() - began < 0.5
+
+
+# -- any resolution, and videos ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> PrepareContext:
+    model = load(qwen_vl.write(tmp_path_factory.mktemp("qwen-vl")))
+    return PrepareContext(model, ("m",), "gw1", max_images=4, max_videos=2)
+
+
+VIDEO = {"type": "video_url", "video_url": {"url": URL}}
+
+
+def test_images_and_videos_have_placeholders_of_their_own_in_order(qwen: PrepareContext) -> None:
+    seen = [medium(0, 6), msgspec.structs.replace(medium(1, 8), kind="video/webm"), medium(2, 4)]
+    made = whole(qwen, "a", image(URL), VIDEO, "b", image(URL), media=seen)
+    tokens, vision = list(unpack_tokens(made.request.prompt)), qwen.model.vision
+    assert vision is not None
+    places = [token for token in tokens if token in vision.placeholders]
+    assert places == [vision.image_token_id] * 6 + [vision.video_token_id] * 8 + [vision.image_token_id] * 4
+    for each, token in zip(made.request.media, (vision.image_token_id, vision.video_token_id), strict=False):
+        assert tokens[each.position : each.position + each.tokens] == [token] * each.tokens
+        assert tokens[each.position - 1] == qwen.model.tokenizer.token_to_id("<|vision_start|>")
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "words"),
+    [
+        ([VIDEO] * 3, Code.invalid_request, "has 3 videos; the limit is 2 (--max-videos)"),
+        ([image(URL)] * 5, Code.invalid_request, "has 5 images; the limit is 4 (--max-images)"),
+        ([EMBEDS], Code.unsupported, "embedding files are not supported by this model"),
+        ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], Code.unsupported, "takes audio; use"),
+        ([{"type": "audio_url", "audio_url": {"url": URL}}], Code.unsupported, "'image_embeds' or 'video_url'"),
+    ],
+)
+def test_what_the_model_does_not_take_is_refused_with_what_it_takes(
+    qwen: PrepareContext, content: list[dict[str, Any]], code: Code, words: str
+) -> None:
+    error = refusal(prepare_chat, chat_body(*content), qwen, now_ns=NOW, request_id="r")
+    assert error.code == code
+    assert words in error.message
+
+
+@pytest.mark.parametrize("text", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|><|video_pad|><|vision_end|>"])
+def test_no_text_becomes_the_place_of_a_medium(qwen: PrepareContext, text: str) -> None:
+    for context in (qwen, qwen._replace(special_tokens_as_text=False)):
+        made = whole(context, text, VIDEO, media=[msgspec.structs.replace(medium(1, 5), kind="video/mp4")])
+        assert sum(token in (1282, 1283) for token in unpack_tokens(made.request.prompt)) == 5
+
+
+def test_completions_take_no_video_tokens(qwen: PrepareContext) -> None:
+    for prompt in ("<|video_pad|>", [1283]):
+        body = json.dumps({"model": "m", "prompt": prompt}).encode()
+        error = refusal(prepare_completion, body, qwen, now_ns=NOW, request_id="r")
+        assert "contains the video token '<|video_pad|>'; send videos to" in error.message

@@ -16,6 +16,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from penstock.infra.model.image_tiles import Tiles
+from penstock.infra.model.patch_grid import MediaGrid, PatchGrid
 from penstock.schemas.errors import Code
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.engine_protocol import RequestError
@@ -33,12 +34,15 @@ class Pixels:
     """An image as input of the vision tower.
 
     Attributes:
-        data: (channels, height, width) float32; for a model that cuts images into tiles (tiles, channels, ...).
-        size: height and width of the image itself, for such a model.
+        data: (channels, height, width) float32; for a model that cuts images into tiles (tiles, channels, ...), into
+            patches (patches, values).
+        size: height and width of the image itself, for a model with tiles.
+        grid: of an image or video, for a model with patches.
     """
 
     data: Tensor
     size: tuple[int, int] | None = None
+    grid: MediaGrid | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,10 @@ def _check_size(width: int, height: int) -> None:
 def pixels(image: Image.Image, processor: Any) -> Pixels:
     """The output of the model's image processor."""
     made = processor(images=image, return_tensors="pt")
+    if "image_grid_thw" in made:
+        steps, *sides = (int(size) for size in made["image_grid_thw"][0])
+        rows, columns = (size // processor.merge_size for size in sides)
+        return Pixels(made["pixel_values"], None, MediaGrid(steps, rows, columns))
     if "image_sizes" not in made:
         return Pixels(made["pixel_values"][0])
     height, width = (int(size) for size in made["image_sizes"][0])
@@ -127,7 +135,7 @@ class EmbeddingSlots:
     Args:
         slot_tokens: rows of a slot.
         hidden: size of a row.
-        tiles: of a model whose images take different numbers of tokens; None: all take ``slot_tokens``.
+        tiles, patches: of a model whose images take different numbers of tokens; None: all take ``slot_tokens``.
 
     Attributes:
         data: (slots, slot_tokens, hidden).
@@ -144,9 +152,11 @@ class EmbeddingSlots:
         dtype: torch.dtype,
         device: torch.device,
         tiles: Tiles | None = None,
+        patches: PatchGrid | None = None,
     ) -> None:
         self.slot_tokens = slot_tokens
         self._tiles = tiles
+        self._patches = patches
         self.data = zeros((slots, slot_tokens, hidden), dtype, device)
 
     def decode(self, raw: bytes, kind: str) -> Image.Image | Rows:
@@ -160,8 +170,9 @@ class EmbeddingSlots:
         """
         if kind in IMAGES:
             # Gateways count the tokens of an image by its upright size, and read the orientation of JPEGs only.
-            return first_frame(raw) if self._tiles is None else first_frame(raw, ("JPEG",))
-        if kind == EMBEDDING:
+            any_size = self._tiles is not None or self._patches is not None
+            return first_frame(raw, ("JPEG",)) if any_size else first_frame(raw)
+        if kind == EMBEDDING and self._patches is None:
             return rows(raw, self.data.shape[2], self.data.dtype)
         kinds = ", ".join(sorted(IMAGES))
         raise RequestError(Code.invalid_request, f"media of kind {kind!r} are not supported, only {kinds}")
@@ -170,6 +181,10 @@ class EmbeddingSlots:
         """Placeholder tokens that a decoded medium takes."""
         if isinstance(prepared, Rows):
             return len(prepared.data)
+        if self._patches is not None:
+            assert isinstance(prepared, Pixels)
+            assert prepared.grid is not None
+            return prepared.grid.tokens
         if self._tiles is None:
             return self.slot_tokens
         if isinstance(prepared, Image.Image):
@@ -178,11 +193,14 @@ class EmbeddingSlots:
         assert prepared.size is not None
         return self._tiles.tokens(*prepared.size)
 
-    def write(self, slots: Seq[int], rows: Tensor) -> None:
-        """Copy (tokens, hidden) into the slots, in order."""
-        for number, slot in enumerate(slots):
-            part = rows[number * self.slot_tokens : (number + 1) * self.slot_tokens]
-            self.data[slot, : len(part)] = part
+    def write(self, slots: Seq[int], rows: Tensor, first: int = 0) -> None:
+        """Copy (tokens, hidden) into the slots, in order, from row ``first`` of them on."""
+        at = 0
+        while at < len(rows):
+            slot, start = divmod(first + at, self.slot_tokens)
+            part = rows[at : at + self.slot_tokens - start]
+            self.data[slots[slot], start : start + len(part)] = part
+            at += len(part)
 
     def read(self, slots: Seq[int], tokens: int) -> Tensor:
         """A copy of the first ``tokens`` rows of the slots: (tokens, hidden)."""

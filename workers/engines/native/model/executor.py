@@ -73,6 +73,10 @@ class TorchExecutor:
         wanted = rows + scored or [0]
         masks = self._masks.start(drawing)
         inputs, places, last = (torch.tensor(n, device=self.model.device) for n in (tokens, positions, wanted))
+        if self.model.media_positions is not None and any(each.sequence.media for each in plan):
+            of = self.model.media_positions.of
+            parts = [of(each.sequence, each.start, each.start + each.count) for each in plan]
+            places = torch.cat(parts, 1).to(self.model.device)
         logits = self.model.logits(inputs, places, last, self._paged(plan), self._embeddings(seen) if seen else None)
         if scored:
             set_scores(logits[len(rows) :], scoring)
@@ -115,10 +119,10 @@ def media_rows(scheduled: ScheduledSequence, row: int, size: int) -> Iterator[tu
         size: tokens of a slot of the embedding pool.
     """
     end = scheduled.start + scheduled.count
-    for position, tokens, _, slots in scheduled.sequence.media:
-        for at in range(max(position, scheduled.start), min(position + tokens, end)):
-            part, offset = divmod(at - position, size)
-            yield row + at - scheduled.start, slots[part] * size + offset
+    for span in scheduled.sequence.media:
+        for at in range(max(span.position, scheduled.start), min(span.position + span.tokens, end)):
+            part, offset = divmod(at - span.position, size)
+            yield row + at - scheduled.start, span.slots[part] * size + offset
 
 
 def set_scores(logits: Tensor, scoring: Seq[ScheduledSequence]) -> None:

@@ -25,11 +25,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
-from penstock.infra.model import weight_files
+from penstock.infra.model import patch_grid, weight_files
 from penstock.infra.model.defaults import Length, context_length, ids, rope_type, ropes
 from penstock.infra.model.weight_files import INDEX, key_mapping
 from penstock.workers.engines.native.model import attention, quantize, vision
-from penstock.workers.engines.native.model.model import Model, UnsupportedModel
+from penstock.workers.engines.native.model.model import MediaPositions, Model, UnsupportedModel
 from penstock.workers.engines.native.model.pool import KvShape
 from penstock.workers.engines.native.model.verify import reference, reference_attention, verify
 
@@ -267,10 +267,17 @@ def describe(loaded: Any, multimodal: bool = False, files: Mapping[str, Any] = M
         eos_token_ids=end_tokens(loaded),
         heads=text.num_attention_heads,
         multimodal=multimodal,
+        media_positions=_media_positions(loaded.config),
         windows=windows,
     )
     verify(model, reference(model), reference_attention)
     return model
+
+
+def _media_positions(config: Any) -> MediaPositions | None:
+    if config.model_type not in patch_grid.MODEL_TYPES:
+        return None
+    return MediaPositions(config.vision_config.tokens_per_second)
 
 
 def weights(
@@ -331,7 +338,8 @@ def vision_encoder(model: str, loaded: Any, slots: int) -> vision.TorchVisionEnc
         EngineError: there is no memory for the pool.
     """
     try:
-        return vision.TorchVisionEncoder(loaded, vision.processor(model), slots)
+        patches = vision.patches_of(model, loaded.config)
+        return vision.TorchVisionEncoder(loaded, vision.processor(model), slots, patches)
     except vision.VisionUnsupported as error:
         raise UnsupportedModel(f"the vision encoder of {model!r} cannot be used: {first_line(error)}") from error
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.workers.engines.core.sequence import Sequence
 from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.native.model import attention
 from penstock.workers.engines.native.model.pool import KvShape
@@ -22,6 +23,60 @@ class Embeddings(NamedTuple):
     values: Tensor  # (n, hidden) in the model's dtype
 
 
+class MediaPositions:
+    """Positions of tokens by time, height and width, as models with M-RoPE rotate by them (Qwen2-VL).
+
+    Those of text count on in all three. A medium's tokens have their places in its grid, and what follows begins
+    behind its longer side, in height and width. As ``get_rope_index`` of transformers computes them.
+
+    Args:
+        tokens_per_second: of a video, by which its steps in time are apart.
+    """
+
+    def __init__(self, tokens_per_second: float) -> None:
+        self._rate = tokens_per_second
+
+    def of(self, sequence: Sequence, start: int, end: int) -> Tensor:
+        """Of a sequence's tokens from ``start`` to ``end``: (3, tokens) int64, on the CPU."""
+        known, shift = self._prompt(sequence)
+        parts = [known[:, start:end]] if start < known.shape[1] else []
+        if end > known.shape[1]:
+            parts.append(_counting(max(start, known.shape[1]) + shift, end + shift))
+        return torch.cat(parts, 1)
+
+    def shift(self, sequence: Sequence) -> int:
+        """What is added to the number of a generated token."""
+        return self._prompt(sequence)[1]
+
+    def _prompt(self, sequence: Sequence) -> tuple[Tensor, int]:
+        if not sequence.media:
+            return _counting(0, 0), 0
+        if sequence.positions is None:
+            sequence.positions = self._computed(sequence)
+        positions: tuple[Tensor, int] = sequence.positions  # type: ignore[assignment]
+        return positions
+
+    def _computed(self, sequence: Sequence) -> tuple[Tensor, int]:
+        parts, token, place = [], 0, 0
+        for span in sequence.media:
+            text = span.position - token
+            parts.append(_counting(place, place + text))
+            place += text
+            steps, rows, columns = span.grid
+            # In float32, as transformers: the places of steps are rounded down.
+            apart = self._rate * torch.tensor(span.seconds, dtype=torch.float32)
+            axes = (torch.arange(steps) * apart).long(), torch.arange(rows), torch.arange(columns)
+            parts.append(torch.stack([axis.reshape(-1) for axis in torch.meshgrid(*axes, indexing="ij")]) + place)
+            token, place = span.position + span.tokens, place + max(rows, columns)
+        parts.append(_counting(place, place + sequence.prompt_len - token))
+        # Generated tokens count on, as the same tokens in a later prompt do: both can share blocks.
+        return torch.cat(parts, 1), place - token
+
+
+def _counting(start: int, end: int) -> Tensor:
+    return torch.arange(start, end).expand(3, -1)
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A loaded model. ``forward`` is transformers' own; tokens of all sequences are packed into one row."""
@@ -36,6 +91,7 @@ class Model:
     heads: int  # query heads of every layer
     multimodal: bool = False  # ``forward`` includes a vision tower
     most_positions: int = 0  # that a user may ask for, beyond ``max_positions``
+    media_positions: MediaPositions | None = None  # None: a token's position is its number
     windows: tuple[int | None, ...] = ()  # of each layer: tokens that a query attends to, itself included; None: all
 
     def logits(
@@ -49,7 +105,8 @@ class Model:
         """Run the model over one packed batch.
 
         Args:
-            tokens, positions: (tokens,) int64.
+            tokens: (tokens,) int64.
+            positions: likewise, or (3, tokens) of ``MediaPositions``.
             rows: (n,) int64, those whose logits are wanted; None: all.
         Returns: (n, vocab_size) in the model's dtype.
         """
@@ -62,7 +119,7 @@ class Model:
             inputs = {"inputs_embeds": embedded}
         output = self.forward(
             **inputs,
-            position_ids=positions.unsqueeze(0),
+            position_ids=positions.unsqueeze(-2),
             use_cache=False,
             logits_to_keep=0 if rows is None else rows,
             paged=paged,

@@ -30,6 +30,7 @@ class Still(vision.TorchVisionEncoder):
 
     def __init__(self) -> None:
         self._processor = vision.processor(str(DIRECTORY))
+        self._patches = None
         self.pool = EmbeddingSlots(1, 64, 256, torch.float16, torch.device("cpu"))
         self._shape = torch.Size((3, 96, 96))
 

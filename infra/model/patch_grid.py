@@ -1,0 +1,208 @@
+"""How models that see at any resolution cut images and videos into patches (Qwen2.5-VL). Pure.
+
+An image keeps its shape: it is resized to multiples of a few patches, within a number of pixels, and each square of
+merged patches becomes one embedding. Of a video, frames are sampled evenly; so many neighbouring ones are one step in
+time. The rules are those of transformers' Qwen2VLImageProcessor and Qwen2VLVideoProcessor.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+MAX_ASPECT = 200  # longer side by shorter side
+MODEL_TYPES = frozenset({"qwen2_5_vl"})
+
+# What Qwen's own tools take of a video, where the model's folder does not say it.
+_FRAMES_PER_SECOND, _MIN_FRAMES, _MAX_FRAMES, _VIDEO_TOKENS = 2.0, 4, 768, 128_000
+_MIN_SQUARES, _MAX_SQUARES = 128, 768  # of a frame; a square becomes an embedding
+
+
+class BadGrid(ValueError):
+    """The model's files have no usable sizes, or an image or video has none that the model takes."""
+
+
+class MediaGrid(NamedTuple):
+    """Embeddings of one medium, by time, height and width; time comes first in a prompt, width last."""
+
+    steps: int
+    rows: int
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.rows * self.columns
+
+
+class VideoSample(NamedTuple):
+    """What a model takes of a video.
+
+    Attributes:
+        frames: numbers of the frames, ascending.
+        height, width: to which they are resized, pixels.
+        seconds: between two steps of the grid.
+    """
+
+    frames: list[int]
+    height: int
+    width: int
+    grid: MediaGrid
+    seconds: float
+
+
+class PatchGrid(NamedTuple):
+    """
+    Attributes:
+        patch: side of a patch, pixels.
+        merge: rows, and columns, of patches that become one embedding.
+        temporal: frames of one step in time.
+        pixels: fewest and most of an image.
+        frame_pixels: fewest and most of a video's frame.
+        fps: frames of a video that are sampled per second.
+        frames: fewest and most that are sampled; a shorter video has fewer.
+        video_tokens: bounds the pixels of all frames together; 0: nothing does.
+    """
+
+    patch: int
+    merge: int
+    temporal: int
+    pixels: tuple[int, int]
+    frame_pixels: tuple[int, int]
+    fps: float = _FRAMES_PER_SECOND
+    frames: tuple[int, int] = (_MIN_FRAMES, _MAX_FRAMES)
+    video_tokens: int = _VIDEO_TOKENS
+
+    @property
+    def square(self) -> int:
+        """Side of what becomes one embedding, pixels."""
+        return self.patch * self.merge
+
+    def image(self, height: int, width: int) -> MediaGrid:
+        """
+        Raises:
+            BadGrid: it is too narrow.
+        """
+        return self._grid(1, *_resized(height, width, self.square, *self.pixels))
+
+    def video(self, total: int, fps: float, height: int, width: int) -> VideoSample:
+        """
+        Args:
+            total: frames of the video.
+            fps: of them per second.
+            height, width: of a frame, pixels.
+
+        Raises:
+            BadGrid: it has no frames, no frame rate, or is too narrow.
+        """
+        if total < 1 or not 0 < fps < math.inf:
+            raise BadGrid(f"has {total} frames, {fps:g} a second")
+        frames = sampled(total, self._wanted(total, fps))
+        least, most = self.frame_pixels
+        if self.video_tokens:
+            budget = int(self.video_tokens * self.square * self.square * 0.9)
+            most = max(min(most, budget * self.temporal // len(frames)), int(least * 1.05))
+        high, wide = _resized(height, width, self.square, least, most)
+        grid = self._grid(-(-len(frames) // self.temporal), high, wide)
+        return VideoSample(frames, high, wide, grid, self.temporal / (len(frames) / total * fps))
+
+    def _wanted(self, total: int, fps: float) -> int:
+        least, most = self.frames
+        most = min(most, total) // self.temporal * self.temporal
+        wanted = min(max(total / fps * self.fps, least), most, total)
+        return max(1, int(wanted) // self.temporal * self.temporal)
+
+    def _grid(self, steps: int, height: int, width: int) -> MediaGrid:
+        return MediaGrid(steps, height // self.square, width // self.square)
+
+    @property
+    def least_tokens(self) -> int:
+        """Embeddings that the smallest image has at least."""
+        return max(1, self.pixels[0] // self.square**2)
+
+
+def sampled(total: int, wanted: int) -> list[int]:
+    """Numbers of evenly spread frames, by the arithmetic of ``torch.arange``: float32 between its two ends."""
+    step = total / wanted
+    count = math.ceil(total / step)
+    places = struct.unpack(f"{count}f", struct.pack(f"{count}f", *(number * step for number in range(count))))
+    return [min(int(place), total - 1) for place in places]
+
+
+def _resized(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
+    """Height and width as multiples of ``factor``, with ``least`` to ``most`` pixels."""
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise BadGrid(f"has {width} x {height} pixels; one side may be at most {MAX_ASPECT} times the other")
+    high, wide = round(height / factor) * factor, round(width / factor) * factor
+    if high * wide > most:
+        scale = math.sqrt(height * width / most)
+        high, wide = (max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))
+    elif high * wide < least:
+        scale = math.sqrt(least / (height * width))
+        high, wide = (math.ceil(side * scale / factor) * factor for side in (height, width))
+    return high, wide
+
+
+def patch_grid(config: Mapping[str, Any], images: Mapping[str, Any], videos: Mapping[str, Any]) -> PatchGrid:
+    """
+    Args:
+        config: content of config.json.
+        images: settings of the image processor, from preprocessor_config.json or processor_config.json.
+        videos: likewise of the video processor; empty: the model's folder has none.
+
+    Raises:
+        BadGrid: a size is missing or malformed, or the processors do not suit the vision tower; the text names it.
+    """
+    tower = config.get("vision_config") or {}
+    patch, merge, temporal = (
+        _size("config.json", tower, key, default)
+        for key, default in (("patch_size", 14), ("spatial_merge_size", 2), ("temporal_patch_size", 2))
+    )
+    for name, settings in (("image", images), ("video", videos)):
+        for key, default, wanted in (
+            ("patch_size", 14, patch),
+            ("merge_size", 2, merge),
+            ("temporal_patch_size", 2, temporal),
+        ):
+            if (found := _size(f"the {name} processor", settings, key, default)) != wanted:
+                raise BadGrid(f"the {name} processor has {key} {found}, the vision tower {wanted}")
+    square = (patch * merge) ** 2
+    fps = videos.get("fps") or _FRAMES_PER_SECOND
+    if not isinstance(fps, int | float) or not 0 < fps < math.inf:
+        raise BadGrid(f"the video processor has fps {fps!r}; expected a number above 0")
+    if count := videos.get("num_frames"):
+        frames = (count, count)
+    else:
+        frames = videos.get("min_frames") or _MIN_FRAMES, videos.get("max_frames") or _MAX_FRAMES
+    if not all(isinstance(each, int) for each in frames) or not 0 < frames[0] <= frames[1] or frames[1] < temporal:
+        raise BadGrid(f"the video processor samples {frames[0]} to {frames[1]} frames; a step in time has {temporal}")
+    capped = videos.get("cap_pixels_per_frame") is not False
+    return PatchGrid(
+        patch,
+        merge,
+        temporal,
+        _pixels("image", images, 56 * 56, 28 * 28 * 1280),
+        _pixels("video", videos, _MIN_SQUARES * square, _MAX_SQUARES * square),
+        float(fps),
+        frames,
+        _size("the video processor", videos, "max_video_tokens", _VIDEO_TOKENS) if capped else 0,
+    )
+
+
+def _size(source: str, settings: Mapping[str, Any], key: str, default: int) -> int:
+    value = settings.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise BadGrid(f"{source} has {key} {value!r}; expected a number above 0")
+    return value
+
+
+def _pixels(name: str, settings: Mapping[str, Any], least: int, most: int) -> tuple[int, int]:
+    size = settings.get("size")
+    size = dict(size) if isinstance(size, Mapping) else {}
+    found: list[Any] = [
+        settings.get(old) if settings.get(old) is not None else size.get(key, default)
+        for old, key, default in (("min_pixels", "shortest_edge", least), ("max_pixels", "longest_edge", most))
+    ]
+    if not all(isinstance(each, int) for each in found) or not 0 < found[0] <= found[1]:
+        raise BadGrid(f"the {name} processor takes {found[0]!r} to {found[1]!r} pixels")
+    return found[0], found[1]
