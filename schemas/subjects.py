@@ -23,6 +23,7 @@ HEADER_SEQ = "Penstock-Seq"
 HEADER_FROM = "Penstock-From"
 HEADER_IGNORED = "Penstock-Ignored-Options"
 HEADER_ERROR = "Penstock-Error"
+HEADER_RETRY_AFTER = "Penstock-Retry-After"  # of an error: whole seconds
 HEADER_RECORD = "Penstock-Record"
 HEADER_REQUEST = "Penstock-Request-Id"
 HEADER_LOAD = "Penstock-Load"

@@ -27,8 +27,10 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
         max_pending: submissions that gateways process at once; further ones wait. Also service requests at one gateway
             at once; further ones are refused.
         shared_cache: its requests reuse the KV of other requests, and others that of its own.
-        weight: of its share of the work of held requests, against other tenants of the same class.
+        weight: of its share of the work of requests that wait, against other tenants of the same class.
         tokens_per_month: budget of a month (UTC), prompts and answers, of all its keys and over NATS; 0: no limit.
+        max_waiting: requests of both APIs that wait for a worker; further ones are refused, and submissions stay in
+            their stream. 0: only the limits of classes hold.
     """
 
     models: tuple[str, ...] = ()
@@ -36,6 +38,7 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
     weight: Annotated[float, Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
     shared_cache: bool = False
     tokens_per_month: PerMonth = 0
+    max_waiting: int = 0
 
 
 decode = decoder(Limits)

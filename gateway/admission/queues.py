@@ -3,7 +3,7 @@ the broker stores.
 
 Accepted requests wait for a router to place them; each class has room of its own. Where there are several models, those
 of one do not take all of it: while fewer requests of a model wait than an equal share, it gets further room, up to as
-much again for all models together.
+much again for all models together. A tenant may have a bound of its own, of all classes and models (``TenantLevels``).
 
 A broker with a full disk keeps its connections, and answers nothing. The tokens of a running answer are stored without
 an acknowledgement that a gateway would see, so a request whose tokens cannot be stored looks like one that is slow.
@@ -13,8 +13,10 @@ is not confirmed, neither is anything else (``StoreCheck``).
 
 import asyncio
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import structlog
@@ -172,6 +174,78 @@ class QueueLevels:
         return looked + min(since, self._unstarted(priority))
 
 
+RATE_S = 30.0  # over which it is measured how fast a tenant's requests begin
+
+
+class TenantLevels:
+    """Requests of tenants that wait for a worker: this gateway's own, and those of others that routers hold.
+
+    Args:
+        unstarted: this gateway's open requests that no worker has started, by tenant.
+    """
+
+    def __init__(self, unstarted: Callable[[], Counter[str]]) -> None:
+        self._unstarted = unstarted
+        self._own = Counter[str]()  # at the last poll
+        self._others: Mapping[str, int] = {}
+        self._since = Counter[str]()  # accepted since then
+        self._polled_at = 0.0
+        self._begun: deque[tuple[float, Mapping[str, int]]] = deque()  # by poll: seconds, and how many began meanwhile
+
+    def accepted(self, tenant: str) -> None:
+        self._since[tenant] += 1
+
+    def polled(self, held: Mapping[str, int], now: float) -> None:
+        """
+        Args:
+            held: by routers, of all gateways; may be a moment old.
+            now: monotonic.
+        """
+        own, since = self._unstarted(), self._since
+        passed, self._polled_at = now - self._polled_at, now
+        # Only of tenants of which something waited: how fast the others' would begin is not known.
+        self._begun.append((passed, {name: self._own[name] + since[name] - own[name] for name in self._own}))
+        while len(self._begun) > 1 and sum(seconds for seconds, _ in self._begun) > RATE_S:
+            self._begun.popleft()
+        self._others = {name: more for name, count in held.items() if (more := count - own[name]) > 0}
+        self._own, self._since = own, Counter()
+
+    def waiting(self, tenant: str, limit: int) -> int:
+        """How many wait; exactly only from ``limit`` on."""
+        waiting = self._others.get(tenant, 0) + self._own[tenant] + self._since[tenant]
+        return waiting if waiting < limit else self._others.get(tenant, 0) + self._unstarted()[tenant]
+
+    def per_second(self, tenant: str) -> float:
+        """How many of a tenant begin per second, at all gateways; 0.0: none did lately, or it is not known."""
+        seconds = begun = 0.0
+        for passed, counts in self._begun:
+            if tenant in counts:
+                seconds, begun = seconds + passed, begun + counts[tenant]
+        own = max(1, self._own[tenant])
+        return (begun / seconds) * (own + self._others.get(tenant, 0)) / own if begun > 0 else 0.0
+
+
+def check_tenant(tenant: str, limit: int, levels: Sequence[TenantLevels]) -> None:
+    """
+    Args:
+        levels: of all cells.
+    Raises:
+        ServingError: queue_full, with the time in which there will be room.
+    """
+    waiting = sum(each.waiting(tenant, limit) for each in levels)
+    if waiting < limit:
+        return
+    rate = sum(each.per_second(tenant) for each in levels)
+    after_s = max(1, math.ceil((waiting - limit + 1) / rate)) if rate else int(RATE_S)
+    pace = f"{rate:.2g} of them begin per second" if rate else "it is not known yet how fast they begin"
+    raise ServingError(
+        Code.queue_full,
+        f"{waiting} requests of tenant {tenant!r} wait for a worker and its limit is {limit} (`penstock tenants set "
+        f"{tenant} --max-waiting`); {pace}: try again in {after_s} s",
+        retry_after=float(after_s),
+    )
+
+
 log = structlog.get_logger("gateway")
 
 POLL_S = 0.5
@@ -195,6 +269,7 @@ class QueueMonitor:
         answered: the broker answered the last poll.
         lacks_consumer: of this stream routers' consumers are missing; "": none is.
         hurried: poll more often, since work waits for the next place.
+        tenants: what waits of each, once ``follows_tenants`` is set: some tenant has a bound.
     """
 
     def __init__(
@@ -214,6 +289,8 @@ class QueueMonitor:
         self.has_routers = self.answered = False
         self.lacks_consumer = ""
         self.hurried = False
+        self.tenants = TenantLevels(self._unstarted_by_tenant)
+        self.follows_tenants = False
         self._bus = bus
         self._metrics = metrics
         self._readers = readers
@@ -263,36 +340,47 @@ class QueueMonitor:
         self.has_routers, self.answered = has_routers, True
         with contextlib.suppress(TimeoutError):  # the next poll says whether the broker is there
             async with asyncio.timeout(MORE_S):
-                await self._count_models()
+                await self._count_waiting()
                 unended = ((r.request.tenant, len(r.request.prompt)) for r in self._readers() if not r.ended)
                 await self._log_capacity.refresh(consumers, unended)
 
-    async def _count_models(self) -> None:
+    async def _count_waiting(self) -> None:
+        """By model and by tenant, where these matter."""
+        total, several = self._queues.total, len(self._metrics.models) > 1
+        held, of_tenants = Counter[str](), Counter[str]()
+        if total and (several or self.follows_tenants):
+            with contextlib.suppress(ServingError):  # by this gateway's own requests, then
+                held, of_tenants = await self._held_by_routers()
+        if self.follows_tenants:
+            self.tenants.polled(of_tenants, time.monotonic())
+        self._count_models(held)
+
+    def _count_models(self, held: Mapping[str, int]) -> None:
         metrics, total = self._metrics, self._queues.total
         if len(metrics.models) < 2:
             self.queued = {"": total}
             self._queues.polled_models({})
             self._counted()
             return
-        held: Mapping[str, int] = {}
-        if total:
-            with contextlib.suppress(ServingError):  # by this gateway's own requests, then
-                held = await self._held_by_routers()
         own = Counter(each.request.model for each in self._readers() if each.fold.attempt < 0) if total else {}
         counts = by_model(total, held, own)
         self._queues.polled_models({model: counts.get(model, 0) for model in metrics.models})
         self.queued = counts
         self._counted()
 
-    async def _held_by_routers(self) -> Counter[str]:
-        held = Counter[str]()
+    async def _held_by_routers(self) -> tuple[Counter[str], Counter[str]]:
+        """By model, and by tenant: of each class, of the tenants that have most."""
+        models, tenants = Counter[str](), Counter[str]()
         bucket = self._bus.subjects.bucket("routers")
         oldest_ns = self._bus.clock.now_ns() - int((LEASE_S + POLL_S) * 1e9)
         async for entry in read(self._bus, f"KV_{bucket}", f"$KV.{bucket}.>"):
             if entry.data and "KV-Operation" not in entry.headers and entry.time_ns >= oldest_ns:
                 with contextlib.suppress(msgspec.MsgspecError):
-                    held.update(dict(decode(entry.data).queued.models))
-        return held
+                    member = decode(entry.data)
+                    models.update(dict(member.queued.models))
+                    for held in member.held:
+                        tenants.update(dict(held.tenants))
+        return models, tenants
 
     @property
     def has_room(self) -> bool:
@@ -340,7 +428,7 @@ class QueueMonitor:
         """How many more requests of a class would be taken."""
         return self._queues.room(priority)
 
-    def accept(self, priority: Priority, model: str) -> None:
+    def accept(self, priority: Priority, model: str, tenant: str) -> None:
         """Count a request that is about to be published: since its body was checked, others have been.
 
         Raises:
@@ -349,6 +437,11 @@ class QueueMonitor:
         if self._queues.near:
             self._queues.check(priority, model)
         self._queues.accepted(priority, model)
+        if self.follows_tenants:
+            self.tenants.accepted(tenant)
+
+    def _unstarted_by_tenant(self) -> Counter[str]:
+        return Counter(each.request.tenant for each in self._readers() if each.fold.attempt < 0 and not each.ended)
 
     def _unstarted(self, priority: Priority) -> int:
         """Open requests of a class that no worker has started."""

@@ -22,7 +22,14 @@ from penstock.gateway.nats.protocol import STREAM_USAGE
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.subjects import HEADER_ERROR, HEADER_EVENT_ID, HEADER_FINAL, HEADER_RECORD, HEADER_SEQ
+from penstock.schemas.subjects import (
+    HEADER_ERROR,
+    HEADER_EVENT_ID,
+    HEADER_FINAL,
+    HEADER_RECORD,
+    HEADER_RETRY_AFTER,
+    HEADER_SEQ,
+)
 from penstock.schemas.tokens import PROMPT, Finish, TokenItem
 
 
@@ -81,6 +88,7 @@ class DeliveredMessage(NamedTuple):
     event_id: str = ""
     error: str = ""
     record: bool = False
+    retry_after: float | None = None
 
     def headers(self, base: dict[str, str]) -> dict[str, str]:
         """Its own headers beside those that all messages of the answer have."""
@@ -93,6 +101,8 @@ class DeliveredMessage(NamedTuple):
             out[HEADER_FINAL] = "1"
         if self.error:
             out[HEADER_ERROR] = self.error
+        if self.retry_after is not None:
+            out[HEADER_RETRY_AFTER] = str(max(1, round(self.retry_after)))
         if self.record:
             out[HEADER_RECORD] = "1"
         return out
@@ -100,7 +110,7 @@ class DeliveredMessage(NamedTuple):
 
 def failure(error: ServingError, number: int = 0) -> DeliveredMessage:
     """The last message of an answer that failed. ``number`` -1: a call failed, not the request."""
-    return DeliveredMessage(number, _json(error_body(error)), error=error.code.value)
+    return DeliveredMessage(number, _json(error_body(error)), error=error.code.value, retry_after=error.retry_after)
 
 
 class StreamMessages:

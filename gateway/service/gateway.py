@@ -18,6 +18,7 @@ from penstock.gateway.access.tenants import TenantTable
 from penstock.gateway.admission.budgets import Budgets
 from penstock.gateway.admission.charges import Charges
 from penstock.gateway.admission.idempotency import Claim, reclaim
+from penstock.gateway.admission.queues import check_tenant
 from penstock.gateway.admission.rate_limits.limiter import Limiter
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.images import IMAGE_PATHS
@@ -113,7 +114,7 @@ class Gateway:
             own=settings.api_key,
             on_lost=self._keys_lost,
         )
-        self.tenants.on_changed = self.guard.tenants_changed
+        self.tenants.on_changed = self._on_tenants_changed
         named = named_models(models, settings)
         buses = [link.bus for link in links]
         self.fleet = FleetView(buses, named, self.id, settings, metrics, self.tasks, self._open_models)
@@ -209,6 +210,19 @@ class Gateway:
         await self.guard.close()
         await self.limiter.close()
         await self.budgets.close()
+
+    def _on_tenants_changed(self) -> None:
+        self.guard.tenants_changed()
+        for cell in self.cells:
+            cell.queues.follows_tenants = any(limits.max_waiting for limits in self.tenants.known.values())
+
+    def check_tenant(self, tenant: str) -> None:
+        """
+        Raises:
+            ServingError: queue_full: as many of the tenant's requests wait as may.
+        """
+        if limit := self.tenants.limits(tenant).max_waiting:
+            check_tenant(tenant, limit, [cell.queues.tenants for cell in self.active])
 
     def _keys_lost(self, lost: bool) -> None:
         self.metrics.keys_lost.set(lost)
@@ -306,6 +320,7 @@ class Gateway:
         body = body.removeprefix(BOM)
         if self.budgets.reached:
             self.budgets.check(caller)
+        self.check_tenant(caller.tenant)
         await self._check_room(body)
         try:
             prepared = await self._preparer.prepare(endpoint, body, no_store=no_store, caller=caller)
@@ -413,6 +428,7 @@ class Gateway:
         Raises:
             ServingError: it could not be stored, or too much of its tenant or class waits; it will not run.
         """
+        self.check_tenant(request.tenant)  # since its body was checked, others have been accepted
         for cell in self.cells:  # what crashed the workers of one crashes those of another
             request = await cell.verdicts.check(request)
         return await self.cell_of(request.id).submit(request, owner=owner)

@@ -60,11 +60,12 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     shared_cache: bool = False
     tokens_per_month: int = 0
+    max_waiting: int = 0
 
     @property
     def limits(self) -> Limits:
         return Limits(
-            self.models, self.max_pending, self.weight, self.shared_cache, tokens_per_month=self.tokens_per_month
+            self.models, self.max_pending, self.weight, self.shared_cache, self.tokens_per_month, self.max_waiting
         )
 
     @property

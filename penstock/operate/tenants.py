@@ -90,9 +90,10 @@ def _parser() -> Parser:
     parser = Parser(
         prog="penstock tenants", description="manage tenants of both APIs, their limits and their passwords for NATS"
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{add,list,rotate,remove,restore,conf}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{add,set,list,rotate,remove,restore,conf}")
     for verb, about in (
         ("add", "add a tenant or change its limits, and write its credentials"),
+        ("set", "change limits of a tenant; they hold at once"),
         ("list", "list all tenants but the default one"),
         ("rotate", "give a tenant a new password; the old one ends at once, or with --keep-old later"),
         ("remove", "end the access of a tenant; its submissions stay until they expire"),
@@ -106,7 +107,7 @@ def _parser() -> Parser:
             one.add_argument("names", nargs="*", metavar="NAME", help="default: all that are listed in the folder")
             about_replace = "also where the broker has the tenant with another password"
             one.add_argument("--replace", action="store_true", help=about_replace)
-        if verb == "add":
+        if verb in ("add", "set"):
             about_models = "models it may use, '' for all; default: as it was, or all"
             one.add_argument("--models", metavar="A,B", help=about_models)
             one.add_argument(
@@ -134,6 +135,14 @@ def _parser() -> Parser:
                 default=None,
                 help="share KV with the default tenant and others that share; default: as it was, or not",
             )
+            one.add_argument(
+                "--max-waiting",
+                type=_number_or_none,
+                metavar="N|none",
+                help="requests of both APIs that may wait for a worker, beyond which they are refused with 429 and the "
+                "time until there is room; default: as it was, or none",
+            )
+        if verb == "add":
             about_new = "make a password although the folder has one, of a tenant that the broker does not know"
             one.add_argument("--new-password", action="store_true", help=about_new)
         if verb == "rotate":
@@ -157,6 +166,10 @@ def _weight(text: str) -> float:
     if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
     return weight
+
+
+def _number_or_none(text: str) -> int:
+    return 0 if text == "none" else whole_number()(text)
 
 
 def _place(args: argparse.Namespace) -> TenantsPlace:
@@ -200,7 +213,7 @@ async def _do(place: TenantsPlace, name: str, args: argparse.Namespace) -> None:
             await _asked(nc, place, name, args)
         except (NatsError, TimeoutError) as error:
             raise BrokerProblem(f"the broker does not take it: {error}") from error
-        if args.verb in ("add", "remove", "restore"):
+        if args.verb in ("add", "set", "remove", "restore"):
             await _tell_cells(place)
 
 
@@ -416,6 +429,10 @@ async def _change(
         await accounts.put(name, tenant)
     else:
         existing[name] = tenant
+    if args.verb == "set":
+        tenants.save(place.data_dir, existing if accounts is None else accounts.tenants)
+        print(f"changed {name}")
+        return
     _write_accounts(place, accounts, existing)  # last: when it can connect, everything is there
     did = "changed" if old is not None else "added"
     if place.with_jwts:
@@ -439,7 +456,7 @@ def _changed(old: Tenant | None, args: argparse.Namespace) -> Tenant:
         ValueError: the tenant has not the passwords that the flags are about.
     """
     tenant = old or Tenant(password=tenants.new_password())
-    if args.verb == "add":
+    if args.verb in ("add", "set"):
         return msgspec.structs.replace(tenant, **_named_limits(args))
     if args.end_old:
         return tenant.without_old()
@@ -448,7 +465,7 @@ def _changed(old: Tenant | None, args: argparse.Namespace) -> Tenant:
 
 def _named_limits(args: argparse.Namespace) -> dict[str, Any]:
     """Those that flags name; the others stay, so that a change of one does not let a tenant use more models."""
-    if args.verb != "add":
+    if args.verb not in ("add", "set"):
         return {}
     models = None if args.models is None else tuple(model for model in args.models.split(",") if model)
     limits = {
@@ -456,6 +473,7 @@ def _named_limits(args: argparse.Namespace) -> dict[str, Any]:
         "max_pending": args.max_pending,
         "weight": args.weight,
         "shared_cache": args.shared_cache,
+        "max_waiting": args.max_waiting,
         "tokens_per_month": args.monthly_tokens,
     }
     return {name: value for name, value in limits.items() if value is not None}
@@ -493,7 +511,8 @@ def _list(existing: Tenants) -> None:
     if not existing:
         print("there is no tenant but 'default'")
         return
-    print(f"{'tenant':<32}  {'max-pending':>11}  {'weight':>6}  {'cache':<6}  models")
+    print(f"{'tenant':<32}  {'max-pending':>11}  {'max-waiting':>11}  {'weight':>6}  {'cache':<6}  models")
     for name, tenant in sorted(existing.items()):
         cache, models = "shared" if tenant.shared_cache else "own", ",".join(tenant.models) or "all"
-        print(f"{name:<32}  {tenant.max_pending:>11}  {tenant.weight:>6g}  {cache:<6}  {models}")
+        limits = f"{tenant.max_pending:>11}  {tenant.max_waiting or 'none':>11}  {tenant.weight:>6g}"
+        print(f"{name:<32}  {limits}  {cache:<6}  {models}")

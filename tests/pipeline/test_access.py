@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import io
 import json
+import os
+import signal
 import tarfile
 import time
 from collections.abc import AsyncIterator
@@ -22,7 +24,7 @@ from penstock.operate import key_store
 from penstock.schemas.keys import ApiKey, digest_of, new_key
 from tests.gateway.access.test_routes import POLICIES
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import MODEL_NAME, Deployment, until
+from tests.pipeline.support import MODEL_NAME, Deployment, registrations, until
 
 CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 MESSAGE = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -711,3 +713,62 @@ def test_no_secret_is_in_logs_the_store_exports_or_bundles(
         assert any(prefix.removeprefix("pst-").encode() in content for content in found.values())
         assert [path for path, content in found.items() if secret.encode() in content] == []
     assert "/v1/requests/pst-…" in deployment.logs("gateway-")
+
+
+@pytest.mark.usefixtures("tenants")
+async def test_a_bound_of_what_waits_of_a_tenant_holds_over_both_apis_and_is_changed_live(
+    deployment: Deployment, https: list[httpx.AsyncClient], bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No worker answers, so everything waits: what is placed already, and what routers hold once it was given up."""
+
+    async def change(*flags: str) -> None:
+        argv = ["tenants", "set", "acme", *flags, "--data-dir", str(deployment.data_dir)]
+        assert await asyncio.to_thread(main, argv) == 0, capsys.readouterr()
+
+    async def asked(at: httpx.AsyncClient, text: str) -> httpx.Response:
+        return await at.post("/v1/chat/completions", json=CHAT, headers=bearer(text))
+
+    busy, calm = await make(bus, https, tenant="acme"), await make(bus, https, tenant="zenith")
+    await change("--max-waiting", "2", "--weight", "3")
+    waiting: set[asyncio.Task[httpx.Response]] = set()
+    pids = [registration.pid for registration in (await registrations(bus)).values()]
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        refused: list[httpx.Response] = []
+        deadline, at = time.monotonic() + 20, 0
+        while len(refused) < 2:  # the other gateway knows of them once a router holds them
+            assert time.monotonic() < deadline
+            task = asyncio.create_task(asked(https[at], busy))
+            done, _ = await asyncio.wait({task}, timeout=0.3)
+            if done and (await task).status_code == 429:
+                refused.append(await task)
+                at = 1
+            else:
+                waiting.add(task)
+        assert len(waiting) <= 4
+        for answer in refused:
+            error = answer.json()["error"]
+            assert error["code"] == "queue_full"
+            assert 1 <= int(answer.headers["retry-after"]) <= 30
+            assert "requests of tenant 'acme' wait for a worker and its limit is 2" in error["message"]
+        nc = await nats.connect(json.loads((deployment.data_dir / "tenants/acme.json").read_text())["nats_url"])
+        try:
+            said = await nc.request("ps.ask.tiny", json.dumps(CHAT).encode(), timeout=10)
+        finally:
+            await nc.close()
+        assert said.headers is not None
+        assert said.headers["Penstock-Error"] == "queue_full"
+        assert 1 <= int(said.headers["Penstock-Retry-After"]) <= 30
+        waiting.add(asyncio.create_task(asked(https[0], calm)))
+        await change("--max-waiting", "none")
+        later = asyncio.create_task(asked(https[0], busy))
+        waiting.add(later)
+        assert not (await asyncio.wait({later}, timeout=0.3))[0]
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert {(await task).status_code for task in waiting} == {200}
+    capsys.readouterr()
+    assert await asyncio.to_thread(main, ["tenants", "set", "nobody", "--data-dir", str(deployment.data_dir)]) == 1
+    assert "no tenant 'nobody'" in capsys.readouterr().err

@@ -514,6 +514,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "tenant": (tenants.Limits(("tiny", "other"), 7), tenants.decode),
     "tenant_with_a_weight": (tenants.Limits(weight=2.5), tenants.decode),
     "tenant_with_a_budget": (tenants.Limits(tokens_per_month=1_000_000), tenants.decode),
+    "tenant_with_a_bound": (tenants.Limits(max_waiting=100), tenants.decode),
     "usage_part": (
         usage.UsagePart(
             2,

@@ -1,10 +1,13 @@
 """Each class of requests has room of its own."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from penstock.gateway.admission.queues import QueueLevels, class_of
+from penstock.gateway.admission.queues import QueueLevels, TenantLevels, check_tenant, class_of
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Priority
 
@@ -96,3 +99,70 @@ def test_requests_that_have_begun_do_not_wait_however_many_came_since_the_last_l
 )
 def test_a_bodys_class_is_known_before_it_is_prepared(body: bytes, priority: Priority) -> None:
     assert class_of(body) is priority
+
+
+class Waiting:
+    """A tenant's requests at one gateway, of which so many begin per second."""
+
+    def __init__(self, per_second: float) -> None:
+        self.per_second = per_second
+        self.unstarted = 0.0
+        self.now = 100.0
+        self.levels = TenantLevels(lambda: Counter({"acme": int(self.unstarted)} if self.unstarted >= 1 else {}))
+        self.levels.polled({}, self.now)
+
+    def pass_by(self, seconds: float, arriving: int = 0, held: int = 0) -> None:
+        for _ in range(int(2 * seconds)):
+            for _ in range(arriving):
+                self.unstarted += 1
+                self.levels.accepted("acme")
+            self.now += 0.5
+            self.unstarted = max(0.0, self.unstarted - 0.5 * self.per_second)
+            self.levels.polled({"acme": held}, self.now)
+
+    def refusal(self, limit: int) -> ServingError | None:
+        try:
+            check_tenant("acme", limit, [self.levels])
+        except ServingError as error:
+            return error
+        return None
+
+
+@given(st.integers(1, 40), st.integers(1, 60), st.floats(0.25, 20))
+def test_a_refused_tenant_has_room_when_it_was_told_so_and_not_long_before(
+    limit: int, beyond: int, per_second: float
+) -> None:
+    acme = Waiting(per_second)
+    while acme.unstarted < limit + beyond or acme.now < 110:
+        acme.pass_by(0.5, arriving=max(1, int(per_second)))
+    refusal = acme.refusal(limit)
+    assert refusal is not None
+    assert refusal.code is Code.queue_full
+    after = refusal.retry_after
+    assert after is not None
+    begins_in = (acme.unstarted - limit + 1) / per_second
+    assert begins_in / 1.5 - 1 <= after <= 1.5 * begins_in + 2 / per_second + 2
+    acme.pass_by(1.5 * after + 4 / per_second + 1)
+    assert acme.refusal(limit) is None
+
+
+def test_what_other_gateways_have_waiting_counts_for_a_tenants_bound_and_its_pace() -> None:
+    acme = Waiting(2.0)
+    acme.pass_by(10, arriving=2)
+    own = int(acme.unstarted)
+    assert acme.refusal(own + 1) is None
+    acme.pass_by(0.5, arriving=2, held=3 * own)
+    refusal = acme.refusal(own + 1)
+    assert refusal is not None
+    assert "begin per second" in refusal.message
+    assert acme.levels.per_second("acme") == pytest.approx(2 * 3, rel=0.2)
+    assert check_tenant("zenith", 1, [acme.levels]) is None
+
+
+def test_requests_of_a_tenant_that_have_begun_since_the_last_look_do_not_count() -> None:
+    acme = Waiting(1.0)
+    for _ in range(50):
+        acme.levels.accepted("acme")
+    assert acme.refusal(10) is None
+    acme.unstarted = 10
+    assert acme.refusal(10) is not None
