@@ -16,10 +16,11 @@ import nats
 import pytest
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import read
-from penstock.schemas import done, tokens
+from penstock.infra.bus.direct_get import get_last, read
+from penstock.schemas import done, tokens, usage
 from penstock.schemas.subjects import HEADER_EVENT_ID, HEADER_FINAL, HEADER_MSG_ID, HEADER_REPLY_TO, HEADER_REQUEST
 from penstock.schemas.tokens import PROMPT
+from penstock.schemas.usage import UsageRow
 from penstock.schemas.wire import pack_tokens
 from tests.pipeline.support import (
     Deployment,
@@ -47,6 +48,7 @@ def body(number: int) -> dict[str, Any]:
         "temperature": 0,
         "max_tokens": TOKENS,
         "stream": True,
+        "stream_options": {"include_usage": True},
         "ignore_eos": True,
     }
 
@@ -60,6 +62,7 @@ class Reader:
         self.text = ""
         self.events = 0
         self.finish = ""
+        self.usage: dict[str, Any] = {}
         self.request = ""
         self.last_id = ""
         self.attached = 0
@@ -67,7 +70,7 @@ class Reader:
     async def run(self, client: httpx.AsyncClient) -> None:
         url = self.urls[self.number % len(self.urls)]
         await self._read(client.stream("POST", url + "/v1/chat/completions", json=body(self.number)))
-        while not self.finish:
+        while not self.usage:
             self.attached += 1
             assert self.attached < 300, f"{self.request} cannot be re-attached"
             url = self.urls[(self.number + self.attached) % len(self.urls)]
@@ -92,14 +95,35 @@ class Reader:
             event = json.loads(line[6:])
             assert "error" not in event, event
             self.last_id = self._id  # an event counts when it is whole
+            self.usage = event.get("usage") or self.usage
             for choice in event["choices"]:
                 self.text += choice["delta"].get("content", "")
                 self.events += 1
                 self.finish = choice["finish_reason"] or self.finish
 
 
-async def disturb(fleet: Deployment, role: str) -> list[Reader]:
-    """Start the streams, kill one process of ``role`` when they are well under way, and read them to the end."""
+async def used(bus: Bus) -> UsageRow:
+    """What the ledger says was used, once it counts all records."""
+    subjects, row = bus.subjects, UsageRow(0, "")
+
+    async def counted() -> bool:
+        last = await get_last(bus, subjects.stream("DONE"), subjects.all("done"), newest=True)
+        newest = await get_last(bus, subjects.stream("USAGE"), subjects.all("usage"), newest=True)
+        return last is None or (newest is not None and usage.decode(newest.data).last >= last.seq)
+
+    await until(counted, "all records are counted")
+    async for entry in read(bus, subjects.stream("USAGE"), subjects.all("usage")):
+        for each in usage.decode(entry.data).rows:
+            row = usage.added(row, each)
+    return row
+
+
+async def disturb(fleet: Deployment, bus: Bus, role: str) -> list[Reader]:
+    """Start the streams, kill one process of ``role`` when they are well under way, and read them to the end.
+
+    What their clients are told that they used is what the ledger gets.
+    """
+    before = await used(bus)
     readers = [Reader(fleet.urls, number) for number in range(STREAMS)]
     async with httpx.AsyncClient(trust_env=False, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
         runs = [asyncio.create_task(reader.run(client)) for reader in readers]
@@ -122,6 +146,11 @@ async def disturb(fleet: Deployment, role: str) -> list[Reader]:
                 return False
 
         await until(restarted, f"another {role} is ready", within_s=30)
+    after, told = await used(bus), [reader.usage for reader in readers]
+    assert after.requests - before.requests == len(readers)
+    assert after.prompt - before.prompt == sum(each["prompt_tokens"] for each in told)
+    assert after.completion - before.completion == sum(each["completion_tokens"] for each in told)
+    assert after.cached - before.cached == sum(each["prompt_tokens_details"]["cached_tokens"] for each in told)
     return readers
 
 
@@ -155,7 +184,7 @@ async def ended_once(fleet: Deployment, bus: Bus, requests: set[str]) -> list[do
 async def test_a_killed_workers_requests_go_on_elsewhere_behind_the_last_token(
     fleet: Deployment, fleet_bus: Bus, oracle: Oracle
 ) -> None:
-    ends = await check(fleet, fleet_bus, oracle, await disturb(fleet, "worker"))
+    ends = await check(fleet, fleet_bus, oracle, await disturb(fleet, fleet_bus, "worker"))
     assert any(event.attempt > 1 for event in ends)
 
 
@@ -213,20 +242,20 @@ async def test_scoring_a_prompt_goes_on_elsewhere_behind_what_was_streamed(
 
 
 async def test_a_killed_router_loses_nothing(fleet: Deployment, fleet_bus: Bus, oracle: Oracle) -> None:
-    ends = await check(fleet, fleet_bus, oracle, await disturb(fleet, "router"))
+    ends = await check(fleet, fleet_bus, oracle, await disturb(fleet, fleet_bus, "router"))
     assert {event.attempt for event in ends} == {1}
 
 
 async def test_a_killed_gateways_clients_go_on_at_another_one(
     fleet: Deployment, fleet_bus: Bus, oracle: Oracle
 ) -> None:
-    readers = await disturb(fleet, "gateway")
+    readers = await disturb(fleet, fleet_bus, "gateway")
     await check(fleet, fleet_bus, oracle, readers)
     assert any(reader.attached for reader in readers)
 
 
 async def test_a_killed_broker_comes_back_with_everything(fleet: Deployment, fleet_bus: Bus, oracle: Oracle) -> None:
-    await check(fleet, fleet_bus, oracle, await disturb(fleet, "nats"))
+    await check(fleet, fleet_bus, oracle, await disturb(fleet, fleet_bus, "nats"))
 
 
 async def test_a_killed_gateways_nats_submissions_are_answered_by_another_one(
