@@ -23,7 +23,10 @@ FRONT = ("gateway", BROKER, "all")
 
 
 class End(NamedTuple):
-    """A terminal event. ``tokens``: packed, per choice; ``at``: Unix time at which it was stored."""
+    """A terminal event. ``tokens``: packed, per choice; ``at``: Unix time at which it was stored.
+
+    ``usage``: tokens of its prompt and its answer.
+    """
 
     request: str
     code: str
@@ -33,6 +36,7 @@ class End(NamedTuple):
     at: float = 0.0
     worker: str = ""
     left_out: tuple[str, ...] = ()
+    usage: tuple[int, int] = (0, 0)
 
 
 class Streamed(NamedTuple):
@@ -55,6 +59,7 @@ class Log(msgspec.Struct):
         residue: consumers, queues and tasks that nobody needs.
         astray: requests and terminal events in a cell that is not the one of their ids.
         on_disk: what must not be in the broker's files, and is.
+        miscounted: where the ledger of usage differs from the records.
     """
 
     accepted: Sequence[tuple[str, str]] = ()
@@ -64,6 +69,7 @@ class Log(msgspec.Struct):
     streamed: Mapping[str, Streamed] | None = None
     astray: Sequence[str] = ()
     on_disk: Sequence[str] = ()
+    miscounted: Sequence[str] = ()
     leases: Sequence[str] = ()
     held: Sequence[str] = ()
     residue: Sequence[str] = ()
@@ -174,6 +180,7 @@ def judge(
         row["refused"] += sum(client.refused for client in clients)
         found = [problem for client in clients for problem in client_problems(client, wanted)]
         found += [problem for client in clients for problem in outcome_problems(client, log, ends, around)]
+        found += [problem for client in clients for problem in usage_problems(client, ends)]
         found += record_problems(tag, clients, requests[tag], ends, wanted, once=once, around=around)
         late = [
             (end, how) for request in requests[tag] for end in ends[request][:1] if (how := lateness(end, log, kind))
@@ -208,6 +215,7 @@ def judge(
         ("residue", log.residue),
         ("astray", log.astray),
         ("kept", log.on_disk),
+        ("usage", log.miscounted),
     ):
         problems += [Problem(what, line) for line in lines]
     return Judgement(dict(rows), problems)
@@ -250,6 +258,30 @@ def client_problems(seen: Seen, expected: Expected) -> Iterable[Problem]:
                 yield Problem("wrong", f"choice {index}: other log-probabilities", seen.request)
         elif not wanted.text.startswith(shown.text):
             yield Problem("wrong", f"choice {index}: {difference(wanted.text, shown.text)}", seen.request)
+
+
+def usage_problems(seen: Seen, ends: Mapping[str, Sequence[End]]) -> Iterable[Problem]:
+    """What one client was told that it used is what its record has."""
+    if seen.usage is not None and seen.outcome == "answered":
+        for end in ends.get(seen.request, ())[:1]:
+            if seen.usage != end.usage:
+                yield Problem("usage", f"its client was told {seen.usage}, its record has {end.usage}", seen.request)
+
+
+def miscounted(before: Mapping[str, int], after: Mapping[str, int], deleted: int, most_deleted: int) -> Iterable[str]:
+    """Where the ledger differs from the records: it has what was deleted, too, and nothing else.
+
+    Args:
+        before, after: by what is counted, how much more the ledger has than the records.
+        deleted, most_deleted: requests that were deleted meanwhile: at least, and at most.
+    """
+    more = {name: after[name] - before[name] for name in after}
+    if not deleted <= more["requests"] <= most_deleted:
+        wanted = deleted if deleted == most_deleted else f"{deleted} to {most_deleted}"
+        yield f"the ledger has {more['requests']} requests more than the records; {wanted} were deleted"
+    for name, count in more.items():
+        if name != "requests" and (count < 0 or (count and not most_deleted)):
+            yield f"the ledger has {count} {name} more than the records"
 
 
 def outcome_problems(

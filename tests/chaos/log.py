@@ -10,13 +10,16 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last, read
 from penstock.launch.readiness import get_url
 from penstock.log_tools.requests.leases import leases
-from penstock.schemas import done, fleet, requests, tokens
+from penstock.schemas import done, fleet, requests, tokens, usage
 from penstock.schemas.requests import cell_in
+from penstock.schemas.summary import RequestSummary, of_encoded_done
 from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST, TokenItem
+from penstock.schemas.usage import UsagePart, UsageRow
 from tests.chaos.audit import End, Log, Streamed
 from tests.pipeline.support import samples
 
 POLL_S = 0.5
+COUNTED_S = 30.0  # for the ledger of usage to count all records
 GHOST_S = 10.0  # a registration that was not renewed for so long is of nobody; a lease is 3 s
 
 
@@ -143,9 +146,38 @@ async def ends_since(bus: Bus, since_ns: int) -> list[End]:
                     entry.time_ns / 1e9,
                     event.worker,
                     event.left_out,
+                    (event.usage.prompt, event.usage.completion),
                 )
             )
     return found
+
+
+async def surplus(buses: Sequence[Bus]) -> dict[str, int]:
+    """By what is counted, how much more the ledgers of usage have than the records, once they count all of those."""
+    more = dict.fromkeys(("requests", "prompt", "completion"), 0)
+    for bus in buses:
+        subjects, rows, last = bus.subjects, list[UsageRow](), 0
+        stream, subject = subjects.stream("DONE"), subjects.all("done")
+        async for entry in read(bus, stream, subject):
+            last = entry.seq
+            row = usage.count(entry.seq, entry.time_ns, {}, of_encoded_done(entry.data, RequestSummary)).row
+            rows += [row] if row is not None else []
+        parts = await until_counted(bus, last)
+        for sign, counted in ((-1, rows), (1, [row for part in parts for row in part.rows])):
+            for name in more:
+                more[name] += sign * sum(getattr(row, name) for row in counted)
+    return more
+
+
+async def until_counted(bus: Bus, seq: int) -> list[UsagePart]:
+    """A cell's ledger, once it counts up to this sequence, or in the end."""
+    deadline = time.monotonic() + COUNTED_S
+    while True:
+        stream, subject = bus.subjects.stream("USAGE"), bus.subjects.all("usage")
+        parts = [usage.decode(entry.data) async for entry in read(bus, stream, subject)]
+        if (parts and parts[-1].last >= seq) or not seq or time.monotonic() > deadline:
+            return parts
+        await asyncio.sleep(POLL_S)
 
 
 async def until_none(look: Callable[[], Awaitable[list[str]]], within_s: float) -> list[str]:

@@ -154,7 +154,7 @@ class Run:
         await asyncio.sleep(SETTLE_S)
         before, heaps = self._system.footprints(), await self._system.heaps()
         there = await self._inventory()
-        since_ns = time.time_ns()
+        since_ns, surplus = time.time_ns(), await self._surplus()
         await self._load()
         settled = await self._system.settle()
         await self._delete_left(since_ns)
@@ -163,6 +163,7 @@ class Run:
         gone = sum(hit.at > _kept_since(self._system.hits, time.time()) for hit in self._system.hits)
         found = await log.whole(self._buses, since_ns, self._system.urls, within_s=QUIET_S, gone=gone)
         found.on_disk = await self._kept()
+        found.miscounted = await self._miscounted(surplus)
         await log.until_none(lambda: self._left(before, heaps, len(found.accepted)), LEFT_S)
         after, heaps_after = self._system.footprints(), await self._system.heaps()
         around = Circumstances(self._system.hits, self._most_a_minute(), self._system.topology.cells)
@@ -191,6 +192,17 @@ class Run:
         if judgement.problems:
             parts += [table.problems(judgement), await self._explained(judgement)]
         return Report(judgement, "\n\n".join(parts))
+
+    async def _surplus(self) -> dict[str, int]:
+        """Nothing is compared where another build runs that may have no ledger."""
+        return await log.surplus(self._buses) if self._options.other is None else {}
+
+    async def _miscounted(self, before: Mapping[str, int]) -> list[str]:
+        if not before:
+            return []
+        deleted = {seen.request for seen in self._seen if seen.outcome == "deleted"}
+        most = sum(seen.kind == "delete" for seen in self._seen)
+        return list(audit.miscounted(before, await self._surplus(), len(deleted), most))
 
     async def _inventory(self) -> list[str]:
         return [name for bus in self._buses for name in await log.inventory(bus)]

@@ -26,6 +26,7 @@ class Seen:
         ended: Unix time of the outcome.
         refusal_s: the longest wait for a refusal of the broker's.
         url: where the last connection went.
+        usage: tokens of prompt and answer, as the answer says; None: it does not.
     """
 
     def __init__(self, tag: str, recipe: str, kind: str, choices: int = 1) -> None:
@@ -40,6 +41,7 @@ class Seen:
         self.began = self.ended = 0.0
         self.refusal_s = 0.0
         self.url = ""
+        self.usage: tuple[int, int] | None = None
         self.choices = {index: Shown() for index in range(choices)}
         self.last_id = ""
         self.repeats = 0
@@ -70,6 +72,7 @@ class Seen:
                 self.repeats += 1
             self.last_id = event_id
         self.arrivals.append(now)
+        self.usage = _usage(body) or self.usage
         if "choices" not in body:
             _take_event(self.choices[0], body)
             return
@@ -81,10 +84,21 @@ class Seen:
 
     def take_whole(self, body: Mapping[str, Any]) -> None:
         """A whole answer."""
+        self.usage = _usage(body) or self.usage
         for part in _choices(body):
             text = part["text"] if "text" in part else _said(part["message"])
             shown = self.choices[part["index"]] = Shown(text, part["finish_reason"], [])
             _take_logprobs(shown, part.get("logprobs"))
+
+
+def _usage(body: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Of chats, completions and responses."""
+    usage = (body.get("response") or body).get("usage") or {}
+    if "completion_tokens" in usage:
+        return usage["prompt_tokens"], usage["completion_tokens"]
+    if "input_tokens" in usage and ("response" in body or body.get("object") == "response"):
+        return usage["input_tokens"], usage["output_tokens"]
+    return None
 
 
 def _said(message: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from tests.chaos.audit import (
     judge,
     later_problems,
     memory_problems,
+    miscounted,
     recovery,
 )
 from tests.chaos.brokers import heap_of, heap_problems
@@ -465,3 +466,36 @@ def test_recovery_is_the_wait_of_the_slowest_stream_that_was_under_way() -> None
     streams = [[1.0, 2.0, 3.0], [1.5, 6.0], [0.5, 1.0], [9.0, 10.0], []]
     assert recovery(2.0, streams) == 4.0
     assert recovery(20.0, streams) is None
+
+
+def test_what_a_client_was_told_that_it_used_is_what_its_record_has() -> None:
+    case = kept()
+    case.seen.usage = (30, 9)
+    case.log.ends[0:1] = [case.log.ends[0]._replace(usage=(30, 9))]  # type: ignore[index]
+    assert kinds(case) == set()
+    case.seen.usage = (30, 10)
+    assert kinds(case) == {"usage"}
+
+
+NOTHING_MORE = {"requests": 0, "prompt": 0, "completion": 0}
+
+
+@pytest.mark.parametrize(
+    ("more", "deleted", "most", "lines"),
+    [
+        ({}, 0, 0, 0),
+        ({"requests": 1, "prompt": 20, "completion": 3}, 1, 1, 0),
+        ({"requests": 1, "prompt": 20, "completion": 3}, 0, 1, 0),
+        ({}, 1, 1, 1),
+        ({"requests": 1, "prompt": 20}, 0, 0, 2),
+        ({"requests": 3, "prompt": 60}, 1, 2, 1),
+        ({"completion": -3}, 0, 0, 1),
+        ({"completion": -3}, 0, 1, 1),
+    ],
+)
+def test_the_ledger_has_what_the_records_have_and_what_was_deleted(
+    more: dict[str, int], deleted: int, most: int, lines: int
+) -> None:
+    before = {"requests": 2, "prompt": 9, "completion": 5}
+    after = {name: before[name] + each for name, each in (NOTHING_MORE | more).items()}
+    assert len(list(miscounted(before, after, deleted, most))) == lines

@@ -193,3 +193,14 @@ async def test_a_request_without_a_key_whose_acceptance_was_not_confirmed_may_be
     assert without_key.seen.left
     assert not (await refused(late))._not_there("cancelled")  # its gateway leaves it to the next who has the key
     assert not (await refused(unstored("id-1"), key=""))._not_there("cancelled")
+
+
+def test_what_was_used_is_known_from_chats_and_responses() -> None:
+    seen = Seen("tag", "r", "stream")
+    seen.take(chat("a"), "1", 0.0)
+    assert seen.usage is None
+    seen.take({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}, "2", 0.1)
+    assert seen.usage == (7, 2)
+    usage = {"input_tokens": 8, "output_tokens": 3}
+    seen.take({"type": "response.completed", "response": {"status": "completed", "usage": usage}}, "3", 0.2)
+    assert seen.usage == (8, 3)
