@@ -73,6 +73,7 @@ class Batch(msgspec.Struct, frozen=True, omit_defaults=True, tag="batch"):
         key: id of the API key that made it; "": none.
         driver: the gateway that runs it; "": any may take it.
         times: when it entered each status, Unix time.
+        unanswered: of ``failed``, lines that had no result when it ended.
     """
 
     id: str
@@ -94,6 +95,7 @@ class Batch(msgspec.Struct, frozen=True, omit_defaults=True, tag="batch"):
     metadata: dict[str, str] | None = None
     errors: tuple[LineError, ...] = ()
     times: dict[BatchStatus, int] = {}
+    unanswered: int = 0
 
 
 class BatchOpened(msgspec.Struct, frozen=True, tag="opened"):

@@ -148,7 +148,11 @@ def refused(message: str) -> ServingError:
     return ServingError(Code.invalid_api_key, message)
 
 
-_LIST, _STORED = "/v1/requests", ("/v1/requests/", "/v1/responses/", "/v1/files/", "/v1/media/", "/v1/batches/")
+_LIST = "/v1/requests"
+_STORED = (
+    *("/v1/requests/", "/v1/responses/", "/v1/files/", "/v1/media/", "/v1/batches/"),
+    "/v1/messages/batches/",
+)
 _AUDITED_PATH = 200  # characters
 _NOBODY = digest_of(b"")  # compared if no key has the id, so that both refusals take the same time
 _UNKNOWN = "the API key is not valid: it may be mistyped, or belong to another deployment"

@@ -1,8 +1,9 @@
-"""A batch by itself: the lines of its input, what its log says of them, its files, and how OpenAI's API shows it. Pure.
+"""A batch by itself: the lines of its input, what its log says of them, its files, and how both APIs show it. Pure.
 
 Every line of the input has exactly one line in the output file or in the error file, whatever ends the batch.
 """
 
+import datetime
 import re
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
@@ -11,9 +12,11 @@ import msgspec
 from msgspec import Raw, Struct
 
 from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH
-from penstock.gateway.base.chat_objects import error_body
-from penstock.gateway.base.request_bodies import CHAT, COMPLETION, RESPONSE, invalid
+from penstock.gateway.apis.messages.objects import MessageErrorBody, message_error
+from penstock.gateway.base.chat_objects import error_body, serving_error
+from penstock.gateway.base.request_bodies import CHAT, COMPLETION, MESSAGE, RESPONSE, decode_body, invalid
 from penstock.schemas.batches import (
+    BATCH,
     DAY_S,
     LONGEST_S,
     Batch,
@@ -34,6 +37,8 @@ ENDPOINTS = {
     "/v1/responses": RESPONSE,
     EMBEDDINGS_PATH: EMBEDDING,
 }
+MESSAGES_PATH = "/v1/messages"
+RUN = {**ENDPOINTS, MESSAGES_PATH: MESSAGE}
 MAX_LINES = 50_000
 MAX_ERRORS = 100  # of an input, that are shown
 MAX_CUSTOM_ID = 512  # characters
@@ -222,6 +227,7 @@ class Files(NamedTuple):
     errors: bytes
     completed: int
     failed: int
+    unanswered: int
 
 
 def files_of(messages: Iterable[BatchMessage], lines: list[Line], batch: str, status: BatchStatus) -> Files:
@@ -235,6 +241,7 @@ def files_of(messages: Iterable[BatchMessage], lines: list[Line], batch: str, st
         if isinstance(message, BatchResults):
             for result in message.results:
                 first.setdefault(result.line, result)
+    without = len(lines) - len(first)
     for number, line in enumerate(lines):
         if number not in first:
             first[number] = unanswered(number, line, batch, status)
@@ -242,7 +249,7 @@ def files_of(messages: Iterable[BatchMessage], lines: list[Line], batch: str, st
     output = b"".join([each.text + b"\n" for each in ordered if each.ok])
     errors = b"".join([each.text + b"\n" for each in ordered if not each.ok])
     completed = sum(each.ok for each in ordered)
-    return Files(output, errors, completed, len(ordered) - completed)
+    return Files(output, errors, completed, len(ordered) - completed, without)
 
 
 # --- what clients send and get ---
@@ -408,6 +415,170 @@ def batch_object(batch: Batch) -> BatchObject:
 def entered(batch: Batch, status: BatchStatus, now_ns: int) -> Batch:
     """The batch in another status."""
     return msgspec.structs.replace(batch, status=status, times={**batch.times, status: now_ns})
+
+
+# --- what clients of Anthropic's send and get ---
+
+MESSAGE_BATCH = "msgbatch_"  # how ids begin there
+RESULTS_KEPT_S = 29 * DAY_S
+_MESSAGE_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+class MessageBatchLine(Struct):
+    custom_id: str
+    params: Raw
+
+
+class CreateMessageBatch(Struct):
+    """A body of ``POST /v1/messages/batches``. ``params``: a body of ``POST /v1/messages``."""
+
+    requests: list[MessageBatchLine]
+
+
+_decode_message_batch = msgspec.json.Decoder(CreateMessageBatch).decode
+
+
+def message_input(body: bytes) -> bytes:
+    """The input file of a batch of messages.
+
+    Raises:
+        ServingError: invalid_request.
+    """
+    asked = decode_body(_decode_message_batch, body).requests
+    if not 0 < len(asked) <= MAX_LINES:
+        raise invalid("requests", f"there are {len(asked)} requests; a batch takes 1 to {MAX_LINES:,}")
+    seen: set[str] = set()
+    lines = []
+    for number, each in enumerate(asked):
+        at = f"requests.{number}"
+        if not _MESSAGE_ID.fullmatch(each.custom_id):
+            raise invalid(f"{at}.custom_id", "custom_id takes 1 to 64 letters, digits, '-' and '_'")
+        if each.custom_id in seen:
+            raise invalid(f"{at}.custom_id", f"custom_id {each.custom_id!r} is used by an earlier request")
+        if not bytes(each.params).lstrip().startswith(b"{"):
+            raise invalid(f"{at}.params", "params must be an object")
+        seen.add(each.custom_id)
+        params = Raw(msgspec.json.format(bytes(each.params), indent=-1))  # on one line
+        lines.append(_json(_Input(each.custom_id, "POST", MESSAGES_PATH, params)))
+    return b"\n".join(lines) + b"\n"
+
+
+class MessageBatchCounts(Struct):
+    processing: int
+    succeeded: int = 0
+    errored: int = 0
+    canceled: int = 0
+    expired: int = 0
+
+
+class MessageBatch(Struct):
+    id: str
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: MessageBatchCounts
+    created_at: datetime.datetime
+    expires_at: datetime.datetime
+    cancel_initiated_at: datetime.datetime | None
+    ended_at: datetime.datetime | None
+    archived_at: datetime.datetime | None
+    results_url: str | None
+    type: Literal["message_batch"] = "message_batch"
+
+
+class MessageBatchPage(Struct):
+    data: list[MessageBatch]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class DeletedMessageBatch(Struct):
+    id: str
+    type: Literal["message_batch_deleted"] = "message_batch_deleted"
+
+
+def message_batch_id(name: str) -> str:
+    return MESSAGE_BATCH + name.removeprefix(BATCH)
+
+
+def message_batch(batch: Batch, base_url: str) -> MessageBatch:
+    """As Anthropic's API shows a batch: until it has ended, its requests count as processing.
+
+    Args:
+        base_url: where the results are.
+    """
+    ended, name = batch.status.ended, message_batch_id(batch.id)
+    at = {status: datetime.datetime.fromtimestamp(ns / 1e9, datetime.UTC) for status, ns in batch.times.items()}
+    counts = MessageBatchCounts(batch.total)
+    if ended:
+        counts = MessageBatchCounts(0, batch.completed, batch.failed - batch.unanswered)
+        if batch.status is BatchStatus.expired:
+            counts.expired = batch.unanswered
+        else:
+            counts.canceled = batch.unanswered
+    status: Literal["in_progress", "canceling", "ended"] = "ended" if ended else "in_progress"
+    if batch.status is BatchStatus.cancelling:
+        status = "canceling"
+    return MessageBatch(
+        name,
+        status,
+        counts,
+        datetime.datetime.fromtimestamp(batch.created_ns / 1e9, datetime.UTC),
+        datetime.datetime.fromtimestamp(batch.expires_ns / 1e9, datetime.UTC),
+        at.get(BatchStatus.cancelling),
+        at.get(batch.status) if ended else None,
+        None,
+        f"{base_url}{MESSAGES_PATH}/batches/{name}/results" if ended else None,
+    )
+
+
+class _Succeeded(Struct, tag_field="type", tag="succeeded"):
+    message: Raw
+
+
+class _Errored(Struct, tag_field="type", tag="errored"):
+    error: MessageErrorBody
+
+
+class _Canceled(Struct, tag_field="type", tag="canceled"):
+    pass
+
+
+class _Expired(Struct, tag_field="type", tag="expired"):
+    pass
+
+
+class MessageBatchResult(Struct):
+    """A line of ``GET /v1/messages/batches/{id}/results``."""
+
+    custom_id: str
+    result: _Succeeded | _Errored | _Canceled | _Expired
+
+
+class _Failed(Struct):
+    error: _Reason
+
+
+_read_output = msgspec.json.Decoder(_Output).decode
+_read_failed = msgspec.json.Decoder(_Failed).decode
+
+
+def message_results(*files: bytes) -> bytes:
+    """The lines of a batch's output and error file, as Anthropic's API has them."""
+    lines = []
+    for line in b"".join(files).splitlines():
+        output = _read_output(line)
+        answer = output.response
+        result: _Succeeded | _Errored | _Canceled | _Expired
+        if answer is None:
+            expired = output.error is not None and output.error.code == REASONS[BatchStatus.expired].code
+            result = _Expired() if expired else _Canceled()
+        elif answer.status_code == 200:
+            result = _Succeeded(answer.body)
+        else:
+            failed = _read_failed(answer.body).error
+            result = _Errored(message_error(serving_error(failed.code, failed.message), answer.request_id))
+        lines.append(_json(MessageBatchResult(output.custom_id, result)) + b"\n")
+    return b"".join(lines)
 
 
 # --- forms ---

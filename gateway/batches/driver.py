@@ -24,7 +24,7 @@ from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.endpoints import aggregator_for, encode_answer
 from penstock.gateway.base.gateway_metrics import account
 from penstock.gateway.batches.batch import (
-    ENDPOINTS,
+    RUN,
     BatchProgress,
     Line,
     answered,
@@ -334,7 +334,7 @@ class BatchRun:
             )
         caller = self._caller(self._batch)
         await gateway.turns.enter()
-        prepared = await gateway.prepare(ENDPOINTS[self._batch.endpoint], body, caller=caller)
+        prepared = await gateway.prepare(RUN[self._batch.endpoint], body, caller=caller)
         if prepared.request.no_store:
             raise ServingError(
                 Code.unsupported, "the lines of a batch are stored: no_store is not supported", param="no_store"
@@ -506,6 +506,7 @@ class BatchRun:
                     driver="",
                     completed=files.completed,
                     failed=files.failed,
+                    unanswered=files.unanswered,
                     output_file=names[0],
                     error_file=names[1],
                 ),

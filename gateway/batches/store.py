@@ -194,13 +194,14 @@ class BatchStore:
         """
         return await object_store.get(self._bus, BUCKET, key_of(file), limit=1 << 32, newest=True, timeout=CONTENT_S)
 
-    async def remove(self, file: StoredFile) -> None:
-        """
+    async def remove(self, value: StoredFile | Batch) -> None:
+        """Discard an entry, of a file with its content.
+
         Raises:
             ServingError: broker_unavailable.
         """
         headers = {"KV-Operation": "PURGE", "Nats-Rollup": "sub", "Nats-TTL": str(MARKER_S)}
-        subject = f"$KV.{self._bucket}.{key_of(file)}"
+        subject = f"$KV.{self._bucket}.{key_of(value)}"
         try:
             reply = await self._bus.nc.request(subject, b"", timeout=WRITE_S, headers=headers)
             error = decode_publish_reply(reply.data).error
@@ -208,7 +209,8 @@ class BatchStore:
             raise _unavailable(repr(problem)) from None
         if error is not None:
             raise _unavailable(str(error))
-        await object_store.delete(self._bus, BUCKET, key_of(file))
+        if isinstance(value, StoredFile):
+            await object_store.delete(self._bus, BUCKET, key_of(value))
 
     async def discard_expired(self) -> None:
         """Delete the contents of files whose entries have expired. What is left expires by its age."""

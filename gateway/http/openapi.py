@@ -45,7 +45,18 @@ from penstock.gateway.base.chat_objects import (
     ModelList,
     Status,
 )
-from penstock.gateway.batches.batch import BatchList, BatchObject, CreateBatch, DeletedFile, FileList, FileObject
+from penstock.gateway.batches.batch import (
+    BatchList,
+    BatchObject,
+    CreateBatch,
+    CreateMessageBatch,
+    DeletedFile,
+    DeletedMessageBatch,
+    FileList,
+    FileObject,
+    MessageBatch,
+    MessageBatchPage,
+)
 from penstock.gateway.http.ollama import ShownModel, ShowRequest
 from penstock.gateway.http.request_list import RequestList
 from penstock.gateway.http.usage import UsagePage
@@ -382,6 +393,65 @@ OPERATIONS = (
         "/v1/batches/{id}/cancel",
         "Cancel a batch",
         response=BatchObject,
+        errors=(Code.request_not_found, Code.invalid_request, Code.broker_unavailable),
+        parameters=(_BATCH_ID,),
+    ),
+    Operation(
+        "post",
+        "/v1/messages/batches",
+        "Run many messages",
+        body=CreateMessageBatch,
+        response=MessageBatch,
+        errors=(
+            Code.invalid_request,
+            Code.body_too_large,
+            Code.rate_limit_exceeded,
+            Code.queue_full,
+            Code.overloaded,
+            Code.broker_unavailable,
+        ),
+    ),
+    Operation(
+        "get",
+        "/v1/messages/batches",
+        "List batches of messages, the newest first",
+        response=MessageBatchPage,
+        errors=(Code.invalid_request, Code.broker_unavailable),
+        parameters=(
+            ("limit", "query", "at most so many, 1 to 1000; 20 if it is not given"),
+            ("after_id", "query", "those after this one"),
+            ("before_id", "query", "those before this one"),
+        ),
+    ),
+    Operation(
+        "get",
+        "/v1/messages/batches/{id}",
+        "Get the state of a batch of messages",
+        response=MessageBatch,
+        errors=(Code.request_not_found, Code.broker_unavailable),
+        parameters=(_BATCH_ID,),
+    ),
+    Operation(
+        "delete",
+        "/v1/messages/batches/{id}",
+        "Delete a batch of messages that has ended, with its results",
+        response=DeletedMessageBatch,
+        errors=(Code.request_not_found, Code.invalid_request, Code.broker_unavailable),
+        parameters=(_BATCH_ID,),
+    ),
+    Operation(
+        "post",
+        "/v1/messages/batches/{id}/cancel",
+        "Cancel a batch of messages",
+        response=MessageBatch,
+        errors=(Code.request_not_found, Code.invalid_request, Code.broker_unavailable),
+        parameters=(_BATCH_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/messages/batches/{id}/results",
+        "Get the results of a batch of messages that has ended, one a line",
+        response="application/x-jsonl",
         errors=(Code.request_not_found, Code.invalid_request, Code.broker_unavailable),
         parameters=(_BATCH_ID,),
     ),

@@ -6,7 +6,7 @@ import io
 import json
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -157,13 +157,13 @@ class Run:
         since_ns, surplus = time.time_ns(), await self._surplus()
         await self._load()
         settled = await self._system.settle()
-        await self._delete_left(since_ns)
+        left = await self._delete_left(since_ns)
         await self._erased()
         self._say("all is quiet; reading the log")
         gone = sum(hit.at > _kept_since(self._system.hits, time.time()) for hit in self._system.hits)
         found = await log.whole(self._buses, since_ns, self._system.urls, within_s=QUIET_S, gone=gone)
         found.on_disk = await self._kept()
-        found.miscounted = await self._miscounted(surplus)
+        found.miscounted = await self._miscounted(surplus, left)
         await log.until_none(lambda: self._left(before, heaps, len(found.accepted)), LEFT_S)
         after, heaps_after = self._system.footprints(), await self._system.heaps()
         around = Circumstances(self._system.hits, self._most_a_minute(), self._system.topology.cells)
@@ -197,11 +197,16 @@ class Run:
         """Nothing is compared where another build runs that may have no ledger."""
         return await log.surplus(self._buses) if self._options.other is None else {}
 
-    async def _miscounted(self, before: Mapping[str, int]) -> list[str]:
+    async def _miscounted(self, before: Mapping[str, int], left: Collection[str]) -> list[str]:
+        """
+        Args:
+            left: requests that the runner deleted, or tried to.
+        """
         if not before:
             return []
         deleted = {seen.request for seen in self._seen if seen.outcome == "deleted"}
-        most = sum(seen.kind == "delete" for seen in self._seen)
+        known = deleted | set(left)
+        most = len(known) + sum(seen.kind == "delete" and seen.request not in known for seen in self._seen)
         return list(audit.miscounted(before, await self._surplus(), len(deleted), most))
 
     async def _inventory(self) -> list[str]:
@@ -338,18 +343,21 @@ class Run:
 
     # -- what must be gone ----------------------------------------------------------------------------------------
 
-    async def _delete_left(self, since_ns: int) -> None:
+    async def _delete_left(self, since_ns: int) -> list[str]:
         """Responses that their client would have deleted, had it known of them, and those that were learned."""
+        left = []
         deleted = {seen.request for seen in self._seen if seen.outcome == "deleted"}
         accepted = [log.accepted_of(await log.stored_since(bus, 0)) for bus in self._buses]
         for request, (tag, _) in [one for cell in accepted for one in cell.items()]:
             if "-delete-" in tag and request not in deleted:
+                left.append(request)
                 with contextlib.suppress(Failed, TimeoutError):  # then it is found on the disk
                     async with asyncio.timeout(DELETE_S):
                         await self._http.delete(request)
                 for seen in self._seen:
                     if seen.tag == tag:
                         seen.deleted_for_it(request)
+        return left
 
     async def _erased(self) -> None:
         """What was deleted while a broker was away is erased once it is there again."""

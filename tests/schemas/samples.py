@@ -369,6 +369,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         batches.decode_entry,
     ),
+    "batch_that_was_cancelled": (
+        batches.Batch("batch_1", "acme", "/v1/messages", "file-1", "24h", 1, 2, failed=3, unanswered=2),
+        batches.decode_entry,
+    ),
     "batch_opened": (batches.BatchOpened("gw-1"), batches.decode_message),
     "batch_taken": (batches.BatchTaken(((3, REQUEST.id), (4, REQUEST.id))), batches.decode_message),
     "batch_ended": (

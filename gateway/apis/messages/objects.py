@@ -1,7 +1,7 @@
 """Messages, content blocks, events and models of the Messages API."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -117,8 +117,22 @@ class ModelPage(Struct, frozen=True):
 MODELS_LIMIT, MOST_MODELS = 20, 1000  # of a page
 
 
+class _Listed(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+T = TypeVar("T", bound=_Listed)
+
+
 def model_page(models: Sequence[MessagesModel], query: Mapping[str, str]) -> ModelPage:
-    """
+    """As ``page_of``."""
+    return ModelPage(*page_of(models, query))
+
+
+def page_of(items: Sequence[T], query: Mapping[str, str]) -> tuple[list[T], bool, str | None, str | None]:
+    """Those on a page, whether there are more in the direction that was asked for, the first id and the last.
+
     Args:
         query: ``limit``, and ``after_id`` or ``before_id``, as in the URL.
     Raises:
@@ -131,20 +145,20 @@ def model_page(models: Sequence[MessagesModel], query: Mapping[str, str]) -> Mod
     after, before = query.get("after_id"), query.get("before_id")
     if after is not None and before is not None:
         raise invalid("before_id", "after_id and before_id exclude each other")
-    places = {model.id: place for place, model in enumerate(models)}
+    places = {item.id: place for place, item in enumerate(items)}
     for field, name in (("after_id", after), ("before_id", before)):
         if name is not None and name not in places:
-            raise invalid(field, f"{field} {name[:200]!r} is not the id of a model; take it from the page before")
+            raise invalid(field, f"{field} {name[:200]!r} is the id of none of them; take it from the page before")
     if before is not None:
         end = places[before]
         start = max(end - limit, 0)
         more = start > 0
     else:
         start = places[after] + 1 if after is not None else 0
-        end = min(start + limit, len(models))
-        more = end < len(models)
-    page = list(models[start:end])
-    return ModelPage(page, more, page[0].id if page else None, page[-1].id if page else None)
+        end = min(start + limit, len(items))
+        more = end < len(items)
+    page = list(items[start:end])
+    return page, more, page[0].id if page else None, page[-1].id if page else None
 
 
 class ErrorDetails(Struct, frozen=True):

@@ -1,19 +1,26 @@
 """Batches by themselves: inputs, logs and files, for arbitrary lines and histories."""
 
 import json
+from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.batches.batch import (
     MAX_LINES,
+    MESSAGES_PATH,
     BatchProgress,
     Line,
     answered,
     body_of,
+    entered,
     files_of,
+    message_batch,
+    message_input,
+    message_results,
     next_to_drive,
     read_form,
     read_input,
@@ -122,6 +129,12 @@ def test_every_line_has_one_line_of_output_or_error_the_first_result_that_was_lo
     errors = [json.loads(text) for text in files.errors.splitlines()]
     assert sorted(each["custom_id"] for each in output + errors) == sorted(each.custom_id for each in LINES)
     assert (files.completed, files.failed) == (len(output), len(errors))
+    assert files.unanswered == sum(each["response"] is None for each in errors)
+    shown_to_others = [json.loads(text) for text in message_results(files.output, files.errors).splitlines()]
+    kinds = Counter(each["result"]["type"] for each in shown_to_others)
+    assert kinds.total() == COUNT
+    assert (kinds["succeeded"], kinds["errored"]) == (files.completed, files.failed - files.unanswered)
+    assert kinds["canceled" if status is BatchStatus.cancelled else "expired"] == files.unanswered
     by_id = {each["custom_id"]: each for each in output + errors}
     first: dict[int, Any] = {}
     for message in history:
@@ -148,6 +161,46 @@ def test_a_line_is_open_from_when_it_is_taken_to_its_first_result(history: list[
                 open_.pop(result.line, None)
     assert (progress.taken, progress.ended) == (open_, set(ended))
     assert (progress.completed, progress.failed) == (sum(ended.values()), len(ended) - sum(ended.values()))
+
+
+def test_a_batch_of_messages_shows_what_it_ended_with_only_then() -> None:
+    batch = Batch("batch_1", "acme", MESSAGES_PATH, "file-1", "24h", 10**9, 86_401 * 10**9, total=9, completed=3)
+    shown = message_batch(batch, "http://h")
+    assert (shown.id, shown.processing_status, shown.results_url) == ("msgbatch_1", "in_progress", None)
+    assert (shown.request_counts.processing, shown.request_counts.succeeded) == (9, 0)
+    assert message_batch(entered(batch, BatchStatus.cancelling, 2), "").processing_status == "canceling"
+    over = msgspec.structs.replace(entered(batch, BatchStatus.cancelled, 3 * 10**9), failed=6, unanswered=4)
+    shown = message_batch(over, "http://h")
+    assert shown.results_url == "http://h/v1/messages/batches/msgbatch_1/results"
+    assert json.loads(msgspec.json.encode(shown))["ended_at"] == "1970-01-01T00:00:03Z"
+    counts = {"processing": 0, "succeeded": 3, "errored": 2, "canceled": 4, "expired": 0}
+    assert msgspec.structs.asdict(shown.request_counts) == counts
+    expired = msgspec.structs.replace(entered(batch, BatchStatus.expired, 3), failed=6, unanswered=6)
+    assert message_batch(expired, "").request_counts.expired == 6
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"requests": []}, "requests"),
+        ({}, None),
+        ({"requests": [{"custom_id": "a b", "params": {}}]}, "requests.0.custom_id"),
+        ({"requests": [{"custom_id": "a", "params": {}}, {"custom_id": "a", "params": {}}]}, "requests.1.custom_id"),
+        ({"requests": [{"custom_id": "a", "params": []}]}, "requests.0.params"),
+    ],
+)
+def test_a_wrong_batch_of_messages_is_refused_by_its_field(body: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(ServingError) as caught:
+        message_input(json.dumps(body).encode())
+    assert caught.value.code is Code.invalid_request
+    if param:
+        assert caught.value.param == param
+
+
+def test_a_batch_of_messages_has_a_line_for_each_however_it_is_written() -> None:
+    body = {"requests": [{"custom_id": str(n), "params": {"model": "m", "text": "a\nb"}} for n in range(3)]}
+    found = read_input(message_input(json.dumps(body, indent=2).encode()), MESSAGES_PATH)
+    assert [each.custom_id for each in found if isinstance(each, Line)] == ["0", "1", "2"]
 
 
 def test_a_result_says_what_the_endpoint_would_have_answered() -> None:

@@ -41,7 +41,7 @@ async def test_endpoints_of_other_servers_are_refused_with_what_to_use_instead(p
 async def test_below_messages_and_for_clients_of_anthropics_errors_have_their_form(
     headers: tuple[tuple[bytes, bytes], ...],
 ) -> None:
-    for path in ("/v1/messages/batches", "/messages/nosuch") if not headers else ("/v1/skills", "/v1/models/nosuch"):
+    for path in ("/v1/messages/drafts", "/messages/nosuch") if not headers else ("/v1/skills", "/v1/models/nosuch"):
         status, answered, data = await exchange(path, *headers)
         body = msgspec.json.decode(data)
         assert (status, body["type"], body["error"]["type"]) == (404, "error", "not_found_error"), path

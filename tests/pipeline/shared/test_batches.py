@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import anthropic
 import httpx
 import msgspec
 import openai
@@ -14,6 +15,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last, read
 from penstock.schemas.batches import BATCH, Batch, BatchStatus
 from penstock.schemas.requests import decode, new_request_id
+from penstock.schemas.tokens import decode as decode_tokens
 from tests.pipeline.support import Deployment, Oracle, until
 
 CHAT = "/v1/chat/completions"
@@ -263,3 +265,86 @@ async def test_batches_are_listed_over_pages_the_newest_first(aclient: openai.As
 
 def test_the_key_of_an_entry_begins_with_its_tenant() -> None:
     assert key_of(Batch("batch_1", "acme", CHAT, "file-1", "1h", 0, 0)) == "acme.batch_1"
+
+
+@pytest.fixture
+async def messages(fast: Deployment) -> Any:
+    async with anthropic.AsyncAnthropic(base_url=fast.urls[0], api_key="none", max_retries=0) as made:
+        yield made.messages.batches
+
+
+def message(text: str, **more: Any) -> Any:
+    return {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": text}]} | more
+
+
+async def ended_messages(batches: Any, name: str, within_s: float = 30) -> Any:
+    async def over() -> Any:
+        batch = await batches.retrieve(name)
+        return batch if batch.processing_status == "ended" else None
+
+    return await until(over, f"{name} has ended", within_s)
+
+
+async def test_a_batch_of_messages_with_anthropics_client(messages: Any, aclient: openai.AsyncOpenAI) -> None:
+    asked = [{"custom_id": f"n-{n}", "params": message(f"Number {n}")} for n in range(20)]
+    wrong = {"custom_id": "wrong", "params": message("x", model="nobody")}
+    streamed = {"custom_id": "streamed", "params": message("x", stream=True)}
+    made = await messages.create(requests=[*asked, wrong, streamed])
+    assert (made.type, made.processing_status, made.request_counts.processing) == ("message_batch", "in_progress", 22)
+    assert made.id.startswith("msgbatch_")
+    assert (made.results_url, made.ended_at) == (None, None)
+    over = await ended_messages(messages, made.id)
+    counts = over.request_counts
+    assert (counts.processing, counts.succeeded, counts.errored, counts.canceled, counts.expired) == (0, 20, 2, 0, 0)
+    found = {each.custom_id: each.result async for each in await messages.results(made.id)}
+    assert set(found) == {*(each["custom_id"] for each in asked), "wrong", "streamed"}
+    first = found["n-0"].message
+    assert (first.type, first.role, first.usage.output_tokens) == ("message", "assistant", 4)
+    assert first.content[0].text
+    assert (found["wrong"].type, found["wrong"].error.error.type) == ("errored", "not_found_error")
+    assert found["streamed"].error.error.type == "invalid_request_error"
+
+    second = await messages.create(requests=asked[:1])
+    listed = [each.id async for each in messages.list(limit=1)]
+    assert listed[:2] == [second.id, made.id]
+    assert made.id.replace("msgbatch_", "batch_") not in [each.id async for each in aclient.batches.list()]
+    await ended_messages(messages, second.id)
+    assert (await messages.cancel(second.id)).processing_status == "ended", "it is too late"
+    assert (await messages.delete(second.id)).type == "message_batch_deleted"
+    with pytest.raises(anthropic.NotFoundError):
+        await messages.retrieve(second.id)
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        await messages.create(requests=[asked[0], asked[0]])
+    assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    chats = await begun(aclient, lines([chat("a")]))
+    with pytest.raises(anthropic.NotFoundError):
+        await messages.retrieve(chats.id.replace("batch_", "msgbatch_"))
+
+
+async def test_after_a_cancel_running_lines_stop_within_a_second(slow: Deployment, slow_bus: Bus) -> None:
+    """By the broker's clock: from when the cancellation was stored to the last token that was."""
+    subjects = slow_bus.subjects
+
+    async def tokens_since(at_ns: int) -> list[tuple[int, set[str]]]:
+        found = read(slow_bus, subjects.stream("TOKENS"), subjects.all("tokens"), since_ns=at_ns)
+        return [(each.time_ns, {item.request for item in decode_tokens(each.data).items}) async for each in found]
+
+    began_ns = slow_bus.clock.now_ns()
+    async with anthropic.AsyncAnthropic(base_url=slow.urls[0], api_key="none", max_retries=0) as client:
+        batches = client.messages.batches
+        params = message("Tell me everything", max_tokens=2000, ignore_eos=True)
+        made = await batches.create(requests=[{"custom_id": str(n), "params": params} for n in range(40)])
+
+        async def running() -> bool:
+            requests = [request for _, some in await tokens_since(began_ns) for request in some]
+            return len(set(requests)) >= 4
+
+        await until(running, "four run at once")
+        assert (await batches.cancel(made.id)).processing_status == "canceling"
+        over = await ended_messages(batches, made.id)
+        assert (over.request_counts.canceled, over.request_counts.succeeded) == (40, 0)
+        assert {each.result.type async for each in await batches.results(made.id)} == {"canceled"}
+    cancelled_ns = int(over.cancel_initiated_at.timestamp() * 1e9)
+    stopped_s = ((await tokens_since(began_ns))[-1][0] - cancelled_ns) / 1e9
+    print(f"the last token was stored {stopped_s:.3f} s after the cancellation")
+    assert stopped_s < 1
