@@ -39,6 +39,7 @@ import structlog
 from penstock.infra.bus.direct_get import parse_time
 from penstock.infra.nats_server.binary import MINIMUM, TESTED, dotted, find_server, parse_version
 from penstock.log_tools.sources.highway_hash import highway_hash_64
+from penstock.schemas.subjects import HEADER_RECORDED_TIME
 
 if TYPE_CHECKING:  # the forms of all messages take longer to load than one request takes to find
     from penstock.log_tools.sources.log_line import LogLine
@@ -205,6 +206,7 @@ def subject_of(block: bytes, at: int) -> bytes:
     return block[start : start + int.from_bytes(block[start - 2 : start], "little")]
 
 
+_RECORDED_TIME = b"\r\n%b:" % HEADER_RECORDED_TIME.encode()
 _MESSAGE_ID = b"\r\nNats-Msg-Id:"
 find_message_ids = re.compile(_MESSAGE_ID + rb" *([^\r\n]+)").findall  # of a whole block: 20 times as fast as each
 
@@ -458,20 +460,43 @@ class StoredStream:
             after = place[0] + 1
         return [*gone, *range(after, self.last_seq + 1)]
 
-    def forward(
-        self, pattern: re.Pattern[bytes] | None = None, *, after: int = 0, since_ns: int = 0, until_ns: int = 0
-    ) -> Iterator[Raw]:
+    def forward(self, pattern: re.Pattern[bytes] | None = None, *, after: int = 0, since_ns: int = 0) -> Iterator[Raw]:
         """Messages in the order of their sequences.
 
         Args:
             pattern: of their subjects (``subject_pattern``); None: all.
             after: behind this sequence; with 0, from the first message on that was stored at ``since_ns`` or later.
-            until_ns: no block is read that begins later; 0: all are.
         """
-        for data, places in self.by_block(after=after, since_ns=since_ns, until_ns=until_ns):
+        for data, places in self.by_block(after=after, since_ns=since_ns):
             for seq, time_ns, at in places:
                 if pattern is None or pattern.fullmatch(subject_of(data, at)):
                     yield Raw(seq, time_ns, data, at)
+
+    def naming(self, text: bytes, *, since_ns: int = 0, until_ns: int = 0) -> Iterator[Raw]:
+        """Messages in which a text stands, in subject, headers or body, in the order of their sequences.
+
+        Blocks without it are passed over at the speed of memory.
+
+        Args:
+            since_ns: stored at this time or later.
+            until_ns: no block is read that begins later, unless the one before has imported messages, whose times are
+                in their headers; 0: all are.
+        """
+        imported = True
+        for index in range(self._number_since(since_ns), len(self._blocks)):
+            block = self._blocks[index]
+            if until_ns and block.first_ns > until_ns and not imported:
+                return
+            data = self._bytes(block)
+            imported = bool(until_ns) and _RECORDED_TIME in data
+            at = data.find(text)
+            places = self._block(index, data)[1] if at >= 0 else []
+            begins = [place[2] for place in places]
+            while at >= 0 and (number := bisect_right(begins, at)):
+                seq, time_ns, begin = places[number - 1]
+                if time_ns >= since_ns:
+                    yield Raw(seq, time_ns, data, begin)
+                at = data.find(text, begins[number]) if number < len(begins) else -1
 
     def by_block(self, *, after: int = 0, since_ns: int = 0, until_ns: int = 0) -> Iterator[tuple[bytes, list[Place]]]:
         """As ``forward``, a block at a time: its bytes, and where its messages are."""
@@ -496,13 +521,7 @@ class StoredStream:
         A message that was deleted may still be in them. The blocks may be larger than memory: keep none.
         """
         for index in range(self._number_since(since_ns), len(self._blocks)):
-            try:
-                data = self._blocks[index].path.read_bytes()
-            except FileNotFoundError:
-                self._check()
-                raise
-            self._check()
-            yield index, data
+            yield index, self._bytes(self._blocks[index])
 
     def lost_subjects(self, number: int) -> list[bytes]:
         """The subjects with one message, which was in this block and is not found there, if the server noted them."""
@@ -554,8 +573,8 @@ class StoredStream:
 
     # --- blocks ---
 
-    def _block(self, index: int) -> tuple[bytes, list[Place]]:
-        data, rows = self._records(self._blocks[index])
+    def _block(self, index: int, data: bytes | None = None) -> tuple[bytes, list[Place]]:
+        data, rows = self._records(self._blocks[index], data)
         return data, self._living(rows.places)
 
     def _living(self, places: list[Place]) -> list[Place]:
@@ -585,15 +604,22 @@ class StoredStream:
         places = self._records(self._blocks[-1])[1].places if self._blocks else []
         return max((place[0] for place in places), default=0)
 
-    def _records(self, block: _Block) -> tuple[bytes, BlockRecords]:
+    def _bytes(self, block: _Block) -> bytes:
+        kept = self._kept.get(block.number)
+        if kept is not None:
+            return kept[0]
+        try:
+            data = block.path.read_bytes()
+        except FileNotFoundError:
+            self._check()
+            raise
+        self._check()
+        return data
+
+    def _records(self, block: _Block, data: bytes | None = None) -> tuple[bytes, BlockRecords]:
         kept = self._kept.get(block.number)
         if kept is None:
-            try:
-                data = block.path.read_bytes()
-            except FileNotFoundError:
-                self._check()
-                raise
-            self._check()
+            data = data if data is not None else self._bytes(block)
             rows = records(data, self._resume(block.number))
             if rows.damaged:
                 log.warning("block_damaged", stream=self.name, file=block.path.name, bytes_left_out=rows.damaged)

@@ -16,7 +16,6 @@ import msgspec
 from penstock.infra.bus.direct_get import Entry, Readable, format_time, get_last, read
 from penstock.log_tools.sources.data_folder import StoredLog, entry_of
 from penstock.log_tools.sources.open_log import Log, LogSource, open_cells
-from penstock.log_tools.sources.store_files import subject_pattern
 from penstock.log_tools.timeline.events import TokensStored
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas import done, jobs, requests, tokens
@@ -219,7 +218,7 @@ async def stored_at(bus: Readable, request_id: str) -> StoredAt:
         plain = isinstance(event, done.Done) and event.attempt == 1 and not event.code
         until = last.time_ns + (5 * NEAR_NS if plain else LATE_NS)
     near = made_ns - NEAR_NS
-    async for entry in window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS):
+    async for entry in window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS, about=request_id):
         if entry.headers.get(HEADER_MSG_ID) == request_id:
             return StoredAt(max(0, entry.time_ns - NEAR_NS), until, requests.decode(entry.data))
     return StoredAt(max(0, since), until, request)
@@ -232,22 +231,13 @@ async def _record(bus: Readable, timeline: RequestTimeline, since: int) -> Entry
         return await get_last(bus, stream, subject)
     # Files have no index of subjects. It is soon behind the request, unless clocks differ, or the request took long.
     near = since + CLOCK_SKEW_NS - NEAR_NS
-    stored, pattern = bus.stream(stream), subject_pattern(subject)
+    stored, name = bus.stream(stream), timeline.request_id
     parts = ((near, near + LONG_NS), (since, near), (near + LONG_NS, 0)) if stored is not None else ()
-    found = (stored.forward(pattern, since_ns=begin, until_ns=end) for begin, end in parts if stored is not None)
-    raw = next(chain.from_iterable(found), None)
-    entry = entry_of(raw) if raw is not None else None
-    if entry is None:  # its subject may be damaged
-        entry = await _naming(bus, stream, timeline.request_id, since)
-    return entry if entry is not None and _is_intact(bus, timeline, "DONE", entry) else None
-
-
-async def _naming(bus: Readable, stream: str, request_id: str, since: int) -> Entry | None:
-    """The first message with this id among those that are not found under it."""
-    async with contextlib.aclosing(read(bus, stream, EVERYTHING, since_ns=since)) as entries:
-        async for entry in entries:
-            if entry.headers.get(HEADER_MSG_ID) == request_id:
-                return entry
+    found = (stored.naming(name.encode(), since_ns=begin, until_ns=end) for begin, end in parts if stored is not None)
+    for entry in map(entry_of, chain.from_iterable(found)):
+        # Its subject may be damaged, or its headers.
+        if entry.headers.get(HEADER_MSG_ID) == name or entry.subject.endswith(f".{name}"):
+            return entry if _is_intact(bus, timeline, "DONE", entry) else None
     return None
 
 
@@ -262,9 +252,26 @@ def _is_intact(bus: Readable, timeline: RequestTimeline, name: str, entry: Entry
 
 
 async def window(
-    bus: Readable, name: str, subject: str, since_ns: int, until_ns: int, batch: int = NEAR_BATCH
+    bus: Readable,
+    name: str,
+    subject: str,
+    since_ns: int,
+    until_ns: int,
+    batch: int = NEAR_BATCH,
+    *,
+    about: str = "",
 ) -> AsyncGenerator[Entry, None]:
-    """Messages stored from ``since_ns`` to ``until_ns`` (0: to the end). Short windows are read with all subjects."""
+    """Messages stored from ``since_ns`` to ``until_ns`` (0: to the end). Short windows are read with all subjects.
+
+    Args:
+        about: the id of a request; messages without it may be left out, of any subject.
+    """
+    stored_log = bus.stream(bus.subjects.stream(name)) if about and isinstance(bus, StoredLog) else None
+    if stored_log is not None:
+        for entry in map(entry_of, stored_log.naming(about.encode(), since_ns=since_ns, until_ns=until_ns)):
+            if not until_ns or entry.time_ns <= until_ns:
+                yield entry
+        return
     short = until_ns and until_ns - since_ns < LONG_NS
     wanted = EVERYTHING if short else subject
     stored = read(bus, bus.subjects.stream(name), wanted, since_ns=since_ns, batch=batch)
@@ -283,7 +290,7 @@ async def _request(bus: Readable, timeline: RequestTimeline, since: int, last: E
         return done.request_of(event)
     subjects = bus.subjects
     near = since + CLOCK_SKEW_NS - NEAR_NS
-    async for entry in window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS):
+    async for entry in window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS, about=request_id):
         if entry.headers.get(HEADER_MSG_ID) == request_id and _is_intact(bus, timeline, "REQUESTS", entry):
             return requests.decode(entry.data)
     async for entry in read(bus, subjects.stream("REQUESTS"), subjects.shard_of(request_id), since_ns=since):
@@ -296,7 +303,8 @@ async def _add_returns(bus: Readable, timeline: RequestTimeline, since: int, unt
     """Add the attempts that workers returned. A request that ended in its first attempt has none."""
     if timeline.done is not None and timeline.done.attempt == 1:
         return
-    async for entry in window(bus, "DONE", bus.subjects.all("returned"), since, until_ns):
+    about = timeline.request_id
+    async for entry in window(bus, "DONE", bus.subjects.all("returned"), since, until_ns, about=about):
         of_it = entry.headers.get(HEADER_MSG_ID, "").startswith(f"{timeline.request_id}:")
         if of_it and _is_intact(bus, timeline, "DONE", entry):
             timeline.add_end(done.decode(entry.data), entry.time_ns)
@@ -306,7 +314,8 @@ async def _add_work(bus: Readable, timeline: RequestTimeline, since: int, until_
     """Add the request's jobs and handoffs."""
     if await _add_only_attempt(bus, timeline):
         return
-    async for entry in window(bus, "WORK", bus.subjects.all("work"), since, until_ns):
+    about = timeline.request_id
+    async for entry in window(bus, "WORK", bus.subjects.all("work"), since, until_ns, about=about):
         if _is_work_of(timeline.request_id, entry) and _is_intact(bus, timeline, "WORK", entry):
             _add_job(timeline, entry)
 
@@ -339,7 +348,8 @@ async def _first_work(
 ) -> Entry | None:
     """Find the first message about the request that is not in ``jobs``, and add it there. None: there is none."""
     since, until = since_ns - NEAR_NS, until_ns + NEAR_NS
-    async with contextlib.aclosing(window(bus, "WORK", bus.subjects.all("work"), since, until)) as entries:
+    about, subject = timeline.request_id, bus.subjects.all("work")
+    async with contextlib.aclosing(window(bus, "WORK", subject, since, until, about=about)) as entries:
         async for entry in entries:
             name = entry.headers.get(HEADER_MSG_ID, "")
             wanted = _is_work_of(timeline.request_id, entry) and name not in jobs
@@ -365,7 +375,8 @@ async def _ledger(bus: Readable, timeline: RequestTimeline, since: int, until_ns
     if event is not None and event.attempt == 1 and event.timings.routed_ns:
         since, until_ns = event.timings.routed_ns - NEAR_NS, event.timings.ended_ns + NEAR_NS
     with contextlib.suppress(ServingError):
-        async for entry in window(bus, "HANDOFF", bus.subjects.all("handoff"), since, until_ns):
+        subject = bus.subjects.all("handoff")
+        async for entry in window(bus, "HANDOFF", subject, since, until_ns, about=timeline.request_id):
             if name not in entry.data or not _is_intact(bus, timeline, "HANDOFF", entry):
                 continue
             with contextlib.suppress(msgspec.MsgspecError):
@@ -380,7 +391,7 @@ async def _add_tokens(bus: Readable, timeline: RequestTimeline, since: int, unti
     if event is not None and event.attempt == 1 and event.timings.started_ns:
         since, until_ns = event.timings.started_ns - NEAR_NS, event.timings.ended_ns + NEAR_NS
     subject = bus.subjects.tokens(timeline.request.token_address)
-    async for entry in window(bus, "TOKENS", subject, since, until_ns, TOKENS_BATCH):
+    async for entry in window(bus, "TOKENS", subject, since, until_ns, TOKENS_BATCH, about=timeline.request_id):
         if name not in entry.data or not _is_intact(bus, timeline, "TOKENS", entry):
             continue
         batch = tokens.decode(entry.data)
