@@ -32,8 +32,12 @@ TEMPLATE = """{%- for message in messages -%}<|im_start|>{{ message.role }}
 {% endif -%}"""
 
 
-def write(folder: Path, seed: int = 5) -> Path:
-    """Write the model; its directory."""
+def write(folder: Path, seed: int = 5, wider: int = 1) -> Path:
+    """Write the model; its directory.
+
+    Args:
+        wider: heads have so many times 16 values.
+    """
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -44,13 +48,17 @@ def write(folder: Path, seed: int = 5) -> Path:
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": vocab + 4,
-            "hidden_size": 64,
-            "intermediate_size": 128,
+            "hidden_size": 64 * wider,
+            "intermediate_size": 128 * wider,
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": 4096,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [2 * wider, 3 * wider, 3 * wider],
+            },
             "bos_token_id": None,
             "eos_token_id": end,
         },
@@ -64,7 +72,7 @@ def write(folder: Path, seed: int = 5) -> Path:
             "temporal_patch_size": 2,
             "window_size": WINDOW,
             "fullatt_block_indexes": [1],
-            "out_hidden_size": 64,
+            "out_hidden_size": 64 * wider,
             "tokens_per_second": TOKENS_PER_SECOND,
         },
         image_token_id=tokenizer.token_to_id("<|image_pad|>"),

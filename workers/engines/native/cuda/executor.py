@@ -107,7 +107,10 @@ class CudaExecutor:
         self._rotation, self._encoder, self._device = rotation, encoder, device
         self._rows = max_rows = max_running * tokens_per_sequence
         table_rows = 2 * max_running + 1
-        self._table_rows = TableRows(table_rows, width, sliding=sliding is not None)
+        places, tables = model.media_positions, 1 + (sliding is not None)
+        self._table_rows = TableRows(
+            table_rows, width, sliding=sliding is not None, shift=None if places is None else places.shift
+        )
         self._least = STEP if layer_weights(model) >= LARGE else LONG
         self._packing = Packing(
             self._table_rows,
@@ -118,7 +121,9 @@ class CudaExecutor:
             by_position=invariant,
             least=self._least,
         )
-        self._tables = torch.zeros((1 + (sliding is not None), table_rows, width), dtype=torch.int32, device=device)
+        numbers = torch.zeros(table_rows * (tables * width + 1), dtype=torch.int32, device=device)
+        self._tables = numbers[:-table_rows].view(tables, table_rows, width)
+        self._shifts = None if places is None else numbers[-table_rows:]
         self._latest = torch.zeros(table_rows + 1, dtype=torch.int32, device=device)
         self._scratch = Scratch(
             max_rows, pool.shape.kv_heads, model.heads, pool.shape.head_dim, device, invariant,
@@ -217,18 +222,28 @@ class CudaExecutor:
         tiles: PromptTiles = NO_TILES,
         wanted: Tensor | None = None,
         embeddings: Embeddings | None = None,
+        placed: Seq[tuple[int, Sequence, int, int]] = (),
     ) -> Tensor:
         """Run the model over one batch.
 
         Args:
             known: (rows,) int32 token ids; -1: the last token sampled for the row's sequence.
             wanted: (n,) int64, the rows whose logits are returned; None: all.
+            placed: of ``Packed``.
         """
         assert self.model is not None
         count = len(known)
         tokens = torch.empty(count, dtype=torch.int64, device=self._device)
         rows.fetch[(-(-count // 256),)](known, table_rows, self._latest, tokens, count, BLOCK=256, num_warps=2)
-        token_positions = positions.clamp(min=0).to(torch.int64)
+        token_positions = positions.to(torch.int64)
+        if self._shifts is not None:
+            token_positions = token_positions + self._shifts.index_select(0, table_rows)
+        token_positions = token_positions.clamp(min=0)
+        if placed and self.model.media_positions is not None:
+            token_positions = token_positions.repeat(3, 1)
+            for row, sequence, start, stop in placed:
+                places = self.model.media_positions.of(sequence, start, stop)
+                token_positions[:, row : row + stop - start] = places.to(self._device)
         paged = self._paged(table_rows, positions, decodes, tiles)
         return self.model.logits(tokens, token_positions, wanted, paged, embeddings)
 
@@ -327,7 +342,9 @@ class CudaExecutor:
         parameters = self._sampler.parameters(draws)
         self._send()
         embeddings = self._embeddings(packed.media) if packed.media else None
-        logits = self._forward(tokens, table_rows, positions, packed.decodes, tiles, wanted.to(torch.int64), embeddings)
+        logits = self._forward(
+            tokens, table_rows, positions, packed.decodes, tiles, wanted.to(torch.int64), embeddings, packed.placed
+        )
         after = _scores(logits[len(draws) :], scoring) if packed.scored else None
         return self._drawn(logits, packed, targets, parameters, after)
 

@@ -6,7 +6,7 @@ Assigns sequences rows of the block tables on the device, and tracks which block
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -147,19 +147,29 @@ class TableRows:
     Args:
         width: entries per row.
         sliding: add a second table behind the first, for the pool rows of sliding-window layers.
+        shift: of a sequence, what is added to the numbers of its tokens to get their positions, if they differ. The
+            shifts of all rows are behind the tables, in the order of the rows.
 
     Attributes:
         places: changed entries, as indices into the flattened tables.
         values: their new values.
     """
 
-    def __init__(self, count: int, width: int, *, sliding: bool = False) -> None:
+    def __init__(
+        self, count: int, width: int, *, sliding: bool = False, shift: Callable[[Sequence], int] | None = None
+    ) -> None:
         self._width = width
+        self._shift, self._shifts_offset = shift, (1 + sliding) * count * width
         self._rows_offset = count * width if sliding else 0
         self._free = list(range(count - 1, -1, -1))
         self._table_rows: dict[Sequence, TableRow] = {}
         self.places: list[int] = []
         self.values: list[int] = []
+
+    @property
+    def shifted(self) -> bool:
+        """Whether positions follow from media."""
+        return self._shift is not None
 
     def of(self, sequence: Sequence) -> TableRow:
         """The row of a sequence. Records the entries of its tables that are new since the last call."""
@@ -193,6 +203,9 @@ class TableRows:
             for idle in [held for held in self._table_rows if not held.blocks]:  # ended, or preempted
                 self._free.append(self._table_rows.pop(idle).index)
         table_row = self._table_rows[sequence] = TableRow(self._free.pop(), sequence)
+        if self._shift is not None:
+            self.places.append(self._shifts_offset + table_row.index)
+            self.values.append(self._shift(sequence))
         return table_row
 
     def take_changes(self) -> tuple[list[int], list[int]]:
@@ -232,6 +245,8 @@ class Packed:
         order: indices into ``draws``, in the order in which the step returns tokens.
         scored: rows whose logits score prompt tokens.
         media: rows that take image embeddings, each with its index in the embedding pool.
+        placed: rows before the end of a sequence's last medium, for models whose positions follow from media: the first
+            row, the sequence, the first token and the one behind the last.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -245,6 +260,7 @@ class Packed:
     order: list[int] = field(default_factory=list)
     scored: list[int] = field(default_factory=list)
     media: list[tuple[int, int]] = field(default_factory=list)
+    placed: list[tuple[int, Sequence, int, int]] = field(default_factory=list)
 
     @property
     def rest(self) -> list[tuple[int, int, int, int]]:
@@ -255,7 +271,7 @@ class Packed:
     @property
     def single(self) -> bool:
         """Whether the step only decodes, so that a graph can compute it."""
-        return self.decodes == len(self.tokens) and not (self.media or self.scored)
+        return self.decodes == len(self.tokens) and not (self.media or self.scored or self.placed)
 
 
 class Packing:
@@ -335,6 +351,10 @@ class Packing:
         packed.tokens += [UNKNOWN] * (row + stop - start - len(packed.tokens))
         packed.table_rows += [table_row.index] * (stop - start)
         packed.positions += range(start, stop)
+        if sequence.media and self._table_rows.shifted:
+            last = sequence.media[-1].position + sequence.media[-1].tokens
+            if start < last:
+                packed.placed.append((row, sequence, start, min(stop, last)))
         if scheduled.samples:
             for position in range(max(start, draft_start - 1), stop):
                 target = self._spare if sequence.draft else table_row.index

@@ -94,7 +94,7 @@ class PromptGraphs:
 
     def fit(self, packed: Packed) -> int:
         """The rows of the smallest graph that computes a step; 0: none does."""
-        if not self.graphs or packed.media or packed.scored or packed.long:
+        if not self.graphs or packed.media or packed.scored or packed.long or packed.placed:
             return 0
         if packed.decodes > self._decodes or len(packed.drawn) > self._wanted:
             return 0

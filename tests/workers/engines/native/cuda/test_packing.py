@@ -92,6 +92,20 @@ def test_images_and_scores_find_their_rows() -> None:
     assert not packed.single
 
 
+def test_rows_before_the_end_of_the_last_medium_have_positions_of_their_own() -> None:
+    seen, text = sequence(1, 12, 12), sequence(2, 5, 5)
+    seen.media = (MediaSpan(2, 3, b"", (5,)), MediaSpan(7, 2, b"", (6,)))
+    rows = TableRows(TABLE_ROWS, 16, shift=lambda _: -2)
+    shifted = Packing(rows, tile_rows=4, singles=1, spare=SPARE, media_tokens=4)
+    packed = shifted.pack([ScheduledSequence(text, 0, 5, True), ScheduledSequence(seen, 5, 7, True)])
+    assert packed.placed == [(5, seen, 5, 9)]
+    alone = shifted.pack([ScheduledSequence(seen, 5, 1, False)])  # text between two media
+    assert (alone.placed, alone.media, alone.single) == ([(0, seen, 5, 6)], [], False)
+    behind = shifted.pack([ScheduledSequence(seen, 9, 1, False)])
+    assert (behind.placed, behind.single) == ([], True)
+    assert packing(media_tokens=4).pack([ScheduledSequence(seen, 5, 1, False)]).single, "plain positions"
+
+
 def test_by_position_the_last_token_of_a_prompt_goes_to_a_tile_and_recomputed_answers_do_not() -> None:
     last, preempted = sequence(1, 6, 6), sequence(2, 7, 4)
     packed = packing(by_position=True).pack(

@@ -59,6 +59,19 @@ def test_rows_of_sliding_windows_are_in_a_second_table() -> None:
     assert changes(table_rows) == {second: 0, second + 1: 0, second + 2: 3}
 
 
+def test_shifts_of_positions_are_behind_the_tables_and_sent_with_a_new_row() -> None:
+    shifts = {5: -3, 7: 0}
+    table_rows = TableRows(2, WIDTH, sliding=True, shift=lambda sequence: shifts[sequence.blocks[0]])
+    one, other = sequence([5], [1]), sequence([7], [2])
+    for each, shift in ((one, -3), (other, 0)):
+        index = table_rows.of(each).index
+        assert changes(table_rows)[2 * 2 * WIDTH + index] == shift
+    one.blocks = []
+    shifts[9] = -1  # in the row of the first, whose shift must not stay
+    index = table_rows.of(sequence([9], [1])).index
+    assert changes(table_rows)[2 * 2 * WIDTH + index] == -1
+
+
 def test_how_tokens_are_drawn_is_known_once() -> None:
     table_rows = TableRows(9, WIDTH)
     assert table_rows.of(sequence([1], temperature=0.0)).plain
