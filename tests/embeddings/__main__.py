@@ -76,6 +76,23 @@ class Served:
 
         asyncio.run(run())
 
+    def beside(self, short: str, bulk: Sequence[str], requests: int) -> tuple[list[float], float]:
+        """Seconds of one request after the other with a short text, while several with all texts of ``bulk`` run; and
+        the seconds of these."""
+
+        async def run() -> tuple[list[float], float]:
+            async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
+                began = time.perf_counter()
+                asked = [client.post(self._url, json=self._body(bulk)) for _ in range(requests)]
+                running, took = [asyncio.create_task(each) for each in asked], list[float]()
+                while not all(each.done() for each in running) or (not running and len(took) < 100):
+                    asked_at = time.perf_counter()
+                    (await client.post(self._url, json=self._body(short))).raise_for_status()
+                    took.append(time.perf_counter() - asked_at)
+                return took, time.perf_counter() - began
+
+        return asyncio.run(run())
+
     def cpu_s(self) -> float:
         """Of all processes, since they were started."""
         fields = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self._pids)
@@ -87,6 +104,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--state", default=".penstock/state.json", type=Path)
     parser.add_argument("--texts", default=300, type=int)
+    parser.add_argument("--beside", type=int, help="time a short text beside so many requests with all texts, instead")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -94,6 +112,14 @@ def main() -> None:
     words = Path("README.md").read_text(encoding="utf-8").split()
     texts = [" ".join(rng.choices(words, k=rng.choice(WORDS))) for _ in range(args.texts)]
 
+    if args.beside is not None:
+        for requests in (0, args.beside):
+            took, seconds = served.beside("How deep is the sea?", texts, requests)
+            low, high = (1e3 * sorted(took)[int(share * len(took))] for share in (0.5, 0.95))
+            print(
+                f"beside {requests}: short text p50 {low:.0f} ms, p95 {high:.0f} ms ({len(took)}); all {seconds:.1f} s"
+            )
+        return
     checked = [*texts[:200], "x " * 600]
     wanted = torch.cat([recipe([text]) for text in checked])
     print(f"{len(checked)} vectors: largest difference {(served.together(checked) - wanted).abs().max():.2g}")

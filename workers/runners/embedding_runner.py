@@ -6,16 +6,15 @@ The backend of a worker that makes embeddings: an engine in the pipeline thread.
 
 Inputs of all requests that wait to be embedded, and which of them form the next batch. Pure.
 
-The requests take turns: a batch has the oldest input of the request whose turn it is, so a short request does not wait
-for all of a large one. Beside it are inputs of nearly the same length, of any request: a matrix is as wide as its
-longest row, and what pads the others is computed for nothing.
+A batch has the oldest input of the request whose turn it is. Short requests come before those with much left, which are
+computed in slices, and among equals the one that has waited longest. Beside it are inputs of nearly the same length, of
+any request: a matrix is as wide as its longest row, and what pads the others is computed for nothing.
 """
 
 import asyncio
 import time
 from array import array
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import accumulate, islice
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -44,6 +43,12 @@ LOOK_AHEAD = 4096
 # texts of mixed length is padding (``python -m tests.perf.tuning padding``).
 NEAR_SHARE, NEAR_TOKENS = 0.25, 16
 
+# A request's next slice waits at most for so many times its tokens of shorter ones (and for the slices that wait like
+# it): large ones go on while short ones keep coming.
+PATIENCE = 64
+STEP_S = 0.1  # of a batch where several inputs fit into it, since whoever comes meanwhile waits for it
+FEWEST_TOKENS, FIRST_TOKENS = 256, 1024  # of a batch, however slow the engine is; before that is known
+
 K = TypeVar("K", bound=Hashable)
 
 
@@ -55,6 +60,17 @@ class Input(NamedTuple, Generic[K]):
     tokens: Sequence[int]
 
 
+class _Waiting:
+    """What waits of a request. ``since``: tokens that were taken when it came, or had its last turn."""
+
+    __slots__ = ("inputs", "since", "tokens")
+
+    def __init__(self, inputs: Sequence[Sequence[int]], since: int) -> None:
+        self.inputs = dict(enumerate(inputs))
+        self.tokens = sum(map(len, inputs))
+        self.since = since
+
+
 class InputQueue(Generic[K]):
     """
     Args:
@@ -63,10 +79,11 @@ class InputQueue(Generic[K]):
     """
 
     def __init__(self, max_tokens: int, max_inputs: int = 1024) -> None:
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._max_inputs = max_inputs
-        self._waiting: OrderedDict[K, dict[int, Sequence[int]]] = OrderedDict()  # the request whose turn it is first
+        self._waiting: dict[K, _Waiting] = {}
         self._size = 0
+        self._taken = 0  # tokens so far
 
     def __len__(self) -> int:
         return self._size
@@ -77,37 +94,61 @@ class InputQueue(Generic[K]):
             key: a request that is not in the queue.
         """
         if inputs:
-            self._waiting[key] = dict(enumerate(inputs))
+            self._waiting[key] = _Waiting(inputs, self._taken)
             self._size += len(inputs)
 
     def drop(self, key: K) -> None:
         """Forget what waits of a request."""
-        self._size -= len(self._waiting.pop(key, ()))
+        dropped = self._waiting.pop(key, None)
+        self._size -= len(dropped.inputs) if dropped is not None else 0
 
     def take(self) -> list[Input[K]]:
         """The inputs of the next batch, removed from the queue; empty if none waits."""
         if not self._waiting:
             return []
-        first = next(iter(self._waiting))
-        each_of = max(1, LOOK_AHEAD // len(self._waiting))
+        order = sorted(self._waiting, key=self._due)  # stable: of equals, the one that came first
+        each_of = max(1, LOOK_AHEAD // len(order))
         ahead = [
             (len(tokens), key, place)
-            for key, inputs in islice(self._waiting.items(), LOOK_AHEAD)
-            for place, tokens in islice(inputs.items(), each_of)
+            for key in order[:LOOK_AHEAD]
+            for place, tokens in islice(self._waiting[key].inputs.items(), each_of)
         ]
         wanted = ahead[0][0]
         by_length = sorted(ahead, key=lambda each: each[0])  # stable: ``ahead[0]`` leads those of its length
-        begin, end = _window([length for length, _, _ in by_length], wanted, self._max_tokens, self._max_inputs)
-        self._waiting.move_to_end(first)
-        return [self._pop(key, place) for _, key, place in by_length[begin:end]]
+        begin, end = _window([length for length, _, _ in by_length], wanted, self.max_tokens, self._max_inputs)
+        batch = [self._pop(key, place) for _, key, place in by_length[begin:end]]
+        self._taken += sum(len(each.tokens) for each in batch)
+        if (had_its_turn := self._waiting.get(order[0])) is not None:
+            had_its_turn.since = self._taken
+        return batch
+
+    def _due(self, key: K) -> int:
+        waiting = self._waiting[key]
+        return waiting.since + PATIENCE * min(waiting.tokens, self.max_tokens)
 
     def _pop(self, key: K, place: int) -> Input[K]:
-        inputs = self._waiting[key]
-        tokens = inputs.pop(place)
+        waiting = self._waiting[key]
+        tokens = waiting.inputs.pop(place)
+        waiting.tokens -= len(tokens)
         self._size -= 1
-        if not inputs:
+        if not waiting.inputs:
             del self._waiting[key]
         return Input(key, place, tokens)
+
+
+def next_budget(budget: int, computed: int, seconds: float, most: int) -> int:
+    """Tokens of the next batch, so that it takes about ``STEP_S``.
+
+    Args:
+        budget: of the last batch.
+        computed: by it, padding included.
+        most: tokens of a batch, whatever it takes.
+    """
+    if seconds > STEP_S:  # a single input may be longer than the budget, and says nothing of shorter ones' batches
+        return max(FEWEST_TOKENS, min(budget, int(computed * STEP_S / seconds)))
+    if 2 * computed > budget:
+        return min(most, int(budget * min(2.0, STEP_S / max(seconds, 1e-9))))
+    return budget
 
 
 def _window(lengths: Sequence[int], wanted: int, max_tokens: int, max_inputs: int) -> tuple[int, int]:
@@ -183,7 +224,8 @@ class EmbeddingRunner(PipelineRunnerBase[EmbeddingEngine]):
     ) -> None:
         super().__init__(context, thread, engine, engine_failed)
         self.slots = context.settings.max_running
-        self.inputs: InputQueue[_Vectors] = InputQueue(context.settings.max_batched_tokens)
+        self._most_tokens = context.settings.max_batched_tokens
+        self.inputs: InputQueue[_Vectors] = InputQueue(min(FIRST_TOKENS, self._most_tokens))
         self.open_requests: dict[str, _Vectors] = {}
         self._added = asyncio.Event()
         self._steps = 0
@@ -230,14 +272,18 @@ class EmbeddingRunner(PipelineRunnerBase[EmbeddingEngine]):
                     await self._added.wait()
                 continue
             try:
-                last = _Batch(inputs, await computing)
+                vectors, seconds = await computing
             except Exception as error:
                 log.error("engine_failed", error=repr(error), exc_info=error)
                 self._engine_failed(error)
                 return
+            last = _Batch(inputs, vectors)
+            computed = len(inputs) * max(len(each.tokens) for each in inputs)
+            self.inputs.max_tokens = next_budget(self.inputs.max_tokens, computed, seconds, self._most_tokens)
             self._steps += 1
 
-    def _begin(self, inputs: list[Input[_Vectors]]) -> "asyncio.Future[list[bytes]]":
+    def _begin(self, inputs: list[Input[_Vectors]]) -> "asyncio.Future[tuple[list[bytes], float]]":
+        """Vectors of a batch, and the seconds that the engine takes for them."""
         now = time.time_ns()
         for each in inputs:
             if not each.key.running.started_ns:
@@ -247,7 +293,12 @@ class EmbeddingRunner(PipelineRunnerBase[EmbeddingEngine]):
         metrics.batch_inputs.observe(len(batch))
         metrics.tokens.inc(sum(map(len, batch)))
         metrics.padding.inc(len(batch) * max(map(len, batch)) - sum(map(len, batch)))
-        return asyncio.wrap_future(self._thread.call(lambda: self._engine.embed(batch)))
+
+        def embed() -> tuple[list[bytes], float]:
+            began = time.perf_counter()
+            return self._engine.embed(batch), time.perf_counter() - began
+
+        return asyncio.wrap_future(self._thread.call(embed))
 
     def deliver(self, batch: _Batch) -> None:
         for (entry, index, _), vector in zip(batch.inputs, batch.vectors, strict=True):

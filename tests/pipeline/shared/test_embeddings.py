@@ -154,6 +154,29 @@ async def test_a_killed_workers_request_is_done_by_another_one(served: httpx.Asy
     assert (end.attempt, end.worker != found["worker"]) == (2, True)
 
 
+async def test_a_short_text_is_computed_before_large_requests_that_a_worker_has_begun(
+    served: httpx.AsyncClient, bus: Bus
+) -> None:
+    large = {"model": "vec", "input": [[number] * 100 for number in range(80)], "timeout_s": 60}  # 8 s
+    users = [f"large {number}" for number in range(4)]  # two for each worker
+    asking = [asyncio.create_task(served.post(PATH, json=large | {"user": user}, timeout=60)) for user in users]
+
+    async def begun() -> list[str]:
+        ids = [request.id for user in users for request in await accepted(bus, user)]
+        timelines = [await read_timeline(bus, each) for each in ids]
+        return ids if len(ids) == len(users) and all(each.stages for each in timelines) else []
+
+    ids = await until(begun, "workers have the large requests")
+    answer = await served.post(PATH, json={"model": "vec", "input": "short"})
+    assert answer.status_code == 200, answer.text
+    states = [(await served.get(f"/v1/requests/{each}")).json()["state"] for each in ids]
+    assert not {"done", "failed", "cancelled"} & set(states)
+    for each in ids:
+        assert (await served.delete(f"/v1/requests/{each}")).status_code == 202
+    for ended in await asyncio.gather(*asking):
+        assert ended.json()["error"]["code"] == "cancelled", ended.text
+
+
 async def test_a_gateway_that_starts_while_no_worker_of_a_model_is_there_asks_for_patience(
     fast: Deployment, http: httpx.AsyncClient, bus: Bus
 ) -> None:
