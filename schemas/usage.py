@@ -72,15 +72,13 @@ class UsagePart(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         last: sequence in DONE; everything up to it was counted, here or in the parts before.
-        stream: when that stream was made (RFC 3339): another one of its name has other sequences.
-        counted_ns: when the last message was stored, Unix time.
+        counted_ns: when the last message was stored, Unix time: a stream that was made anew has another one there.
         closed: it grows no more.
         gap: before its first message.
     """
 
     number: int
     last: int = 0
-    stream: str = ""
     counted_ns: int = 0
     rows: tuple[UsageRow, ...] = ()
     closed: bool = False
@@ -91,7 +89,7 @@ decode = decoder(UsagePart)
 
 
 class CountedEnd(NamedTuple):
-    """One message of DONE. ``row``: what it adds; None: nothing."""
+    """One message of DONE. ``time_ns``: when it was stored, Unix time; ``row``: what it adds, None: nothing."""
 
     seq: int
     time_ns: int
@@ -153,7 +151,7 @@ def grown(part: UsagePart, counted: Iterable[CountedEnd]) -> tuple[UsagePart, li
         if each.row is not None:
             before = rows.get(each.row.group)
             rows[each.row.group] = each.row if before is None else added(before, each.row)
-        last, counted_ns = each.seq, max(counted_ns, each.time_ns)
+        last, counted_ns = each.seq, each.time_ns
     part = msgspec.structs.replace(part, last=last, counted_ns=counted_ns, rows=tuple(rows.values()), closed=closed)
     return part, left
 
@@ -172,12 +170,10 @@ def added(one: UsageRow, other: UsageRow) -> UsageRow:
 
 def following(part: UsagePart) -> UsagePart:
     """The empty part behind a closed one."""
-    return UsagePart(part.number + 1, part.last, part.stream, part.counted_ns)
+    return UsagePart(part.number + 1, part.last, part.counted_ns)
 
 
-def resumed(
-    part: UsagePart | None, stream: str, first: int, end: int, first_ns: int
-) -> tuple[UsagePart | None, UsagePart]:
+def resumed(part: UsagePart | None, position: int, first: int, first_ns: int) -> tuple[UsagePart | None, UsagePart]:
     """Where the count goes on: the part that has to be closed before, and the one that grows from here on.
 
     That is the newest, unless what follows it is gone: what DONE has discarded is a gap before the next part. If DONE
@@ -185,18 +181,17 @@ def resumed(
 
     Args:
         part: the newest; None: there is none, so the count begins with what DONE has.
-        stream: when DONE was made.
-        first, end: its first and last sequence; of an empty one, ``first`` is behind ``end``.
+        position: the sequence up to which DONE has what was counted.
+        first: its first sequence; of an empty one, behind the last.
         first_ns: when its first message was stored; 0: it has none.
     """
     if part is None:
-        part = UsagePart(0, stream=stream, closed=True)
-    last = min(part.last, end) if part.stream == stream else 0
-    lost = max(0, first - 1 - last)
-    if not lost and last == part.last and part.stream == stream:
+        part = UsagePart(0, closed=True)
+    lost = max(0, first - 1 - position)
+    if not lost and position == part.last:
         return None, following(part) if part.closed else part
     gap = UsageGap(lost, part.counted_ns, first_ns) if lost else None
-    after = UsagePart(part.number + 1, last + lost, stream, part.counted_ns, gap=gap)
+    after = UsagePart(part.number + 1, position + lost, part.counted_ns, gap=gap)
     return None if part.closed else msgspec.structs.replace(part, closed=True), after
 
 

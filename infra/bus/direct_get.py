@@ -151,7 +151,7 @@ async def read(
         for entry in entries:
             if until_seq is not None and entry.seq > until_seq:
                 return
-            if too_early and _server_ns(entry) < since_ns:
+            if too_early and server_ns(entry) < since_ns:
                 continue  # a replica that was behind knew no better place to start
             too_early = False
             yield entry
@@ -190,7 +190,7 @@ async def before_time(bus: "Bus", stream: str, since_ns: int) -> int:
         if found.seq == 1:
             return 0
         before = await at_or_after({"seq": found.seq - 1})
-        if before is not None and before.seq < found.seq and _server_ns(before) < since_ns:
+        if before is not None and before.seq < found.seq and server_ns(before) < since_ns:
             return before.seq
     end = found.seq - 1 if found is not None else (await stream_end(bus, stream))[0]
     # Backwards in growing steps, since the time is mostly near the end: for each place that is looked at, the broker
@@ -199,7 +199,7 @@ async def before_time(bus: "Bus", stream: str, since_ns: int) -> int:
     while not early:
         at = max(1, end + 1 - step)
         entry = await at_or_after({"seq": at})
-        if entry is not None and entry.seq < late and _server_ns(entry) < since_ns:
+        if entry is not None and entry.seq < late and server_ns(entry) < since_ns:
             early = entry.seq
         elif at == 1:
             return entry.seq - 1 if entry is not None else 0
@@ -208,7 +208,7 @@ async def before_time(bus: "Bus", stream: str, since_ns: int) -> int:
     while early + 1 < late:
         middle = (early + late) // 2
         entry = await at_or_after({"seq": middle})
-        if entry is None or entry.seq >= late or _server_ns(entry) >= since_ns:
+        if entry is None or entry.seq >= late or server_ns(entry) >= since_ns:
             late = middle
         else:
             early = entry.seq
@@ -317,13 +317,11 @@ class Lifetime(NamedTuple):
     A broker that lost its store has another stream of the same name, whose sequences begin again.
 
     Attributes:
-        created: RFC 3339; ``created_ns``: the same in Unix time.
         first: sequence of the first message; of a stream without messages, behind ``end``.
     """
 
     end: int
     created_ns: int
-    created: str = ""
     first: int = 1
 
     def has(self, seq: int, stored_ns: int) -> bool:
@@ -337,7 +335,7 @@ async def lifetime(bus: "Bus", stream: str) -> Lifetime:
         ServingError: as ``stream_end``.
     """
     info = await _info(bus, stream)
-    return Lifetime(info.state.last_seq, parse_time(info.created), info.created, max(1, info.state.first_seq))
+    return Lifetime(info.state.last_seq, parse_time(info.created), max(1, info.state.first_seq))
 
 
 async def get(bus: Readable, stream: str, seq: int, *, within_s: float = LEADER_S) -> Entry | None:
@@ -467,8 +465,8 @@ def _entry(message: Message) -> Entry:
     )
 
 
-def _server_ns(entry: Entry) -> int:
-    """When the server stored it, also if it was imported."""
+def server_ns(entry: Entry) -> int:
+    """When the server stored it, Unix time; also if it was imported."""
     return parse_time(entry.headers["Nats-Time-Stamp"])
 
 

@@ -18,7 +18,7 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import Entry, get, get_last, get_next, lifetime, read
+from penstock.infra.bus.direct_get import Entry, before_time, get, get_last, get_next, lifetime, read, server_ns
 from penstock.infra.bus.jetstream import compare_and_set
 from penstock.schemas import usage
 from penstock.schemas.errors import Code, ServingError
@@ -91,7 +91,8 @@ class UsageLedger:
         part = usage.decode(newest.data) if newest is not None else None
         there = await lifetime(bus, self._records)
         first = await get_next(bus, self._records, ">", 0) if there.first <= there.end else None
-        closed, after = resumed(part, there.created, there.first, there.end, first.time_ns if first is not None else 0)
+        position = await self._position(part, there.end, first is None) if part is not None else 0
+        closed, after = resumed(part, position, there.first, server_ns(first) if first is not None else 0)
         revision = newest.seq if newest is not None else 0
         if closed is not None:
             await self._write(closed, revision)
@@ -112,8 +113,17 @@ class UsageLedger:
                 began = time.monotonic()
         await self._store(portion)
 
+    async def _position(self, part: UsagePart, end: int, empty: bool) -> int:
+        """Up to which sequence the log has what was counted: all of it, unless it was made anew or has lost its end."""
+        if empty:
+            return min(part.last, end)
+        last = await get(self._bus, self._records, part.last)
+        if last is not None and server_ns(last) == part.counted_ns:
+            return part.last
+        return min(part.last, await before_time(self._bus, self._records, part.counted_ns + 1))
+
     async def _counted(self, entry: Entry) -> CountedEnd:
-        return usage.count(entry.seq, entry.time_ns, entry.headers, await self._summary(entry))
+        return usage.count(entry.seq, server_ns(entry), entry.headers, await self._summary(entry))
 
     async def _summary(self, entry: Entry) -> RequestSummary | None:
         """Of a record by an earlier release from its body: its headers have less."""

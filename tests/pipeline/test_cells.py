@@ -1,7 +1,9 @@
 """One deployment in two cells, each with a broker of its own: one address, one set of keys, claims and records."""
 
 import asyncio
+import contextlib
 import itertools
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -11,9 +13,12 @@ import httpx
 import nats
 import pytest
 
+from penstock.infra.bus.connection import connect
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.nats import apply_at
 from penstock.schemas.requests import cell_in, in_cell
+from penstock.schemas.subjects import cell_namespace
+from tests.chaos.log import surplus
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, free_port, joined, parse_sse, until, words
 
@@ -104,6 +109,68 @@ async def test_a_response_is_continued_at_the_other_gateway(gateways: list[httpx
     assert [cell_in(each["id"].removeprefix("resp_")) for each in (first, second.json())] == [1, 0]
     assert (await here.delete(f"/v1/responses/{second.json()['id']}")).status_code == 200
     assert (await there.get(f"/v1/responses/{second.json()['id']}")).status_code == 404
+
+
+async def used(http: httpx.AsyncClient, at_least: int = 0) -> dict[str, int]:
+    """What both cells count, once that is so many requests."""
+    found: dict[str, int] = {}
+
+    async def counted() -> bool:
+        page = (await http.get("/v1/usage", params={"bucket_width": "1mo"})).json()
+        results = [each for bucket in page["data"] for each in bucket["results"]]
+        names = ("num_model_requests", "input_tokens", "output_tokens")
+        found.update({name: sum(each[name] for each in results) for name in names})
+        return found["num_model_requests"] >= at_least
+
+    await until(counted, f"{at_least} requests are counted")
+    return dict(found)
+
+
+async def nothing_uncounted(deployment: Deployment) -> None:
+    """Every record of both cells is counted, and nothing else is."""
+    async with contextlib.AsyncExitStack() as stack:
+        buses = []
+        for cell, each in enumerate(deployment.state.all_cells):
+            namespace = cell_namespace(deployment.state.namespace, cell)
+            bus = await connect(each.nats_url, role="operator", name="test", namespace=namespace)
+            buses.append(await stack.enter_async_context(bus))
+        assert await surplus(buses) == {"requests": 0, "prompt": 0, "completion": 0}
+
+
+async def test_a_batch_runs_in_both_cells_and_usage_is_the_sum_of_both(
+    deployment: Deployment, gateways: list[httpx.AsyncClient], oracle: Oracle
+) -> None:
+    await nothing_uncounted(deployment)
+    before = await used(gateways[0])
+    told = [(await said(gateways[number % 2], chat(40 + number)))["usage"] for number in range(4)]
+    bodies = [chat(100 + number) for number in range(60)]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    form = {"file": ("in.jsonl", "\n".join(map(json.dumps, lines)).encode())}
+    source = (await gateways[1].post("/v1/files", files=form, data={"purpose": "batch"})).json()
+    asked = {"input_file_id": source["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch = (await gateways[0].post("/v1/batches", json=asked)).json()
+
+    async def over() -> Any:
+        now = (await gateways[1].get(f"/v1/batches/{batch['id']}")).json()
+        return now if now["status"] == "completed" else None
+
+    ended = await until(over, "the batch has ended")
+    assert ended["request_counts"] == {"total": 60, "completed": 60, "failed": 0}
+    content = (await gateways[0].get(f"/v1/files/{ended['output_file_id']}/content")).text
+    output = [json.loads(line) for line in content.splitlines()]
+    answers = [each["response"]["body"] for each in output]
+    for body, answer in zip(bodies, answers, strict=True):
+        assert answer["choices"][0]["message"]["content"] == oracle.answer(body, COUNT)
+    told += [answer["usage"] for answer in answers]
+    assert {cell_in(request_id(answer)) for answer in answers} == {0, 1}
+    after = await used(gateways[1], before["num_model_requests"] + 64)
+    assert after["num_model_requests"] == before["num_model_requests"] + 64
+    assert after["input_tokens"] - before["input_tokens"] == sum(each["prompt_tokens"] for each in told)
+    assert after["output_tokens"] - before["output_tokens"] == sum(each["completion_tokens"] for each in told)
+    await nothing_uncounted(deployment)
 
 
 async def test_the_nats_door_at_home_accepts_into_every_cell(deployment: Deployment) -> None:

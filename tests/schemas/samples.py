@@ -523,7 +523,6 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         usage.UsagePart(
             2,
             7,
-            "2026-11-29T11:00:00.000000001Z",
             1_700_000_000_000_000_001,
             (usage.UsageRow(472_222, "acme", "pst-0a1b2c3d4e5f", "tiny", "poet", 3, 300, 100, 30, 2),),
             True,

@@ -109,26 +109,26 @@ def test_a_part_with_many_rows_is_closed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_count_goes_on_with_the_newest_part() -> None:
-    open_, closed = UsagePart(3, 9, BEGAN, HOUR), UsagePart(3, 9, BEGAN, HOUR, closed=True)
-    assert resumed(open_, BEGAN, 1, 20, 5) == (None, open_)
-    assert resumed(open_, BEGAN, 10, 20, 5) == (None, open_)
-    assert resumed(closed, BEGAN, 10, 9, 0) == (None, following(closed))
-    assert resumed(None, BEGAN, 1, 0, 0) == (None, UsagePart(1, 0, BEGAN))
+    open_, closed = UsagePart(3, 9, HOUR), UsagePart(3, 9, HOUR, closed=True)
+    assert resumed(open_, 9, 1, 5) == (None, open_)
+    assert resumed(open_, 9, 10, 5) == (None, open_)
+    assert resumed(closed, 9, 10, 0) == (None, following(closed))
+    assert resumed(None, 0, 1, 0) == (None, UsagePart(1))
 
 
 def test_messages_that_are_gone_before_they_were_counted_are_a_gap() -> None:
-    part = UsagePart(3, 9, BEGAN, HOUR, rows=(UsageRow(0, "acme", requests=1),))
-    closed, after = resumed(part, BEGAN, 15, 20, 3 * HOUR)
+    part = UsagePart(3, 9, HOUR, rows=(UsageRow(0, "acme", requests=1),))
+    closed, after = resumed(part, 9, 15, 3 * HOUR)
     assert closed == msgspec.structs.replace(part, closed=True)
-    assert after == UsagePart(4, 14, BEGAN, HOUR, gap=UsageGap(5, HOUR, 3 * HOUR))
-    assert resumed(closed, BEGAN, 15, 20, 3 * HOUR) == (None, after)  # it was closed, and then somebody crashed
-    assert resumed(None, BEGAN, 4, 20, HOUR) == (None, UsagePart(1, 3, BEGAN, gap=UsageGap(3, 0, HOUR)))
+    assert after == UsagePart(4, 14, HOUR, gap=UsageGap(5, HOUR, 3 * HOUR))
+    assert resumed(closed, 9, 15, 3 * HOUR) == (None, after)  # it was closed, and then somebody crashed
+    assert resumed(None, 0, 4, HOUR) == (None, UsagePart(1, 3, gap=UsageGap(3, 0, HOUR)))
 
 
 def test_a_log_that_was_made_anew_or_lost_its_end_is_counted_from_there() -> None:
-    part = UsagePart(3, 9, BEGAN, HOUR, closed=True)
-    assert resumed(part, "later", 1, 4, HOUR) == (None, UsagePart(4, 0, "later", HOUR))
-    assert resumed(part, BEGAN, 1, 7, HOUR) == (None, UsagePart(4, 7, BEGAN, HOUR))
+    part = UsagePart(3, 9, HOUR, closed=True)
+    assert resumed(part, 0, 1, HOUR) == (None, UsagePart(4, 0, HOUR))
+    assert resumed(part, 7, 1, HOUR) == (None, UsagePart(4, 7, HOUR))
 
 
 TENANTS = st.sampled_from(["a", "b", "c"])
@@ -158,7 +158,7 @@ def test_any_repetition_and_any_crash_gives_the_same_sums(
 
     def turn(router: int, count_: int, end: str) -> None:
         base = known[router]
-        _, part = resumed(base, BEGAN, 1, len(messages), 0)
+        _, part = resumed(base, base.last if base is not None else 0, 1, 0)
         behind = max(0, part.last - 2)  # some that it has already
         part, _left = grown(part, messages[behind : part.last + count_])
         revision = stored.get(part.number)

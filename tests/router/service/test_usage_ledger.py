@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import Entry, get_last, read
+from penstock.infra.bus.direct_get import Entry, get, get_last, read, server_ns
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.service import usage_ledger
@@ -223,3 +224,48 @@ async def test_of_two_routers_the_other_one_goes_on_when_one_is_killed(bus: Bus,
                 await first.kill()
         assert (await counts(bus, 10)).requests == 10
         assert second.router.intake.membership.reads
+
+
+async def test_a_log_that_was_made_anew_is_counted_from_its_beginning(bus: Bus, broker: EmbeddedNats) -> None:
+    async with routing(broker, bus.subjects):
+        for _ in range(3):
+            await publish(bus, asked(), 10, 3)
+        await counts(bus, 3)
+    stream = bus.subjects.stream("DONE")
+    config = (await bus.js.stream_info(stream)).config
+    await bus.js.delete_stream(stream)
+    await bus.js.add_stream(config)
+    for _ in range(4):
+        await publish(bus, asked(), 10, 3)
+    async with routing(broker, bus.subjects):
+        assert (await counts(bus, 7)).requests == 7
+
+
+async def test_a_log_that_lost_its_end_is_counted_from_there(bus: Bus, broker: EmbeddedNats) -> None:
+    """As after a loss of power: the broker stores other messages under sequences that were counted."""
+    async with routing(broker, bus.subjects):
+        for _ in range(3):
+            await publish(bus, asked(), 10, 3)
+        await counts(bus, 3)
+    (part,) = await parts(bus)
+    entry = await get(bus, bus.subjects.stream("DONE"), 2)
+    assert entry is not None
+    # The ledger counted a third message that the log has lost since, and has another one in its place.
+    before = msgspec.structs.replace(part, counted_ns=server_ns(entry) + 1)
+    await bus.js.publish(bus.subjects.usage(part.number), encode(before))
+    await publish(bus, asked(), 10, 3)
+    async with routing(broker, bus.subjects):
+        assert (await counts(bus, 5)).requests == 5
+
+
+async def test_deletions_of_what_was_counted_last_make_nothing_count_twice(bus: Bus, broker: EmbeddedNats) -> None:
+    done = bus.subjects.stream("DONE")
+    for number in range(3):
+        async with routing(broker, bus.subjects):
+            await publish(bus, asked(), 10, 3)
+            await counts(bus, number + 1)
+            end = (await bus.js.stream_info(done)).state.last_seq
+        await bus.js.delete_msg(done, end)
+    async with routing(broker, bus.subjects):
+        await publish(bus, asked(), 10, 3)
+        assert (await counts(bus, 4)).requests == 4
