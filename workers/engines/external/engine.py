@@ -4,6 +4,9 @@ Two threads are involved. The engine thread (the caller of all methods) owns the
 requests to the engine and follows its outputs. They are connected by one queue of events: ``step`` waits briefly for
 the first event and returns everything that has arrived. What differs between packages is an ``Adapter``.
 
+An engine gets as many sequences as it runs at once. The others wait here, where tenants share by weight
+(``StartQueue``): in its own queue the first would be the first. What it has, it computes in its own order.
+
 An error of one request becomes its ``Failure``. Any other error is kept and raised by the next call as an EngineError:
 the worker then requeues its requests and exits.
 """
@@ -15,6 +18,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import structlog
 from prometheus_client.registry import Collector
 
+from penstock.infra.process.class_queue import StartQueue
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
@@ -129,6 +133,8 @@ class ExternalEngine(Generic[C]):
         self.runtime = runtime
         self._constrained = ConstrainedOutputs(grammars)
         self.active: dict[object, ActiveSequence[C]] = {}
+        self._launched: set[object] = set()  # of these, those that the engine has
+        self._waiting: StartQueue[ActiveSequence[C]] = StartQueue()  # the others
         self._running = 0  # how many of them have started
         self._pinned: dict[object, int] = {}  # key -> blocks of its prompt
         self._handed: dict[object, ActiveSequence[C]] = {}  # pinned, and perhaps still computing
@@ -157,21 +163,36 @@ class ExternalEngine(Generic[C]):
         if not self.active:
             self._last_update = time.monotonic()
         self.active[request.key] = sequence
-        self.runtime.loop.post(self.adapter.launch, sequence)
+        self._waiting.push(request.key, sequence, request.share, max(1, sequence.prompt_len))
+        self._launch()
 
     def cancel(self, key: object) -> bool:
         """Stop tracking a sequence at once and abort it in the engine; its late outputs are discarded."""
         sequence = self.active.get(key)
         if sequence is None:
             return False
-        self._forget(sequence)
+        launched = key in self._launched
         sequence.cancelled = True
-        self.runtime.loop.post(self.adapter.abort, sequence)
+        self._forget(sequence)
+        if launched:
+            self.runtime.loop.post(self.adapter.abort, sequence)
         return True
+
+    def _launch(self) -> None:
+        """Hand over those that are next, as many as there are slots."""
+        while len(self._launched) < self.info.slots and (sequence := self._waiting.first()) is not None:
+            self._waiting.take(sequence.key)
+            self._launched.add(sequence.key)
+            self.runtime.loop.post(self.adapter.launch, sequence)
 
     def _forget(self, sequence: ActiveSequence[C]) -> None:
         del self.active[sequence.key]
         self._constrained.remove(sequence.key)
+        if sequence.key in self._launched:
+            self._launched.remove(sequence.key)
+            self._launch()
+        else:
+            self._waiting.remove(sequence.key)
         self._running -= sequence.started
         if not self.active:
             self._ended_at = time.monotonic()
@@ -312,7 +333,7 @@ class ExternalEngine(Generic[C]):
         if self._closed:
             return
         self._closed = True
-        for key in list(self.active):
+        for key in [*(self.active.keys() - self._launched), *self._launched]:
             self.cancel(key)
         if not self.runtime.loop.cancel_all(CLOSE_S):
             log.warning("engine_tasks_still_running")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.process.class_queue import StartShare
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
 from penstock.workers.engines.engine_protocol import EngineError
@@ -50,6 +51,24 @@ def test_the_death_of_one_rank_of_several_is_noticed(make: Make, monkeypatch: py
     inner(driver).processes[1].kill()
     with pytest.raises(EngineError, match="has ended"):
         driver.until(lambda: False, "the error")
+
+
+def test_what_waits_for_a_slot_waits_here_and_starts_by_tenants_shares(make: Make) -> None:
+    """All engines of other packages share this; the stand-in of one of them shows it."""
+    driver = make(max_running=2)
+    for number in range(6):
+        driver.engine.submit(ask(f"a{number}", WORDS[number : number + 40], 6, share=StartShare(1, "a")))
+    driver.until(lambda: len(driver.seen.started) == 2, "the first two")
+    assert len(scheduler(driver).jobs) == 2
+    assert driver.engine.stats().waiting == 4
+    driver.engine.submit(ask("b", WORDS[50:90], 6, share=StartShare(1, "b")))
+    assert driver.engine.cancel("a3")
+    keys = {"a0", "a1", "a2", "a4", "a5", "b"}
+    driver.until(lambda: keys <= driver.seen.ended(), "all ends")
+    order = [each.key for each in driver.seen.started]
+    assert set(order) == keys
+    assert order.index("b") < order.index("a4")
+    driver.idle()
 
 
 def test_ranks_have_caches_and_events_of_their_own(make: Make) -> None:
