@@ -179,6 +179,13 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     access_log: Annotated[
         bool, about("log a line per HTTP request (http_request): method, path, status, duration, request id")
     ] = False
+    runtime_lora_updating: Annotated[
+        bool,
+        about(
+            "answer POST /v1/load_lora_adapter and /v1/unload_lora_adapter without API keys: every client of the port "
+            "can then change which adapters are served"
+        ),
+    ] = False
     list_requests: Annotated[
         bool,
         about(
@@ -564,6 +571,25 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         str,
         about("TOML or JSON file with formats of reasoning and tool calls beside the known ones; gateways need it too"),
     ] = ""
+    lora: Annotated[
+        tuple[str, ...],
+        about("native, mock: LoRA adapters that clients name as models, comma-separated, each as NAME=FOLDER"),
+    ] = ()
+    lora_folder: Annotated[
+        str,
+        about(
+            "native, mock: folder of LoRA adapters: those in it are served by their folders' names, and "
+            "operators may load others from it while workers run"
+        ),
+    ] = ""
+    max_loras: Annotated[
+        Positive,
+        about("native, mock: LoRA adapters on the device at once; others wait in host memory until needed"),
+    ] = 8
+    max_lora_rank: Annotated[
+        Positive, about("native, mock: highest rank of a LoRA adapter; each slot on the device has room for it")
+    ] = 32
+    max_cpu_loras: Annotated[Positive, about("native, mock: LoRA adapters in host memory, at most")] = 64
     transfer: Annotated[
         Literal["auto", "nixl", "none"],
         about("how KV blocks move between workers; auto: nixl where the role needs it"),
@@ -597,6 +623,11 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     ] = ""
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of Prometheus metrics; 0: none")] = 0
     metrics_host: Annotated[str, about("address of Prometheus metrics")] = "127.0.0.1"
+
+    @property
+    def lora_slots(self) -> int:
+        """LoRA adapters on the device at once; 0: none are served."""
+        return self.max_loras if self.lora or self.lora_folder else 0
 
 
 class TraceSettings(Common, frozen=True, kw_only=True):

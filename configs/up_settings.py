@@ -186,11 +186,17 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     speculative_model: Annotated[str, _OF_WORKER] = _WORKER.speculative_model
     num_speculative_tokens: Annotated[int, _OF_WORKER] = _WORKER.num_speculative_tokens
     batch_invariant: Annotated[bool, _OF_WORKER] = _WORKER.batch_invariant
+    lora: Annotated[tuple[str, ...], _OF_WORKER] = _WORKER.lora
+    lora_folder: Annotated[str, _OF_WORKER] = _WORKER.lora_folder
+    max_loras: Annotated[int, _OF_WORKER] = _WORKER.max_loras
+    max_lora_rank: Annotated[int, _OF_WORKER] = _WORKER.max_lora_rank
+    max_cpu_loras: Annotated[int, _OF_WORKER] = _WORKER.max_cpu_loras
     max_running: Annotated[int, _OF_WORKER] = _WORKER.max_running
     max_queue: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_queue
     queue_full_status: Annotated[int, _OF_GATEWAY] = _GATEWAY.queue_full_status
     cell: Annotated[int, _OF_GATEWAY] = _GATEWAY.cell
     list_requests: Annotated[bool, _OF_GATEWAY] = _GATEWAY.list_requests
+    runtime_lora_updating: Annotated[bool, _OF_GATEWAY] = _GATEWAY.runtime_lora_updating
     tls_cert: Annotated[str, _OF_GATEWAY] = _GATEWAY.tls_cert
     tls_key: Annotated[str, _OF_GATEWAY] = _GATEWAY.tls_key
     cors_origins: Annotated[tuple[str, ...], _OF_GATEWAY] = _GATEWAY.cors_origins

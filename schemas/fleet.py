@@ -83,6 +83,46 @@ class Embedder(msgspec.Struct, frozen=True, omit_defaults=True):
     scores: bool = False  # it makes no vectors: it scores pairs of texts, so an input is a pair
 
 
+class LoraAdapter(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """A LoRA adapter of a worker."""
+
+    name: str
+    digest: str = ""  # of what it computes; "": it cannot be served here
+    root: str = ""  # its folder, as whoever loaded it named it
+    revision: int = 0  # of its entry in the ``adapters`` bucket, which the worker has followed; 0: it is in its flags
+    loaded: bool = False  # in a slot of the device: a request with it can start at once
+    error: str = ""  # why it cannot be served here
+
+    @property
+    def id(self) -> str:
+        """As in ``GenerateRequest.lora``."""
+        return adapter_id(self.name, self.digest)
+
+
+def adapter_id(name: str, digest: str) -> str:
+    return f"{name}@{digest}"
+
+
+def adapter_name(identity: str) -> str:
+    """The name in an adapter's id, for clients; "": of no adapter."""
+    return identity.partition("@")[0]
+
+
+class AdapterEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an operator had loaded or unloaded while workers ran: a key of the ``adapters`` bucket.
+
+    Attributes:
+        model: canonical name of the model that it belongs to.
+        path: of its folder, within a folder that its workers allow (``--lora-folder``).
+        unloaded: it is not served, although a worker's flags name it.
+    """
+
+    name: str
+    model: str
+    path: str = ""
+    unloaded: bool = False
+
+
 class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Who a worker is, what it can do, and how it is."""
 
@@ -121,6 +161,8 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     device: str = ""  # what it computes on, as in "2x NVIDIA H100 80GB HBM3"; "": unknown
     inbox: str = ""  # subjects below it, by request: where contents of its jobs may be sent; "": it asks for them
     source: str = ""  # of the model: folder on ``host``, a bundled model, or Hugging Face id; "": it does not say
+    adapters: tuple[LoraAdapter, ...] = ()  # that it serves, and those that it could not load
+    adapter_slots: int = 0  # adapters of which sequences run at once; 0: it takes none
 
     @property
     def lasting_name(self) -> str:
@@ -151,6 +193,7 @@ def removal_headers(revision: int) -> dict[str, str]:
 
 
 decode = decoder(Registration)
+decode_adapter = decoder(AdapterEntry)
 
 
 NONE = "none"

@@ -114,6 +114,7 @@ class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
     on_gpu: tuple[int, ...] = ()  # positions of the candidates whose KV is in the memory of a GPU
     earlier_workers: tuple[EarlierWorker, ...] = ()  # that had the request in earlier attempts
     weight: float = 1.0  # of its tenant, when it was placed: its share of the queue at its worker, too
+    unloaded: tuple[str, ...] = ()  # candidates that have its adapter in host memory only: they would load it first
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):

@@ -40,6 +40,9 @@ CONSTRAINT = "constraint"  # reserved name of a logits processor, see ``Constrai
 CONSTRAINT_LARK = "constraint.lark"  # named besides for constraints of kind "lark"
 CONSTRAINT_SPELLED = "constraint.spelled"  # besides, if the text of a special token may be in the output
 CONSTRAINT_MARKS = frozenset({CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED})
+# Named by requests with an adapter, and registered by workers that apply them: builds without adapters refuse them.
+ADAPTER = "adapter"
+MARKS = CONSTRAINT_MARKS | {ADAPTER}  # names of logits processors that clients cannot use
 
 
 class LogitsProcessor(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -205,7 +208,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: Priority = Priority.standard
     user: str = ""
     salt: str = ""  # cache salt: requests with different salts share no KV
-    lora: str = ""
+    lora: str = ""  # its LoRA adapter, "NAME@DIGEST" (``fleet.adapter_id``); "": none
     media: tuple[Media, ...] = ()
     worker: str = ""  # routing mode "direct": only this worker
     endpoint: str = ""  # shape of the answer: chat, text, response, message, ollama_chat, embedding, rerank, image, …
@@ -237,6 +240,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt) // TOKEN_BYTES or self.prompt_length
+
+    @property
+    def named(self) -> str:
+        """The model as its client knows it: its adapter's name, else ``model``."""
+        return self.lora.partition("@")[0] or self.model
 
     @property
     def output(self) -> str:

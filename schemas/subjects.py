@@ -1,5 +1,6 @@
 """Subject names. Each deployment has a namespace; several can share a NATS server."""
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,6 +50,12 @@ KEPT = "kept"  # appended to a job's message id in the id of its copy
 def token(name: str) -> str:
     """A name as one subject token: characters with a meaning in NATS (dots, blanks, wildcards) become "_"."""
     return _TOKEN.sub("_", name) or "_"
+
+
+def adapter_key(model: str, name: str) -> str:
+    """The key of an adapter in its bucket: readable, and different for different names."""
+    digest = hashlib.sha256(f"{model}\0{name}".encode()).hexdigest()[:16]
+    return f"{token(name)}-{digest}"
 
 
 def cell_namespace(namespace: str, cell: int) -> str:

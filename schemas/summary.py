@@ -442,7 +442,7 @@ class Criteria(msgspec.Struct, frozen=True):
             and (not self.until_ns or summary.created_ns < self.until_ns)
             and (not self.at_ns or (summary.created_ns <= self.at_ns and not 0 < summary.ended_ns < self.at_ns))
             and self.model in ("", summary.model)
-            and (not self.models or summary.model in self.models)
+            and (not self.models or (summary.adapter.partition("@")[0] or summary.model) in self.models)
             and self.tenant in ("", summary.tenant)
             and self._ran_on(summary)
             and (not self.lost or bool(summary.lost_workers))

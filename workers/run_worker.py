@@ -79,6 +79,7 @@ def check_settings(settings: WorkerSettings) -> None:
     Raises:
         ValueError: settings that contradict each other.
     """
+    support = SUPPORT[settings.engine]
     if settings.role in ("prefill", "decode") and settings.engine in ("native", "mock"):  # others move KV themselves
         if not settings.prefix_cache:
             raise ValueError(f"--role {settings.role} hands off KV under the names of the prefix cache; leave it on")
@@ -99,11 +100,15 @@ def check_settings(settings: WorkerSettings) -> None:
             )
     if settings.kv_offloading_size and (settings.engine != "native" or settings.role != "aggregated"):
         raise ValueError("--kv-offloading-size applies to the native engine with --role aggregated only")
+    if settings.lora_slots and not support.lora and settings.role != "encode":
+        raise ValueError(
+            f"--engine {settings.engine} applies no LoRA adapters here; leave out --lora and --lora-folder, or use "
+            f"--engine {' or '.join(able('lora'))}"
+        )
     if settings.play and settings.engine != "mock":
         raise ValueError("--play applies to the mock engine: add --engine mock")
     if settings.speculative_model and settings.engine != "native":
         raise ValueError("--speculative-model applies to the native engine; others take it from --extra-engine-args")
-    support = SUPPORT[settings.engine]
     if settings.role == "encode" and not support.encode:
         raise ValueError(
             f"--engine {settings.engine} takes text only; --role encode runs on {', '.join(able('encode'))}"

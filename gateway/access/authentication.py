@@ -35,14 +35,14 @@ class Sight(NamedTuple):
 
     Attributes:
         tenant: whose; None: everyone's.
-        models: canonical names of the models that they ran on. Empty: all.
+        models: canonical names of the models, and names of the adapters, that they ran on. Empty: all.
     """
 
     tenant: str | None = None
     models: frozenset[str] = frozenset()
 
     def includes(self, request: GenerateRequest) -> bool:
-        return self.tenant in (None, request.tenant) and (not self.models or request.model in self.models)
+        return self.tenant in (None, request.tenant) and (not self.models or request.named in self.models)
 
 
 ALL = Sight()

@@ -12,6 +12,7 @@ from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.parsers.registry import ParserNames
 from penstock.schemas.block_hashes import tenant_salt
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import adapter_name
 from penstock.schemas.requests import Priority
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 from penstock.schemas.subjects import DEFAULT_TENANT
@@ -221,6 +222,7 @@ class PrepareContext(NamedTuple):
         reasoning_fields: of answers, see ``--reasoning-fields``; "": the default.
         loosened: schemas by tool, in place of those of tools that are not strict and have what cannot be compiled.
         elsewhere: models that generate no text, and the path to ask them at.
+        adapter: id of the LoRA adapter that was named in place of the model; "": none was.
     """
 
     model: ModelDir
@@ -246,6 +248,7 @@ class PrepareContext(NamedTuple):
     reasoning_fields: str = ""
     loosened: Mapping[str, Any] = {}
     api_key: str = ""
+    adapter: str = ""
 
     def check_model(self, name: str | None) -> None:
         """
@@ -257,7 +260,9 @@ class PrepareContext(NamedTuple):
         if not name:
             if not any(self.allowed is None or each in self.allowed for each in self.names):
                 raise model_not_found("", ())
-        elif name not in self.names or (self.allowed is not None and name not in self.allowed):
+        elif (name not in self.names and name != adapter_name(self.adapter)) or (
+            self.allowed is not None and name not in self.allowed
+        ):
             allowed = self.allowed
             path = self.elsewhere.get(name, "") if allowed is None or name in allowed else ""
             raise model_not_found(name, [each for each in self.names if allowed is None or each in allowed], path)

@@ -77,7 +77,7 @@ from penstock.gateway.http.usage import UsageEndpoint
 from penstock.gateway.service.gateway import Gateway
 from penstock.gateway.service.text_model import TextModel
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import Diffuser, Embedder
+from penstock.schemas.fleet import Diffuser, Embedder, LoraAdapter
 from penstock.schemas.requests import EMBEDDING, RERANK, SCORE, new_request_id, request_of_answer
 
 _INLINE = re.compile(rb"<(style|script)>(.*?)</\1>", re.DOTALL)
@@ -108,6 +108,7 @@ class Home:
 
 
 MOST_WORKERS = 1000  # in one answer
+MOST_ADAPTER_BYTES = 1 << 16  # of a body that names one
 
 
 class Component(Struct, frozen=True, omit_defaults=True):
@@ -344,6 +345,8 @@ def routes_of(gateway: Gateway, batches: Batches) -> list[Route]:
         Route("/v1/requests/{id}", api.cancel, methods=["DELETE"]),
         Route("/v1/requests/{id}/stream", Reattach(gateway, ImageReattach(gateway))),
         Route("/v1/media/{name}", GeneratedFiles(gateway).get),
+        Route("/v1/load_lora_adapter", api.load_adapter, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", api.unload_adapter, methods=["POST"]),
         Route("/v1/files", files.upload, methods=["POST"]),
         Route("/v1/files", files.files, methods=["GET"]),
         Route("/v1/files/{id}", files.file, methods=["GET"]),
@@ -393,6 +396,12 @@ class _Api:
         card = model.card
         return self._card(name, model.name, "text", images=card.images, max_model_len=card.max_model_len)
 
+    def _adapter_card(self, adapter: LoraAdapter, model: TextModel) -> dict[str, Any]:
+        """As vLLM lists one: its folder, and the model that it belongs to."""
+        return self._card(adapter.name, adapter.root, "text", max_model_len=model.card.max_model_len) | {
+            "parent": model.name
+        }
+
     def _diffusion_card(self, name: str, model: Diffuser) -> dict[str, Any]:
         return self._card(name, name, model.kind)
 
@@ -409,6 +418,7 @@ class _Api:
         diffusion = {name: self._diffusion_card(name, model) for name, model in fleet.diffusion_models.ready().items()}
         embedding = {name: self._embedding_card(name, model) for name, model in fleet.embedding_models.ready().items()}
         text = {name: self._model_card(name, model) for name, model in fleet.listed()}
+        text |= {adapter.name: self._adapter_card(adapter, model) for adapter, model in fleet.adapters()}
         cards = text | {name: card for name, card in (diffusion | embedding).items() if name not in text}
         return {name: card for name, card in cards.items() if caller.may_name(name)}
 
@@ -420,6 +430,9 @@ class _Api:
             if caller.may_name(name):
                 length = model.card.max_model_len or None
                 models[name] = MessagesModel(name, name, created, length, length)
+        for adapter, model in self._gateway.fleet.adapters(caller):
+            length = model.card.max_model_len or None
+            models[adapter.name] = MessagesModel(adapter.name, adapter.name, created, length, length)
         return models
 
     async def models(self, request: Request) -> Response:
@@ -435,6 +448,16 @@ class _Api:
         if card is None:
             raise ServingError(Code.model_not_found, f"model {name[:200]!r} is not served here", param="model")
         return _reply(card)
+
+    async def load_adapter(self, request: Request) -> Response:
+        return await self._changed(request, self._gateway.adapters.load)
+
+    async def unload_adapter(self, request: Request) -> Response:
+        return await self._changed(request, self._gateway.adapters.unload)
+
+    async def _changed(self, request: Request, change: Callable[[bytes, Caller], Awaitable[str]]) -> Response:
+        body = await read_body(request.scope, request.receive, MOST_ADAPTER_BYTES)
+        return Response(await change(body, caller_of(request.scope)), media_type="text/plain")
 
     async def tokenizer_info(self, request: Request) -> Response:
         name, caller = request.query_params.get("model", ""), caller_of(request.scope)

@@ -60,6 +60,7 @@ from penstock.gateway.batches.batch import (
 from penstock.gateway.http.ollama import ShownModel, ShowRequest
 from penstock.gateway.http.request_list import RequestList
 from penstock.gateway.http.usage import UsagePage
+from penstock.gateway.service.adapters import LoadAdapter, UnloadAdapter
 from penstock.schemas.errors import Code
 
 _LINES = "application/x-ndjson"
@@ -139,6 +140,14 @@ _COUNT = (
     Code.unsupported_encoding,
 )
 
+_ADAPTERS = (
+    Code.invalid_request,
+    Code.unsupported,
+    Code.permission_denied,
+    Code.model_not_found,
+    Code.model_unavailable,
+    Code.broker_unavailable,
+)
 _RESPONSE_ID = ("id", "path", "the response's id")
 _FILE_ID = ("id", "path", "the file's id")
 _BATCH_ID = ("id", "path", "the batch's id")
@@ -482,6 +491,20 @@ OPERATIONS = (
         "The tokenizer's configuration and the chat template",
         errors=(Code.model_not_found, Code.invalid_request),
         parameters=(("model", "query", "needed where several are served"),),
+    ),
+    Operation(
+        "post",
+        "/v1/load_lora_adapter",
+        "Load a LoRA adapter in all workers of its model; needs an operator's key; answers in plain text",
+        body=LoadAdapter,
+        errors=_ADAPTERS,
+    ),
+    Operation(
+        "post",
+        "/v1/unload_lora_adapter",
+        "Unload a LoRA adapter from all workers; needs an operator's key; answers in plain text",
+        body=UnloadAdapter,
+        errors=_ADAPTERS,
     ),
     Operation(
         "get",

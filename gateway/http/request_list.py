@@ -286,7 +286,7 @@ async def _ended(request: GenerateRequest, collector: Aggregator | ImageAggregat
 def _status(request: GenerateRequest, state: State) -> Status:
     return Status(
         id=request.id,
-        model=request.model,
+        model=request.named,
         state=state,
         created=request.created_ns // 1_000_000_000,
         deadline=request.deadline_ns // 1_000_000_000,

@@ -37,7 +37,17 @@ from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import requests
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import APART, DIFFUSION, EMBED, NO_TOKENS, Registration, WorkerState, reads, run_together
+from penstock.schemas.fleet import (
+    APART,
+    DIFFUSION,
+    EMBED,
+    NO_TOKENS,
+    LoraAdapter,
+    Registration,
+    WorkerState,
+    reads,
+    run_together,
+)
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import token
 
@@ -245,8 +255,13 @@ class FleetView:
 
     @property
     def names(self) -> Sequence[str]:
-        """Every name of a model that generates text."""
-        return list(self._by_name)
+        """Every name of a model that generates text, and of an adapter."""
+        return [*self._by_name, *(adapter.name for adapter, _ in self.adapters())]
+
+    @property
+    def models_by_name(self) -> Mapping[str, TextModel]:
+        """The models that generate text, by each of their names."""
+        return self._by_name
 
     def find(self, name: str) -> TextModel | None:
         """
@@ -271,7 +286,7 @@ class FleetView:
 
     def only_context(self) -> PrepareContext | None:
         """What bodies are prepared for where there is one model, in memory; None: a body has to say which it is for."""
-        return self._only.context() if self._only is not None else None
+        return self._only.context() if self._only is not None and not self._only.adapters else None
 
     async def context_for(self, name: str, caller: Caller = ANYONE) -> PrepareContext:
         """What a body is prepared for that names this model.
@@ -282,7 +297,18 @@ class FleetView:
             ServingError: model_not_found; invalid_request: several are served and it names none; model_unavailable.
         """
         model = self._chosen(name, caller)
-        return model.context() or await model.load()
+        context = model.context() or await model.load()
+        adapter = model.adapters.get(name) if name not in self._by_name else None
+        return context if adapter is None else model.adapted(context, adapter)
+
+    def adapters(self, caller: Caller = ANYONE) -> Iterator[tuple[LoraAdapter, TextModel]]:
+        """LoRA adapters that requests may name, each with its model. A model goes before an adapter of its name."""
+        seen = set(self._by_name)
+        for model in self._models.values():
+            for name, adapter in model.adapters.items():
+                if name not in seen and caller.may_name(name):
+                    seen.add(name)
+                    yield adapter, model
 
     def _chosen(self, name: str, caller: Caller) -> TextModel:
         if not name:
@@ -290,11 +316,19 @@ class FleetView:
             if len(usable) == 1:
                 return usable[0]
             raise model_missing([each.name for each in usable]) if usable else model_not_found("", ())
-        model = self._by_name.get(name)
+        model = self._named(name)
         if model is None or not caller.may_name(name):
             path = self.elsewhere().get(name, "") if caller.may_name(name) else ""
-            raise model_not_found(name, [each for each in self._by_name if caller.may_name(each)], path)
+            served = [each for each in self._by_name if caller.may_name(each)]
+            raise model_not_found(name, [*served, *(adapter.name for adapter, _ in self.adapters(caller))], path)
         return model
+
+    def _named(self, name: str) -> TextModel | None:
+        """The model of a name, or of the adapter that has it."""
+        model = self._by_name.get(name)
+        if model is not None:
+            return model
+        return next((each for each in self._models.values() if name in each.adapters), None)
 
     def elsewhere(self) -> dict[str, str]:
         """Models that generate no text, and the path to ask them at."""
@@ -379,7 +413,7 @@ class FleetView:
             name = named_in(body)
         except ServingError:
             return ""
-        model = self._by_name.get(name)
+        model = self._named(name)
         return model.name if model is not None else name if name in self._apart else ""
 
     def ignored_by(self, body: bytes) -> frozenset[str]:

@@ -30,6 +30,7 @@ from penstock.gateway.media.loader import MediaLoader
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.listing import Page, page_of
 from penstock.gateway.request_log.lookup import StoredRequest
+from penstock.gateway.service.adapters import AdapterLoading
 from penstock.gateway.service.cell import LIMITS_S, SWEEP_S, Cell
 from penstock.gateway.service.cell_choice import CellChooser
 from penstock.gateway.service.conversations import Conversations
@@ -78,6 +79,7 @@ class Gateway:
         bus: of the home cell.
         cells: by their numbers.
         active: those that take new requests.
+        adapters: loads and unloads LoRA adapters.
         draining: no longer ready; requests that still arrive are served.
         stopped: open requests were left to other gateways.
         answering: open requests whose answers go out over HTTP.
@@ -118,6 +120,7 @@ class Gateway:
         named = named_models(models, settings)
         buses = [link.bus for link in links]
         self.fleet = FleetView(buses, named, self.id, settings, metrics, self.tasks, self._open_models)
+        self.adapters = AdapterLoading(buses, self.fleet, self.audit, open_to_all=settings.runtime_lora_updating)
         self.limiter = Limiter(bus, self.id)
         self.budgets = Budgets(self.guard.table.keys, self.tenants.known, bus.clock.now_ns)
         self.charges = Charges(self.limiter, self._record_of, self._request_of, self.tasks, bus.clock)

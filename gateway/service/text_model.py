@@ -8,6 +8,7 @@ used: the same token ids mean different text to it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 import structlog
@@ -20,7 +21,7 @@ from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.parsers.families import TABLE, reasoning_parser, tool_call_parser
 from penstock.infra.text.parsers.registry import ParserNames, agreed_parsers
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import AUTO, NO_TOKENS, Registration, WorkerState, reads, revisions
+from penstock.schemas.fleet import AUTO, NO_TOKENS, LoraAdapter, Registration, WorkerState, reads, revisions
 
 log = structlog.get_logger("gateway")
 
@@ -170,6 +171,8 @@ class TextModel:
         self._context: PrepareContext | None = None
         self._loaded: Loaded | None = None
         self._ignored: frozenset[str] | None = None
+        self._adapters: dict[str, LoraAdapter] | None = None
+        self._adapted: dict[str, PrepareContext] = {}  # by id of the adapter, of ``_context``
         self._has_generated = self.configured  # a worker has been ready for it
         self._card = Card()
         self._parsers: ParserNames | None = None  # None: neither a worker nor the template has said
@@ -194,7 +197,8 @@ class TextModel:
             self.changed()
 
     def changed(self) -> None:
-        self._selection = self._context = self._loaded = self._ignored = None
+        self._selection = self._context = self._loaded = self._ignored = self._adapters = None
+        self._adapted = {}
         if not self.configured:
             self._looked = False
             aliases = (alias for each in self.workers.values() if each.model == self.name for alias in each.aliases)
@@ -222,6 +226,31 @@ class TextModel:
         if self._ignored is None:
             self._ignored = frozenset(name for each in self._select().used for name in each.ignored_options)
         return self._ignored
+
+    @property
+    def adapters(self) -> Mapping[str, LoraAdapter]:
+        """Its LoRA adapters, by name. While some workers have another one of that name than others, the one counts
+        that was loaded last: requests with it go to workers that have it."""
+        if self._adapters is None:
+            found: dict[str, LoraAdapter] = {}
+            for each in chain.from_iterable(w.adapters for w in self._select().used if w.role not in NO_TOKENS):
+                if each.digest and (each.name not in found or _newness(each) > _newness(found[each.name])):
+                    found[each.name] = each
+            self._adapters = dict(sorted(found.items()))
+        return self._adapters
+
+    def adapted(self, context: PrepareContext, adapter: LoraAdapter) -> PrepareContext:
+        """What a body is prepared for that names an adapter.
+
+        Args:
+            context: of the model.
+        """
+        found = self._adapted.get(adapter.id)
+        if found is None:
+            if len(self._adapted) > len(self.adapters):
+                self._adapted.clear()
+            found = self._adapted[adapter.id] = context._replace(adapter=adapter.id)
+        return found
 
     @property
     def tokenizer(self) -> str:
@@ -383,6 +412,11 @@ class TextModel:
             self._conflicts.add(named)
             log.warning("workers_name_different_parsers", model=self.name, parsers=sorted(named), used=parsers)
         return self._parsers
+
+
+def _newness(adapter: LoraAdapter) -> tuple[bool, int, str]:
+    """A worker that could not load it again has an older one."""
+    return not adapter.error, adapter.revision, adapter.digest
 
 
 def _nowhere(name: str) -> ServingError:

@@ -271,6 +271,8 @@ def _gateway(s: Subjects) -> tuple[Right, ...]:
             *(s.stream(name) for name in ("TOKENS", "REQUESTS", "DONE", "USAGE")), *_buckets(s, "workers", "tenants")
         ),
         _reads(*_buckets(s, "idempotency", "routers", "keys", "budgets", "verdicts", "deleted")),
+        Right("have workers load and unload adapters", (f"$KV.{s.bucket('adapters')}.*",)),
+        _reads(*_buckets(s, "adapters")),
         Right("read the length of the queue", (f"$JS.API.CONSUMER.INFO.{requests}.*",)),
         _stores(s.bucket("media")),
         Right(
@@ -341,6 +343,8 @@ def _worker(s: Subjects) -> tuple[Right, ...]:
         )),
         Right("know whether the jobs' stream was lost and made anew", (f"$JS.API.STREAM.INFO.{work}",)),
         _reads(*_buckets(s, "workers")),
+        Right("load the adapters that operators name", (), (s.live(f"$KV.{s.bucket('adapters')}.>"),)),
+        _reads(*_buckets(s, "adapters")),
         _fetches(s.bucket("media")),
         _stores(s.bucket("results")),
     )  # fmt: skip

@@ -156,7 +156,7 @@ def with_name(up: UpSettings) -> UpSettings:
     return msgspec.structs.replace(up, model=(folder,), served_model_name=name)
 
 
-_OF_ONE = ("served_model_name", "recipe", "chat_template", "speculative_model", *_FILES.values())
+_OF_ONE = ("served_model_name", "recipe", "chat_template", "speculative_model", "lora", "lora_folder", *_FILES.values())
 _SLUG = re.compile(r"[^a-z0-9]+")
 
 
@@ -383,6 +383,8 @@ def _embedding(up: UpSettings, engine: str, model: str) -> WorkerGroup:
         "kv_blocks": 0,
         "quantization": "none",
         "speculative_model": "",
+        "lora": (),
+        "lora_folder": "",
         **_NO_ENGINE_ARGUMENTS,
     }
     return WorkerGroup("embed", up.embed, settings, gpus=0 if own == "mock" else 1)

@@ -37,7 +37,8 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
         *(kv.KvBatch, transfer.Handoffs, plans.Planned, audit.AuditEntry),
         *(batches.BatchOpened, batches.BatchTaken, batches.BatchResults, batches.StoredFile, batches.Batch),
         usage.UsagePart,
-        *(fleet.Registration, routers.Member, deletions.Deletion, tenants.Limits, keys.ApiKey, keys.Ledger),
+        *(fleet.Registration, fleet.AdapterEntry, routers.Member),
+        *(deletions.Deletion, tenants.Limits, keys.ApiKey, keys.Ledger),
     )
 }
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

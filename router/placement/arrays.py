@@ -21,6 +21,7 @@ from penstock.router.placement.cost import (
     aggregated_pool,
     favour_tokens,
     is_plain,
+    loading_tokens,
     most_uncached,
     rejection,
     reuse,
@@ -192,6 +193,7 @@ class Pool(NamedTuple):
         block_size: of all targets, or of each.
         most_block_size: the largest.
         places: of the targets of bits, with the version that they are of.
+        loading: what it costs at each target to load the requests' adapter; None: they have none.
     """
 
     ids: Sequence[TargetId]
@@ -207,6 +209,7 @@ class Pool(NamedTuple):
     block_size: Column | float
     most_block_size: int
     places: dict[TargetBits, tuple[int, Rows]]
+    loading: Column | None
 
     def column(self, blocks: Mapping[TargetId, int]) -> Column:
         """Values of some targets in their places, 0 in the others; those of other pools' targets are left out."""
@@ -302,7 +305,7 @@ class Pools:
     def __init__(self, tracker: LoadTracker) -> None:
         self._tracker = tracker
         self._version = -1
-        self._cache: dict[tuple[str, str | None, str, frozenset[str]], Pool | None] = {}
+        self._cache: dict[tuple[str, str | None, str, frozenset[str], str], Pool | None] = {}
 
     def pool(self, request: RoutingRequest) -> Pool | None:
         """The pool of a request; None: it has to be decided in the general way (``aggregated_pool``)."""
@@ -311,7 +314,7 @@ class Pools:
         if self._version != self._tracker.version or len(self._cache) > POOLS_CACHED:
             self._version = self._tracker.version
             self._cache.clear()
-        kind = (request.model, request.revision, request.tokenizer, request.processors)
+        kind = (request.model, request.revision, request.tokenizer, request.processors, request.adapter)
         if kind not in self._cache:
             self._cache[kind] = self._made(request)
         return self._cache[kind]
@@ -342,6 +345,7 @@ class Pools:
             sizes.pop() if len(sizes) == 1 else np.array([each.block_size for each in registrations], np.float64),
             max(each.block_size for each in registrations),
             {},
+            np.array([loading_tokens(request.adapter, each) for each in registrations]) if request.adapter else None,
         )
 
 
@@ -376,6 +380,8 @@ class ArrayDecisions:
             at = pool.position.get(target)
             if at is not None:
                 target_costs.whole[at] -= favour_tokens(size)
+        if pool.loading is not None:
+            target_costs.whole[:] += pool.loading
         allowed = pool.allowed(request)
         free = (allowed & target_costs.fits).nonzero()[0]
         if not len(free):
@@ -431,6 +437,8 @@ class ArrayDecisions:
         one = all(held.request.n == 1 for held in requests)
         own = self._columns.terms(pool.rows, 1 if one else sizes[2], now_ns)
         target_costs = costs(RequestSizes(*sizes), cached, leading, own, pool.block_size)
+        if pool.loading is not None:
+            target_costs.whole[:] += pool.loading
         fits = target_costs.fits & allowed
         open_cost = np.where(fits, target_costs.whole, np.inf)
         any_cost = np.where(allowed, target_costs.whole, np.inf)

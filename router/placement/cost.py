@@ -16,6 +16,8 @@ S: tokens of the prompts that it was sent lately, cached or not; so idle targets
    prefixes that are used now and then; more if another router prefers it
 s, t: time per prompt token and per step relative to the other targets, learnt
 
+A request with a LoRA adapter costs ``ADAPTER_TOKENS`` more where that is not on the device.
+
 u counts twice: once for this request, once for those that come behind it; and at most 2.5 times more for those that it
 holds up, so that no prompt waits behind more than that to spare them. A counts up to twice for a long prompt: long ones
 have the longest TTFT anyway, so they avoid each other, and short ones go where work waits. A target has room for a
@@ -36,7 +38,7 @@ from penstock.router.state.target_loads import ENCODE, RoutingTarget, TargetColu
 from penstock.schemas.cells import HELD_UP, HELD_UP_COMPUTING, MOST_HELD_UP, OWN_WORK, PASS_TOKENS, SLOT_TOKENS
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import APART, Registration, WorkerState, reads
-from penstock.schemas.requests import CONSTRAINT_MARKS
+from penstock.schemas.requests import ADAPTER, CONSTRAINT_MARKS
 
 Requirement = Callable[[Registration], str]  # a further filter: returns a reason, or "" if the worker passes
 
@@ -64,7 +66,11 @@ def rejection(request: RoutingRequest, target: RoutingTarget, requirement: Requi
         return reason
     if request.processors and not request.processors.issubset(registration.logits_processors):
         missing = request.processors.difference(registration.logits_processors)
+        if ADAPTER in missing:
+            return "no_adapter"
         return "no_constraints" if missing & CONSTRAINT_MARKS else "no_processor"
+    if request.adapter and all(each.id != request.adapter for each in registration.adapters):
+        return "no_adapter"
     if request.prompt_tokens + request.max_tokens > registration.max_model_len:
         return "too_long"
     if request.prompt_tokens >= registration.total_blocks * registration.block_size:
@@ -89,6 +95,7 @@ def _rejection_apart(request: RoutingRequest, target: RoutingTarget) -> str:
 # Reasons that may pass. One of them is enough to let the request wait, whatever is wrong with the other workers.
 _TEMPORARY = (
     "full", "better_full", "prefill_full", "no_partner", "draining", "other_revision", "other_tokenizer", "no_encoder",
+    "no_adapter",
 )  # fmt: skip
 # Reasons that end the request.
 _PERMANENT = {
@@ -133,6 +140,9 @@ SERVED_COST = 1 / 256  # with 1 / 128 answers take 3 % longer where long prompts
 # prefix is computed again: agents in overload would wait 35 % longer.
 MOST_UNCOMPUTED = 2 * PASS_TOKENS
 STAYS = 1 / 2  # of a prompt, at least; the rest is computed in a pass
+# Copying an adapter to the device takes about as long as computing so many tokens of a prompt (``python -m
+# tests.gpu.lora speed``), and may take the slot of one that is asked for next.
+ADAPTER_TOKENS = 512.0
 FAVOUR = 256.0  # prompt tokens of work, at most, that a session's last target is ahead
 
 
@@ -163,6 +173,11 @@ class TargetCost(NamedTuple):
 def favour_tokens(size: RequestSize) -> float:
     """The discount for a request at the target of its session's last request."""
     return min(FAVOUR, size.tokens)
+
+
+def loading_tokens(adapter: str, registration: Registration) -> float:
+    """What it costs that a worker has an adapter in host memory only."""
+    return 0.0 if any(each.loaded and each.id == adapter for each in registration.adapters) else ADAPTER_TOKENS
 
 
 def favoured(cost: TargetCost, tokens: float) -> TargetCost:
@@ -314,6 +329,9 @@ def target_costs(context: RoutingContext) -> Mapping[TargetId, TargetCost]:
     for target_id in context.request.session:
         if target_id in costs:
             costs[target_id] = favoured(costs[target_id], favour_tokens(size))
+    if adapter := context.request.adapter:
+        for target in context.targets:
+            costs[target.id] = favoured(costs[target.id], -loading_tokens(adapter, target.registration))
     return costs
 
 

@@ -28,7 +28,7 @@ import structlog
 
 from penstock.configs.settings import RouterMode, RouterSettings
 from penstock.infra.byte_cache import ByteCache
-from penstock.router.placement.cost import FEW, are_many
+from penstock.router.placement.cost import FEW, are_many, loading_tokens
 from penstock.router.placement.decide import TransferKind, decide, transfer_kind
 from penstock.router.placement.pending import PendingRequest, crowded, required_revision, routing_request
 from penstock.router.placement.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
@@ -291,6 +291,10 @@ class Decider:
         if decision.how:  # there are workers for some stages only
             workers = [tracker.worker(each.worker) for each in decision.candidates]
             inputs = with_pairs(inputs, workers)
+        if request.adapter:
+            found = ((each.worker, tracker.worker(each.worker)) for each in decision.candidates)
+            lacking = (name for name, each in found if each is not None and loading_tokens(request.adapter, each))
+            inputs = msgspec.structs.replace(inputs, unloaded=tuple(dict.fromkeys(lacking)))
         return decision, inputs
 
     def sent(self, request: GenerateRequest, route: Sequence[Stage]) -> None:

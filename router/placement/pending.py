@@ -178,6 +178,7 @@ def routing_request(
         tokenizer=request.tokenizer,
         shared_blocks=shared_blocks,
         session=session,
+        adapter=request.lora,
     )
 
 
@@ -207,6 +208,7 @@ def lane(pending: PendingRequest, local_prefill_tokens: int) -> str:
     return " ".join(
         (
             *parts,
+            *([request.lora] if request.lora else ()),
             *sorted(pending.processors),
             *([pending.suspect] if pending.suspect else ()),
         )

@@ -42,6 +42,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     tokenizer: str = ""  # digest of the tokenizer that encoded the prompt
     shared_blocks: int = 0  # leading ones that many prompts begin with (``SharedPrefixes``)
     session: tuple[TargetId, ...] = ()  # targets of its session's last request (``Sessions``)
+    adapter: str = ""  # id of the LoRA adapter that the worker must have
 
     def names(self, registration: Registration) -> bool:
         """Whether the request names this worker."""

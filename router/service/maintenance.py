@@ -35,6 +35,7 @@ from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.router_metrics import Metrics
 from penstock.schemas import requests
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import NO_TOKENS
 from penstock.schemas.jobs import headers_of
 from penstock.schemas.subjects import (
     HEADER_CONTENT_TYPE,
@@ -134,8 +135,12 @@ class Maintenance:
             await self._time_slice.yield_if_spent()
 
     def _revision_is_gone(self, pending: PendingRequest, now: float) -> bool:
-        """Whether a request that is streaming has waited long enough for a worker of its revision."""
+        """Whether a request has waited long enough for a worker of its adapter; or, if it is streaming, of its
+        revision."""
         request, pinned = pending.request, pending.pinned_revision
+        if request.lora and self._lacks_adapter(pending):
+            pending.missing_since = pending.missing_since or now
+            return now - pending.missing_since >= self._revision_wait_s
         if pending.streaming and pinned:
             present = self._cluster.tracker.revisions(request.model, request.tokenizer).present
             if pinned not in present:
@@ -144,7 +149,24 @@ class Maintenance:
         pending.missing_since = 0.0
         return False
 
+    def _lacks_adapter(self, pending: PendingRequest) -> bool:
+        """Whether the model has workers, and none has the adapter."""
+        serving = self._cluster.tracker.serving(pending.request.model)
+        computing = [each for each in serving if each.role not in NO_TOKENS]
+        return bool(computing) and not any(
+            adapter.id == pending.request.lora for each in computing for adapter in each.adapters
+        )
+
     def _end_without_revision(self, pending: PendingRequest) -> None:
+        if pending.request.lora and self._lacks_adapter(pending):
+            self._terminal.end(
+                pending,
+                Code.revision_unavailable,
+                f"no worker of {pending.request.model!r} has had LoRA adapter {pending.request.lora} for "
+                f"{self._revision_wait_s:g} s (--revision-wait-s): it was replaced or unloaded after the request was "
+                "accepted; send the request again",
+            )
+            return
         self._terminal.end(
             pending,
             Code.revision_unavailable,

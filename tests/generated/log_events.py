@@ -190,6 +190,12 @@ def _section(level: str, found: list[Event]) -> str:
 
 MEANINGS = {
     "abort_unanswered": "TensorRT-LLM did not confirm that it stopped a request",
+    "adapter_entry_unreadable": "an entry of a LoRA adapter on the broker is of another version; it is ignored",
+    "adapter_failed": "a LoRA adapter cannot be served by this worker; `error` says why",
+    "adapter_loaded": "a LoRA adapter is served, by this id: its name and a digest of its content",
+    "adapter_slots": "there is room for so many LoRA adapters on the device",
+    "adapter_unloaded": "a LoRA adapter is no longer served, or was replaced",
+    "adapters_not_followed": "what operators have loaded and unloaded is not known: the bucket cannot be read",
     "adopted_outputs": "how TensorRT-LLM's answers from another engine's KV begin, found by trying",
     "another_planner_decides": "another planner of this model holds the lease; this one waits",
     "answer_completed_from_record": "the end of an answer did not come as tokens and was taken from its record",

@@ -87,6 +87,8 @@ CHANNELS = (
             ("stored_file", "batch"), "gateways", "gateways"),
     Channel("$KV.ps_workers.<worker>", "KV_ps_workers", (fleet.Registration,), ("registration",), "that worker",
             "everybody"),
+    Channel("$KV.ps_adapters.<adapter>", "KV_ps_adapters", (fleet.AdapterEntry,), ("adapter_entry",), "gateways",
+            "workers"),
     Channel("$KV.ps_routers.<router>", "KV_ps_routers", (routers.Member,), ("router",), "that router",
             "routers and gateways"),
     Channel("$KV.ps_deleted.<request>", "KV_ps_deleted", (deletions.Deletion,), ("deletion",),

@@ -207,6 +207,26 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         fleet.decode,
     ),
+    "registration_with_adapters": (
+        fleet.Registration(
+            *("w", "tiny", "aggregated", "native", 1, 32, 100, 8, 4096),
+            adapters=(
+                fleet.LoraAdapter("poet", "0a1b2c3d4e5f6071", "poets/one", 7, True),
+                fleet.LoraAdapter("clerk", root="clerk", error="there is no such folder"),
+            ),
+            adapter_slots=8,
+        ),
+        fleet.decode,
+    ),
+    "adapter_entry": (fleet.AdapterEntry("poet", "tiny", "poets/one"), fleet.decode_adapter),
+    "adapter_entry_of_one_that_was_unloaded": (
+        fleet.AdapterEntry("poet", "tiny", unloaded=True),
+        fleet.decode_adapter,
+    ),
+    "job_with_an_adapter_to_load": (
+        msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4, unloaded=("w-2",))),
+        jobs.decode,
+    ),
     "job_to_decide_again": (
         msgspec.structs.replace(
             JOB,

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from penstock.infra.model.adapter import AdapterFolder
 from penstock.infra.process.class_queue import StartShare
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
@@ -118,6 +119,7 @@ class SequenceRequest(msgspec.Struct):
     trace: Mapping[str, str] | None = None  # W3C headers for the engine's own spans; None: it is not traced
     client_request_id: str = ""  # the client's own id for it
     constraint: Constraint | None = None  # what its whole output must match
+    adapter: str = ""  # id of its LoRA adapter, which was added (``AdapterEngine``); "": none
     handoff: str = ""  # of a prefill stage: names the handoff of the request in this attempt, for all its choices
     share: StartShare = StartShare()  # in which it waits for its start
 
@@ -235,11 +237,15 @@ class Engine(Protocol):
     def grammars(self) -> "Grammars | None":
         """None: it compiles constraints by itself, or takes none (see ``EngineInfo.constraints``)."""
 
+    @property
+    def adapters(self) -> "AdapterEngine | None":
+        """None: it applies no LoRA adapters."""
+
     def submit(self, request: SequenceRequest) -> None:
         """Queue one sequence.
 
         Raises:
-            RequestError: it can never run here (too long, bad option).
+            RequestError: it can never run here (too long, bad option, an adapter that was not added).
         """
 
     def cancel(self, key: object) -> bool:
@@ -297,6 +303,39 @@ class Grammars(Protocol):
         Raises:
             RequestError: it cannot be compiled.
         """
+
+
+class AdapterEngine(Protocol):
+    """The additional interface of an engine that applies LoRA adapters, different ones and none in one batch.
+
+    Attributes:
+        slots: adapters of which sequences run at once.
+        max_rank: of an adapter.
+        loaded: ids of those with which a sequence can start at once; read in any thread.
+    """
+
+    slots: int
+    max_rank: int
+
+    @property
+    def loaded(self) -> tuple[str, ...]: ...
+
+    def prepare(self, folder: AdapterFolder, identity: str) -> object:
+        """Read an adapter into host memory; in any thread.
+
+        Raises:
+            AdapterError: it does not fit the model.
+        """
+
+    def add(self, identity: str, prepared: object) -> None:
+        """Take requests with an adapter from now on; in the engine thread.
+
+        Raises:
+            AdapterError: the engine does not take it.
+        """
+
+    def remove(self, identity: str) -> None:
+        """Take no more requests with an adapter; those that were submitted run to their end. In the engine thread."""
 
 
 class KvTransfer(Protocol):
@@ -381,6 +420,14 @@ def vision_of(engine: Engine) -> VisionEngine:
     """The capability of an engine that is known to have it: its model takes images."""
     assert engine.vision is not None, f"engine {engine.info.name} takes no images"
     return engine.vision
+
+
+def adapter_missing(identity: str) -> str:
+    """Why a request with an adapter cannot run."""
+    return (
+        f"LoRA adapter {identity} is no longer served: it was replaced or unloaded after the request was accepted; "
+        "send the request again"
+    )
 
 
 def check_vocabulary(request: SequenceRequest, vocab_size: int) -> None:

@@ -94,6 +94,7 @@ class Support(Struct, frozen=True, kw_only=True):
     rank_routing: str
     diffusion: str
     embed: str
+    lora: str
     cpu: str
 
 
@@ -112,6 +113,7 @@ FEATURES: Mapping[str, str] = {
     "rank_routing": "routing to attention-DP ranks",
     "diffusion": "images and videos from text",
     "embed": "embeddings",
+    "lora": "LoRA adapters, different ones in a batch",
     "cpu": "runs without a GPU",
 }
 assert tuple(FEATURES) == tuple(field.name for field in fields(Support))
@@ -131,6 +133,7 @@ SUPPORT: Mapping[str, Support] = {
         rank_routing=NO,
         diffusion="diffusers",
         embed="encoders and decoders",
+        lora="linear layers; not with fp8 weights",
         cpu="yes",
     ),
     "mock": Support(
@@ -147,6 +150,7 @@ SUPPORT: Mapping[str, Support] = {
         rank_routing="simulated (--mock-ranks)",
         diffusion=NO,
         embed="simulated",
+        lora="simulated",
         cpu="yes",
     ),
     "trtllm": Support(
@@ -163,6 +167,7 @@ SUPPORT: Mapping[str, Support] = {
         rank_routing="yes",
         diffusion="visual_gen of 1.3",
         embed=NO,
+        lora=NO,
         cpu=NO,
     ),
     "vllm": Support(
@@ -179,6 +184,7 @@ SUPPORT: Mapping[str, Support] = {
         rank_routing="data-parallel ranks",
         diffusion=NO,
         embed=NO,
+        lora=NO,
         cpu="its CPU build",
     ),
     "sglang": Support(
@@ -195,6 +201,7 @@ SUPPORT: Mapping[str, Support] = {
         rank_routing="data-parallel and attention-DP ranks",
         diffusion=NO,
         embed=NO,
+        lora=NO,
         cpu=NO,
     ),
 }

@@ -23,6 +23,7 @@ from penstock.workers.engines.engine_protocol import Engine, EngineError, Engine
 from penstock.workers.kv_transfer.transport_protocol import Transport, TransportUnavailable
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.runners.token_runner import TokenPace, TokenRunner
+from penstock.workers.session.adapters import AdapterTable
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import ServedModel, SessionContext
 
@@ -49,6 +50,7 @@ class TokenBackend:
         self._info: EngineInfo
         self._vision: VisionEngine | None = None
         self._grammars: Grammars | None = None
+        self._adapters: AdapterTable | None = None
 
     async def start(self) -> None:
         """Load the model's description and begin to build the engine.
@@ -89,6 +91,7 @@ class TokenBackend:
         """
         Raises:
             EngineError: the engine cannot be built.
+            AdapterError: an adapter that a flag names cannot be served.
             TransportUnavailable: a transport is needed and cannot be opened.
         """
         assert self._thread is not None
@@ -102,6 +105,15 @@ class TokenBackend:
         self._transport = await self._open_transport(connection)
         freeze_loaded()
         served = self._served_model(connection)
+        if engine.adapters is not None:
+            self._adapters = AdapterTable(
+                engine.adapters,
+                self._engine_loop.call,
+                self._settings,
+                (served.name, *served.aliases),
+                self._events.registration_changed,
+            )
+            await self._adapters.start()
         self._metrics.engine_built(served.name, engine.info)
         return served
 
@@ -151,10 +163,19 @@ class TokenBackend:
 
     def make_runner(self, context: SessionContext) -> TokenRunner:
         return TokenRunner(
-            context, self._engine_loop, self._info, self._transport, self._vision, self._grammars, self._pace
+            context,
+            self._engine_loop,
+            self._info,
+            self._transport,
+            self._vision,
+            self._grammars,
+            self._pace,
+            self._adapters,
         )
 
     async def close(self) -> None:
+        if self._adapters is not None:
+            self._adapters.close()
         if self._transport is not None:  # before the memory that it registered is freed
             await asyncio.to_thread(self._transport.close)
 

@@ -47,6 +47,7 @@ from penstock.workers.engines.engine_protocol import (
 )
 from penstock.workers.kv_transfer.transport_protocol import Transport
 from penstock.workers.runners.flush_publisher import Dumper, FlushPublisher
+from penstock.workers.session.adapters import AdapterTable
 from penstock.workers.session.request_runner import SessionContext, StageInput
 from penstock.workers.session.requests import RunningRequest, admit, already_over, sequence_requests
 from penstock.workers.session.terminal_events import SETTLE_S
@@ -181,6 +182,7 @@ class TokenRunner:
         vision: of the engine, if its model takes images.
         grammars: of the engine, if it applies constraints.
         pace: of the worker, over all its sessions.
+        adapters: LoRA adapters of the engine, if it applies any; likewise.
     Attributes:
         disaggregation: the stages of requests that other workers begin or continue.
         publisher: publishes what the engine has computed.
@@ -196,6 +198,7 @@ class TokenRunner:
         vision: VisionEngine | None = None,
         grammars: Grammars | None = None,
         pace: TokenPace | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
         self.slots = info.slots
         self.queue = max(1, int(info.slots * QUEUE_SHARE))
@@ -210,6 +213,7 @@ class TokenRunner:
         self._trials = ConstraintTrials(cpu_s=TRIAL_CPU_S, wait_s=TRIAL_WAIT_S, limits=TRIAL_LIMITS)
         self._stats = EngineStats(0, 0, 0, 0, info.total_blocks)
         self._pace = pace if pace is not None else TokenPace(context.settings.role)
+        self._adapters = adapters
         self._core_waits = CoreWaits()
         self._steps_seen = -1
         self._asked = 0.0
@@ -380,6 +384,9 @@ class TokenRunner:
         self._context.tasks.spawn(self.publisher.run(), name="flushes")
         self._engine.begin_session(self.publisher.deliver)
         await self.disaggregation.open()
+        if self._adapters is not None:
+            await self._adapters.follow(self._context.bus)
+            self._context.tasks.spawn(self._adapters.keep(), name="adapters")
 
     async def fence(self) -> None:
         await end(self._compiling)
@@ -391,6 +398,8 @@ class TokenRunner:
                 await asyncio.wrap_future(self._engine.call(lambda engine: None))
 
     async def close(self) -> None:
+        if self._adapters is not None:
+            await self._adapters.unfollow()
         await self.disaggregation.close()
         await end(self.stage_tasks | self._compiling)
         await self._trials.close()
@@ -399,7 +408,7 @@ class TokenRunner:
 
     def registration(self, state: fleet.WorkerState) -> fleet.Registration:
         info, stats, model, settings = self._info, self._stats, self._context.model, self._context.settings
-        kv_events = info.kv_events and settings.publish_events_and_metrics
+        kv_events, adapters = info.kv_events and settings.publish_events_and_metrics, self._adapters
         return fleet.Registration(
             worker=self._context.id,
             model=model.name,
@@ -433,7 +442,7 @@ class TokenRunner:
             connection=model.connection,
             transfer=self._endpoint(),
             vision=self._vision is not None,
-            logits_processors=(*info.logits_processors, *info.constraints),
+            logits_processors=(*info.logits_processors, *info.constraints, *((requests.ADAPTER,) if adapters else ())),
             reasoning_parser=model.reasoning_parser,
             tool_call_parser=model.tool_call_parser,
             max_batched_tokens=info.max_batched_tokens,
@@ -443,6 +452,8 @@ class TokenRunner:
             ignored_options=info.ignored_options,
             device=self._context.metrics.device,
             source=model.source,
+            adapters=adapters.registered() if adapters else (),
+            adapter_slots=adapters.slots if adapters else 0,
         )
 
     def _endpoint(self) -> Endpoint | None:

@@ -24,7 +24,7 @@ from penstock.infra.text.parsers.registry import stop_search
 from penstock.schemas import block_hashes, done, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.jobs import ALONE, EarlierWorker, Job, Stage, earlier_workers, rank_of, weight_of
-from penstock.schemas.requests import CONSTRAINT_MARKS, GenerateRequest, Sampling, Stop
+from penstock.schemas.requests import MARKS, GenerateRequest, Sampling, Stop
 from penstock.schemas.tokens import Finish, Logprob, carried
 from penstock.schemas.trace import Stamps, headers, stage_name
 from penstock.schemas.transfer import Ticket
@@ -202,6 +202,7 @@ def sequence_requests(
             trace=_trace(running, role),
             client_request_id=request.client_request_id,
             constraint=request.constraint,
+            adapter=request.lora,
             handoff=ticket_id(running, running.route[0]) if running.route else "",
             share=share,
         )
@@ -217,10 +218,10 @@ def _trace(running: RunningRequest, role: str) -> dict[str, str] | None:
 
 
 def _sampling(request: GenerateRequest) -> Sampling:
-    """Without the processor's name that keeps a request from workers that know no constraints."""
-    if request.constraint is None:
+    """Without the names of processors that keep a request from workers that know no constraints or adapters."""
+    if request.constraint is None and not request.lora:
         return request.sampling
-    rest = tuple(each for each in request.sampling.logits_processors if each.name not in CONSTRAINT_MARKS)
+    rest = tuple(each for each in request.sampling.logits_processors if each.name not in MARKS)
     return msgspec.structs.replace(request.sampling, logits_processors=rest)
 
 

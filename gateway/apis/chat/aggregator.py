@@ -137,7 +137,7 @@ class AnswerAggregator:
         if self._prompt is not None and not self._late:
             self._prompt.check()
         self._sliced = []
-        names = (state.id, state.created, self._request.model)
+        names = (state.id, state.created, self._request.named)
         shell: Struct
         if state.is_chat:
             choices = [self._chat_choice(choice) for choice in state.choices]

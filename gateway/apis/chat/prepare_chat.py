@@ -43,7 +43,8 @@ from penstock.infra.text.parsers.registry import answer_parsing
 from penstock.schemas.block_hashes import chain, media_extra, root
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import (
-    CONSTRAINT_MARKS,
+    ADAPTER,
+    MARKS,
     TEXT_ONLY,
     GenerateRequest,
     LogitsProcessor,
@@ -101,7 +102,7 @@ def with_trace(prepared: PreparedRequest, trace: Trace | None) -> PreparedReques
 
 MAX_PROMPT_LOGPROBS = 131_072  # values in one answer: prompt tokens x (1 + alternatives) x times they are shown
 MAX_STREAMED_LOGPROBS = 8_192  # of them in one event of a stream
-RESERVED = CONSTRAINT_MARKS  # names that clients cannot use
+RESERVED = MARKS  # names that clients cannot use
 _NEUTRAL = Sampling()  # whose values are left out of messages
 MAX_PROCESSOR_BYTES = 65_536  # arguments of all logits processors of a request, as JSON
 
@@ -239,6 +240,7 @@ def _prepared(
     prompt = pack_tokens(tokens)
     salt = context.salt(body.cache_salt or "")
     extra = media_extra(((m.position, m.tokens, m.digest) for m in media), context.block_size) if media else None
+    names = root(context.revision or model.revision, context.adapter, salt)
     request = GenerateRequest(
         id=request_id,
         model=context.names[0],
@@ -247,13 +249,14 @@ def _prepared(
         stop=options.stop,
         created_ns=now_ns,
         deadline_ns=now_ns + int(resolve_deadline_s(body, context.default_deadline_s) * 1e9),
-        digests=chain(prompt, context.block_size, root(context.revision or model.revision, salt=salt), extra),
+        digests=chain(prompt, context.block_size, names, extra),
         block_size=context.block_size,
         sampling=options.sampling,
         n=body.n or 1,
         priority=resolve_priority(body.priority, body.service_tier, context.priority),
         user=body.user or "",
         salt=salt,
+        lora=context.adapter,
         media=media,
         worker=body.worker or "",
         endpoint=endpoint,
@@ -304,6 +307,9 @@ def resolve_options(
     sampling = _sampling(body, prompt_tokens, context, seed)
     if wanted is not None:
         processors = (*sampling.logits_processors, *map(LogitsProcessor, wanted.marks))
+        sampling = msgspec.structs.replace(sampling, logits_processors=processors)
+    if context.adapter:
+        processors = (*sampling.logits_processors, LogitsProcessor(ADAPTER))
         sampling = msgspec.structs.replace(sampling, logits_processors=processors)
     return GenerationOptions(stop, sampling, wanted, parsing)
 

@@ -236,7 +236,7 @@ class StreamRenderer:
         self._echo = PromptEcho(request, detokenizer) if request.echo else None
         kind = "chat.completion.chunk" if state.is_chat else "text_completion"
         first = state if part_of is None else AnswerState(part_of, detokenizer)
-        names = {"id": first.id, "object": kind, "created": first.created, "model": request.model}
+        names = {"id": first.id, "object": kind, "created": first.created, "model": request.named}
         names["system_fingerprint"] = state.fingerprint
         self._ends = part_of is None
         self._head = b"\ndata: " + _json(names)[:-1]

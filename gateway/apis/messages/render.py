@@ -44,7 +44,7 @@ def message(request: GenerateRequest, answer: SegmentedAnswer) -> Message:
     ended = _ended(request, answer)
     return Message(
         id=PREFIX + request.id,
-        model=request.model,
+        model=request.named,
         content=[_block(segment) for segment in answer.segments],
         stop_reason=ended.stop_reason,
         stop_sequence=ended.stop_sequence,
@@ -71,7 +71,7 @@ class MessageEvents:
             "message_start",
             message=Message(
                 id=PREFIX + request.id,
-                model=request.model,
+                model=request.named,
                 content=[],
                 stop_reason=None,
                 stop_sequence=None,

@@ -92,8 +92,8 @@ class _Answering:
         ended.setdefault("done", False)
         if request.endpoint == OLLAMA_CHAT:
             message = OllamaAnswerMessage(text, thinking=thought or UNSET, tool_calls=calls or UNSET)
-            return OllamaAnswer(model=request.model, created_at=at, message=message, **ended)
-        return OllamaAnswer(model=request.model, created_at=at, response=text, thinking=thought or UNSET, **ended)
+            return OllamaAnswer(model=request.named, created_at=at, message=message, **ended)
+        return OllamaAnswer(model=request.named, created_at=at, response=text, thinking=thought or UNSET, **ended)
 
     def _ended(self) -> dict[str, Any]:
         """Fields of the last piece of an answer that did not fail."""

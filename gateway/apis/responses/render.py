@@ -71,7 +71,7 @@ class ResponseBuilder:
             id=PREFIX + request.id,
             created_at=request.created_ns // 1_000_000_000,
             status=status,
-            model=request.model,
+            model=request.named,
             output=list(output),
             usage=usage,
             error=_error(error) if error is not None and status == "failed" else None,

@@ -20,7 +20,7 @@ from penstock.log_tools.replay.report import Replayed
 from penstock.log_tools.requests.describe import Texts
 from penstock.schemas.block_hashes import DEFAULT_BLOCK_SIZE
 from penstock.schemas.done import Done, Outcome, Timings, Usage
-from penstock.schemas.requests import CONSTRAINT_MARKS, Constraint, GenerateRequest
+from penstock.schemas.requests import MARKS, Constraint, GenerateRequest
 from penstock.schemas.wire import pack_tokens, unpack_tokens
 
 _STANDARD = ("temperature", "top_p", "seed")  # always sent: servers have other defaults
@@ -109,7 +109,7 @@ def unsupported(request: GenerateRequest) -> str:
         return "with media, which HTTP takes in chat messages only"
     if request.stop.strings and request.parsing is not None:
         return "with stop strings that count in the content only, which the text of a completion does not know apart"
-    named = [each for each in request.sampling.logits_processors if each.name not in CONSTRAINT_MARKS]
+    named = [each for each in request.sampling.logits_processors if each.name not in MARKS]
     return "with logits processors, which are registered by name" if named else ""
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from penstock.configs.settings import RouterMode
-from penstock.router.placement.cost import RequestSize, TargetCost, favour_tokens, favoured, target_cost
+from penstock.router.placement.cost import ADAPTER_TOKENS, RequestSize, TargetCost, favour_tokens, favoured, target_cost
 from penstock.router.placement.decide import FAR, MEDIUM, NEAR
 from penstock.router.placement.routing import TIE, Weights, draw
 from penstock.router.state.holders import TargetId
@@ -59,6 +59,8 @@ def recorded_cost(size: RequestSize, at: Candidate, inputs: DecisionInputs, weig
         overlap_weight=weights.overlap,
         prefill_weight=weights.prefill,
     )
+    if at.worker in inputs.unloaded:
+        cost = favoured(cost, -ADAPTER_TOKENS)
     return favoured(cost, favour_tokens(size)) if (at.worker, at.rank) in inputs.session else cost
 
 

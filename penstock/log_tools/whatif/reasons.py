@@ -30,7 +30,7 @@ MOST = 5_000  # decisions that are explained, evenly chosen: each takes some 0.5
 FACTORS = (0.5, 2.0)
 WEIGHTS = ("overlap", "prefill", "transfer")
 
-PROMPT, AHEAD, HELD_UP, CONTEXT, SLOTS, SERVED, SLOWER, SESSION = TERMS = (
+PROMPT, AHEAD, HELD_UP, CONTEXT, SLOTS, SERVED, SLOWER, SESSION, LOADING = TERMS = (
     "prompt to compute",
     "prompts ahead",
     "answers held up",
@@ -39,6 +39,7 @@ PROMPT, AHEAD, HELD_UP, CONTEXT, SLOTS, SERVED, SLOWER, SESSION = TERMS = (
     "served lately",
     "slower",
     "not its session's",
+    "adapter to load",
 )
 ALONE, EQUAL = "no other could", "nothing: they cost the same"
 UNLISTED = "not in the table"
@@ -61,8 +62,11 @@ def terms(
         value: float = getattr(recorded_cost(size, candidate, given, weights), stage)
         return value
 
-    found: dict[str, float] = {}
-    before, unfavoured = cost(at, inputs), msgspec.structs.replace(inputs, session=())
+    found: dict[str, float] = {LOADING: 0.0}
+    before, unfavoured = cost(at, inputs), msgspec.structs.replace(inputs, session=(), unloaded=())
+    if inputs.unloaded:
+        after = cost(at, msgspec.structs.replace(inputs, unloaded=()))
+        found[LOADING], before = before - after, after
     for term, without in (
         (SESSION, {}),
         (SLOWER, {"slowness": 1.0, "decode_slowness": 1.0}),

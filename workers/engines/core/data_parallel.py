@@ -10,6 +10,7 @@ from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.engine_protocol import (
+    AdapterEngine,
     EngineStats,
     Failure,
     Grammars,
@@ -37,6 +38,7 @@ class DataParallelEngine:
         self.kv_transfer: KvTransfer | None = None
         self.vision: VisionEngine | None = None
         self.grammars: Grammars | None = engines[0].grammars  # shared by all
+        self.adapters: AdapterEngine | None = None
         self._engines = engines
         self._pause = pause
         self._rank_of: dict[object, int] = {}

@@ -22,6 +22,7 @@ from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.engine_protocol import (
+    AdapterEngine,
     EngineInfo,
     EngineStats,
     Grammars,
@@ -327,6 +328,7 @@ class EncodeEngine:
         self.kv_transfer: KvTransfer | None = None
         self.vision = EmbeddingPool(encoder)
         self.grammars: Grammars | None = None
+        self.adapters: AdapterEngine | None = None
 
     def submit(self, request: SequenceRequest) -> None:
         """

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 from msgspec.structs import replace
 
+from penstock.infra.model.adapter import AdapterFolder
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
@@ -23,8 +24,16 @@ from penstock.workers.engines.constraints.compiler import ConstraintCompiler
 from penstock.workers.engines.constraints.open_constraints import RunningConstraints, matcher_of
 from penstock.workers.engines.core.blocks import BlockCopier
 from penstock.workers.engines.core.embeddings import MISSING_EMBEDDINGS, TEXT_ONLY, EmbeddingPool, VisionEncoder
+from penstock.workers.engines.core.queue import AdapterSlots
 from penstock.workers.engines.core.scheduler import Scheduler
-from penstock.workers.engines.core.sequence import Executor, OverlapExecutor, PendingStep, Sampled, ScheduledSequence
+from penstock.workers.engines.core.sequence import (
+    Executor,
+    LoadedAdapter,
+    OverlapExecutor,
+    PendingStep,
+    Sampled,
+    ScheduledSequence,
+)
 from penstock.workers.engines.engine_protocol import (
     EngineInfo,
     EngineStats,
@@ -33,6 +42,7 @@ from penstock.workers.engines.engine_protocol import (
     RequestError,
     SequenceRequest,
     StepResult,
+    adapter_missing,
     check_vocabulary,
 )
 from penstock.workers.engines.logits.registry import Registry
@@ -101,6 +111,45 @@ def scheduler_stats(scheduler: Scheduler) -> EngineStats:
     )
 
 
+class Adapters:
+    """Implements ``engine_protocol.AdapterEngine`` over the slots of a scheduler.
+
+    Args:
+        matrices: reads an adapter into host memory, as the executor copies it into a slot; raises ``AdapterError``.
+    """
+
+    def __init__(self, slots: AdapterSlots, max_rank: int, matrices: Callable[[AdapterFolder], object]) -> None:
+        self.slots, self.max_rank = slots.slots, max_rank
+        self._slots = slots
+        self._matrices = matrices
+        self._added: dict[str, LoadedAdapter] = {}
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        return self._slots.loaded
+
+    def prepare(self, folder: AdapterFolder, identity: str) -> object:
+        return LoadedAdapter(identity, self._matrices(folder))
+
+    def add(self, identity: str, prepared: object) -> None:
+        assert isinstance(prepared, LoadedAdapter)
+        self._added[identity] = prepared
+        self._slots.fill(prepared)
+
+    def remove(self, identity: str) -> None:
+        self._added.pop(identity, None)
+
+    def find(self, identity: str) -> LoadedAdapter:
+        """
+        Raises:
+            RequestError: it was not added, or removed.
+        """
+        found = self._added.get(identity)
+        if found is None:
+            raise RequestError(Code.revision_unavailable, adapter_missing(identity))
+        return found
+
+
 class InflightStep(NamedTuple):
     """A step that was launched and not yet committed."""
 
@@ -121,6 +170,7 @@ class ScheduledEngine:
             which launches its own step before it waits for them.
         speculation: proposes tokens to ``executor``; not with ``ahead``, where the next plan is made too early.
         grammars: compiles constraints; None: requests with one are refused.
+        adapters: LoRA adapters, in the scheduler's slots; None: requests with one are refused.
         copier: of blocks to and from host memory, if the scheduler's ``blocks.host`` plans copies.
     Attributes:
         hold: which sequences of a plan are to wait for a later step; None: none. Not with ``ahead``.
@@ -139,6 +189,7 @@ class ScheduledEngine:
         copier: BlockCopier | None = None,
         *,
         grammars: ConstraintCompiler | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         assert speculation is None or executor is not None
         assert (copier is None) == (scheduler.blocks.host is None)
@@ -147,6 +198,7 @@ class ScheduledEngine:
         self._copier = copier
         self.info = info
         self.grammars: ConstraintCompiler | None = grammars
+        self.adapters = adapters
         self._constrained = RunningConstraints()
         self.kv_transfer: KvTransfer | None = scheduler.reservations if scheduler.kv_cache.in_one_pool else None
         self.vision = None if encoder is None else EmbeddingPool(encoder)
@@ -166,7 +218,7 @@ class ScheduledEngine:
         Raises:
             RequestError: it can never run here (too long, token ids outside the vocabulary, nothing to generate, media
                 without embeddings, a logits processor that is not registered or refuses its arguments, a constraint
-                that cannot be compiled).
+                that cannot be compiled, an adapter that was not added).
         """
         check_vocabulary(request, self.info.vocab_size)
         if request.media:
@@ -176,7 +228,12 @@ class ScheduledEngine:
             self._may_lack_embeddings = self._may_lack_embeddings or not all(span.slots for span in request.media)
         matcher = matcher_of(request, self.grammars) if request.constraint is not None else None
         named = self._processors.defaults or request.sampling.logits_processors
-        self.scheduler.submit(request, self._processors.chain(request) if named else None, matcher)
+        adapter = None
+        if request.adapter:
+            if self.adapters is None:
+                raise RequestError(Code.revision_unavailable, adapter_missing(request.adapter))
+            adapter = self.adapters.find(request.adapter)
+        self.scheduler.submit(request, self._processors.chain(request) if named else None, matcher, adapter)
         if matcher is not None:
             self._constrained.add(request.key, matcher)
 

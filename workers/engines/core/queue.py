@@ -11,20 +11,23 @@ blocks that a sequence behind it holds until its own turn. Three rules prevent t
 3. Reservations are reclaimed, the last one first: to whatever runs and has to grow, and, if nothing runs, to the head.
    Their sequences keep their places, and compute what is no longer in the cache.
 
+A sequence whose LoRA adapter has no slot on the device lets those behind it go first, ``MOST_PASSED`` times. After that
+nothing starts before it, so that those who run end and a slot becomes free.
+
 So if nothing runs, the head waits for nothing but reservations that are still to be filled (bounded by the transfer's
 time) and blocks pinned for other workers (bounded by their leases).
 
 KV blocks at a handoff: reserved for prompts that arrive, pinned for prompts that other workers fetch. Pure.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from penstock.infra.process.class_queue import StartQueue, StartShare
 from penstock.workers.engines.core.blocks import BlockManager
-from penstock.workers.engines.core.sequence import Sequence
+from penstock.workers.engines.core.sequence import LoadedAdapter, Sequence
 from penstock.workers.engines.core.windows import WindowRows
 from penstock.workers.engines.engine_protocol import BlockReservation, PinnedPrompt
 
@@ -136,6 +139,69 @@ class PinnedBlocks:
         return new
 
 
+MOST_PASSED = 64  # sequences that go before one whose adapter has no slot; then it waits for running ones only
+
+
+class AdapterSlots:
+    """Which adapters are in the slots of the device. An adapter that no running sequence uses makes room for others,
+    the one that was used least recently first.
+
+    Args:
+        slots: adapters of which sequences run at once; 0: none may have one.
+        copy: of an adapter's matrices into a slot, seen by later steps.
+    Attributes:
+        loaded: ids of the adapters in slots, replaced at each change, so that any thread may read it.
+    """
+
+    def __init__(self, slots: int = 0, copy: Callable[[int, object], None] = lambda slot, matrices: None) -> None:
+        self.slots = slots
+        self._copy = copy
+        self._slot: OrderedDict[str, int] = OrderedDict()  # by adapter, least recently used first
+        self._users: Counter[str] = Counter()
+        self.loaded: tuple[str, ...] = ()
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether a sequence's adapter is in a slot, or can come into one."""
+        adapter = sequence.adapter
+        return adapter is None or adapter.id in self._slot or len(self._users) < self.slots
+
+    def take(self, sequence: Sequence) -> None:
+        """A sequence starts: bring its adapter into a slot. There has to be room."""
+        adapter = sequence.adapter
+        if adapter is None:
+            return
+        if adapter.id not in self._slot:
+            self.load(adapter)
+        self._slot.move_to_end(adapter.id)
+        self._users[adapter.id] += 1
+        sequence.adapter_slot = self._slot[adapter.id]
+
+    def load(self, adapter: LoadedAdapter) -> None:
+        """Bring an adapter that is in no slot into one; there has to be room."""
+        slot = len(self._slot)
+        if slot == self.slots:
+            idle = next(each for each in self._slot if each not in self._users)
+            slot = self._slot.pop(idle)
+        self._copy(slot, adapter.matrices)
+        self._slot[adapter.id] = slot
+        self.loaded = tuple(self._slot)
+
+    def fill(self, adapter: LoadedAdapter) -> None:
+        """Bring an adapter into a slot that is free, before it is asked for."""
+        if adapter.id not in self._slot and len(self._slot) < self.slots:
+            self.load(adapter)
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence has ended or is preempted."""
+        adapter = sequence.adapter
+        if adapter is None or sequence.adapter_slot < 0:
+            return
+        sequence.adapter_slot = -1
+        self._users[adapter.id] -= 1
+        if not self._users[adapter.id]:
+            del self._users[adapter.id]
+
+
 class AdmittedSequence(NamedTuple):
     """A sequence that may start; ``sequence.blocks`` are allocated."""
 
@@ -157,6 +223,7 @@ class Queue:
     Args:
         no_evict: admit a sequence only with room for all blocks it may need, except with a reservation.
         windows: limit which cached prefixes can be reused.
+        adapters: the slots of LoRA adapters; None: there are none.
     """
 
     def __init__(
@@ -167,8 +234,10 @@ class Queue:
         *,
         no_evict: bool = False,
         windows: WindowRows | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._blocks = blocks
+        self.adapters = adapters if adapters is not None else AdapterSlots()
         self._windows = windows
         self._reservations = reservations
         self._block_size = block_size
@@ -259,12 +328,25 @@ class Queue:
     def next(self, running: Seq[Sequence]) -> AdmittedSequence | None:
         """Take the next sequence out of the queue; None: none can start."""
         head = self._head()
+        if not self.adapters.has_room(head):
+            return self._pass(head, running)
         admission = self._try_admit(head, running)
         if admission is None and self.reserved:
             admission = self._admit_reserved(head, running)
             if admission is None and not running:
                 admission = self._reclaim_for(head)
         return admission
+
+    def _pass(self, head: Sequence, running: Seq[Sequence]) -> AdmittedSequence | None:
+        """Let the first sequence whose adapter has a slot go before the head, whose adapter has none."""
+        if head.passed >= MOST_PASSED:
+            return None
+        for sequence in self.waiting.values():
+            if self.adapters.has_room(sequence):
+                admission = self._try_admit(sequence, running)
+                head.passed += admission is not None
+                return admission
+        return None
 
     def _admit_reserved(self, head: Sequence, running: Seq[Sequence]) -> AdmittedSequence | None:
         for sequence in self.waiting.values():
@@ -285,6 +367,8 @@ class Queue:
         return None
 
     def _try_admit(self, sequence: Sequence, running: Seq[Sequence]) -> AdmittedSequence | None:
+        if not self.adapters.has_room(sequence):
+            return None
         need = self._need(sequence)
         if self._no_evict and sequence.reservation is None and not self._fits_to_end(sequence, need, running):
             return None
@@ -310,6 +394,7 @@ class Queue:
             self._fair.take(sequence.key)
         self._unshare()
         sequence.blocks = table
+        self.adapters.take(sequence)
         self._unreserve(sequence)
         return AdmittedSequence(sequence, computed, need.named)
 

@@ -435,4 +435,5 @@ class RunningSequences:
         self.sequences = [sequence for sequence in self.sequences if sequence.blocks and not sequence.ended]
 
     def _free(self, sequence: Sequence) -> None:
+        self._queue.adapters.release(sequence)
         self._kv_cache.free(sequence, pinned=sequence.key in self._pinned)

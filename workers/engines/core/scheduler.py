@@ -26,7 +26,7 @@ from penstock.schemas.requests import Sampling
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.drafts import DraftCounts
-from penstock.workers.engines.core.queue import PinnedBlocks, Queue, Reservations
+from penstock.workers.engines.core.queue import AdapterSlots, PinnedBlocks, Queue, Reservations
 from penstock.workers.engines.core.running import (
     InflightPlans,
     KvCacheManager,
@@ -39,7 +39,7 @@ from penstock.workers.engines.core.running import (
     collect,
     name_blocks,
 )
-from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence
+from penstock.workers.engines.core.sequence import LoadedAdapter, Sampled, ScheduledSequence, Sequence
 from penstock.workers.engines.core.windows import WindowRows
 from penstock.workers.engines.engine_protocol import Output, RequestError, SequenceRequest, StepResult
 
@@ -55,6 +55,7 @@ def new_sequence(
     limits: SequenceLimits,
     processors: "Chain | None" = None,
     constraint: "Matcher | None" = None,
+    adapter: LoadedAdapter | None = None,
     *,
     prefix_cache: bool = True,
     handoff: bool = True,
@@ -62,6 +63,7 @@ def new_sequence(
     """
     Args:
         processors: of its logits.
+        adapter: as ``request.adapter`` names it.
         constraint: on its output. It says where the output may end, so ``ignore_eos`` has no effect.
         prefix_cache: name the blocks.
         handoff: other workers can write and read the blocks.
@@ -98,6 +100,7 @@ def new_sequence(
         share=request.share,
         pin=request.pin,
         reservation=request.reservation,
+        adapter=adapter,
         processors=processors,
         constraint=constraint,
         score=min(request.score or len(prompt), len(prompt)),
@@ -129,6 +132,7 @@ class Scheduler:
 
     Args:
         windows: rows of the sliding-window layers, if they have a pool of their own. Handoffs are refused then.
+        adapters: the slots of LoRA adapters; None: there are none.
 
     Attributes:
         queue: sequences that wait.
@@ -138,13 +142,21 @@ class Scheduler:
         pinned: blocks of prompts that other workers fetch.
     """
 
-    def __init__(self, blocks: BlockManager, config: SchedulerConfig, windows: WindowRows | None = None) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        config: SchedulerConfig,
+        windows: WindowRows | None = None,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
         block_size = config.block_size
         self.blocks = blocks
         self.kv_cache = KvCacheManager(blocks, block_size, windows, fair=config.no_evict)
         self.reservations = Reservations(blocks, lambda: len(self.running) + self.queue.head_claim())
         self.pinned = PinnedBlocks(blocks, block_size)
-        self.queue = Queue(blocks, block_size, self.reservations, no_evict=config.no_evict, windows=windows)
+        self.queue = Queue(
+            blocks, block_size, self.reservations, no_evict=config.no_evict, windows=windows, adapters=adapters
+        )
         self.limits = SequenceLimits(config, blocks.total_blocks)
         self.max_batched_tokens = config.max_batched_tokens
         self.scoring = PromptScoring(config.max_scored_tokens)
@@ -159,9 +171,13 @@ class Scheduler:
     # -- between steps ---------------------------------------------------------------------------------------
 
     def submit(
-        self, request: SequenceRequest, processors: "Chain | None" = None, constraint: "Matcher | None" = None
+        self,
+        request: SequenceRequest,
+        processors: "Chain | None" = None,
+        constraint: "Matcher | None" = None,
+        adapter: LoadedAdapter | None = None,
     ) -> None:
-        """Queue one sequence, with the processors of its logits and the constraint on its output.
+        """Queue one sequence, with the processors of its logits, the constraint on its output, and its adapter.
 
         Raises:
             RequestError: it can never run here; the message names the limit.
@@ -169,7 +185,9 @@ class Scheduler:
         if request.key in self.by_key:
             raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
         naming, handoff = self.blocks.prefix_cache, self.kv_cache.in_one_pool
-        sequence = new_sequence(request, self.limits, processors, constraint, prefix_cache=naming, handoff=handoff)
+        sequence = new_sequence(
+            request, self.limits, processors, constraint, adapter, prefix_cache=naming, handoff=handoff
+        )
         self.by_key[request.key] = sequence
         self.queue.add(sequence)
 

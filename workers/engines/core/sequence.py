@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -16,6 +16,18 @@ from penstock.workers.engines.engine_protocol import BlockReservation, MediaSpan
 if TYPE_CHECKING:
     from penstock.workers.engines.constraints.token_mask import Matcher
     from penstock.workers.engines.logits.apply import Chain
+
+
+class LoadedAdapter(NamedTuple):
+    """A LoRA adapter in host memory.
+
+    Attributes:
+        id: equal ids mean equal matrices.
+        matrices: as the executor takes them.
+    """
+
+    id: str
+    matrices: object
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +73,9 @@ class Sequence:
     media: Seq[MediaSpan] = ()
     pin: bool = False  # see SequenceRequest
     reservation: BlockReservation | None = None
+    adapter: "LoadedAdapter | None" = None
+    adapter_slot: int = -1  # of the device, while it runs; -1: it has no adapter
+    passed: int = 0  # times that others went before it, because no slot was free for its adapter
     processors: "Chain | None" = None  # of its logits
     constraint: "Matcher | None" = None  # on its output
     score: int = 0  # the next prompt position to be scored; ``prompt_len``: none is wanted any more

@@ -24,6 +24,7 @@ from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler
 from penstock.workers.engines.engine_protocol import (
+    AdapterEngine,
     EngineError,
     EngineInfo,
     EngineStats,
@@ -129,6 +130,7 @@ class ExternalEngine(Generic[C]):
         self.info = info
         self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
         self.grammars: Grammars | None = grammars
+        self.adapters: AdapterEngine | None = None
         self.adapter = adapter
         self.runtime = runtime
         self._constrained = ConstrainedOutputs(grammars)

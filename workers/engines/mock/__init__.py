@@ -15,7 +15,8 @@ from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, Const
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.data_parallel import DataParallelEngine
 from penstock.workers.engines.core.embeddings import EncodeEngine
-from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.core.engine import Adapters, ScheduledEngine
+from penstock.workers.engines.core.queue import AdapterSlots
 from penstock.workers.engines.core.running import MAX_SCORED_TOKENS, SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.engine_protocol import EngineInfo
@@ -47,6 +48,8 @@ class MockOptions:
         no_evict: see ``Scheduler``.
         tokenizer: for constraints on the output; None: it takes none.
         crash_token, answer_tokens: see ``MockExecutor``, the second its ``lengths``.
+        max_loras: adapters of which sequences run at once, with other tokens for each; 0: it takes none.
+        max_lora_rank: of an adapter.
         played: recorded requests whose answers are played; all others get the mock's own.
     """
 
@@ -68,6 +71,8 @@ class MockOptions:
     crash_token: int = -1
     answer_tokens: tuple[int, int] | None = None
     played: Sequence[Played] = ()
+    max_loras: int = 0
+    max_lora_rank: int = 64
     tokenizer: Tokenizer | None = None
 
 
@@ -84,6 +89,7 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
     blocks = BlockManager(
         options.total_blocks or DEFAULT_BLOCKS, prefix_cache=options.prefix_cache, kv_events=options.kv_events
     )
+    slots = AdapterSlots(options.max_loras)
     scheduler = Scheduler(
         blocks,
         SchedulerConfig(
@@ -95,9 +101,10 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
             no_evict=options.no_evict,
             max_scored_tokens=MAX_SCORED_TOKENS,
         ),
+        adapters=slots,
     )
-    slots, image_tokens = options.embed_slots or DEFAULT_SLOTS, options.image_tokens
-    encoder = MockVisionEncoder(slots, image_tokens) if image_tokens else None
+    images, image_tokens = options.embed_slots or DEFAULT_SLOTS, options.image_tokens
+    encoder = MockVisionEncoder(images, image_tokens) if image_tokens else None
     pool: MockBlocks | None = None
     if options.memory_block_bytes:
         pool = MockBlocks(blocks.total_blocks, options.block_size, options.memory_block_bytes, encoder)
@@ -127,7 +134,8 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
         max_batched_tokens=options.max_batched_tokens,
         constraints=ALL_CONSTRAINTS if grammars is not None else (),
     )
-    engine = ScheduledEngine(info, scheduler, executor, encoder, grammars=grammars)
+    adapters = Adapters(slots, options.max_lora_rank, lambda folder: None) if options.max_loras else None
+    engine = ScheduledEngine(info, scheduler, executor, encoder, grammars=grammars, adapters=adapters)
     if options.played:
         executor.plays = True
         engine.hold = Player(options.played, speedup=options.speedup, sleep=sleep).hold
@@ -222,6 +230,8 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Dat
         tokenizer=model.tokenizer,
         crash_token=settings.mock_crash_token,
         answer_tokens=_lengths(settings.mock_answer_tokens),
+        max_loras=settings.lora_slots if ranks == 1 else 0,
+        max_lora_rank=settings.max_lora_rank,
         played=read_recording(settings.play, model.vocab_size, skip_bad=settings.skip_bad) if settings.play else (),
     )
     return build(options) if ranks == 1 else build_data_parallel(ranks, options)

@@ -194,9 +194,11 @@ def seed_state(sampling: Sampling, choice: int) -> int:
     return crc32(struct.pack("<QI", sampling.seed, choice)) if sampling.temperature > 0 else 0
 
 
-def start_state(sampling: Sampling, choice: int, media: int | None) -> int:
-    """As ``seed_state``; ``media``: what ``memory.seen`` makes of the sequence's embeddings, None: it has none."""
+def start_state(sampling: Sampling, choice: int, media: int | None, adapter: str = "") -> int:
+    """As ``seed_state``; ``media``: what ``memory.seen`` makes of the sequence's embeddings, None: it has none.
+    ``adapter``: id of its LoRA adapter."""
     state = seed_state(sampling, choice)
+    state = crc32(adapter.encode(), state) if adapter else state
     return state if media is None else crc32(_pack(media), state)
 
 
@@ -210,14 +212,16 @@ def expected_tokens(
     barred: Collection[int] = (),
     barred_tokens: int = 0,
     media: Seq[bytes] = (),
+    adapter: str = "",
 ) -> list[int]:
     """The ``count`` tokens that follow ``tokens``, without any engine.
 
     Args:
         barred: ids that cannot be drawn yet (EOS and stop ids below ``min_tokens``), for the first ``barred_tokens``.
+        adapter: id of the LoRA adapter.
         media: embeddings of the media in the prompt, in order: ``memory.embedding`` of each one's raw bytes.
     """
-    state = crc32(pack_tokens(tokens), start_state(sampling, choice, seen(media) if media else None))
+    state = crc32(pack_tokens(tokens), start_state(sampling, choice, seen(media) if media else None, adapter))
     result = []
     for position in range(count):
         token = vocabulary.token(state, barred if position < barred_tokens else ())
@@ -294,7 +298,8 @@ class MockExecutor:
             state = sequence.state  # checksum of everything known; tokens are never taken back
             if not isinstance(state, int):
                 media = self._seen(sequence) if sequence.media else None
-                state = crc32(pack_tokens(sequence.tokens), start_state(sequence.sampling, sequence.choice, media))
+                of = sequence.adapter.id if sequence.adapter is not None else ""
+                state = crc32(pack_tokens(sequence.tokens), start_state(sequence.sampling, sequence.choice, media, of))
             token = allowed[state % count]
             if self._lengths is not None and sequence.constraint is None and self._ends(sequence, self._lengths):
                 token = self._end

@@ -42,6 +42,7 @@ def _options(settings: WorkerSettings) -> NativeOptions:
         "no_evict": settings.scheduler_policy == "guaranteed_no_evict",
         "hybrid_kv_cache": settings.hybrid_kv_cache and settings.role == "aggregated",
         "quantization": "" if settings.quantization == "none" else settings.quantization,
+        "max_loras": settings.lora_slots,
         "warm": True,
     }
     return NativeOptions(**same | changed)

@@ -18,12 +18,13 @@ from penstock.workers.engines import budgets
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler
 from penstock.workers.engines.core.blocks import BlockCopies, BlockManager, HostCache
 from penstock.workers.engines.core.embeddings import EncodeEngine
-from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.core.engine import Adapters, ScheduledEngine
+from penstock.workers.engines.core.queue import AdapterSlots
 from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.logits.registry import Registry
-from penstock.workers.engines.native.executors import make_executor, make_speculation, prepared
+from penstock.workers.engines.native.executors import make_adapters, make_executor, make_speculation, prepared
 from penstock.workers.engines.native.model import vision
 from penstock.workers.engines.native.model.draft import load_draft
 from penstock.workers.engines.native.model.executor import TorchExecutor
@@ -169,10 +170,13 @@ def assemble(
         reload_draft = functools.partial(load, name, device=device, dtype=options.dtype)
         proposing = None if draft is None else prepared(draft, reload_draft)
         hybrid = options.hybrid_kv_cache and draft is None and not options.kv_offloading_size
+        applied = make_adapters(target, options)
         pools = make_pools(loaded, options, limit, hybrid=hybrid, draft=draft)
         speculation = make_speculation(options, proposing, pools, limit)
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
+    slots = AdapterSlots(options.max_loras, applied.copy if applied is not None else lambda slot, matrices: None)
+    adapters = Adapters(slots, options.max_lora_rank, applied.matrices) if applied is not None else None
     host, copier = _offload(pools, options)
     blocks = BlockManager(pools.kv.blocks, prefix_cache=options.prefix_cache, kv_events=options.kv_events, host=host)
     scheduler = Scheduler(
@@ -186,15 +190,36 @@ def assemble(
             no_evict=options.no_evict,
         ),
         pools.window_rows(blocks),
+        slots,
     )
-    executor = make_executor(target, pools, encoder, options, limit)
+    executor = make_executor(target, pools, encoder, options, limit, applied)
     info = _info(loaded, options, pools, limit, processors, time.perf_counter() - started)
     info = msgspec.structs.replace(info, constraints=ALL_CONSTRAINTS if grammars is not None else ())
     if isinstance(executor, TorchExecutor) or speculation is not None:  # proposals follow from the last step's tokens
         return ScheduledEngine(
-            info, scheduler, executor, encoder, processors, None, speculation, copier, grammars=grammars
+            info,
+            scheduler,
+            executor,
+            encoder,
+            processors,
+            None,
+            speculation,
+            copier,
+            grammars=grammars,
+            adapters=adapters,
         )
-    return ScheduledEngine(info, scheduler, None, encoder, processors, executor, None, copier, grammars=grammars)
+    return ScheduledEngine(
+        info,
+        scheduler,
+        None,
+        encoder,
+        processors,
+        executor,
+        None,
+        copier,
+        grammars=grammars,
+        adapters=adapters,
+    )
 
 
 def _info(

@@ -13,6 +13,7 @@ from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Executor
 from penstock.workers.engines.engine_protocol import SequenceRequest
+from penstock.workers.engines.native.model.adapters import TorchAdapters
 from penstock.workers.engines.native.model.attention import UnsupportedAttention
 from penstock.workers.engines.native.model.draft import DraftModel
 from penstock.workers.engines.native.model.executor import TorchExecutor
@@ -67,23 +68,52 @@ def prepared(model: Model, reload: Callable[[], Model] | None, *, invariant: boo
         return PreparedModel(reload())
 
 
+def make_adapters(target: PreparedModel, options: NativeOptions) -> TorchAdapters | None:
+    """Room for LoRA adapters beside a model's products; None: the options have none.
+
+    Raises:
+        UnsupportedModel: this model cannot have any, or not with these options.
+    """
+    if not options.max_loras:
+        return None
+    if options.quantization or options.batch_invariant:
+        name = "quantization" if options.quantization else "batch_invariant"
+        raise UnsupportedModel(f"{name} excludes LoRA adapters; leave out one of them")
+    if target.rotation is None:
+        made = TorchAdapters(target.model, options.max_loras, options.max_lora_rank)
+    else:
+        from penstock.workers.engines.native.cuda.adapters import CudaAdapters
+
+        made = CudaAdapters(target.model, options.max_loras, options.max_lora_rank)
+    log.info("adapter_slots", slots=options.max_loras, rank=options.max_lora_rank, mib=made.bytes >> 20)
+    return made
+
+
 def make_executor(
-    target: PreparedModel, pools: KvPools, encoder: TorchVisionEncoder | None, options: NativeOptions, limit: int
+    target: PreparedModel,
+    pools: KvPools,
+    encoder: TorchVisionEncoder | None,
+    options: NativeOptions,
+    limit: int,
+    adapters: TorchAdapters | None = None,
 ) -> "TorchExecutor | CudaExecutor":
     """The engine's executor, warmed up if requested.
 
     Args:
         limit: tokens of the longest sequence.
+        adapters: of ``make_adapters``.
     """
     model, rotation = target
     warm = options.warm and min(pools.kv.blocks * options.block_size, limit) > WARM_TOKENS
     if rotation is None:
-        executor = TorchExecutor(model, pools.kv, encoder, pools.sliding)
+        executor = TorchExecutor(model, pools.kv, encoder, pools.sliding, adapters)
         if warm:
             _warm_up(executor, pools, options.block_size, temperatures=(0.0,))
         return executor
+    from penstock.workers.engines.native.cuda.adapters import CudaAdapters
     from penstock.workers.engines.native.cuda.executor import CudaExecutor
 
+    assert not isinstance(adapters, TorchAdapters) or isinstance(adapters, CudaAdapters)
     cuda_executor = CudaExecutor(
         model,
         pools.kv,
@@ -95,6 +125,7 @@ def make_executor(
         encoder=encoder,
         sliding=pools.sliding,
         invariant=options.batch_invariant,
+        adapters=adapters,
     )
     if options.warm:
         cuda_executor.capture()

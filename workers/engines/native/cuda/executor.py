@@ -5,7 +5,7 @@ step with longer ones runs the model eagerly. Tokens are sampled after the forwa
 step, and reach the host in one copy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence
 from penstock.workers.engines.native.cuda import rows
+from penstock.workers.engines.native.cuda.adapters import CudaAdapters
 from penstock.workers.engines.native.cuda.copies import HostCopies, LateStep, Pending, Upload
 from penstock.workers.engines.native.cuda.dense import DenseAttention
 from penstock.workers.engines.native.cuda.device_sampler import DeviceSampler
@@ -78,6 +79,7 @@ class CudaExecutor:
         encoder: the model's vision encoder, if any. The engine owns it.
         sliding: the pool of the sliding-window layers, if they do not use ``pool``.
         in_flight: maximum number of launched steps whose results have not been read.
+        adapters: the model's LoRA adapters, if it has any.
         invariant: compute each sequence independently of the rest of the batch. The model must have been rewritten
             with the same setting.
     Attributes:
@@ -99,6 +101,7 @@ class CudaExecutor:
         sliding: SlidingPool | None = None,
         in_flight: int = 4,
         invariant: bool = False,
+        adapters: CudaAdapters | None = None,
     ) -> None:
         device = model.device
         self.model: Model | None = model
@@ -131,17 +134,21 @@ class CudaExecutor:
         )  # fmt: skip
         aligned = -(-max_rows // 16) * 16
         self._fixed_offsets = tuple(aligned * number for number in range(4))  # tokens, table rows, positions, targets
-        self._upload = Upload(12 * aligned + 8 * max_batched_tokens + (1 << 16), device)
+        self._adapters = adapters
+        self._upload = Upload(12 * aligned + 10 * max_batched_tokens + (1 << 16), device)
         self._prompt_graphs = PromptGraphs(
             self._upload, 4 * aligned, tile_rows(model.dtype), 0 if invariant else max_batched_tokens, max_rows
         )
+        if adapters is not None:
+            most = max(max_rows, *self._prompt_graphs.sizes, 0)
+            adapters.place(self._upload, 4 * aligned + self._prompt_graphs.size, most)
         self._masks = TokenMasks(model.vocab_size)
         self._late: LateStep | None = None
         self._sampler = DeviceSampler(model.vocab_size, max_rows, self._upload, self._latest)
         self._host_copies = HostCopies(max_rows, in_flight, device)
         self._most_tokens = max_batched_tokens
         self._dense = DenseAttention(device, enabled=not invariant)
-        self._graphs: dict[int, tuple[Any, Tensor]] = {}
+        self._graphs: dict[tuple[int, bool], tuple[Any, Tensor]] = {}  # by rows, and whether some have an adapter
         self._graph_sizes: list[int] = []
 
     @property
@@ -170,25 +177,35 @@ class CudaExecutor:
         pool = None
         try:
             with torch.inference_mode():
-                for size in reversed(batch_sizes(self._rows)):
+                for size, adapted in self._variants(batch_sizes(self._rows)):
                     self.run_fixed(size)  # compiles kernels and lets libraries choose theirs
                     torch.cuda.synchronize()
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph, pool=pool):
                         logits = self.run_fixed(size)
                     pool = graph.pool()
-                    self._graphs[size] = (graph, logits)
+                    self._graphs[size, adapted] = (graph, logits)
         except RuntimeError as error:
             self._graphs.clear()
             torch.cuda.synchronize()
             log.warning("decode_without_graphs", reason=str(error).strip().splitlines()[0])
-        self._graph_sizes = sorted(self._graphs)
+        self._graph_sizes = sorted({size for size, _ in self._graphs})
         if self._graphs:
             self._capture_prompts(pool)
         shape = self.pool.shape
         longest = min(self._tables.shape[2] * self.pool.block_size, self._most_tokens)
         planned = list(shapes(longest, self._most_tokens, self._least))
         self._dense.warm(planned, self.model.heads, shape.kv_heads, shape.head_dim, self.model.dtype)
+
+    def _variants(self, sizes: Seq[int]) -> Iterator[tuple[int, bool]]:
+        """The graphs to capture, the largest first: without adapters, and with them if there are any."""
+        for size in reversed(sizes):
+            for adapted in (False, True) if self._adapters is not None else (False,):
+                if self._adapters is not None:
+                    self._adapters.fix(size, active=adapted)
+                yield size, adapted
+        if self._adapters is not None:
+            self._adapters.fix(0, active=False)
 
     def _capture_prompts(self, pool: Any) -> None:
         def forward(inputs: GraphInputs) -> Tensor:
@@ -198,7 +215,7 @@ class CudaExecutor:
 
         try:
             with torch.inference_mode():
-                self._prompt_graphs.capture(forward, pool)
+                self._prompt_graphs.capture(forward, pool, self._variants(self._prompt_graphs.sizes))
         except RuntimeError as error:
             self._prompt_graphs.clear()
             torch.cuda.synchronize()
@@ -288,6 +305,7 @@ class CudaExecutor:
             tokens = sequence.tokens
             packed.tokens.append(tokens[start] if start < len(tokens) else UNKNOWN)
             packed.table_rows.append(table_row.index)
+            packed.slots.append(sequence.adapter_slot)
             packed.positions.append(start)
             packed.draws.append(Draw(sequence, table_row, start + 1, table_row.index))
         packed.decodes = len(plan)
@@ -305,11 +323,12 @@ class CudaExecutor:
         table_rows = upload.put(packed.table_rows + padding, offsets[1])
         positions = upload.put(packed.positions + [-1] * len(padding), offsets[2])
         targets = upload.put([draw.target for draw in draws], offsets[3])
+        adapted = self._put_adapters(packed, size)
         sampled_rows = upload.put(packed.drawn) if len(draws) < count and draws else None
         parameters = self._sampler.parameters(draws)
         self._send()
         if size:
-            graph, logits = self._graphs[size]
+            graph, logits = self._graphs[size, adapted]
             graph.replay()
             logits = logits[:count]
         else:
@@ -323,10 +342,11 @@ class CudaExecutor:
         upload, draws = self._upload, packed.draws
         upload.begin()
         self._prompt_graphs.put(packed, size)
+        adapted = self._put_adapters(packed, size)
         targets = upload.put([draw.target for draw in draws])
         parameters = self._sampler.parameters(draws)
         self._send()
-        return self._drawn(self._prompt_graphs.replay(size), packed, targets, parameters)
+        return self._drawn(self._prompt_graphs.replay(size, adapted), packed, targets, parameters)
 
     def _mixed(self, packed: Packed, scoring: Seq[ScheduledSequence]) -> Pending | LateStep:
         upload, draws = self._upload, packed.draws
@@ -340,6 +360,7 @@ class CudaExecutor:
             self._put_tiles(packed.tiles), tuple(packed.long), self._put_tiles(packed.rest if packed.long else [])
         )
         parameters = self._sampler.parameters(draws)
+        self._put_adapters(packed, 0)
         self._send()
         embeddings = self._embeddings(packed.media) if packed.media else None
         logits = self._forward(
@@ -379,6 +400,16 @@ class CudaExecutor:
     def _put_tiles(self, tiles: list[tuple[int, int, int, int]]) -> Tensor | None:
         return self._upload.put([number for tile in tiles for number in tile]).view(-1, 4) if tiles else None
 
+    def _put_adapters(self, packed: Packed, size: int) -> bool:
+        """Say which rows of a step have which adapter; False: none has one.
+
+        Before lists without a place of their own are put: they follow behind this one.
+
+        Args:
+            size: rows of the graph that computes it; 0: none does.
+        """
+        return self._adapters is not None and self._adapters.put(packed.slots, size)
+
     def _embeddings(self, media: list[tuple[int, int]]) -> Embeddings:
         assert self._encoder is not None
         batch_rows, slots = (
@@ -408,7 +439,7 @@ class CudaExecutor:
         """Free weights, graphs and pools."""
         self._graphs.clear()
         self._prompt_graphs.clear()
-        self.model = self.pool = self._encoder = self._sliding = None
+        self.model = self.pool = self._encoder = self._sliding = self._adapters = None
         self._masks.close()
 
 

@@ -1,6 +1,6 @@
 """Faster replacements for the modules of a model. ``rewrite`` installs them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,7 @@ class Linear(nn.Module):
         row_scales: those of an input of 8-bit floats; see ``fp8.Narrow``.
         norm: normalise the input by it first; only for inputs that ``takes_gemv`` accepts.
         invariant: a row's result must not depend on the number of rows. Stays set.
+        adapters: LoRA adapters, which a hook adds to what ``forward`` returns; None: there are none.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
@@ -97,6 +98,7 @@ class Linear(nn.Module):
         self._counters = None if scale is None else fp8.counters(self.out_features, weight.device)
         self.invariant = False
         self.__dict__["norm"] = None  # a module, but not a child: it belongs to the layer
+        self.__dict__["adapters"] = None
 
     def slice_outputs(self, start: int, stop: int) -> "Linear":
         """A layer with the outputs from ``start`` to ``stop`` only."""
@@ -110,7 +112,8 @@ class Linear(nn.Module):
     def takes_gemv(self, x: Tensor) -> bool:
         """Whether the kernel for a single row computes this input."""
         compute_dtype = x.dtype if self.scale is not None else self.weight.dtype
-        if self.invariant or x.itemsize == 1:
+        adapters = self.__dict__["adapters"]
+        if self.invariant or x.itemsize == 1 or (adapters is not None and adapters.active):
             return False
         return x.numel() == self.in_features and x.is_contiguous() and x.dtype == compute_dtype != torch.float32
 
@@ -173,12 +176,17 @@ def gemv_shape(out_features: int, in_features: int, itemsize: int) -> tuple[int,
 
 
 class MergedLinear(nn.Module):
-    """Replaces the first of several linear layers that share an input, and computes all of them in one product."""
+    """Replaces the first of several linear layers that share an input, and computes all of them in one product.
 
-    def __init__(self, linear: Linear, sizes: list[int]) -> None:
+    Args:
+        names: of the layers, which are beside each other.
+    """
+
+    def __init__(self, linear: Linear, sizes: list[int], names: Sequence[str] = ()) -> None:
         super().__init__()
         self.linear = linear
         self._sizes = sizes
+        self._names = names
         self._parts: list[Tensor | None] = []
         self._source: Tensor | None = None
 
@@ -187,10 +195,20 @@ class MergedLinear(nn.Module):
         self._parts, self._source = [None, *others], x
         return first  # type: ignore[no-any-return]
 
+    def parts(self, path: str) -> list[tuple[str, Linear, int, int]]:
+        """Each layer that this module at ``path`` computes: its own path, the product, and where its outputs are."""
+        above, starts = path.rpartition(".")[0], [sum(self._sizes[:number]) for number in range(len(self._sizes))]
+        return [
+            (f"{above}.{name}", self.linear, start, size)
+            for name, start, size in zip(self._names, starts, self._sizes, strict=True)
+        ]
+
     def output(self, number: int, x: Tensor) -> Tensor:
         """The output of layer ``number`` for the input of the last call. Each is returned once, then freed."""
         if self._source is not x or (part_output := self._parts[number]) is None:
             start = sum(self._sizes[:number])
+            if self.linear.__dict__["adapters"] is not None:  # whose hook is on the whole product
+                return self.linear(x)[..., start : start + self._sizes[number]]  # type: ignore[no-any-return]
             return self.linear.slice_outputs(start, start + self._sizes[number])(x)  # type: ignore[no-any-return]
         self._parts[number] = None
         if not any(part is not None for part in self._parts):
@@ -219,6 +237,15 @@ class GatedMlp(nn.Module):
         self.down_proj = down_proj
         self._act = act
         self.__dict__["norm"] = None
+
+    def parts(self, path: str) -> list[tuple[str, Linear, int, int]]:
+        """As ``MergedLinear.parts``."""
+        half = self.gate_up.out_features // 2
+        return [
+            (f"{path}.gate_proj", self.gate_up, 0, half),
+            (f"{path}.up_proj", self.gate_up, half, half),
+            (f"{path}.down_proj", self.down_proj, 0, self.down_proj.out_features),
+        ]
 
     def forward(self, x: Tensor) -> Tensor:
         norm, self.__dict__["norm"] = self.__dict__["norm"], None

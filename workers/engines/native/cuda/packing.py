@@ -244,6 +244,7 @@ class Packed:
         drawn: the row of each of ``draws``.
         order: indices into ``draws``, in the order in which the step returns tokens.
         scored: rows whose logits score prompt tokens.
+        slots: the slot of each row's LoRA adapter; -1: it has none.
         media: rows that take image embeddings, each with its index in the embedding pool.
         placed: rows before the end of a sequence's last medium, for models whose positions follow from media: the first
             row, the sequence, the first token and the one behind the last.
@@ -261,6 +262,7 @@ class Packed:
     scored: list[int] = field(default_factory=list)
     media: list[tuple[int, int]] = field(default_factory=list)
     placed: list[tuple[int, Sequence, int, int]] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
 
     @property
     def rest(self) -> list[tuple[int, int, int, int]]:
@@ -350,6 +352,7 @@ class Packing:
         packed.tokens += sequence.draft[max(start - draft_start, 0) : max(stop - draft_start, 0)]
         packed.tokens += [UNKNOWN] * (row + stop - start - len(packed.tokens))
         packed.table_rows += [table_row.index] * (stop - start)
+        packed.slots += [sequence.adapter_slot] * (stop - start)
         packed.positions += range(start, stop)
         if sequence.media and self._table_rows.shifted:
             last = sequence.media[-1].position + sequence.media[-1].tokens

@@ -4,7 +4,7 @@ A graph has a fixed number of rows. Its leading rows can be decoded, the others 
 is padding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ class PromptGraphs:
     def __init__(self, upload: Upload, offset: int, tile_rows: int, max_tokens: int, max_decodes: int) -> None:
         self._upload, self._tile_rows = upload, tile_rows
         self.sizes = [rows for rows in ROWS if rows <= max_tokens]
-        self.graphs: dict[int, tuple[Any, Tensor]] = {}
+        self.graphs: dict[tuple[int, bool], tuple[Any, Tensor]] = {}
         self._decodes = min(DECODES, max_decodes)
         self._wanted = self._decodes + PROMPTS
         most = self.sizes[-1] if self.sizes else 0
@@ -63,24 +63,27 @@ class PromptGraphs:
     def _tiles(self, rows: int) -> int:
         return -(-rows // self._tile_rows) + PROMPTS
 
-    def capture(self, forward: Callable[[GraphInputs], Tensor], pool: Any) -> None:
+    def capture(
+        self, forward: Callable[[GraphInputs], Tensor], pool: Any, variants: Iterable[tuple[int, bool]]
+    ) -> None:
         """Capture the graphs.
 
         Args:
             forward: the model's logits of the wanted rows.
             pool: memory of other graphs, which never run at the same time.
+            variants: of which rows, and whether some have an adapter; each is captured before the next one is taken.
 
         Raises:
             RuntimeError: the model cannot be captured.
         """
-        for size in reversed(self.sizes):
+        for size, adapted in variants:
             inputs = self.inputs(size)
             forward(inputs)  # compiles kernels and lets libraries choose theirs
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 logits = forward(inputs)
-            self.graphs[size] = (graph, logits)
+            self.graphs[size, adapted] = (graph, logits)
 
     def clear(self) -> None:
         self.graphs.clear()
@@ -116,8 +119,12 @@ class PromptGraphs:
         tiles = [number for tile in packed.tiles for number in tile]
         put(tiles + [0] * (4 * self._tiles(size) - len(tiles)), starts[5])
 
-    def replay(self, size: int) -> Tensor:
-        """Compute a step whose inputs were sent; returns the wanted rows' logits, those of ``Packed.drawn`` first."""
-        graph, logits = self.graphs[size]
+    def replay(self, size: int, adapted: bool = False) -> Tensor:
+        """Compute a step whose inputs were sent; returns the wanted rows' logits, those of ``Packed.drawn`` first.
+
+        Args:
+            adapted: some rows have an adapter; which ones was sent, too.
+        """
+        graph, logits = self.graphs[size, adapted]
         graph.replay()
         return logits

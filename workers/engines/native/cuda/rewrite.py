@@ -196,7 +196,7 @@ def _merge_qkv(parent: nn.Module | None) -> int:
         return 0
     if len({(linear.in_features, linear.weight.dtype) for linear in projections}) != 1:
         return 0
-    merged = MergedLinear(_join(projections), [linear.out_features for linear in projections])
+    merged = MergedLinear(_join(projections), [linear.out_features for linear in projections], names)
     setattr(parent, names[0], merged)
     for number, name in enumerate(names[1:], 1):
         setattr(parent, name, MergedLinearPart(merged, number))

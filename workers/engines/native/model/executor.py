@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence, scored_to
+from penstock.workers.engines.native.model.adapters import SlotRows, TorchAdapters
 from penstock.workers.engines.native.model.attention import Paged, ReferenceAttention, TokenSpan
 from penstock.workers.engines.native.model.masks import TokenMasks
 from penstock.workers.engines.native.model.model import Embeddings, Model
@@ -23,6 +24,7 @@ class TorchExecutor:
     Args:
         encoder: the model's vision encoder, if any; owned by the engine.
         sliding: the pool of its sliding-window layers, if that is not ``pool``.
+        adapters: the model's LoRA adapters, if it has any.
     Attributes:
         model, pool: None once it is closed.
     """
@@ -33,11 +35,13 @@ class TorchExecutor:
         pool: KvPool,
         encoder: TorchVisionEncoder | None = None,
         sliding: SlidingPool | None = None,
+        adapters: TorchAdapters | None = None,
     ) -> None:
         self.model: Model | None = model
         self.pool: KvPool | None = pool
         self._encoder = encoder
         self._sliding = sliding
+        self._adapters = adapters
         self._masks = TokenMasks(model.vocab_size)
 
     def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
@@ -72,6 +76,8 @@ class TorchExecutor:
                 lengths += range(end - len(scheduled.sequence.draft), end + 1)
         wanted = rows + scored or [0]
         masks = self._masks.start(drawing)
+        if self._adapters is not None:
+            self._adapters.begin(_slot_rows(plan))
         inputs, places, last = (torch.tensor(n, device=self.model.device) for n in (tokens, positions, wanted))
         if self.model.media_positions is not None and any(each.sequence.media for each in plan):
             of = self.model.media_positions.of
@@ -108,7 +114,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Free weights and pool."""
-        self.model = self.pool = self._encoder = self._sliding = None
+        self.model = self.pool = self._encoder = self._sliding = self._adapters = None
         self._masks.close()
 
 
@@ -133,6 +139,13 @@ def set_scores(logits: Tensor, scoring: Seq[ScheduledSequence]) -> None:
         tokens = sequence.tokens[sequence.score : scored_to(scheduled)]
         sequence.scores += score(logits[at : at + len(tokens)], tokens, sequence.sampling.prompt_logprobs or 0)
         at += len(tokens)
+
+
+def _slot_rows(plan: list[ScheduledSequence]) -> Iterator[SlotRows]:
+    row = 0
+    for scheduled in plan:
+        yield SlotRows(scheduled.sequence.adapter_slot, row, scheduled.count)
+        row += scheduled.count
 
 
 def _spans(plan: list[ScheduledSequence], tables: list[list[int]]) -> Iterator[TokenSpan]:

@@ -31,6 +31,8 @@ class NativeOptions:
         num_speculative_tokens: proposed per step and sequence, at most.
         prompt_lookup_min, prompt_lookup_max: tokens that "ngram" must find again.
         batch_invariant: on CUDA, compute each sequence in the same way whatever runs beside it, which takes longer.
+        max_loras: LoRA adapters on the device at once; 0: none are taken.
+        max_lora_rank: of an adapter.
         warm: compute a short request first, so that no client waits while libraries load and kernels are chosen.
     """
 
@@ -56,6 +58,8 @@ class NativeOptions:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     batch_invariant: bool = False
+    max_loras: int = 0
+    max_lora_rank: int = 32
     warm: bool = False
 
 
