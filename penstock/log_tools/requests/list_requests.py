@@ -84,7 +84,8 @@ def lines(
     if not any(table[_CODE]):
         del sizes[_CODE]
     for column in _MADE_WITH:
-        if len({cell for cell in table[column] if cell}) < 2:
+        # "" is no adapter, and of the others that a record of an earlier release does not say it.
+        if len({cell for cell in table[column] if cell or column is _ADAPTER}) < 2:
             del sizes[column]
     left = _drop(sizes, width, _wanted(requests))
     cut = _CODE if _CODE in sizes else _STATE
@@ -169,11 +170,12 @@ _CELL = _Column("cell", 4, lambda request, _: "", 2, number=True)  # of a deploy
 _THEN = _Column("then", 10, lambda request, _: "", 3)  # of --at
 _STATE = _Column("state", 9, lambda request, _: request.state)
 _CODE = _Column("code", 4, lambda request, _: request.code if request.code != request.state else "", 1)
+_ADAPTER = _Column("adapter", 7, lambda request, _: _one_line(request.adapter), 6)
 _MADE_WITH = (  # what tokens depend on besides the prompt: shown where the listed requests differ in it
     _Column("revision", 8, lambda request, _: _one_line(request.revision[:_REVISION]), 6),
     _Column("engine", 6, lambda request, _: _one_line(request.engine), 6),
     _Column("build", 5, lambda request, _: _one_line(request.build), 8),
-    _Column("adapter", 7, lambda request, _: _one_line(request.adapter), 6),
+    _ADAPTER,
     _Column("temperature", 11, lambda request, _: _temperature(request), 6, number=True),
 )
 _COLUMNS = (
