@@ -139,17 +139,12 @@ async def test_caches_of_adapters_never_mix(http: httpx.AsyncClient, expected: d
     assert cached == (whole["usage"]["prompt_tokens"] - 1) // 8 * 8, "the second round came from the cache"
 
 
-async def test_lists_show_the_adapter_and_its_revision(
-    deployment: Deployment,
-    http: httpx.AsyncClient,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+async def test_inspect_shows_the_adapter_and_its_revision(
+    deployment: Deployment, http: httpx.AsyncClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
-    for model in ("poet", "demo"):
-        await answered(http, model, user="lister")
-    assert await asyncio.to_thread(main, ["requests", "--data-dir", str(deployment.data_dir), "--user", "lister"]) == 0
-    assert " poet@" in capsys.readouterr().out
+    _, whole = await answered(http, "poet")
+    assert await asyncio.to_thread(main, ["inspect", "--data-dir", str(deployment.data_dir), whole["id"]]) == 0
+    assert ", adapter poet@" in capsys.readouterr().out
 
 
 async def test_one_is_loaded_replaced_and_unloaded_in_all_workers_and_outlives_them(
