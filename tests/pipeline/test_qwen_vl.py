@@ -4,17 +4,21 @@ Each is asked of one worker, which does everything, and of an encode, a prefill 
 """
 
 import base64
+import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from penstock.infra.bus.connection import Bus, connect
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, ending
-from tests.workers.engines.native.qwen_vl import film, generated, picture, write
+from tests.workers.engines.native.qwen_vl import film, generated, noisy, picture, write
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -91,3 +95,91 @@ async def test_media_are_answered_as_transformers_answers_them_by_one_worker_and
     timeline, _ = await ending(bus, request)
     assert [stage.role for stage in timeline.routed[0].decision.route] == ["encode", "prefill", "decode"]
     assert (split["prompt_token_ids"], tokens(split)) == (whole["prompt_token_ids"], tokens(whole))
+
+
+async def test_a_second_turn_finds_the_video_in_the_cache(http: httpx.AsyncClient, folder: Path) -> None:
+    """Also what was generated: its tokens have the positions that the same tokens have in a prompt."""
+    first = said(LONG, "What happens?")
+    _, one = await ask(http, body(first, worker="prefill-0", max_tokens=70))
+    answered = {"role": "assistant", "content": one["choices"][0]["message"]["content"]}
+    second = body(first, answered, said("And ", A, " too?"), worker="prefill-0")
+    _, two = await ask(http, second)
+    details = two["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] >= len(one["prompt_token_ids"]) - 32
+    assert tokens(two) == generated(folder, two["prompt_token_ids"], [LONG, A], COUNT)
+
+
+async def test_another_video_with_the_same_text_shares_nothing(http: httpx.AsyncClient) -> None:
+    other = film(30, 10, 64, 48, "libx264")  # as many tokens, other bytes
+    _, one = await ask(http, body(said(FILM, "Which?"), worker="prefill-0", cache_salt="bytes"))
+    _, two = await ask(http, body(said(other, "Which?"), worker="prefill-0", cache_salt="bytes"))
+    assert two["prompt_token_ids"] == one["prompt_token_ids"]
+    assert two["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_media_that_cannot_be_used_are_refused_and_the_next_request_is_served(http: httpx.AsyncClient) -> None:
+    broken = FILM[: len(FILM) // 2]
+    for parts, words in (
+        ([part(broken)], "video_url cannot be decoded"),
+        ([part(A) | {"type": "video_url", "video_url": part(A)["image_url"]}], "video_url is not an MP4, MOV, WebM"),
+        ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], "no model here takes audio"),
+    ):
+        answer = await http.post("/v1/chat/completions", json=body({"role": "user", "content": parts}))
+        assert answer.status_code == 400, answer.text
+        assert words in answer.json()["error"]["message"]
+    await ask(http, body(said(FILM, "Still there?"), max_tokens=2))
+
+
+async def test_a_stock_client_asks_about_a_video(apart: Deployment, folder: Path) -> None:
+    async with openai.AsyncOpenAI(base_url=apart.urls[0] + "/v1", api_key="unused", max_retries=0) as client:
+        answer = await client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": [part(FILM), part("What happens?")]}],  # type: ignore[list-item]
+            max_tokens=COUNT,
+            temperature=0,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )
+    told: Any = answer
+    assert told.choices[0].token_ids == generated(folder, told.prompt_token_ids, [FILM], COUNT)
+
+
+async def test_of_a_video_nothing_passes_the_streams_of_work(http: httpx.AsyncClient, bus: Bus) -> None:
+    large = noisy()
+    assert len(large) > 1 << 20
+
+    async def stored() -> tuple[int, int]:
+        """Bytes in the bucket of media, and in all other streams."""
+        found = {each.config.name: each.state.bytes for each in await bus.js.streams_info()}
+        media = sum(size for name, size in found.items() if name.endswith("_media"))
+        return media, sum(found.values()) - media
+
+    media, other = await stored()
+    request, _ = await ask(http, body(said(large, "What happens?")))
+    timeline, _ = await ending(bus, request)
+    assert [stage.role for stage in timeline.routed[0].decision.route] == ["encode", "prefill", "decode"]
+    media_now, other_now = await stored()
+    assert len(large) < media_now - media < len(large) + (256 << 10)
+    assert other_now - other < 128 << 10
+
+
+async def test_a_worker_that_is_killed_in_mid_answer_is_continued_by_another(
+    http: httpx.AsyncClient, bus: Bus, apart: Deployment, folder: Path
+) -> None:
+    count, got, prompt, killed = 600, list[int](), list[int](), False
+    asked = body(said(LONG, "Tell", B, "all."), max_tokens=count, stream=True, cache_salt="killed")
+    async with http.stream("POST", "/v1/chat/completions", json=asked) as answer:
+        request = answer.headers["x-request-id"]
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            prompt = event.get("prompt_token_ids") or prompt
+            for choice in event["choices"]:
+                got += choice.get("token_ids") or ()
+            if len(got) > 20 and not killed:
+                killed = True
+                decode = next(each for each in apart.state.processes if each.name == "decode-0")
+                os.kill(decode.pid, signal.SIGKILL)
+    assert got == generated(folder, prompt, [LONG, B], count)
+    timeline, _ = await ending(bus, request)
+    assert len(timeline.routed) > 1

@@ -125,6 +125,20 @@ def film(frames: int, rate: int, width: int, height: int, codec: str = "mpeg4", 
     return data.getvalue()
 
 
+@cache
+def noisy() -> bytes:
+    """A video of more than a mebibyte."""
+    data, random = io.BytesIO(), np.random.default_rng(3)
+    with av.open(data, "w", format="mp4") as container:
+        stream: Any = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt, stream.bit_rate = 640, 480, "yuv420p", 40_000_000
+        for _ in range(12):
+            pixels = random.integers(0, 255, (480, 640, 3), np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return data.getvalue()
+
+
 def pixels_of(processor: Qwen2VLImageProcessorPil, media: list[bytes]) -> dict[str, Any]:
     """What transformers' processors make of images and videos, in order, as arguments of ``generate``.
 

@@ -4,14 +4,17 @@ from array import array
 from typing import Any
 
 import pytest
+import torch
 from blake3 import blake3
 
 from penstock.infra.model import modeldir, video
 from penstock.infra.model.modeldir import ModelDir
 from penstock.schemas.block_hashes import chain, media_extra, root, split
+from penstock.schemas.errors import Code
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.engine_protocol import MediaReservation, MediaSpan, SequenceRequest
+from penstock.workers.engines.engine_protocol import MediaReservation, MediaSpan, RequestError, SequenceRequest
 from penstock.workers.engines.native.build import build, build_encoder
+from penstock.workers.engines.native.model import vision as native_vision
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.native.models import drain, request, run, tokens
 from tests.workers.engines.native.qwen_vl import film, generated, picture, write
@@ -143,3 +146,79 @@ def test_encode_prefill_and_decode_engines_answer_as_one_does(model: ModelDir) -
         source.vision.release(reservation)  # type: ignore[union-attr]
     for engine in (encoder, source, target):
         engine.close()
+
+
+def test_an_answer_continues_on_another_engine(model: ModelDir) -> None:
+    words, spans = prompt(model, "See", LONG, "and", A, "?")
+    whole = generated(model.path, words, [LONG, A], COUNT)
+    engine = build(str(model.path), options())
+    slots = encoded(engine.vision, [LONG, A], spans).slots
+    (said,) = tokens(run(engine, [asking(words, spans, slots, generated=whole[:5])])).values()
+    assert said == whole[5:]
+    engine.close()
+
+
+def test_a_later_prompt_finds_the_blocks_of_a_video_and_of_the_answer(model: ModelDir) -> None:
+    """Answers count on behind the prompt, as the same tokens do in a later prompt, whatever the video's length."""
+    engine = build(str(model.path), options())
+    words, spans = prompt(model, LONG, "?")
+    count = 2 * SIZE
+    slots = encoded(engine.vision, [LONG], spans).slots
+    (said,) = tokens(run(engine, [asking(words, spans, slots, count)])).values()
+    assert said == generated(model.path, words, [LONG], count)
+    more, later = prompt(model, "Sure?", B)
+    before = len(words) + count
+    spans = [*spans, *(span._replace(position=span.position + before) for span in later)]
+    second, raws = [*words, *said, *more], [LONG, B]
+    engine.submit(asking(second, spans, encoded(engine.vision, raws, spans).slots, key="second"))
+    results = drain(engine)
+    assert results[0].started[0].cached_tokens >= (before - 1) // SIZE * SIZE
+    got = [output.token for result in results for output in result.outputs]
+    assert got == generated(model.path, second, raws, COUNT)
+    engine.close()
+
+
+def test_a_long_video_goes_through_the_tower_in_parts(model: ModelDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedded = []
+    for most in (native_vision.PATCHES, 64):
+        monkeypatch.setattr(native_vision, "PATCHES", most)
+        encoder = build_encoder(str(model.path), options())
+        passes = []
+        inner: Any = encoder.vision.encoder
+        features = inner._features
+        monkeypatch.setattr(inner, "_features", lambda images, f=features, p=passes: p.append(len(images)) or f(images))
+        _, spans = prompt(model, LONG, A)
+        slots = encoded(encoder.vision, [LONG, A], spans).slots
+        rows = [inner.pool.read(of, span.tokens) for of, span in zip(slots, spans, strict=True)]
+        embedded.append(torch.cat(rows).clone())
+        assert (len(passes) > 1) == (most == 64)
+        encoder.close()
+    torch.testing.assert_close(embedded[0], embedded[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "message"),
+    [
+        (FILM[: len(FILM) // 2], "video/mp4", "a video cannot be decoded"),
+        (b"nothing", "video/webm", "a video is not an MP4"),
+        (A[:200], "image/png", "an image is not a readable PNG"),
+        (A, "embedding", "media of kind 'embedding' are not supported"),
+        (A, "audio/wav", "media of kind 'audio/wav' are not supported"),
+    ],
+)
+def test_media_that_cannot_be_used_are_refused(model: ModelDir, raw: bytes, kind: str, message: str) -> None:
+    encoder = build_encoder(str(model.path), options())
+    with pytest.raises(RequestError, match=message) as caught:
+        encoder.vision.prepare(raw, kind)
+    assert caught.value.code == Code.invalid_request
+    encoder.close()
+
+
+@pytest.mark.parametrize("grid", [(), (1, 2), (1, 4, 99), (0, 4, 4)])
+def test_a_medium_without_its_grid_is_refused(model: ModelDir, grid: tuple[int, ...]) -> None:
+    engine = build(str(model.path), options())
+    words, spans = prompt(model, A)
+    slots = encoded(engine.vision, [A], spans).slots
+    with pytest.raises(RequestError, match="needs time, height and width"):
+        engine.submit(asking(words, [spans[0]._replace(grid=grid)], slots))
+    engine.close()
