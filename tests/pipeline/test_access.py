@@ -245,7 +245,15 @@ async def test_every_route_answers_each_role_as_its_policy_says(
     )
     response = made.json()["id"]
     file, batch = await batch_of(http, roles["owner"])
-    ids = {"/v1/files/": file, "/v1/batches/": batch}
+    asked = {"requests": [{"custom_id": "a", "params": MESSAGE}]}
+    of_messages = (await http.post("/v1/messages/batches", json=asked, headers=roles["owner"])).json()["id"]
+
+    async def over() -> bool:
+        found = await http.get(f"/v1/messages/batches/{of_messages}", headers=roles["owner"])
+        return bool(found.json()["processing_status"] == "ended")
+
+    await until(over, "it has results")
+    ids = {"/v1/files/": file, "/v1/batches/": batch, "/v1/messages/batches/": of_messages}
     wrong: list[str] = []
     for route, policy in POLICIES.items():
         method, path = route.split(" ")
@@ -269,6 +277,7 @@ async def test_every_route_answers_each_role_as_its_policy_says(
     for path in (
         *(f"/v1/responses/{response}/cancel", f"/v1/requests/{response}", f"/v1/responses/{response}"),
         *(f"/v1/batches/{batch}/cancel", f"/v1/files/{file}"),
+        *(f"/v1/messages/batches/{of_messages}/cancel", f"/v1/messages/batches/{of_messages}"),
     ):
         method = "POST" if path.endswith("/cancel") else "DELETE"
         for role, expected_status in (("none", 401), ("expired", 401), ("another", 404)):

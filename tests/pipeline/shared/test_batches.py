@@ -10,10 +10,11 @@ import msgspec
 import openai
 import pytest
 
+from penstock.gateway.batches.batch import entered
 from penstock.gateway.batches.store import BatchStore, key_of
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last, read
-from penstock.schemas.batches import BATCH, Batch, BatchStatus
+from penstock.schemas.batches import BATCH, FILE, Batch, BatchStatus, StoredFile
 from penstock.schemas.requests import decode, new_request_id
 from penstock.schemas.tokens import decode as decode_tokens
 from tests.pipeline.support import Deployment, Oracle, until
@@ -348,3 +349,41 @@ async def test_after_a_cancel_running_lines_stop_within_a_second(slow: Deploymen
     stopped_s = ((await tokens_since(began_ns))[-1][0] - cancelled_ns) / 1e9
     print(f"the last token was stored {stopped_s:.3f} s after the cancellation")
     assert stopped_s < 1
+
+
+async def test_a_tenant_with_many_batches_does_not_hold_up_anothers(slow: Deployment, slow_bus: Bus) -> None:
+    """Four lines run at once, for a second each, and one tenant has 120 of them before the other comes."""
+    store, now_ns = BatchStore(slow_bus), slow_bus.clock.now_ns()
+
+    async def made(tenant: str, count: int) -> Batch:
+        data = lines([chat(f"{tenant} {number}", 40) for number in range(count)])
+        file = StoredFile(FILE + new_request_id(), tenant, "in.jsonl", "batch", len(data), now_ns, now_ns + 10**13)
+        await store.put_file(file, data)
+        batch = Batch(BATCH + new_request_id(), tenant, CHAT, file.id, "24h", now_ns, now_ns + 10**13)
+        assert await store.change(batch, 0) is not None
+        return batch
+
+    async def now(batch: Batch) -> Batch:
+        found = (await store.find(batch.id, batch.tenant, Batch)).value
+        assert isinstance(found, Batch)
+        return found
+
+    many = [await made("acme", 40) for _ in range(3)]
+
+    async def busy() -> bool:
+        return any([(await now(each)).completed for each in many])
+
+    await until(busy, "the first tenant's batches run")
+    few = await made("zenith", 4)
+
+    async def over() -> bool:
+        return (await now(few)).status is BatchStatus.completed
+
+    await until(over, "the other tenant's batch has ended", 40)
+    meanwhile = [await now(each) for each in many]
+    for batch in meanwhile:
+        found = await store.find(batch.id, batch.tenant, Batch)
+        assert isinstance(found.value, Batch)
+        cancelled = entered(found.value, BatchStatus.cancelling, slow_bus.clock.now_ns())
+        await store.change(cancelled, found.revision)
+    assert sum(each.completed for each in meanwhile) < 60, "half of what the first one had would have come before it"

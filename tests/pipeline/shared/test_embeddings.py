@@ -17,11 +17,13 @@ import pytest
 import torch
 
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get_last
 from penstock.log_tools.requests.inspection import inspect
 from penstock.log_tools.timeline.read import read_timeline
 from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_REPLY_TO
 from penstock.workers.engines.embed.embedding_protocol import shortened
 from penstock.workers.engines.embed.mock import mock_vector
+from tests.chaos.log import until_counted
 from tests.pipeline.support import MODEL, Deployment, Process, accepted, ending, registrations, until
 from tests.workers.engines.embed.test_native import cross_encoder, scored
 
@@ -67,6 +69,46 @@ async def test_the_stock_client_gets_vectors_in_the_order_of_its_inputs(
     plain = await aclient.embeddings.create(model="vec", input="hello there", encoding_format="float", dimensions=8)
     assert len(plain.data[0].embedding) == 8
     assert sum(value * value for value in plain.data[0].embedding) == pytest.approx(1)
+
+
+async def test_the_lines_of_a_batch_may_ask_for_vectors_and_are_counted_once(
+    served: httpx.AsyncClient, aclient: openai.AsyncOpenAI, bus: Bus
+) -> None:
+    async def used() -> int:
+        page = (await served.get("/v1/usage", params={"group_by": "model", "bucket_width": "1mo"})).json()
+        results = [each for bucket in page["data"] for each in bucket["results"] if each["model"] == "vec"]
+        assert sum(each["output_tokens"] for each in results) == 0
+        return sum(each["input_tokens"] for each in results)
+
+    last = await get_last(bus, bus.subjects.stream("DONE"), bus.subjects.all("done"), newest=True)
+    await until_counted(bus, last.seq if last is not None else 0)
+    before = await used()
+    inputs = [[number + 1] * (number % 7 + 1) for number in range(30)]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": PATH, "body": {"model": "vec", "input": each}}
+        for number, each in enumerate(inputs)
+    ]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    source = await aclient.files.create(file=("in.jsonl", data), purpose="batch")
+    batch = await aclient.batches.create(input_file_id=source.id, endpoint=PATH, completion_window="24h")
+
+    async def over() -> Any:
+        now = await aclient.batches.retrieve(batch.id)
+        return now if now.status == "completed" else None
+
+    ended = await until(over, "the batch has ended")
+    output = [json.loads(line) for line in (await aclient.files.content(ended.output_file_id)).text.splitlines()]
+    assert [each["custom_id"] for each in output] == [str(number) for number in range(30)]
+    bodies = [each["response"]["body"] for each in output]
+    assert [body["data"][0]["embedding"] for body in bodies] == [expected(each) for each in inputs]
+    told = sum(map(len, inputs))
+    assert sum(body["usage"]["prompt_tokens"] for body in bodies) == told
+
+    async def counted() -> bool:
+        return await used() >= before + told
+
+    await until(counted, "they are counted")
+    assert await used() == before + told
 
 
 async def test_the_answer_is_in_the_log_and_can_be_read_again(served: httpx.AsyncClient, bus: Bus) -> None:
