@@ -18,6 +18,7 @@ FEATURES = {
     "completions": "text completions",
     "responses": "Responses API",
     "messages": "Messages API",
+    "media": "images and videos",
     "embeddings": "embeddings",
     "rerank": "rerank",
     "keys": "API keys",

@@ -1,5 +1,6 @@
 """One deployment of the demo model, and each client's program against it, one after the other."""
 
+import base64
 import contextlib
 import json
 import os
@@ -16,6 +17,7 @@ from penstock.launch.state import read_state
 from tests.clients.catalogue import HERE, Client
 from tests.clients.environments import Environments
 from tests.workers.engines.embed.test_native import cross_encoder
+from tests.workers.engines.native import qwen_vl
 
 START_S, STOP_S, PROGRAM_S = 120.0, 60.0, 900.0
 
@@ -30,8 +32,8 @@ class Served(NamedTuple):
 
 @contextlib.contextmanager
 def deployment() -> Iterator[Served]:
-    """The demo model on the native engine, with its vectors, a random cross-encoder and an API key, on free ports of
-    this machine."""
+    """The demo model on the native engine, with its vectors, a random cross-encoder, a random vision model and an API
+    key, on free ports of this machine."""
     with tempfile.TemporaryDirectory(prefix="penstock-clients-") as name:
         data, root, penstock = Path(name) / "data", HERE.parents[1], [sys.executable, "-m", "penstock"]
         flags = ("--http-port", "0", "--data-dir", str(data), "--dashboard-port", "-1", "--embed", "1")
@@ -43,7 +45,14 @@ def deployment() -> Iterator[Served]:
             made = [*penstock, "keys", "create", "--quiet", "--data-dir", str(data)]
             key = subprocess.run(made, check=True, capture_output=True, text=True, timeout=START_S, cwd=root)
             state = read_state(data / "state.json")
-            with _ranker(Path(name), variables | {"PENSTOCK_NATS_URL": state.nats_url}):
+            ranker, seeing = cross_encoder(Path(name) / "ranker"), Path(name) / "seeing"
+            seeing.mkdir()
+            sees = ("--engine", "native", "--model", str(qwen_vl.write(seeing)), "--kv-blocks", "100")
+            variables["PENSTOCK_NATS_URL"] = state.nats_url
+            with (
+                _worker(Path(name), "ranker", "--role", "embed", "--model", str(ranker), **variables),
+                _worker(Path(name), "seeing", *sees, **variables),
+            ):
                 yield Served(state.http_url, "demo", key.stdout.strip())
         finally:
             up.terminate()
@@ -51,12 +60,11 @@ def deployment() -> Iterator[Served]:
 
 
 @contextlib.contextmanager
-def _ranker(folder: Path, variables: dict[str, str]) -> Iterator[None]:
-    """A worker with a small cross-encoder."""
-    model, log = cross_encoder(folder / "ranker"), folder / "ranker.log"
-    flags = ("--role", "embed", "--model", str(model), "--served-model-name", "ranker", "--device", "cpu")
+def _worker(folder: Path, name: str, *flags: str, **variables: str) -> Iterator[None]:
+    """A worker of another model beside those of the deployment."""
+    log = folder / f"{name}.log"
     with log.open("wb") as out:
-        command = [sys.executable, "-m", "penstock", "worker", *flags]
+        command = [sys.executable, "-m", "penstock", "worker", "--served-model-name", name, "--device", "cpu", *flags]
         worker = subprocess.Popen(command, stdout=out, stderr=out, env=variables, cwd=HERE.parents[1])
     try:
         _wait(worker, log, "worker_registered")
@@ -64,6 +72,10 @@ def _ranker(folder: Path, variables: dict[str, str]) -> Iterator[None]:
     finally:
         worker.terminate()
         worker.wait(STOP_S)
+
+
+def _data_url(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def _wait(up: "subprocess.Popen[bytes]", log: Path, says: str = "Penstock serves") -> None:
@@ -99,6 +111,8 @@ def _run(client: Client, environments: Environments, served: Served) -> Any:
             "CLIENTS_KEY": served.key,
             "CLIENTS_TOKENIZER": str(modeldir.DEMO),
             "CLIENTS_RESULTS": str(results),
+            "CLIENTS_PICTURE": _data_url("image/png", qwen_vl.picture(90, 60)),
+            "CLIENTS_FILM": _data_url("video/mp4", qwen_vl.film(20, 5, 64, 48)),
             "HOME": home,  # clients keep their settings there
             "PYTHONDONTWRITEBYTECODE": "1",
         }

@@ -21,6 +21,8 @@ BASE = URL + "/v1"
 MODEL = os.environ.get("CLIENTS_MODEL", "demo")
 KEY = os.environ.get("CLIENTS_KEY", "none")
 RANKER = "ranker"  # name of the cross-encoder
+SEEING = "seeing"  # name of the vision model
+PICTURE, FILM = (os.environ.get(f"CLIENTS_{name}", "") for name in ("PICTURE", "FILM"))  # data: URLs
 CHECK_S = 60
 
 SUM, SUM_IS = "What is 347 + 586?", "933"

@@ -6,12 +6,15 @@ import openai
 from harness import (
     BASE,
     CITY_SCHEMA,
+    FILM,
     KEY,
     MODEL,
     PERSON,
     PERSON_IS,
+    PICTURE,
     REPORT,
     REPORTED,
+    SEEING,
     SUM,
     SUM_IS,
     TEXTS,
@@ -241,6 +244,28 @@ def errors() -> None:
 def embeddings() -> None:
     for options in ({}, {"encoding_format": "float"}):
         vectors([each.embedding for each in client.embeddings.create(model=MODEL, input=TEXTS, **options).data])
+
+
+@check("media", "image_url and video_url parts, whole and streamed; input_audio is refused")
+def media() -> None:
+    pictures = [{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": "What is it?"}]
+    film = [{"type": "video_url", "video_url": {"url": FILM}}, *pictures]
+    sizes = []
+    for content in (pictures[1:], pictures, film):
+        ask = {"model": SEEING, "messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 8}
+        answer = client.chat.completions.create(**ask, extra_body={"ignore_eos": True})
+        sizes.append(answer.usage.prompt_tokens)
+        streamed = client.chat.completions.create(**ask, stream=True, extra_body={"ignore_eos": True})
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices)
+        assert text == answer.choices[0].message.content
+    assert sizes == sorted(set(sizes)), sizes
+    sound = [{"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}]
+    try:
+        client.chat.completions.create(model=SEEING, messages=[{"role": "user", "content": sound}])
+    except openai.BadRequestError as error:
+        assert "video_url" in error.message  # noqa: PT017
+    else:
+        raise AssertionError("audio was taken")
 
 
 @check("keys", "a wrong key: AuthenticationError")
