@@ -213,6 +213,8 @@ MEANINGS = {
     "batch_log_refused": "the broker does not store results of a batch, which waits: BATCHES or the disk is full",
     "batch_unreadable": "an entry of the bucket of batches cannot be read; a newer build may have written it",
     "batches_unavailable": "files and batches cannot be read; run `penstock streams apply`",
+    "records_missing": "a broker cannot read records of ended requests: their bytes are damaged on its disk, or they "
+    "were deleted by hand; `requests` shows what is left of them as unknown",
     "block_damaged": "a stopped broker's file has a damaged block; the rest was read",
     "streams_made_again": "the broker had lost its store; `up` or `nats` made the streams again",
     "streams_not_divided": "the streams of a cell did not get the size that another number of cells leaves them",

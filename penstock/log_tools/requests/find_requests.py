@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, I
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -27,6 +27,7 @@ from penstock.infra.bus.direct_get import (
     get_last_of,
     read,
     read_backwards,
+    stream_end,
 )
 from penstock.log_tools.requests.describe import Texts
 from penstock.log_tools.sources.data_folder import StoredLog, entry_of
@@ -56,6 +57,9 @@ from penstock.schemas.summary import (
     of_request,
 )
 from penstock.schemas.wire import TOKEN_BYTES, decoder, unpack_tokens
+
+if TYPE_CHECKING:  # a stopped deployment is read without the client, which loads slowly
+    from penstock.infra.bus.connection import Bus
 
 log = structlog.get_logger("timeline")
 
@@ -167,6 +171,8 @@ def _unreadable(bus: Readable, told: set[int]) -> list[RequestSummary]:
     return sorted(found, key=lambda each: each.created_ns, reverse=True)
 
 
+MISSING_SEARCHED = 5_000  # of the last requests before gaps in the records
+ABOUT_THE_END_S = 5.0
 CHECKED = 200  # requests whose end is looked up at once
 SEARCHED = 512  # records that are searched for a text together
 CONSUMERS = 256  # per page of the broker's list
@@ -247,13 +253,23 @@ async def _behind(bus: Readable, stream: str, criteria: Criteria) -> int:
 async def summaries(bus: Readable, criteria: Criteria) -> AsyncGenerator[RequestSummary, None]:
     """As ``ended``, without requests and records: neither prompts nor tokens are decoded.
 
-    Of a stopped deployment also those whose records are damaged in the files that were read, as far as the server noted
-    their names when it stopped.
+    Also those whose records are damaged: of a stopped deployment in the files that were read, as far as the server
+    noted their names when it stopped; of a running one as far as REQUESTS still has them.
     """
     stream, subjects = bus.subjects.stream("DONE"), bus.subjects.all("done")
     oldest = criteria.ended_since_ns
     told = set[int]()
-    async for entry in read_backwards(bus, stream, subjects, before=await _behind(bus, stream, criteria)):
+    before = await _behind(bus, stream, criteria)
+    wanted = not criteria.states or UNKNOWN in criteria.states
+    missing: _Missing | None = None
+    if wanted and not isinstance(bus, LogFiles):
+        missing = _Missing(bus, before or (await stream_end(bus, stream))[0] + 1)
+    if missing is not None:
+        subjects = f"{bus.subjects.namespace}.>"  # without gaps, so that one is a message that the broker cannot read
+    async for entry in read_backwards(bus, stream, subjects, before=before):
+        for lost in await missing.above(entry) if missing is not None else ():
+            if criteria.accepts(lost):
+                yield lost
         for lost in filter(criteria.accepts, _unreadable(bus, told)):
             yield lost
         if oldest and entry.time_ns < oldest:
@@ -267,6 +283,61 @@ async def summaries(bus: Readable, criteria: Criteria) -> AsyncGenerator[Request
             yield summary
     for lost in filter(criteria.accepts, _unreadable(bus, told)):
         yield lost
+
+
+class _Missing:
+    """Requests that have ended, and whose records a running broker has lost.
+
+    nats-server (2.15) passes over a message whose bytes were overwritten on its disk without a word. If its length was
+    hit, it drops the rest of the block, and counts those messages as deleted.
+
+    Args:
+        before: the sequence of DONE behind those that are read.
+    """
+
+    def __init__(self, bus: "Bus", before: int) -> None:
+        self._bus = bus
+        self._before = before
+        self._until_ns = time.time_ns()
+        self._left = MISSING_SEARCHED
+        self._looked = False
+        self._unfinished: set[str] | None = None
+        self._told: set[str] = set()
+
+    async def above(self, entry: Entry) -> list[RequestSummary]:
+        """Those between an entry and the one before, which is the next in the stream: mostly none."""
+        count, before, until_ns = self._before - entry.seq - 1, self._before, self._until_ns
+        first = not self._looked
+        self._before, self._until_ns, self._looked = entry.seq, entry.time_ns, True
+        if not self._left or not (count or first):
+            return []
+        bus, stream = self._bus, self._bus.subjects.stream("REQUESTS")
+        candidates: dict[str, RequestSummary] = {}
+        # A stream that lost its end has no gap: what was accepted about its last record, or later, must be unfinished.
+        since_ns = entry.time_ns - int((LONGEST_DEADLINE_S if count else ABOUT_THE_END_S) * 1e9)
+        most = min(self._left, MISSING_SEARCHED if count else CHECKED)
+        end = await before_time(bus, stream, until_ns) + 1
+        if end > 1:
+            async with contextlib.aclosing(
+                read_backwards(bus, stream, f"{bus.subjects.namespace}.>", before=end)
+            ) as asked:
+                async for each in asked:
+                    if each.time_ns < since_ns or len(candidates) >= most:
+                        break
+                    with contextlib.suppress(msgspec.MsgspecError):
+                        request = requests.decode(each.data)
+                        candidates[request.id] = of_request(request, state=UNKNOWN)
+        self._left -= len(candidates)
+        if not candidates:
+            return []
+        if self._unfinished is None:
+            self._unfinished = {each.summary.id for each in await unfinished(bus, Criteria())}
+        ended = {record.request async for record in _records(bus, list(candidates.values()))}
+        lost = [name for name in candidates if name not in ended | self._unfinished | self._told]
+        if lost:
+            log.warning("records_missing", stream="DONE", after=entry.seq, before=before, requests=len(lost))
+        self._told.update(lost)
+        return [msgspec.structs.replace(candidates[name], message=DAMAGED) for name in lost]
 
 
 async def merged(parts: Sequence[AsyncIterator[T]], when: Callable[[T], int]) -> AsyncGenerator[T, None]:

@@ -91,6 +91,13 @@ _KNOWN = (
         "make room on the data folder's disk",
     ),
     _Known(
+        "damaged streams",
+        re.compile(rb"corrupt record state|Corrupt state|errBadMsg|bad message checksum", re.IGNORECASE),
+        CheckStatus.problem,
+        "the disk returned other bytes than the broker wrote, which dropped messages: check the disk, and restore "
+        "(`penstock restore`) what `penstock requests` shows as unknown",
+    ),
+    _Known(
         "broker rights",
         re.compile(rb"permissions violation|authorization violation", re.IGNORECASE),
         CheckStatus.problem,
@@ -110,7 +117,8 @@ def check_logs(folder: Path) -> list[CheckResult]:
     if not folder.is_dir():
         return [skipped("logs", f"no logs in {folder}")]
     causes: dict[str, tuple[_Known, list[str], str]] = {}
-    for path in sorted(folder.glob("*.log")):
+    brokers = (folder.parent / "nats.log", *sorted(folder.parent.glob("cells/*/nats.log")))
+    for path in (*sorted(folder.glob("*.log")), *filter(Path.exists, brokers)):
         text = tail(path, TAIL_BYTES)
         for pattern in _KNOWN:
             if (match := pattern.pattern.search(text)) is None:

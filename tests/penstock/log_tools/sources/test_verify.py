@@ -17,7 +17,9 @@ from penstock.log_tools.requests import inspect, list_requests
 from penstock.log_tools.sources import store_files
 from penstock.log_tools.sources.log_copy import STREAMS_DIR
 from penstock.log_tools.sources.store_files import HAS_HEADERS, HEADER, StoredStream, damaged, key_of, records
+from penstock.operate.doctor.doctor_command import check_logs
 from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.streams import ROUTER_ACK_WAIT_S
 from tests.infra.bus.support import opened
 from tests.penstock.log_tools.requests.support import accept, assign, end, stream
 
@@ -135,6 +137,40 @@ async def test_a_request_whose_record_was_overwritten_is_in_an_unknown_state_and
     assert shown["request"]["state"] == "unknown"
     assert any(each.startswith("its end") for each in shown["missing"])
     assert "block_damaged" in {each["event"] for each in logs}
+
+
+@pytest.mark.parametrize(("begin", "lost"), [(60, [1]), (0, [1, 2, 3])], ids=["body", "length"])
+async def test_a_running_broker_that_lost_records_has_their_requests_in_an_unknown_state_and_doctor_says_why(
+    make_broker: Callable[..., EmbeddedNats], begin: int, lost: list[int]
+) -> None:
+    server = make_broker()
+    await server.start()
+    async with opened(server, server.subjects) as bus:
+        asked = [await accept(bus) for _ in range(5)]
+        for request in asked[:4]:
+            await end(bus, request, *range(100))
+        taken = await bus.js.pull_subscribe("", "router-standard", bus.subjects.stream("REQUESTS"))
+        for message in await taken.fetch(4, timeout=ROUTER_ACK_WAIT_S):
+            await message.ack_sync()
+    await server.stop()
+    path = block_of(server.data_dir, "DONE")
+    block = path.read_bytes()
+    at = records(block).places[1][2] + begin
+    path.write_bytes(block[:at] + random.Random(1).randbytes(64) + block[at + 64 :])
+    await server.start()
+    (server.data_dir / "logs").mkdir()
+    try:
+        broker = ("--nats-url", server.url(), "--namespace", server.subjects.namespace, "--json")
+        with capture_logs() as logs:
+            lines = await asyncio.to_thread(run, list_requests.run, *broker)
+        findings = {each.check: each.what for each in check_logs(server.data_dir / "logs")}
+    finally:
+        await server.stop()
+    found = {each["id"]: each["state"] for each in map(json.loads, lines.splitlines())}
+    states = ["unknown" if number in lost else "done" for number in range(4)]
+    assert found == dict(zip([each.id for each in asked], states, strict=False)) | {asked[4].id: "queued"}
+    assert "records_missing" in {each["event"] for each in logs}
+    assert ("ps_DONE" in findings.get("damaged streams", "")) is (len(lost) > 1)  # the server is silent about one
 
 
 async def test_which_requests_have_ended_is_read_from_what_the_server_noted(
