@@ -20,6 +20,7 @@ from nats.errors import Error as NatsError
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, before_time, get, get_last, get_next, lifetime, read, server_ns
 from penstock.infra.bus.jetstream import compare_and_set
+from penstock.infra.process.turns import TimeSlice
 from penstock.schemas import usage
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import HEADER_SUMMARY
@@ -50,6 +51,7 @@ class UsageLedger:
         self._part: UsagePart | None = None  # that grows; None: it has to be read
         self._revision = 0  # of that part in the stream; 0: it is not there yet
         self._reported = 0.0
+        self._time_slice = TimeSlice()
 
     async def run(self) -> None:
         """Count until cancelled."""
@@ -78,7 +80,11 @@ class UsageLedger:
         elif self._part is None or missed:
             await self._resume()  # reads these entries, too
         elif entries:
-            await self._store([await self._counted(entry) for entry in entries])
+            counted = []
+            for entry in entries:
+                counted.append(await self._counted(entry))
+                await self._time_slice.yield_if_spent()
+            await self._store(counted)
 
     async def _read_again(self) -> None:
         """Records may be gone, or be others, if the broker was away."""
@@ -106,6 +112,7 @@ class UsageLedger:
         began = time.monotonic()
         async for entry in read(bus, self._records, subjects.all("done"), after=after.last, batch=TOGETHER):
             portion.append(await self._counted(entry))
+            await self._time_slice.yield_if_spent()
             if len(portion) == TOGETHER:
                 await self._store(portion)
                 portion = []
@@ -115,7 +122,7 @@ class UsageLedger:
 
     async def _position(self, part: UsagePart, end: int, empty: bool) -> int:
         """Up to which sequence the log has what was counted: all of it, unless it was made anew or has lost its end."""
-        if empty:
+        if empty or not part.last:
             return min(part.last, end)
         last = await get(self._bus, self._records, part.last)
         if last is not None and server_ns(last) == part.counted_ns:

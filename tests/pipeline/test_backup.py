@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from functools import partial
 from pathlib import Path
 
@@ -67,6 +68,8 @@ async def test_a_running_deployment_is_backed_up_and_serves_again_from_the_backu
     finally:
         assert await asyncio.to_thread(first.stop) == 0
 
+    await ran("usage", "--by", "", "--json", *place)  # of a stopped deployment
+    assert json.loads(capsys.readouterr().out)["requests"] >= len(ended)
     data = tmp_path / "second" / "data"
     await ran("restore", str(folder), "--data-dir", str(data))
     assert "ended 2 requests that were open then" in capsys.readouterr().out

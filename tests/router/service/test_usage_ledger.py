@@ -214,6 +214,15 @@ async def test_a_router_that_does_not_lead_counts_nothing(bus: Bus) -> None:
     assert (await total(bus)).requests == 1
 
 
+async def test_a_ledger_that_has_counted_nothing_yet_is_gone_on_with(bus: Bus) -> None:
+    for _ in range(2):
+        await UsageLedger(bus, deque(maxlen=8), lambda: True).count()
+    assert [part.last for part in await parts(bus)] == [0]
+    await publish(bus, asked(), 10, 3)
+    await UsageLedger(bus, deque(maxlen=8), lambda: True).count()
+    assert (await total(bus)).requests == 1
+
+
 async def test_of_two_routers_the_other_one_goes_on_when_one_is_killed(bus: Bus, broker: EmbeddedNats) -> None:
     async with routing(broker, bus.subjects, name="one") as first, routing(broker, bus.subjects, name="two") as second:
         sees: Callable[[], bool] = lambda: bool(first.router.intake.membership.others)  # noqa: E731
