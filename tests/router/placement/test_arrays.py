@@ -16,10 +16,12 @@ from penstock.router.placement.routing import RoutingContext, RoutingDecision, R
 from penstock.router.state.holders import Depths, TargetBits
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas import wire
-from penstock.schemas.fleet import Registration, WorkerState
+from penstock.schemas.fleet import LoraAdapter, Registration, WorkerState
 from penstock.schemas.jobs import LoadHeader
 from tests.properties import examples
 
+POET, CLERK = LoraAdapter("poet", "0a"), LoraAdapter("clerk", "0b", loaded=True)
+LOADED = LoraAdapter("poet", "0a", loaded=True)
 WORKERS = st.lists(
     st.fixed_dictionaries(
         {
@@ -32,6 +34,7 @@ WORKERS = st.lists(
             "dp_size": st.sampled_from([1, 1, 2]),
             "logits_processors": st.sampled_from([(), ("x",)]),
             "revision": st.sampled_from(["", "b"]),
+            "adapters": st.sampled_from([(POET,), (POET, CLERK), (LOADED, CLERK), ()]),
         }
     ),
     max_size=20,
@@ -69,6 +72,7 @@ def fleet(workers: list[dict[str, Any]], jobs: list[tuple[int, int, int, int]]) 
             "revision": st.sampled_from([None, "b"]),
             "session": st.sampled_from([(), (("w01", 0),), (("gone", 0), ("w03", 0))]),
             "resumed_tokens": st.sampled_from([0, 9000]),
+            "adapter": st.sampled_from(["", "", POET.id]),
         }
     ),
     shared=st.integers(0, 20),

@@ -2,18 +2,26 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.configs.settings import RouterMode
-from penstock.router.placement.cost import MOST_UNCOMPUTED, OCCUPANCY, rejection, target_costs, utilization
+from penstock.router.placement.cost import (
+    ADAPTER_TOKENS,
+    MOST_UNCOMPUTED,
+    OCCUPANCY,
+    rejection,
+    target_costs,
+    utilization,
+)
 from penstock.router.placement.decide import STORED_CANDIDATES, decide
 from penstock.router.placement.routing import PATIENCE_S, RoutingContext, RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.target_loads import Load, RoutingTarget
 from penstock.schemas.cells import HELD_UP, OWN_WORK, PASS_TOKENS
 from penstock.schemas.errors import Code
-from penstock.schemas.fleet import Registration, WorkerState
+from penstock.schemas.fleet import LoraAdapter, Registration, WorkerState
 from tests.properties import examples
 
 MODES: tuple[RouterMode, ...] = ("kv", "round_robin", "random", "least_loaded")
@@ -67,6 +75,40 @@ def test_the_sequences_that_a_prompt_holds_up_count_up_to_an_end() -> None:
     assert scores["100"] - scores["20"] == 330 * 2
     assert scores["256"] == scores["100"]
     assert scores["computing"] - scores["20"] == pytest.approx(330 * (4 / 8 - 4 / 40))
+
+
+def test_a_request_with_an_adapter_goes_to_workers_that_have_it_rather_on_their_device() -> None:
+    """The one that has it there may have more to do, up to what loading costs."""
+    ready, waiting = LoraAdapter("poet", "0a", loaded=True), LoraAdapter("poet", "0a")
+    older, broken = LoraAdapter("poet", "0b", loaded=True), LoraAdapter("poet", error="there is no such folder")
+    asked = msgspec.structs.replace(ASK, adapter="poet@0a")
+
+    def decided(backlog: float, **more: Any) -> RoutingDecision:
+        members = [
+            member("here", adapters=(ready,), load=Load(1, 1, 0, backlog), slots=512),
+            member("there", adapters=(waiting,), slots=512),
+            member("other", adapters=(older,)),
+            member("failed", adapters=(broken,)),
+            member("none"),
+        ]
+        return decide(
+            RoutingContext(asked, [each for each in members if each.id[0] not in more], {}, "kv", Weights(), 0)
+        )
+
+    found = decided(100.0)
+    scores = {each.worker: each.score for each in found.candidates}
+    assert found.chosen == ("here", 0)
+    assert {each.worker: each.excluded for each in found.candidates} == {
+        "here": "",
+        "there": "",
+        "other": "no_adapter",
+        "failed": "no_adapter",
+        "none": "no_adapter",
+    }
+    assert scores["there"] == OWN_WORK * 330 + OCCUPANCY * 32 * 10 + ADAPTER_TOKENS
+    assert decided(2 * ADAPTER_TOKENS).chosen == ("there", 0)
+    nowhere = decided(0.0, here=True, there=True)
+    assert (nowhere.route, nowhere.reason, nowhere.code) == ((), "no_adapter", None), "it waits, within a bound"
 
 
 def test_overlap_wins_until_load_outweighs_it() -> None:

@@ -9,7 +9,7 @@ from penstock.router.placement.decision_inputs import Decisions, array_decisions
 from penstock.router.placement.routing import RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.holders import TargetId
 from penstock.router.state.load_tracker import LoadTracker
-from penstock.schemas.fleet import Registration
+from penstock.schemas.fleet import LoraAdapter, Registration
 from penstock.schemas.jobs import Decision, DecisionInputs, Job, LoadHeader
 from penstock.schemas.transfer import Endpoint, Memory
 from tests.schemas.samples import REQUEST
@@ -37,6 +37,7 @@ def job(decision: RoutingDecision, blocks: int, inputs: DecisionInputs, mode: st
     seed=st.integers(0, 99),
     now_ns=st.integers(0, 3_000_000),
     session=st.sampled_from([(), (("w00", 0),), (("w01", 1),)]),
+    adapted=st.booleans(),
 )
 def test_the_record_of_a_decision_leads_to_the_same_choice_and_scores(
     loads: list[tuple[int, int, int]],
@@ -48,12 +49,13 @@ def test_the_record_of_a_decision_leads_to_the_same_choice_and_scores(
     seed: int,
     now_ns: int,
     session: tuple[TargetId, ...],
+    adapted: bool,
 ) -> None:
     tracker = LoadTracker()
     for number in range(workers):
-        tracker.put_worker(
-            Registration(f"w{number:02}", "m", "aggregated", "mock", 1, BLOCK, 40, 2, 1 << 20, dp_size=1 + number % 2)
-        )
+        fields = (f"w{number:02}", "m", "aggregated", "mock", 1, BLOCK, 40, 2, 1 << 20)
+        adapter = LoraAdapter("poet", "0a", loaded=number % 3 == 0)
+        tracker.put_worker(Registration(*fields, dp_size=1 + number % 2, adapters=(adapter,)))
     for number, (at, family, blocks) in enumerate(loads):
         prompt = [family * 1000 + n for n in range(blocks)] if number % 3 else []
         load = LoadHeader(blocks * BLOCK + 5, 0, "", 1 << 62, "")
@@ -63,7 +65,13 @@ def test_the_record_of_a_decision_leads_to_the_same_choice_and_scores(
     family, blocks, shared = asked
     keys = [family * 1000 + n for n in range(blocks)]
     request = RoutingRequest(
-        "m", blocks * BLOCK + 3, 5, prompt_blocks=blocks, shared_blocks=min(shared, blocks), session=session
+        "m",
+        blocks * BLOCK + 3,
+        5,
+        prompt_blocks=blocks,
+        shared_blocks=min(shared, blocks),
+        session=session,
+        adapter="poet@0a" if adapted else "",
     )
     overlaps = {(f"w{at:02}", 0): count for at, count in held.items() if at < workers}
     decision = Decisions(tracker, array_decisions(tracker), "kv", weights).decide(
@@ -71,7 +79,10 @@ def test_the_record_of_a_decision_leads_to_the_same_choice_and_scores(
     )
     if not decision.route:
         return
-    inputs = DecisionInputs(seed, shared_blocks=request.shared_blocks, block_size=BLOCK, session=session)
+    unloaded = tuple(f"w{number:02}" for number in range(workers) if number % 3) if adapted else ()
+    inputs = DecisionInputs(
+        seed, shared_blocks=request.shared_blocks, block_size=BLOCK, session=session, unloaded=unloaded
+    )
     again = decide_again(job(decision, blocks, inputs), weights)
     assert again is not None
     assert again.chosen == decision.chosen

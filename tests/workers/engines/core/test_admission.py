@@ -8,6 +8,8 @@ import random
 
 from penstock.workers.engine_loop.loop import BlockWait, BlockWaitQueue
 from penstock.workers.engines.core.engine import scheduler_stats
+from penstock.workers.engines.core.queue import MOST_PASSED, AdapterSlots
+from penstock.workers.engines.core.sequence import LoadedAdapter, ScheduledSequence
 from penstock.workers.engines.engine_protocol import BlockReservation, Output
 from tests.workers.engines.core.support import ROOT, Bench, check_pool, names, request
 
@@ -307,3 +309,69 @@ def test_whatever_the_pool_and_whoever_comes_everyone_ends_and_no_block_is_lost(
     assert sum(scheduler_stats(world.scheduler).preemptions for world in worlds) > 100, "nobody was preempted"
     assert sum(world.given_way for world in worlds) > 20, "no reservation gave way"
     assert sum(world.fallen_back for world in worlds) > 100, "nobody gave up waiting for room"
+
+
+def with_slots(bench: Bench, slots: int) -> dict[int, object]:
+    """Give a bench slots for adapters; what is copied into each, as steps see it."""
+    held: dict[int, object] = {}
+    bench.scheduler.queue.adapters = AdapterSlots(slots, held.__setitem__)
+    return held
+
+
+def submit(bench: Bench, key: object, tokens: int, adapter: str = "", max_tokens: int = 4) -> None:
+    loaded = LoadedAdapter(adapter, adapter) if adapter else None
+    bench.scheduler.submit(request(key, prompt(hash(key) % 97, tokens), max_tokens, root=ROOT), adapter=loaded)
+
+
+def test_one_whose_adapter_has_no_slot_is_passed_by_so_many_and_then_by_none() -> None:
+    bench = Bench(max_running=4)
+    with_slots(bench, 1)
+    submit(bench, "long", 8, "a", 900)
+    bench.step()
+    submit(bench, "waits", 8, "b")
+    for number in range(MOST_PASSED + 20):
+        submit(bench, number, 4, "a" if number % 2 else "")
+    before, now = 0, [sequence.key for sequence in bench.scheduler.running]
+    while "waits" not in now:
+        bench.step()
+        now = [sequence.key for sequence in bench.scheduler.running]
+        waiting = len(bench.scheduler.queue)
+        before = MOST_PASSED + 21 - waiting if "waits" not in now else before
+        if before == MOST_PASSED and now == ["long"]:
+            bench.scheduler.cancel("long")
+        assert before <= MOST_PASSED
+    assert before == MOST_PASSED
+
+
+def test_never_do_more_adapters_run_than_there_are_slots_and_each_sequence_finds_its_own() -> None:
+    """Random steps in a pool that is too small, so that sequences are preempted, too."""
+    draw = random.Random(5)
+    for slots in (1, 2, 3):
+        bench = Bench(total_blocks=24, max_running=6)
+        held = with_slots(bench, slots)
+        used: set[str] = set()
+
+        def token(scheduled: ScheduledSequence, held: dict[int, object] = held, used: set[str] = used) -> int:
+            """What the executor would see."""
+            sequence = scheduled.sequence
+            if sequence.adapter is not None:
+                assert held[sequence.adapter_slot] == sequence.adapter.id
+                used.add(sequence.adapter.id)
+            return 100
+
+        bench.token = token
+        left = 120
+        while left or bench.scheduler.has_work():
+            if left and draw.random() < 0.6:
+                left -= 1
+                submit(bench, left, draw.randrange(1, 30), draw.choice(["", *"abcde"]), draw.randrange(1, 25))
+            if draw.random() < 0.05:
+                bench.scheduler.cancel(draw.randrange(120))
+            if bench.scheduler.has_work():
+                used.clear()
+                bench.step()
+                assert len(used) <= slots
+        assert bench.scheduler.report.preemptions
+        submit(bench, "last", 4, "f")
+        last = bench.scheduler.by_key["last"]
+        assert bench.scheduler.queue.adapters.has_room(last), "a slot is in use though nothing runs"
