@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.infra.model.adapter import AdapterError, read_adapter
 from penstock.schemas.block_hashes import root
@@ -143,3 +144,31 @@ def test_an_adapter_of_another_model_is_refused(llama: Path, model_dir: Callable
 def test_options_that_exclude_adapters_are_refused_at_start(llama: Path, option: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModel, match="excludes LoRA adapters"):
         engine_of(llama, **option)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_weights_merged_by_hand_are_those_that_peft_merges(llama: Path, tmp_path: Path) -> None:
+    """So that the other tests compare with the right thing."""
+    peft = pytest.importorskip("peft")
+    for name, more in (("plain", {}), ("rslora", {"use_rslora": True, "alpha": 5})):
+        folder = write_adapter(tmp_path / name, llama, rank=6, **more)  # type: ignore[arg-type]
+        loaded = peft.PeftModel.from_pretrained(merged(llama, None), folder).merge_and_unload()
+        by_hand = dict(merged(llama, folder).named_parameters())
+        for path, weight in loaded.named_parameters():
+            torch.testing.assert_close(weight, by_hand[path])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_what_peft_itself_writes_is_served(llama: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    made = peft.get_peft_model(
+        merged(llama, None),
+        peft.LoraConfig(
+            r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+        ),
+    )
+    made.save_pretrained(tmp_path / "own")
+    adapter = add(engine := engine_of(llama), tmp_path / "own")
+    expected = greedy(made.merge_and_unload(), prompt(9), COUNT)
+    assert tokens(run(engine, [asked(0, 9, adapter)]))[0] == expected
+    assert expected != greedy(merged(llama, None), prompt(9), COUNT)
