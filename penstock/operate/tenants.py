@@ -511,8 +511,10 @@ def _list(existing: Tenants) -> None:
     if not existing:
         print("there is no tenant but 'default'")
         return
-    print(f"{'tenant':<32}  {'max-pending':>11}  {'max-waiting':>11}  {'weight':>6}  {'cache':<6}  models")
+    heads = f"{'max-pending':>11}  {'max-waiting':>11}  {'weight':>6}  {'monthly-tokens':>14}"
+    print(f"{'tenant':<32}  {heads}  {'cache':<6}  models")
     for name, tenant in sorted(existing.items()):
         cache, models = "shared" if tenant.shared_cache else "own", ",".join(tenant.models) or "all"
         limits = f"{tenant.max_pending:>11}  {tenant.max_waiting or 'none':>11}  {tenant.weight:>6g}"
+        limits += f"  {tenant.tokens_per_month or 'none':>14}"
         print(f"{name:<32}  {limits}  {cache:<6}  {models}")
