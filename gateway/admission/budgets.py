@@ -36,8 +36,12 @@ class SpentInCell:
         self.since_s = since_s  # earlier months are left out
         self.spent = _Spent()
         self._open: dict[int, _Spent] = {}  # of parts that grow, by number
+        self._closed = 0  # the last one that grows no more
 
     def push(self, part: UsagePart) -> None:
+        """A part, in the order in which they are stored; one that is known replaces what it was."""
+        if part.number <= self._closed:
+            return
         now = _Spent()
         for row in part.rows:
             month, _ = usage.interval(row.hour, "month")
@@ -46,12 +50,15 @@ class SpentInCell:
                 now[month, "key", row.key] += row.tokens
         self.spent.subtract(self._open.pop(part.number, {}))
         self.spent.update(now)
-        if not part.closed:
+        if part.closed:
+            self._closed = part.number
+        else:
             self._open[part.number] = now
 
     def clear(self) -> None:
         self.spent.clear()
         self._open.clear()
+        self._closed = 0
 
     def forget_before(self, month_s: int) -> None:
         self.since_s = month_s

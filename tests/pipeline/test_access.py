@@ -548,6 +548,11 @@ async def test_a_budget_of_a_key_and_of_a_tenant_refuses_what_comes_after_it(
     message = await https[0].post("/v1/messages", json=MESSAGE, headers={"x-api-key": first})
     assert (message.status_code, message.json()["error"]["type"]) == (429, "rate_limit_error")
     assert (await https[1].get("/v1/models", headers=bearer(first))).status_code == 200
+    _, batch = await batch_of(https[0], bearer(first))
+    over = await ended_batch(https[0], bearer(first), batch)
+    assert over["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
+    errors = (await https[0].get(f"/v1/files/{over['error_file_id']}/content", headers=bearer(first))).json()
+    assert errors["response"]["body"]["error"]["code"] == "insufficient_quota"
     budget = (await used(https[0], first, 1))["budget"]
     assert budget["tokens_per_month"] == 5 <= budget["used"]
 
