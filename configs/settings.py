@@ -724,7 +724,7 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         float,
         Meta(
             ge=0,
-            description="GiB that all streams together may take on the disk, when they are created; 0: 37.9, their own "
+            description="GiB that all streams together may take on the disk, when they are created; 0: 31.8, their own "
             "sizes",
         ),
     ] = 0.0

@@ -1,9 +1,10 @@
 """How requests and attempts end: worker or router → all.
 
-``Done`` is the one terminal event of a request, and its record: request, output, usage and timings. It is stored under
-a subject of its own, only if nothing is stored there (``once`` in ``penstock.infra.bus.publisher``), so that the log
-holds one per request. ``Returned`` ends an attempt only: the worker returns the request unstarted or unfinished, and a
-router places it again. Both are republished without their bodies: followers read the headers.
+``Done`` is the one terminal event of a request, and its record: request, output, usage and timings. Of the request it
+lacks the prompt, which REQUESTS keeps as long. It is stored under a subject of its own, only if nothing is stored there
+(``once`` in ``penstock.infra.bus.publisher``), so that the log holds one per request. ``Returned`` ends an attempt
+only: the worker returns the request unstarted or unfinished, and a router places it again. Both are republished without
+their bodies: followers read the headers.
 """
 
 from collections.abc import Sequence
@@ -100,7 +101,7 @@ class Done(msgspec.Struct, frozen=True, omit_defaults=True, tag="done"):
     message: str = ""
     user: str = ""
     stamps: Stamps | None = None  # of a traced request, from its last worker
-    submitted: bytes = b""  # the encoded GenerateRequest; releases up to 0.1 left it out
+    submitted: bytes = b""  # the encoded GenerateRequest without its prompt, which REQUESTS has; 0.1 left it out
     scores: tuple[Logprob, ...] = ()  # of the prompt's tokens behind the first, if asked for and known
     left_out: tuple[
         str, ...
@@ -172,6 +173,18 @@ def guests_of(event: Done) -> tuple[str, ...]:
     request = request_of(event)
     earlier = (guest_in(each.ended) for each in event.timings.earlier_workers if is_cell(each.worker))
     return tuple(filter(None, (*earlier, request.ran_as if request is not None else "")))
+
+
+def recorded(request: GenerateRequest) -> bytes:
+    """A request as its record holds it: without its prompt and the names of its blocks, which REQUESTS has as long."""
+    if not (request.prompt or request.digests):
+        return encode(request)
+    return encode(msgspec.structs.replace(request, prompt=b"", prompt_length=request.prompt_tokens, digests=b""))
+
+
+def not_recorded(request: GenerateRequest) -> tuple[str, ...]:
+    """What ``left_out`` says of what ``recorded`` leaves out."""
+    return ("prompt",) if request.prompt_tokens else ()
 
 
 def request_of(event: Done) -> GenerateRequest | None:
@@ -267,7 +280,7 @@ def encode_within(event: Done, limit: int) -> bytes:
         if len(payload) <= limit:
             break
         event = without(event)
-        event = msgspec.structs.replace(event, left_out=(*event.left_out, name))
+        event = msgspec.structs.replace(event, left_out=tuple(dict.fromkeys((*event.left_out, name))))
         payload = encode(event)
     return payload
 

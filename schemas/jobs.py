@@ -42,6 +42,10 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
     served_tokens: int = 0  # of the prompts that it was sent lately, and more if another router prefers it
 
 
+class ScoreRow(Candidate, frozen=True, array_like=True, omit_defaults=False, gc=False):
+    """A ``Candidate`` as jobs hold it: the same fields, by position."""
+
+
 class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
     """One stage of a route."""
 
@@ -57,7 +61,7 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     chosen: str
     router: str
     at_ns: int
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[Candidate, ...] = ()  # no longer written: ``DecisionInputs.table`` has them
     prompt_blocks: int = 0
     waited_ns: int = 0
     kv_seq: int = 0  # position of the index in the KV stream
@@ -115,6 +119,7 @@ class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
     earlier_workers: tuple[EarlierWorker, ...] = ()  # that had the request in earlier attempts
     weight: float = 1.0  # of its tenant, when it was placed: its share of the queue at its worker, too
     unloaded: tuple[str, ...] = ()  # candidates that have its adapter in host memory only: they would load it first
+    table: tuple[ScoreRow, ...] = ()  # the candidates, at most 16
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
@@ -137,6 +142,23 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
     streamed_ns: int = 0  # when the first token in ``resume`` was stored, Unix time
     suspect: str = ""  # SUSPECT or ALONE: it may be what ended the workers of earlier attempts; "": it is not suspected
     lost: tuple[tuple[int, str], ...] = ()  # no longer written: ``inputs.earlier_workers`` has them
+
+
+def score_table(candidates: Iterable[Candidate]) -> tuple[ScoreRow, ...]:
+    """Candidates as jobs hold them."""
+    return tuple(ScoreRow(*msgspec.structs.astuple(each)) for each in candidates)
+
+
+def with_candidates(job: Job) -> Job:
+    """The job with the candidates of its decision where those of earlier builds are, for readers of the log."""
+    if job.inputs is None or not job.inputs.table:
+        return job
+    candidates = tuple(Candidate(*msgspec.structs.astuple(row)) for row in job.inputs.table)
+    return msgspec.structs.replace(
+        job,
+        decision=msgspec.structs.replace(job.decision, candidates=candidates),
+        inputs=msgspec.structs.replace(job.inputs, table=()),
+    )
 
 
 def earlier_workers(job: Job) -> tuple[EarlierWorker, ...]:

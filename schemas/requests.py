@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, MEMORY
 from penstock.schemas.trace import Trace
-from penstock.schemas.wire import TOKEN_BYTES, content_type, decoder
+from penstock.schemas.wire import TOKEN_BYTES, content_type, decoder, narrowed, widened
 
 
 class Priority(enum.StrEnum):
@@ -259,8 +259,76 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{MEMORY}.{self.gateway}" if self.no_store else self.gateway
 
 
-decode = decoder(GenerateRequest)
+class PackedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request whose prompt takes as few bits as its token ids need. A build that does not know it refuses the array,
+    rather than run an empty prompt.
+
+    The first byte of ``prompt`` is that number of bits, 8 to 32. For n ids, their n lowest bytes follow, then their n
+    next bytes, and so on while 8 bits are left. The last 1, 2 or 4 bits, if there are such, lie 8/w to a byte: byte i
+    has those of id i in its w lowest bits, those of id i + m in the next, and so on, where m is the number of bytes.
+    """
+
+    request: GenerateRequest  # without ``prompt``; ``prompt_length`` says how many token ids there are
+    prompt: bytes  # token ids
+
+
+_decode_plain, _decode_packed = decoder(GenerateRequest), decoder(PackedRequest)
 HEADERS = {HEADER_CONTENT_TYPE: content_type(GenerateRequest)}  # of messages in REQUESTS, beside their id
+_SHORT_ARRAY = 0x90  # how MessagePack begins an array of less than 16 elements
+PACKED_HEADERS = {HEADER_CONTENT_TYPE: content_type(PackedRequest)}
+
+
+def is_packed(data: bytes) -> bool:
+    """Whether a stored request is a ``PackedRequest``."""
+    return bool(data) and data[0] & 0xF0 == _SHORT_ARRAY
+
+
+def decode_stored(data: bytes) -> GenerateRequest | PackedRequest:
+    """A stored request as it was stored.
+
+    Raises:
+        msgspec.MsgspecError: it is none, or one of a later version.
+    """
+    data = bytes(data)  # it may be the ``Raw`` of a job
+    return _decode_packed(data) if is_packed(data) else _decode_plain(data)
+
+
+def decode(data: bytes) -> GenerateRequest:
+    """A stored request, whichever way its prompt is packed.
+
+    Raises:
+        msgspec.MsgspecError: it is none, or one of a later version.
+    """
+    stored = decode_stored(data)
+    if isinstance(stored, GenerateRequest):
+        return stored
+    request = stored.request
+    try:
+        prompt = widened(stored.prompt, request.prompt_length)
+    except ValueError as error:
+        raise msgspec.ValidationError(str(error)) from None
+    msgspec.structs.force_setattr(request, "prompt", prompt)  # nobody else has this one
+    msgspec.structs.force_setattr(request, "prompt_length", 0)
+    return request
+
+
+def decode_head(data: bytes) -> GenerateRequest:
+    """A stored request, for readers that need the length of its prompt only: a packed one stays packed.
+
+    Raises:
+        msgspec.MsgspecError: as ``decode``.
+    """
+    stored = decode_stored(data)
+    return stored if isinstance(stored, GenerateRequest) else stored.request
+
+
+def packed(request: GenerateRequest) -> GenerateRequest | PackedRequest:
+    """A request as streams hold it that are marked ``PACKED``; one without a prompt stays as it is."""
+    if not request.prompt:
+        return request
+    head = msgspec.structs.replace(request, prompt=b"", prompt_length=request.prompt_tokens)
+    return PackedRequest(head, narrowed(request.prompt))
+
 
 CELL_AT = 36  # bit; the last 12 bits choose a request's shard in the log (``subjects``), and stay random
 

@@ -40,13 +40,16 @@ _NS = 1_000_000_000
 # Metadata of a stream: how its messages are encoded, and their kinds as `penstock schema` takes them, between spaces.
 ENCODING = "penstock-encoding"
 SCHEMA = "penstock-schema"
+# Metadata of REQUESTS: gateways store prompts in as few bits as they need. Earlier builds cannot read that, so a stream
+# has it from its creation, or from an operator (``penstock streams set REQUESTS --pack-prompts``).
+PROMPTS, PACKED = "penstock-prompts", "packed"
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSpec:
     """One stream. ``live``: the server republishes stored messages, so that readers follow without a consumer.
 
-    ``messages``: the kinds of its messages, as named by ``penstock schema``.
+    ``messages``: the kinds of its messages, as named by ``penstock schema``. ``packs``: see ``PROMPTS``.
     """
 
     name: str
@@ -64,6 +67,7 @@ class StreamSpec:
     newest_only: bool = False  # a message replaces the one before on its subject
     messages: tuple[str, ...] = ()
     encoding: str = MSGPACK  # media type
+    packs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +225,8 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
             # A request may name an object up to half the object's age limit later, and then run this long.
             ObjectSpec(s.bucket("media"), 2 * HOUR + 5 * MINUTE, 4 * GIB),
             ObjectSpec(s.bucket("snapshots"), DAY, GIB),
-            ObjectSpec(s.bucket("batches"), BATCHES_S, 4 * GIB),  # files that clients upload, and results of batches
-            ObjectSpec(s.bucket("results"), 6 * HOUR, 8 * GIB),  # images and videos, until they are fetched
+            ObjectSpec(s.bucket("batches"), BATCHES_S, 2 * GIB),  # files that clients upload, and results of batches
+            ObjectSpec(s.bucket("results"), 6 * HOUR, 7 * GIB),  # images and videos, until they are fetched
         ),
         consumers=(*_router_consumers(s), gateways, _migrating(s)),
         subjects=s,
@@ -273,7 +277,10 @@ def stream_config(spec: StreamSpec, replicas: int = 1) -> dict[str, Any]:
         config |= {"deny_delete": True, "deny_purge": True}
     if spec.live:
         config["republish"] = republish(spec.live, spec.live_headers_only)
-    return config | schema_metadata(spec.messages, spec.encoding)
+    config |= schema_metadata(spec.messages, spec.encoding)
+    if spec.packs:
+        config["metadata"] |= {PROMPTS: PACKED}
+    return config
 
 
 def schema_metadata(messages: tuple[str, ...], encoding: str = MSGPACK) -> dict[str, Any]:
@@ -311,13 +318,19 @@ def _streams(s: Subjects, record: bool) -> tuple[StreamSpec, ...]:
 
     return (
         stream(
-            "REQUESTS", "request", age=DAY, size=4 * GIB, description="accepted requests", messages=("GenerateRequest",)
+            "REQUESTS",
+            "request",
+            age=WEEK,  # records lack their prompts
+            size=4 * GIB,
+            description="accepted requests",
+            messages=("GenerateRequest", "PackedRequest"),
+            packs=True,
         ),
         stream(
             "WORK",
             "work",
             age=day,
-            size=4 * GIB,
+            size=3 * GIB,
             live=live("work"),
             live_headers_only=True,
             description="jobs with the decisions behind them",
@@ -356,7 +369,7 @@ def _streams(s: Subjects, record: bool) -> tuple[StreamSpec, ...]:
             "BATCHES",
             "batches",
             age=BATCHES_S,
-            size=2 * GIB,
+            size=3 * GIB // 8,
             refuses=True,
             description="requests and results of the lines of batches",
             messages=("BatchOpened", "BatchTaken", "BatchResults"),
@@ -374,8 +387,7 @@ def _streams(s: Subjects, record: bool) -> tuple[StreamSpec, ...]:
             s.stream("DONE"),
             (s.all("done"), s.all("returned")),
             WEEK,
-            4 * GIB,
-            dedup_s=5 * MINUTE,
+            3 * GIB,
             live=(f"{s.namespace}.>", f"{s.namespace}.live.>"),
             live_headers_only=True,
             description="terminal events, each the record of its request",

@@ -402,6 +402,11 @@ class QueueMonitor:
         return True
 
     @property
+    def packs(self) -> bool:
+        """Whether the stream of requests takes packed prompts; as of the last poll."""
+        return self._log_capacity.packs
+
+    @property
     def class_matters(self) -> bool:
         """Whether some class may be full, so that a body's class decides."""
         return self._queues.near

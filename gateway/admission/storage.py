@@ -27,6 +27,7 @@ from penstock.infra.bus.memory_storage import Fill, MemoryStreams
 from penstock.infra.bus.stream_fill import FAIR, FULL, WARN, StreamWatch, beyond_share
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.streams import PACKED, PROMPTS
 
 MEMORY_LOOK_S = 0.5  # how old sizes may be before some request looks again
 TRUST_S = 1.0  # and while it looks, for the others
@@ -146,6 +147,11 @@ class LogCapacity:
         self._requests = StreamWatch(bus, bus.subjects.stream("REQUESTS"))
         self._firsts: dict[str, tuple[int, int]] = {}  # consumer -> its floor, and the first message behind it
         self._over_share: frozenset[str] = frozenset()
+
+    @property
+    def packs(self) -> bool:
+        """Whether prompts are packed, see ``penstock.schemas.streams.PROMPTS``."""
+        return self._requests.metadata.get(PROMPTS) == PACKED
 
     def check(self, tenant: str | None = None) -> None:
         """

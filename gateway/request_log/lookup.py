@@ -157,6 +157,14 @@ def request_of_record(record: done.Done) -> GenerateRequest | None:
         return None
 
 
+def _lacks_prompt(record: done.Done, request: GenerateRequest) -> bool:
+    """Whether the answer shows the prompt, which only REQUESTS has, or else its text, if it was too large a record."""
+    if "prompt" not in record.left_out:
+        return False
+    shows = request.echo or request.shown.token_ids or request.sampling.prompt_logprobs is not None
+    return shows or request.prompt_length == 0
+
+
 def _decoded(data: bytes) -> done.Done | None:
     try:
         event = done.decode(data)
@@ -217,7 +225,7 @@ class RequestLookup:
         request = request_of_record(record) if record is not None else None
         if request is not None and not sight.includes(request):
             raise unknown(request_id)
-        if record is not None and request is not None and is_whole(record) and "prompt" not in record.left_out:
+        if record is not None and request is not None and is_whole(record) and not _lacks_prompt(record, request):
             return StoredRequest(request, record)
         if request is not None and request.no_store:
             return StoredRequest(await self._with_content(request, record), record)

@@ -211,7 +211,8 @@ class Cell:
             ServingError: it could not be stored, or too much of its tenant or class waits; it will not run.
         """
         self.queues.check_log(request.tenant)
-        payload = wire.encode(request)
+        packed = self.queues.packs and not request.no_store
+        payload = wire.encode(requests.packed(request) if packed else request)
         limit = self.bus.max_message - JOB_BYTES
         if len(payload) > limit:
             raise ServingError(
@@ -245,7 +246,7 @@ class Cell:
                 self.bus.subjects.request(request.model, request.priority.value, request.id),
                 payload,
                 request.id,
-                headers=requests.HEADERS,
+                headers=requests.PACKED_HEADERS if packed else requests.HEADERS,
                 timeout=timeout,
                 insist=False,  # clients can retry; otherwise requests would pile up behind a full disk
             )

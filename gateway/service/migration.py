@@ -125,9 +125,10 @@ def event_of(job: Job, request: GenerateRequest, record: done.Done) -> done.Done
             streamed_ns=job.streamed_ns or times.streamed_ns,
             earlier_workers=(*jobs.earlier_workers(job), *there),
         ),
-        submitted=wire.encode(
+        submitted=done.recorded(
             msgspec.structs.replace(done.without_text(request) if request.no_store else request, ran_as=record.request)
         ),
+        left_out=tuple(dict.fromkeys((*done.not_recorded(request), *record.left_out))),
     )
 
 

@@ -11,6 +11,7 @@ How much the broker holds of each stream, as metrics of a process.
 
 import asyncio
 from bisect import bisect_right
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import structlog
@@ -128,6 +129,7 @@ class StreamWatch:
         self.stream = stream
         self.max_bytes = 0  # 0: no limit, or not sampled yet
         self.level = 0.0
+        self.metadata: Mapping[str, str] = {}
         self._average = 0.0  # bytes per message
 
     @property
@@ -149,6 +151,7 @@ class StreamWatch:
         info = await self._bus.js.stream_info(self.stream)
         self._fill.add(StreamSample(info.state.first_seq, info.state.last_seq, info.state.bytes))
         self.max_bytes = max(0, info.config.max_bytes or 0)
+        self.metadata = info.config.metadata or {}
         self._average = info.state.bytes / info.state.messages if info.state.messages else 0.0
 
     def share_from(self, seq: int) -> float:

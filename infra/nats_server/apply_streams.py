@@ -18,6 +18,7 @@ from penstock.infra.nats_server.jetstream_api import BrokerProblem, Config, exis
 from penstock.schemas.streams import (
     HEADROOM,
     MAX_PAYLOAD,
+    PROMPTS,
     BucketSpec,
     ConsumerSpec,
     ObjectSpec,
@@ -254,10 +255,12 @@ def _objects(spec: ObjectSpec, replicas: int) -> Config:
 def widened(existing: Config, wanted: Config) -> Config:
     """The existing configuration, extended by the wanted one: subjects are merged, limits never lowered.
 
-    Lowering a limit would delete messages, which only an operator may decide. What the operator has set stays.
+    Lowering a limit would delete messages, which only an operator may decide. What the operator has set stays. Prompts
+    of an existing stream are not packed, since an earlier build that is still running could not read them.
     """
     merged = existing | {key: value for key, value in wanted.items() if key not in ("retention", "storage")}
-    described = {key: text for key, text in wanted.get("metadata", {}).items() if key != SET_BY_OPERATOR}
+    kept = (SET_BY_OPERATOR, PROMPTS)
+    described = {key: text for key, text in wanted.get("metadata", {}).items() if key not in kept}
     merged["metadata"] = metadata_of(existing) | described
     merged["subjects"] = list(dict.fromkeys([*existing.get("subjects", []), *wanted["subjects"]]))
     chosen = merged["metadata"].get(SET_BY_OPERATOR, "").split()

@@ -14,7 +14,7 @@ from penstock.infra.bus.direct_get import parse_time, read
 from penstock.infra.bus.jetstream import STREAM_NOT_FOUND
 from penstock.infra.nats_server.apply_streams import SET_BY_OPERATOR, metadata_of
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, Config, existing_config, existing_info, request
-from penstock.schemas.streams import HOUR, LONGEST_DEADLINE_S, MIB, Topology
+from penstock.schemas.streams import HOUR, LONGEST_DEADLINE_S, MIB, PACKED, PROMPTS, Topology
 
 _NS = 1_000_000_000
 MIN_BYTES = 16 * MIB
@@ -110,7 +110,7 @@ def _use(info: Config, description: str, now_s: float) -> StreamUse:
     )
 
 
-def check(stream: str, max_age_s: float | None, max_bytes: int | None) -> None:
+def check(stream: str, max_age_s: float | None, max_bytes: int | None, *, packs: bool = False) -> None:
     """Check these limits of a stream (its name without the namespace); None: unchanged.
 
     Raises:
@@ -118,8 +118,10 @@ def check(stream: str, max_age_s: float | None, max_bytes: int | None) -> None:
     """
     if stream not in SETTABLE:
         raise ValueError(f"{stream!r}: the limits of {', '.join(SETTABLE)} can be set")
-    if max_age_s is None and max_bytes is None:
-        raise ValueError("give --max-age or --max-bytes")
+    if packs and stream != "REQUESTS":
+        raise ValueError(f"--pack-prompts: {stream} has no prompts of its own; give REQUESTS")
+    if max_age_s is None and max_bytes is None and not packs:
+        raise ValueError("give --max-age, --max-bytes or --pack-prompts")
     if max_age_s is not None and max_age_s < MIN_AGE_S:
         raise ValueError(
             f"--max-age: {stream} must keep messages for at least {MIN_AGE_S / HOUR:g} h, the longest deadline of a "
@@ -149,9 +151,13 @@ async def loss(bus: Bus, use: StreamUse, max_age_s: float | None, max_bytes: int
     return Loss(messages, max(0, use.bytes - max_bytes) if max_bytes is not None else 0)
 
 
-async def set_limits(nc: Client, name: str, max_age_s: float | None, max_bytes: int | None) -> None:
+async def set_limits(
+    nc: Client, name: str, max_age_s: float | None, max_bytes: int | None, *, packs: bool = False
+) -> None:
     """Set the limits of a stream; None: unchanged.
 
+    Args:
+        packs: gateways pack prompts from now on, see ``penstock.schemas.streams.PROMPTS``.
     Raises:
         BrokerProblem: there is no such stream, or the broker refuses.
     """
@@ -167,5 +173,5 @@ async def set_limits(nc: Client, name: str, max_age_s: float | None, max_bytes: 
     if max_bytes is not None:
         config["max_bytes"] = max_bytes
         chosen.add("max_bytes")
-    config["metadata"] = metadata | {SET_BY_OPERATOR: " ".join(sorted(chosen))}
+    config["metadata"] = metadata | {SET_BY_OPERATOR: " ".join(sorted(chosen))} | ({PROMPTS: PACKED} if packs else {})
     await request(nc, f"STREAM.UPDATE.{name}", config)

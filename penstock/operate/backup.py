@@ -43,7 +43,6 @@ from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY, Subjects
 from penstock.schemas.summary import Criteria
-from penstock.schemas.wire import encode
 
 MANIFEST = "backup.json"  # written last: a folder without it is no backup
 FORM = 1
@@ -445,7 +444,8 @@ def end_of(logged: LoggedRequest, request: GenerateRequest, made_ns: int, now_ns
         message=f"the deployment was restored from a backup of {made:%Y-%m-%d %H:%M:%S} UTC, when this request had not "
         "ended: send it again",
         user=request.user,
-        submitted=encode(request),
+        submitted=done.recorded(request),
+        left_out=done.not_recorded(request),
     )
 
 

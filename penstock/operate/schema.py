@@ -32,7 +32,14 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
     kind.__name__: kind
     for kind in (
         *(ChatCompletionRequest, CompletionRequest, EmbeddingRequest),
-        *(requests.GenerateRequest, jobs.Job, transfer.Encoded, transfer.Prefilled, jobs.Revoke),
+        *(
+            requests.GenerateRequest,
+            requests.PackedRequest,
+            jobs.Job,
+            transfer.Encoded,
+            transfer.Prefilled,
+            jobs.Revoke,
+        ),
         *(tokens.TokenBatch, done.Done, done.Returned),
         *(kv.KvBatch, transfer.Handoffs, plans.Planned, audit.AuditEntry),
         *(batches.BatchOpened, batches.BatchTaken, batches.BatchResults, batches.StoredFile, batches.Batch),

@@ -106,6 +106,12 @@ def run_set(argv: Sequence[str]) -> int:
     parser.add_argument("stream", metavar="STREAM", help=f"one of {', '.join(retention.SETTABLE)}")
     parser.add_argument("--max-age", default="", metavar="TIME", help="such as 12h or 14d")
     parser.add_argument("--max-bytes", default="", metavar="SIZE", help="such as 512MiB or 16GiB")
+    parser.add_argument(
+        "--pack-prompts",
+        action="store_true",
+        help="REQUESTS: store prompts in as few bits as they need, which earlier builds cannot read. Streams that "
+        "this build created do so already",
+    )
     parser.add_argument("--yes", "-y", action="store_true", help="delete messages without asking")
     add_flags(parser)
     args = parser.parse_args(argv)
@@ -196,7 +202,7 @@ async def _set(args: argparse.Namespace, console: Console) -> None:
                 f"--max-bytes {args.max_bytes} is for {share} cells together, and each needs at least "
                 f"{show_size(retention.MIN_BYTES)}"
             )
-    retention.check(stream, max_age_s, max_bytes)
+    retention.check(stream, max_age_s, max_bytes, packs=args.pack_prompts)
     async with open_cells(source, name="streams", role="operator", streams=(), whole=True) as logs:
         if any(log.stopped for log in logs):
             raise ValueError("the deployment is stopped: start it, then set the limits of its streams")
@@ -210,10 +216,10 @@ async def _set(args: argparse.Namespace, console: Console) -> None:
         if lost and not args.yes and not confirmed(f"{' '.join(lost)} Continue?"):
             raise ValueError("nothing was changed; --yes deletes without asking")
         for log, (use, _) in zip(logs, limits, strict=True):
-            change = _changes(use, max_age_s, max_bytes)
+            change = _changes(use, max_age_s, max_bytes, packs=args.pack_prompts)
             try:
                 async with recorded(log.bus.nc, log.bus.subjects, "streams set", use.name, change):
-                    await retention.set_limits(log.bus.nc, use.name, max_age_s, max_bytes)
+                    await retention.set_limits(log.bus.nc, use.name, max_age_s, max_bytes, packs=args.pack_prompts)
             except BrokerProblem as error:
                 raise ValueError(str(error)) from error
     for use, _ in limits:
@@ -241,14 +247,14 @@ async def _limits(log: Log, stream: str, max_age_s: float | None, max_bytes: int
     return use, await retention.loss(log.bus, use, max_age_s, max_bytes)
 
 
-def _changes(use: StreamUse, max_age_s: float | None, max_bytes: int | None) -> str:
+def _changes(use: StreamUse, max_age_s: float | None, max_bytes: int | None, *, packs: bool) -> str:
     """As in "max-age: 1h → 2h", for the audit log."""
     parts = []
     if max_age_s is not None:
         parts.append(f"max-age: {show_duration(use.max_age_s) if use.max_age_s else NONE} → {show_duration(max_age_s)}")
     if max_bytes is not None:
         parts.append(f"max-bytes: {show_size(use.max_bytes) if use.max_bytes else NONE} → {show_size(max_bytes)}")
-    return ", ".join(parts)
+    return ", ".join([*parts, *(["prompts packed"] if packs else [])])
 
 
 def _what(lost: Loss, use: StreamUse) -> str:

@@ -24,7 +24,7 @@ from penstock.router.state.attempts import Positions, count_crashes
 from penstock.router.state.holders import TargetId
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import Registration, Revisions, WorkerState
-from penstock.schemas.jobs import ALONE, SUSPECT, Decision, DecisionInputs, EarlierWorker, Job, LoadHeader
+from penstock.schemas.jobs import ALONE, SUSPECT, Decision, DecisionInputs, EarlierWorker, Job, LoadHeader, score_table
 from penstock.schemas.requests import GenerateRequest, LogitsProcessor
 from penstock.schemas.tokens import Finish, Logprob
 
@@ -281,7 +281,6 @@ def build_job(
         chosen=first.worker,
         router=router,
         at_ns=now_ns,
-        candidates=decision.candidates,
         prompt_blocks=prompt_blocks,
         waited_ns=now_ns - pending.since_ns,
         kv_seq=positions.kv,
@@ -304,9 +303,9 @@ def build_job(
         scored=pending.scored,
         logprobs=pending.logprobs,
         scores=pending.scores,
-        inputs=msgspec.structs.replace(inputs, earlier_workers=pending.earlier_workers)
-        if pending.earlier_workers
-        else inputs,
+        inputs=msgspec.structs.replace(
+            inputs, earlier_workers=pending.earlier_workers, table=score_table(decision.candidates)
+        ),
         streamed_ns=pending.streamed_ns,
         suspect=pending.suspect.value,
     )

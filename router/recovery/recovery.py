@@ -323,7 +323,7 @@ async def _load_job(bus: Bus, attempt: InterruptedAttempt) -> bool:
             attempt.revision = job.decision.revision
             attempt.reason = job.decision.reason
             attempt.earlier_workers = jobs.earlier_workers(job)
-            attempt.request = request = requests.decode(attempt.raw)
+            attempt.request = request = requests.decode_head(attempt.raw)
             attempt.since_ns = request.created_ns - CLOCK_SKEW_NS
             if attempt.since_ns > entry.time_ns:  # the gateway's clock is ahead of the broker's
                 attempt.since_ns = entry.time_ns - (request.deadline_ns - request.created_ns)

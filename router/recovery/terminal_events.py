@@ -15,7 +15,7 @@ from penstock.router.ownership.intake import BackgroundTasks, read_again
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.state.cluster_state import ClusterState
 from penstock.router.state.router_metrics import Metrics
-from penstock.schemas import done, summary, wire
+from penstock.schemas import done, requests, summary, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.requests import GenerateRequest
@@ -96,8 +96,9 @@ def refused(
         code=code.value,
         message=message,
         user=request.user,
-        submitted=raw,
-        left_out=("logprobs",) if request.sampling.logprobs is not None and any(streamed) else (),
+        submitted=_recorded(raw),
+        left_out=done.not_recorded(request)
+        + (("logprobs",) if request.sampling.logprobs is not None and any(streamed) else ()),
     )
 
 
@@ -141,9 +142,14 @@ def completed(
         code=failed.code,
         message=failed.message,
         user=request.user,
-        submitted=raw,
+        submitted=_recorded(raw),
         scores=tuple(scores),
+        left_out=done.not_recorded(request),
     )
+
+
+def _recorded(raw: bytes) -> bytes:
+    return done.recorded(requests.decode_head(raw)) if raw else b""
 
 
 def _reason(code: Code) -> str:

@@ -225,7 +225,7 @@ class Router:
     async def on_request(self, message: Any) -> None:
         """Place a request as it comes from the log, for the first time or redelivered."""
         try:
-            request = requests.decode(message.data)
+            request = requests.decode_head(message.data)
         except msgspec.MsgspecError as error:
             log.error("request_unreadable", subject=message.subject, error=str(error))
             await self._bus.nc.publish(message.reply, TERM)

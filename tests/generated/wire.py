@@ -64,8 +64,8 @@ class Channel(NamedTuple):
 
 
 CHANNELS = (
-    Channel("ps.request.<model>.<class>.<shard>", "ps_REQUESTS", (requests.GenerateRequest,), ("request",), "gateways",
-            "routers"),
+    Channel("ps.request.<model>.<class>.<shard>", "ps_REQUESTS",
+            (requests.GenerateRequest, requests.PackedRequest), ("request", "packed_request"), "gateways", "routers"),
     Channel("ps.work.<role>.<worker>", "ps_WORK", (jobs.Job, transfer.Encoded, transfer.Prefilled, jobs.Revoke),
             ("job", "encoded", "prefilled", "revoke"), "routers, and workers for the next stage", "that worker"),
     Channel("ps.tokens.<gateway>", "ps_TOKENS", (tokens.TokenBatch,), ("tokens",), "workers, and routers for fences",
@@ -109,6 +109,10 @@ Everything here is [MessagePack](https://msgpack.org). A **map** has a key for e
 have their default; keys that a reader does not know are ignored. An **array** has its fields by position, the first
 being 0; later versions append fields, so a reader takes what it knows. Where several messages share a subject, the key
 `type` says which one it is. All fields exist since 0.1.0; a field's name, place and meaning never change.
+
+A request in REQUESTS, and in the `request` of a job, is a [GenerateRequest](#generaterequest), a map, or a
+[PackedRequest](#packedrequest), an array. Gateways write the second where the metadata of REQUESTS has
+`penstock-prompts: packed`.
 
 A stream's metadata says the same to tools: `penstock-encoding` is the media type, `penstock-schema` the kinds of its
 messages. Those in REQUESTS, WORK and DONE also have a header `Content-Type: application/msgpack; schema=<kind>`, unless

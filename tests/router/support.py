@@ -17,7 +17,7 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.held.held_requests import HELD_BYTES
 from penstock.router.service.router import Router
 from penstock.router.state.router_metrics import Metrics
-from penstock.schemas import block_hashes, control, done, fleet, jobs, kv, wire
+from penstock.schemas import block_hashes, control, done, fleet, jobs, kv, requests, wire
 from penstock.schemas.jobs import Job
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_GONE, HEADER_LOAD, HEADER_MSG_ID, Subjects
@@ -201,7 +201,7 @@ class Stub:
 
     async def hand_off(self, job: Job, resume: tuple[bytes, ...] = ()) -> int:
         """Give a job that has further stages to the next of them, as a worker does that has done its own."""
-        asked = wire.decoder(GenerateRequest)(bytes(job.request))
+        asked = requests.decode(job.request)
         target, later = job.route[0], job.route[1:]
         onward = msgspec.structs.replace(job, route=later, resume=resume or job.resume)
         ticket_id = f"{asked.id}:{job.attempt}:{target.role}"
@@ -261,7 +261,7 @@ class Clients:
             with contextlib.suppress(msgspec.MsgspecError):
                 job = jobs.decode(entry.data)
                 if isinstance(job, Job):
-                    found.append((entry.subject.rpartition(".")[2], job))
+                    found.append((entry.subject.rpartition(".")[2], jobs.with_candidates(job)))
         return found
 
     async def header(self, asked: GenerateRequest, attempt: int = 1) -> jobs.LoadHeader:
@@ -293,7 +293,7 @@ class Clients:
 
     async def order(self) -> list[str]:
         """Request ids in the order in which they were placed."""
-        return [wire.decoder(GenerateRequest)(bytes(job.request)).id for _, job in await self.work()]
+        return [requests.decode(job.request).id for _, job in await self.work()]
 
     async def unacknowledged(self, priority: str = "standard") -> int:
         """Requests of a class that routers hold."""
@@ -314,4 +314,4 @@ class Clients:
 
 
 def _is(job: Job, asked: GenerateRequest, attempt: int) -> bool:
-    return job.attempt == attempt and wire.decoder(GenerateRequest)(bytes(job.request)).id == asked.id
+    return job.attempt == attempt and requests.decode(job.request).id == asked.id

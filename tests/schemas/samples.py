@@ -247,6 +247,19 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         jobs.decode,
     ),
+    "job_with_a_score_table": (
+        msgspec.structs.replace(
+            JOB,
+            decision=msgspec.structs.replace(DECISION, candidates=()),
+            inputs=jobs.DecisionInputs(
+                1,
+                table=jobs.score_table(
+                    [jobs.Candidate("w-a", 2, 10, 500, 3, 8, 1.5, "full", 1, "decode", 12, 1, 2.0, 1.5, 9000)]
+                ),
+            ),
+        ),
+        jobs.decode,
+    ),
     "job_with_a_session": (
         msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(session=(("w-1", 0), ("w-2", 1)))),
         jobs.decode,
@@ -254,6 +267,14 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "request_with_a_client_body": (
         msgspec.structs.replace(REQUEST, endpoint="response", client_body=b'{"model":"tiny"}'),
         requests.decode,
+    ),
+    "packed_request": (
+        requests.packed(
+            requests.GenerateRequest(
+                REQUEST.id, "tiny", "gw-1", pack_tokens([1, 151_643, 2, 70_000]), requests.Stop(9), 1_700_000, 2_300_000
+            )
+        ),
+        requests.decode_stored,
     ),
     "request_with_a_session": (msgspec.structs.replace(REQUEST, session="chat-1"), requests.decode),
     "request_with_a_constraint": (REQUEST_WITH_A_CONSTRAINT, requests.decode),

@@ -18,6 +18,7 @@ from penstock.schemas.requests import (
     Embedding,
     LogitsProcessor,
     Media,
+    PackedRequest,
     Parsing,
     Priority,
     Sampling,
@@ -82,7 +83,17 @@ def test_arrays_get_no_further_fields() -> None:
     """An array is written with all its fields: one more would change the bytes of every message that was recorded."""
     arrays = {kind for kind in message_types() if kind.__struct_config__.array_like}
     fields = {kind.__name__: len(kind.__struct_fields__) for kind in arrays}
-    assert fields == {"File": 8, "Finish": 6, "LineResult": 3, "Link": 4, "Logprob": 3, "TokenBatch": 4, "TokenItem": 7}
+    assert fields == {
+        "File": 8,
+        "Finish": 6,
+        "LineResult": 3,
+        "Link": 4,
+        "Logprob": 3,
+        "PackedRequest": 2,
+        "ScoreRow": 15,
+        "TokenBatch": 4,
+        "TokenItem": 7,
+    }
 
 
 def test_each_message_type_has_a_full_sample() -> None:
@@ -123,6 +134,9 @@ def test_a_later_version_with_unknown_fields_is_read(sample: tuple[str, Any, Any
         if "request" in raw and isinstance(raw["request"], dict):  # carried raw: compared below as it is
             del raw["a_later_field"]
             raw["a_later_field"] = 1
+    elif type(message) is PackedRequest:
+        raw.append({"later": 1})
+        raw[0] = widen(raw[0])
     else:
         raw.append({"later": 1})
         raw[3][0].append("later")
@@ -137,6 +151,8 @@ def test_an_earlier_version_without_the_optional_fields_is_read(sample: tuple[st
     fields = msgspec.structs.fields(kind)
     raw = msgspec.msgpack.decode(encode(message))
     required = [field for field in fields if field.required]
+    if type(message) is PackedRequest:  # both are
+        return
     old: Any
     if isinstance(raw, dict):
         tag = {"type": raw["type"]} if "type" in raw else {}

@@ -298,9 +298,10 @@ def terminal(running: RunningRequest, worker: str, now_ns: int, made_with: done.
         for outcome, sequence in zip(running.outcomes, running.sequences, strict=True)
     )
     scores: tuple[Logprob, ...] = ()
-    left_out: tuple[str, ...] = ()
+    left_out = done.not_recorded(request)
     if request.sampling.logprobs is not None:
-        outcomes, left_out = _with_logprobs(running, outcomes)
+        outcomes, more = _with_logprobs(running, outcomes)
+        left_out += more
     if request.sampling.prompt_logprobs is not None:
         scores = _prompt_logprobs(running)
         if len(scores) + 1 < request.prompt_tokens:
@@ -327,7 +328,7 @@ def terminal(running: RunningRequest, worker: str, now_ns: int, made_with: done.
         message=message,
         user=request.user,
         stamps=stamps(running),
-        submitted=bytes(running.job.request) if running.job is not None else wire.encode(request),
+        submitted=done.recorded(request),
         scores=scores,
         left_out=left_out,
     )

@@ -19,7 +19,7 @@ from penstock.schemas import jobs, kv, requests, wire
 from penstock.schemas.block_hashes import DIGEST_BYTES
 from penstock.schemas.done import Done
 from penstock.schemas.jobs import Job
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, PackedRequest
 from penstock.schemas.subjects import DEFAULT_TENANT, token
 from penstock.schemas.tokens import Logprob, TokenBatch, TokenItem
 from penstock.schemas.transfer import Encoded, Prefilled, Ticket
@@ -63,8 +63,8 @@ class Redactor:
         return record._replace(subject=subject, headers=headers, data=wire.encode(self._message(message)))
 
     def _message(self, message: Any) -> Any:
-        if isinstance(message, GenerateRequest):
-            return self.request(message)
+        if isinstance(message, GenerateRequest | PackedRequest):
+            return self._stored(wire.encode(message))
         if isinstance(message, Job | Encoded | Prefilled):
             return self._work(message)
         if isinstance(message, TokenBatch):
@@ -120,7 +120,8 @@ class Redactor:
 
     def request(self, request: GenerateRequest) -> GenerateRequest:
         prompt, states = self._tokens(request.prompt, self._start)
-        self._remember(request.id, states[-1] if states else self._start)
+        if states or request.id not in self._prompts:  # a record lacks the prompt, which REQUESTS had
+            self._remember(request.id, states[-1] if states else self._start)
         drawn, stop, trace = request.diffusion, request.stop, request.trace
         if drawn is not None:
             drawn = _replace(drawn, prompt=self.text(drawn.prompt), negative=self.text(drawn.negative))
@@ -148,6 +149,11 @@ class Redactor:
             constraint=None,
         )
 
+    def _stored(self, data: bytes) -> GenerateRequest | PackedRequest:
+        """A stored request, packed as it was."""
+        request = self.request(requests.decode(data))
+        return requests.packed(request) if requests.is_packed(data) else request
+
     def _remember(self, request: str, state: bytes) -> None:
         self._prompts[request] = state
         if len(self._prompts) > MAX_OPEN:
@@ -157,8 +163,8 @@ class Redactor:
         if not isinstance(message, Job):
             job = wire.encode(self._work(jobs.decode_job(message.job)))
             return _replace(message, job=msgspec.Raw(job), ticket=_anonymous(message.ticket))
-        request = self.request(requests.decode(message.request))
-        state = self._prompts[request.id]
+        request = self._stored(bytes(message.request))
+        state = self._prompts[request.id if isinstance(request, GenerateRequest) else request.request.id]
         resumed = [self._tokens(part, state) for part in message.resume]
         logprobs = tuple(
             self._logprobs(part, [state, *states]) for part, (_, states) in zip(message.logprobs, resumed, strict=False)

@@ -198,9 +198,7 @@ def _plan(recorded: Recording, limit: int, *, over_http: bool, replays: bool = F
             runs.append(run)
     if not runs:
         if not skipped:
-            raise NothingToReplay(
-                "the log has none of these requests: it keeps them for a day, and their records for a week"
-            )
+            raise NothingToReplay("the log has none of these requests: it keeps them for a week")
         why = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
         raise NothingToReplay(f"no recorded request can run again: {why}")
     runs.sort(key=lambda run: run.request.created_ns if run.request is not None else 0)

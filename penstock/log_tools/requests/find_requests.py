@@ -45,7 +45,7 @@ from penstock.schemas import done, jobs, requests
 from penstock.schemas.jobs import Job, Revoke
 from penstock.schemas.requests import GenerateRequest, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
-from penstock.schemas.subjects import KEPT
+from penstock.schemas.subjects import HEADER_MSG_ID, KEPT
 from penstock.schemas.summary import (
     QUEUED,
     RUNNING,
@@ -56,7 +56,7 @@ from penstock.schemas.summary import (
     of_encoded_done,
     of_request,
 )
-from penstock.schemas.wire import TOKEN_BYTES, decoder, unpack_tokens
+from penstock.schemas.wire import TOKEN_BYTES, decoder, unpack_tokens, widened
 
 if TYPE_CHECKING:  # a stopped deployment is read without the client, which loads slowly
     from penstock.infra.bus.connection import Bus
@@ -191,29 +191,34 @@ async def ended(
     criteria: Criteria,
     *,
     before: int = 0,
-    wanted: Callable[[Sequence[bytes]], Sequence[bool]] = lambda records: [True] * len(records),
+    wanted: Callable[[Sequence[bytes], Sequence[bytes]], Sequence[bool]] | None = None,
+    prompts: bool = False,
 ) -> AsyncGenerator[tuple[int, LoggedRequest], None]:
     """Ended requests with the sequences of their records, latest end first.
 
     Args:
         before: begin before this sequence of DONE; 0: with the last.
-        wanted: which of some records may be among them; others are not decoded.
+        wanted: which of some records may be among them, given the messages of REQUESTS, too; others are not decoded.
+        prompts: they are wanted, which REQUESTS has, as with ``wanted``.
     Raises:
         ServingError: the stream cannot be read.
     """
     stream, subjects = bus.subjects.stream("DONE"), bus.subjects.all("done")
     oldest = criteria.ended_since_ns
     before = before or await _behind(bus, stream, criteria)
-    async for part in _together(bus, stream, subjects, before):
-        for each, may_be in zip(part, wanted(list(map(_body, part))), strict=True):
-            if not may_be and not oldest:
-                continue
-            entry = entry_of(each) if isinstance(each, Raw) else each
-            if oldest and entry.time_ns < oldest:  # it was accepted even earlier
-                return
-            summary = of_entry(entry) if may_be else None
-            if summary is not None and criteria.accepts(summary.summary):
-                yield entry.seq, summary
+    async with contextlib.aclosing(_Accepted(bus)) as accepted:
+        async for part in _together(bus, stream, subjects, before):
+            asked = await accepted.of(part) if prompts or wanted is not None else [b""] * len(part)
+            may_be = wanted(list(map(_body, part)), asked) if wanted is not None else [True] * len(part)
+            for each, stored, is_wanted in zip(part, asked, may_be, strict=True):
+                if not is_wanted and not oldest:
+                    continue
+                entry = entry_of(each) if isinstance(each, Raw) else each
+                if oldest and entry.time_ns < oldest:  # it was accepted even earlier
+                    return
+                found = of_entry(entry, stored) if is_wanted else None
+                if found is not None and criteria.accepts(found.summary):
+                    yield entry.seq, found
 
 
 async def _together(
@@ -236,6 +241,72 @@ async def _together(
                 yield part
                 size, part = min(2 * size, SEARCHED), []
     yield part
+
+
+class _Accepted:
+    """The messages of REQUESTS about ended requests, of which the latest end comes first.
+
+    REQUESTS is read backwards beside DONE. What was accepted after a request had ended is about requests that came
+    before it here, so that about as many messages are in memory as requests ran at one time.
+    """
+
+    def __init__(self, bus: Readable) -> None:
+        self._bus = bus
+        self._parts: AsyncGenerator[Sequence[Entry | Raw], None] | None = None
+        self._found: dict[str, Entry | Raw] = {}
+        self._reached_ns = 0  # when the last message that was read had been stored
+
+    async def aclose(self) -> None:
+        if self._parts is not None:
+            await self._parts.aclose()
+
+    async def of(self, records: Sequence[Entry | Raw]) -> list[bytes]:
+        """The message about each record's request; empty: it is gone.
+
+        Raises:
+            ServingError: the stream cannot be read.
+        """
+        if not records:
+            return []
+        names = list(map(_request_in, records))
+        if self._parts is None:
+            self._parts = await self._behind(records[0].time_ns + CLOCK_SKEW_NS)
+        until_ns = min((_made_ns(name.encode()) for name in names), default=0)
+        while self._reached_ns > until_ns and not all(name in self._found for name in names):
+            part = await anext(self._parts, None) or ()
+            for each in part:
+                name = message_id(each.block, each.at).decode() if isinstance(each, Raw) else _id_of(each)
+                self._found[name] = each
+            self._reached_ns = part[-1].time_ns if part else 0
+        stored = [self._found.pop(name, None) for name in names]
+        later_ns = records[-1].time_ns + CLOCK_SKEW_NS
+        while self._found and next(iter(self._found.values())).time_ns > later_ns:  # the latest are the first
+            del self._found[next(iter(self._found))]
+        return [b"" if each is None else _body(each) for each in stored]
+
+    async def _behind(self, ended_ns: int) -> AsyncGenerator[Sequence[Entry | Raw], None]:
+        bus, stream = self._bus, self._bus.subjects.stream("REQUESTS")
+        before = 0
+        if not isinstance(bus, LogFiles) and ended_ns < time.time_ns():
+            before = await before_time(bus, stream, ended_ns) + 1
+        self._reached_ns = ended_ns
+        return _together(bus, stream, bus.subjects.all("request"), before)
+
+
+def _request_in(record: Entry | Raw) -> str:
+    subject = subject_of(record.block, record.at).decode() if isinstance(record, Raw) else record.subject
+    return subject.rpartition(".")[2]
+
+
+def _id_of(entry: Entry) -> str:
+    return entry.headers.get(HEADER_MSG_ID, "")
+
+
+async def with_prompt(bus: Readable, entry: Entry) -> LoggedRequest | None:
+    """The record in a message of DONE with its prompt, if REQUESTS still has it. None: as ``of_entry``."""
+    async with contextlib.aclosing(_Accepted(bus)) as accepted:
+        (stored,) = await accepted.of([entry])
+    return of_entry(entry, stored)
 
 
 def _body(stored: Entry | Raw) -> bytes:
@@ -359,13 +430,20 @@ async def merged(parts: Sequence[AsyncIterator[T]], when: Callable[[T], int]) ->
             yield following
 
 
-def of_entry(entry: Entry) -> LoggedRequest | None:
-    """The record in a message of DONE. None: another message, or one of a later release."""
+def of_entry(entry: Entry, asked: bytes = b"") -> LoggedRequest | None:
+    """The record in a message of DONE. None: another message, or one of a later release.
+
+    Args:
+        asked: the message of REQUESTS, if it is known, which has the prompt.
+    """
     try:
         event = done.decode(entry.data)
         if not isinstance(event, done.Done):
             return None
-        return LoggedRequest(of_done(event), done.request_of(event), event)
+        request = done.request_of(event)
+        if asked and request is not None and request.prompt_length and not request.no_store:
+            request = requests.decode(asked)
+        return LoggedRequest(of_done(event), request, event)
     except msgspec.MsgspecError as error:
         log.warning("record_unreadable", seq=entry.seq, error=str(error))
         return None
@@ -509,12 +587,31 @@ class _Asked(msgspec.Struct):
     """Of a ``GenerateRequest``."""
 
     prompt: bytes = b""
+    prompt_length: int = 0
     diffusion: msgspec.Raw | None = None
     embedding: msgspec.Raw | None = None
 
 
-_decode_said, _decode_asked = decoder(_Said), decoder(_Asked)
+class _PackedAsked(msgspec.Struct, array_like=True):
+    """Of a ``PackedRequest``."""
+
+    request: _Asked
+    prompt: bytes
+
+
+_decode_said, _decode_asked, _decode_packed = decoder(_Said), decoder(_Asked), decoder(_PackedAsked)
 _NOTHING_ASKED = _Asked()
+
+
+def _prompt_in(message: bytes) -> bytes:
+    """
+    Raises:
+        msgspec.MsgspecError, ValueError: it is no message of REQUESTS.
+    """
+    if not requests.is_packed(message):
+        return _decode_asked(message).prompt if message else b""
+    packed = _decode_packed(message)
+    return widened(packed.prompt, packed.request.prompt_length)
 
 
 class RecordSearch:
@@ -532,26 +629,29 @@ class RecordSearch:
         self._any_case = bool(pattern.flags & re.IGNORECASE)
         self._tables: dict[str, _Beginnings | None] = {}
 
-    def matching(self, records: Sequence[bytes]) -> list[bool]:
+    def matching(self, records: Sequence[bytes], accepted: Sequence[bytes]) -> list[bool]:
         """Which records have it. True also for one that has other texts than tokens, or cannot be read.
 
+        Args:
+            accepted: of each record the message of REQUESTS, which has its prompt; empty: it is gone.
         Raises:
             ValueError: a model's tokenizer is not to be found.
         """
         found = [False] * len(records)
         by_model: dict[str, tuple[list[int], list[bytes]]] = {}
-        for at, data in enumerate(records):
+        for at, (data, stored) in enumerate(zip(records, accepted, strict=True)):
             try:
                 said = _decode_said(data)
                 asked = _decode_asked(said.submitted) if said.submitted else _NOTHING_ASKED
-            except msgspec.MsgspecError:
+                prompt = asked.prompt or _prompt_in(stored)
+            except (msgspec.MsgspecError, ValueError):
                 found[at] = True
                 continue
             if asked.diffusion is not None or asked.embedding is not None:
                 found[at] = True
                 continue
             of, parts = by_model.setdefault(said.model, ([], []))
-            for packed in (asked.prompt, *(choice.tokens for choice in said.choices)):
+            for packed in (prompt, *(choice.tokens for choice in said.choices)):
                 if packed:
                     of.append(at)
                     parts.append(packed)

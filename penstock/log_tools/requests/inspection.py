@@ -441,9 +441,14 @@ def _attempt(ticket: str) -> int:
 # --- what is not there ---
 
 
-def _reach(timeline: RequestTimeline, stream: str, kept: str) -> str:
-    """How far back a stream reaches that lacks a request's messages, and what it keeps."""
-    limit = f"it keeps them {kept} (7 days with `penstock up --record`), or until it is full"
+def _reach(timeline: RequestTimeline, stream: str, kept: str, *, recorded: bool = True) -> str:
+    """How far back a stream reaches that lacks a request's messages, and what it keeps.
+
+    Args:
+        recorded: ``penstock up --record`` makes it keep more.
+    """
+    kept += " (7 days with `penstock up --record`)" if recorded else ""
+    limit = f"it keeps them {kept}, or until it is full"
     begin_ns = timeline.begins.get(stream, 0)
     begin = f"reaches back to {format_time(begin_ns)[:-7]}Z only" if begin_ns else "is empty"
     return f"{stream} {begin}; {limit} (`penstock streams set {stream}`)"
@@ -476,5 +481,7 @@ def _missing(timeline: RequestTimeline, with_tokens: bool) -> Iterator[str]:
     offers = {event.ticket for event in timeline.events() if isinstance(event, BlocksHandedOff)}
     if offers - {line.ticket for line in timeline.handoffs}:
         yield "the ledger has nothing about its handoffs: HANDOFF keeps an hour"
-    if done is not None and done.left_out:
-        yield f"its record was too large for a message and lacks: {', '.join(done.left_out)}"
+    if done is not None and timeline.request.prompt_length:
+        yield f"its prompt is gone: {_reach(timeline, 'REQUESTS', 'for 7 days', recorded=False)}"
+    if done is not None and (lacks := [name for name in done.left_out if name != "prompt"]):
+        yield f"its record was too large for a message and lacks: {', '.join(lacks)}"

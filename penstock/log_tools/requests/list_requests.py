@@ -29,6 +29,7 @@ from penstock.log_tools.requests.find_requests import (
     of_entry,
     summaries,
     unfinished,
+    with_prompt,
 )
 from penstock.log_tools.requests.slow import Samples, itl_ms, report
 from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_cells, run_command
@@ -411,7 +412,7 @@ async def _follow(cells: Cells, after: Sequence[int], options: ListOptions, cons
             bus = log.reader
             async for entry in read(bus, bus.subjects.stream("DONE"), bus.subjects.all("done"), after=ends[at]):
                 ends[at] = entry.seq
-                request = of_entry(entry)
+                request = await with_prompt(bus, entry) if options.grep is not None else of_entry(entry)
                 if request is not None and options.criteria.accepts(request.summary):
                     line = _line(request, options, cell)
                     new += [line] if line is not None else []

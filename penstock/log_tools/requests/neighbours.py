@@ -23,11 +23,11 @@ from penstock.log_tools.timeline.request_timeline import RequestTimeline, StageR
 from penstock.schemas import done, jobs
 from penstock.schemas.done import Done
 from penstock.schemas.jobs import Job, Revoke, rank_of
-from penstock.schemas.requests import Priority
+from penstock.schemas.requests import decode_head
 from penstock.schemas.subjects import HEADER_LOAD, KEPT
 from penstock.schemas.summary import QUEUED, Criteria
 from penstock.schemas.transfer import Prefilled
-from penstock.schemas.wire import TOKEN_BYTES, decoder
+from penstock.schemas.wire import TOKEN_BYTES
 
 LOOK_BACK_S = (5.0, 20.0, 120.0, 600.0)  # in turn, until as many others are found as the router had counted
 MOST = 2_000  # other requests of a worker, or of a router
@@ -165,26 +165,6 @@ class OtherJob(NamedTuple):
     to_compute: int
     stored_ns: int
     handed: bool = False  # another worker computed its prompt
-
-
-class _Asked(msgspec.Struct):
-    """Of a ``GenerateRequest``: no more is decoded."""
-
-    id: str
-    model: str
-    prompt: bytes = b""
-    prompt_length: int = 0
-    created_ns: int = 0
-    tenant: str = "default"
-    priority: Priority = Priority.standard
-    origin: str = ""
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.prompt) // TOKEN_BYTES or self.prompt_length
-
-
-_asked = decoder(_Asked)
 
 
 # --- pure ---
@@ -425,7 +405,7 @@ def _job(entry: Entry, rank: int) -> OtherJob | None:
         job = message if isinstance(message, Job) else jobs.decode_job(message.job)
         if rank_of(job) != rank:
             return None
-        asked = _asked(job.request)
+        asked = decode_head(bytes(job.request))
         tokens = asked.prompt_tokens + sum(len(part) // TOKEN_BYTES for part in job.resume)
         load = entry.headers.get(HEADER_LOAD, "")
         cached = jobs.read_load_header(load).cached_tokens if load else 0
@@ -495,7 +475,7 @@ async def _accepted(bus: Readable, since_ns: int, until_ns: int) -> AsyncIterato
     async with contextlib.aclosing(window(bus, "REQUESTS", bus.subjects.all("request"), since_ns, until_ns)) as entries:
         async for entry in entries:
             with contextlib.suppress(msgspec.MsgspecError):
-                asked = _asked(entry.data)
+                asked = decode_head(entry.data)
                 if not asked.origin:
                     yield OtherJob(
                         asked.id,

@@ -24,7 +24,7 @@ from penstock.schemas import done, jobs, kv, requests, tokens, transfer, wire
 from penstock.schemas.done import Done, Returned
 from penstock.schemas.jobs import Revoke, WorkMessage
 from penstock.schemas.kv import KvBatch
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, PackedRequest
 from penstock.schemas.subjects import HEADER_MSG_ID
 from penstock.schemas.tokens import TokenBatch
 from penstock.schemas.transfer import Handoffs
@@ -32,7 +32,7 @@ from penstock.schemas.transfer import Handoffs
 FORMAT = "penstock-export"
 VERSION = 2  # 1 repeats the request in each job and record
 STREAMS = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF")
-Message = GenerateRequest | WorkMessage | TokenBatch | Done | Returned | KvBatch | Handoffs
+Message = GenerateRequest | PackedRequest | WorkMessage | TokenBatch | Done | Returned | KvBatch | Handoffs
 
 
 class BadLine(ValueError):
@@ -100,22 +100,30 @@ class ParsedLine(msgspec.Struct):
     body: msgspec.Raw = _ABSENT
     request: msgspec.Raw = _ABSENT
     data: bytes | None = None
+    packed: bool = False
 
 
 _json = msgspec.json.Encoder().encode
 _json_into = msgspec.json.Encoder().encode_into
 _read_line = msgspec.json.Decoder(ParsedLine).decode
 _read_header = msgspec.json.Decoder(FileHeader).decode
-_read_request = msgspec.json.Decoder(GenerateRequest).decode
+_read_plain = msgspec.json.Decoder(GenerateRequest).decode
+_read_packed = msgspec.json.Decoder(PackedRequest).decode
 
 DECODE: dict[str, Callable[[bytes], Any]] = {
-    "REQUESTS": requests.decode,
+    "REQUESTS": requests.decode_stored,
     "WORK": jobs.decode,
     "TOKENS": tokens.decode,
     "DONE": done.decode,
     "KV": kv.decode,
     "HANDOFF": transfer.decode_ledger,
 }
+
+
+def _read_request(text: bytes) -> GenerateRequest | PackedRequest:
+    return _read_packed(text) if text[:1] == b"[" else _read_plain(text)
+
+
 _FROM_JSON: dict[str, Callable[[bytes], Any]] = {
     "REQUESTS": _read_request,
     "WORK": msgspec.json.Decoder(WorkMessage).decode,
@@ -204,7 +212,7 @@ def decode_line(line: bytes, request_at: RequestAt = no_request) -> LogLine:
     try:
         record = _read_line(line)
         whole = bytes(record.body)
-        data = closed(record.stream, whole, record.request, request_at) if whole else record.data
+        data = closed(record.stream, whole, record.request, request_at, packs=record.packed) if whole else record.data
         parse_time(record.time)
     except (msgspec.MsgspecError, KeyError, ValueError) as error:
         raise BadLine(str(error)) from error
@@ -224,8 +232,12 @@ def _append_body(record: LogLine, lines: bytearray, sequence_of: SequenceOf) -> 
     message = decode(data)
     if wire.encode(message) != data:
         return False
-    request = _ABSENT
-    if stream == "WORK" and not isinstance(message, Revoke):
+    request, packs = _ABSENT, isinstance(message, PackedRequest)
+    if packs:
+        message = requests.decode(data)
+        if wire.encode(requests.packed(message)) != data:
+            return False
+    elif stream == "WORK" and not isinstance(message, Revoke):
         message = _job_to_json(message, record, sequence_of)
     elif stream == "DONE" and isinstance(message, Done) and message.submitted:
         request = _request_to_json(message.submitted, record, sequence_of)
@@ -235,24 +247,30 @@ def _append_body(record: LogLine, lines: bytearray, sequence_of: SequenceOf) -> 
     _json_into(message, lines, -1)
     # JSON has no infinities: they are written as null, as None is.
     if (lines.find(b"null", body) >= 0 or b"null" in bytes(request)) and _may_be_infinite(data):
-        back = closed(stream, bytes(lines[body:]), request, lambda _: _request_in(decode(data)))
+        back = closed(stream, bytes(lines[body:]), request, lambda _: _request_in(decode(data)), packs=packs)
         if back != data:
             return False
     if request is not _ABSENT:
         lines += b',"request":'
         lines += request
+    if packs:
+        lines += b',"packed":true'
     return True
 
 
-def closed(stream: str, body: bytes, request: msgspec.Raw, request_at: RequestAt) -> bytes:
+def closed(stream: str, body: bytes, request: msgspec.Raw, request_at: RequestAt, *, packs: bool = False) -> bytes:
     """The message of a line's body.
 
+    Args:
+        packs: it is a request whose prompt was packed.
     Raises:
         KeyError: no stream of ours.
         BadLine: see ``decode_line``.
         msgspec.MsgspecError: the body is not what its stream has.
     """
     message = _FROM_JSON[stream](body)
+    if packs:
+        message = requests.packed(message)
     if stream == "WORK" and not isinstance(message, Revoke):
         message = _job_from_json(message, request_at)
     elif stream == "DONE" and (text := bytes(request)):
@@ -264,7 +282,7 @@ def _request_to_json(data: bytes, record: LogLine, sequence_of: SequenceOf) -> m
     sequence = sequence_of(record.headers.get(HEADER_MSG_ID, "")[:_ID_LENGTH], data)
     if sequence:
         return msgspec.Raw(b"%d" % sequence)
-    request = requests.decode(data)
+    request = requests.decode_stored(data)
     if wire.encode(request) != data:
         raise ValueError("of another build")
     return msgspec.Raw(_json(request))

@@ -139,9 +139,7 @@ async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = F
             f"what the log has about request {request_id} is damaged on the disk: {', '.join(timeline.damaged)}"
         )
     if request is None:
-        raise UnknownRequest(
-            f"no request {request_id} in the log; requests are kept for a day, their records for a week"
-        )
+        raise UnknownRequest(f"no request {request_id} in the log; requests and their records are kept for a week")
     timeline.add_request(request)
     if last is not None:
         timeline.add_end(done.decode(last.data), last.time_ns)
@@ -158,6 +156,8 @@ async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = F
         await _add_tokens(bus, timeline, since, until_ns)
     if timeline.done is not None and timeline.done.worker and not timeline.routed:
         timeline.begins["WORK"] = await _begin(bus, "WORK")
+    if timeline.request.prompt_length and not timeline.request.no_store:
+        timeline.begins["REQUESTS"] = await _begin(bus, "REQUESTS")
     if with_tokens and not any(isinstance(event, TokensStored) for event in timeline.events()):
         timeline.begins["TOKENS"] = await _begin(bus, "TOKENS")
     return timeline

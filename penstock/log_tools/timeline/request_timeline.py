@@ -37,7 +37,7 @@ from penstock.log_tools.timeline.events import (
 )
 from penstock.schemas.block_hashes import DIGEST_BYTES
 from penstock.schemas.done import Done, Returned
-from penstock.schemas.jobs import Decision, Job, Revoke, WorkMessage
+from penstock.schemas.jobs import Decision, Job, Revoke, WorkMessage, with_candidates
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.tokens import PROMPT, TokenItem
 from penstock.schemas.transfer import Encoded, Handoff, Prefilled
@@ -242,7 +242,7 @@ class RequestTimeline:
         self._work += [(key_ns, event) for event in events]
 
     def _add_decision(self, job: Job, stored_ns: int) -> None:
-        decision, attempt = job.decision, job.attempt
+        decision, attempt = with_candidates(job).decision, job.attempt
         resumed = sum(len(part) // 4 for part in job.resume)
         routed = _routed(attempt, decision, resumed, self._compact)
         before = self.stages[-1].worker if self.stages else ""

@@ -20,6 +20,7 @@ from penstock.router.placement.routing import Weights, draw
 from penstock.router.state.holders import TargetId
 from penstock.router.state.target_loads import ENCODE
 from penstock.schemas.jobs import Job
+from penstock.schemas.requests import decode_head
 
 Mode = Literal["kv", "round_robin", "random", "least_loaded"]
 
@@ -88,8 +89,7 @@ def redecide(job: Job, change: PlacementChange, number: int) -> Redecided | None
     if again is None or job.inputs is None:
         return None
     decision = job.decision
-    request = msgspec.msgpack.decode(job.request, type=_Prompt)
-    tokens = len(request.prompt) // 4 or request.prompt_length
+    tokens = decode_head(job.request).prompt_tokens
     recorded = recorded_route(job)
     without = {each.worker for each in decision.candidates if change.removes(each.worker, decision.at_ns)}
     then = () if _without_encoder(job, without) else _choose(job, without, change, number)
@@ -100,11 +100,6 @@ def redecide(job: Job, change: PlacementChange, number: int) -> Redecided | None
         again.route == recorded,
         _choice(job, then, tokens) if then else None,
     )
-
-
-class _Prompt(msgspec.Struct):
-    prompt: bytes = b""
-    prompt_length: int = 0  # of one that was not kept
 
 
 def _choose(job: Job, without: Collection[str], change: PlacementChange, number: int) -> tuple[TargetId, ...]:

@@ -31,6 +31,7 @@ from penstock.log_tools.whatif.reasons import UNLISTED, DecisionReasons, Sample,
 from penstock.router.placement.routing import Weights
 from penstock.schemas import jobs
 from penstock.schemas.jobs import Job
+from penstock.schemas.requests import decode_head
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 from penstock.schemas.subjects import KEPT
 
@@ -134,7 +135,7 @@ async def decide_all(
     sample = Sample()
     ahead: dict[str, tuple[int, float]] = {}  # by request: when its last decision was made, and the work ahead then
     async for request_id, job in _jobs(bus, since_ns, until_ns):
-        if model and msgspec.msgpack.decode(job.request, type=_OfModel).model != model:
+        if model and decode_head(job.request).model != model:
             continue
         total += 1
         workers.update(each.worker for each in job.decision.candidates)
@@ -156,10 +157,6 @@ async def decide_all(
     return Decided(found, reasons(sample.jobs, len(decisions)))
 
 
-class _OfModel(msgspec.Struct):
-    model: str = ""
-
-
 async def _jobs(bus: Readable, since_ns: int, until_ns: int) -> AsyncGenerator[tuple[str, Job], None]:
     """The jobs that routers have published, each with the id of its request."""
     subjects = bus.subjects
@@ -173,7 +170,7 @@ async def _jobs(bus: Readable, since_ns: int, until_ns: int) -> AsyncGenerator[t
         except msgspec.MsgspecError:
             continue  # of a later release
         if isinstance(job, Job):
-            yield entry.headers.get("Nats-Msg-Id", "").partition(":")[0], job
+            yield entry.headers.get("Nats-Msg-Id", "").partition(":")[0], jobs.with_candidates(job)
 
 
 async def _measured(bus: Readable, ahead: dict[str, tuple[int, float]], since_ns: int) -> float | None:

@@ -132,7 +132,9 @@ class Dashboard:
         found.sort(key=lambda each: each.summary.created_ns, reverse=True)
         older = ""
         async with contextlib.AsyncExitStack() as stack:
-            parts = [_ended(at, log, criteria, before[at]) for at, log in enumerate(self._logs)]
+            parts = [
+                _ended(at, log, criteria, before[at], prompts=bool(query["text"])) for at, log in enumerate(self._logs)
+            ]
             for part in parts:
                 await stack.enter_async_context(contextlib.aclosing(part))
             async for at, seq, each in merged(parts, lambda item: item[2].summary.ended_ns):
@@ -297,10 +299,14 @@ async def _events(live: Live) -> AsyncGenerator[bytes, None]:
 
 
 async def _ended(
-    at: int, log: Log, criteria: Criteria, before: int
+    at: int, log: Log, criteria: Criteria, before: int, *, prompts: bool
 ) -> AsyncGenerator[tuple[int, int, LoggedRequest], None]:
-    """With the place of the cell among the logs, and the sequence of the record."""
-    async with contextlib.aclosing(ended(log.bus, criteria, before=before)) as found:
+    """With the place of the cell among the logs, and the sequence of the record.
+
+    Args:
+        prompts: they are wanted, too.
+    """
+    async with contextlib.aclosing(ended(log.bus, criteria, before=before, prompts=prompts)) as found:
         async for seq, each in found:
             yield at, seq, each
 

@@ -12,10 +12,10 @@ from penstock.gateway.request_log.lookup import Records, RequestFinder, RequestL
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.memory_storage import MemoryStreams
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.schemas import contents, deletions, done, wire
+from penstock.schemas import contents, deletions, done, requests, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import new_request_id
-from penstock.schemas.subjects import Subjects
+from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.gateway.request_log.test_inflight import request_of
 from tests.infra.bus.support import opened
 
@@ -49,6 +49,28 @@ async def test_content_that_is_gone_before_its_grace_is_over_was_lost_and_not_de
     with pytest.raises(ServingError) as caught:
         await lookup.find(request.id)
     assert caught.value.code is expected
+
+
+async def test_the_prompt_is_read_from_the_stream_of_requests_only_where_the_answer_shows_it(bus: Bus) -> None:
+    for echo in (False, True):
+        now = time.time_ns()
+        request = msgspec.structs.replace(
+            request_of(), id=new_request_id(now), created_ns=now, prompt=wire.pack_tokens([3, 4]), echo=echo
+        )
+        subject = bus.subjects.request(request.model, request.priority.value, request.id)
+        stored = wire.encode(requests.packed(request))
+        await bus.js.publish(subject, stored, headers={HEADER_MSG_ID: request.id})
+        event = done.Done(
+            *(request.id, request.model, 1),
+            usage=done.Usage(request.prompt_tokens),
+            submitted=done.recorded(request),
+            left_out=done.not_recorded(request),
+        )
+        await bus.js.publish(bus.subjects.done(request.tenant, request.model, request.id), wire.encode(event))
+        lookup = RequestLookup(bus, Records(bus), RequestFinder(bus), 0.0, MemoryStreams(bus))
+        found = (await lookup.find(request.id)).request
+        assert found.prompt == (request.prompt if echo else b"")
+        assert found.prompt_tokens == request.prompt_tokens
 
 
 async def test_a_deleted_request_is_not_found_though_its_record_is_back_but_by_who_deletes_it(bus: Bus) -> None:

@@ -16,9 +16,12 @@ from penstock.gateway.service.cell import Cell
 from penstock.gateway.service.gateway import Gateway
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.schemas import requests
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import cell_in, in_cell
-from penstock.schemas.subjects import Subjects
+from penstock.schemas.streams import PROMPTS
+from penstock.schemas.subjects import HEADER_CONTENT_TYPE, Subjects
+from penstock.schemas.wire import content_type
 from tests.gateway.nats.support import gateway_on
 from tests.infra.bus.support import eventually
 
@@ -52,6 +55,31 @@ async def test_requests_wait_for_workers_but_not_for_a_broker_that_hangs(
         os.kill(second.pid, signal.SIGCONT)
         await eventually(lambda: running.gateway.cells[1].answers)
         assert await cell(running.gateway) == 1
+
+
+async def test_prompts_are_packed_where_their_stream_says_so(
+    broker: EmbeddedNats, pipeline: Subjects, model: ModelDir
+) -> None:
+    async with gateway_on(broker, pipeline, model) as running:
+        home = running.gateway.cells[0]
+        for packs in (True, False):
+            name = pipeline.stream("REQUESTS")
+            info = await home.bus.js.stream_info(name)
+            if not packs:  # as an earlier build has made it
+                kept = {key: text for key, text in (info.config.metadata or {}).items() if not key.startswith("_nats.")}
+                await home.bus.js.update_stream(info.config.evolve(metadata=without(kept, PROMPTS)))
+            await eventually(lambda packs=packs: home.queues.packs is packs)
+            request = (await running.gateway.prepare("completion", BODY)).request
+            await running.gateway.submit(request)
+            stored = await home.bus.js.get_last_msg(name, f"{pipeline.namespace}.request.>")
+            assert requests.is_packed(stored.data) is packs
+            assert requests.decode(stored.data) == request
+            kind = requests.PackedRequest if packs else requests.GenerateRequest
+            assert (stored.headers or {})[HEADER_CONTENT_TYPE] == content_type(kind)
+
+
+def without(fields: dict[str, str], name: str) -> dict[str, str]:
+    return {key: value for key, value in fields.items() if key != name}
 
 
 async def test_a_look_that_hangs_in_one_cell_delays_no_deadline_in_another(

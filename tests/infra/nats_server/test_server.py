@@ -35,10 +35,11 @@ from penstock.infra.nats_server.config import USERS, ServerConfig, render
 from penstock.infra.nats_server.datadir import DataDirBusy, Lock, load_secrets
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, request
 from penstock.infra.nats_server.permissions import BROKER_ROLES, permissions
+from penstock.infra.nats_server.retention import set_limits
 from penstock.infra.nats_server.server import EmbeddedNats, memory_bytes, was_started_with, with_memory_limit
 from penstock.infra.process.sockets import CannotListen
 from penstock.launch.nats import apply_at, own_config
-from penstock.schemas.streams import topology
+from penstock.schemas.streams import PACKED, PROMPTS, topology
 from penstock.schemas.subjects import Subjects, cell_namespace
 from tests.cluster_support import NODES, three_nodes
 from tests.conftest import Connect, round_trip
@@ -329,6 +330,22 @@ async def test_applying_never_narrows_what_an_operator_widened(nc: Client, pipel
     assert f"{pipeline.namespace}.extra" in after.subjects
 
 
+async def test_prompts_are_packed_in_new_streams_and_where_an_operator_says_so(nc: Client, pipeline: Subjects) -> None:
+    """A process of an earlier build could not read them."""
+    js, name = nc.jetstream(), pipeline.stream("REQUESTS")
+    config = (await js.stream_info(name)).config
+    assert config.metadata is not None
+    assert config.metadata[PROMPTS] == PACKED
+    earlier = {key: text for key, text in config.metadata.items() if key != PROMPTS and not key.startswith("_nats.")}
+    await js.update_stream(config.evolve(metadata=earlier))
+    assert await apply(nc, topology(pipeline)) == []
+    assert PROMPTS not in ((await js.stream_info(name)).config.metadata or {})
+    await set_limits(nc, name, None, None, packs=True)
+    after = (await js.stream_info(name)).config
+    assert (after.metadata or {})[PROMPTS] == PACKED
+    assert (after.max_age, after.max_bytes) == (config.max_age, config.max_bytes)
+
+
 async def test_a_new_consumer_has_one_filter(nc: Client, pipeline: Subjects) -> None:
     config = (await nc.jetstream().consumer_info(pipeline.stream("REQUESTS"), "router-batch")).config
     assert (config.filter_subject, config.filter_subjects) == (f"{pipeline.namespace}.request.*.batch.*", None)
@@ -365,7 +382,7 @@ async def test_a_stream_of_an_earlier_build_is_described_and_keeps_what_is_in_it
     name = pipeline.stream("REQUESTS")
     await nc.jetstream().publish(pipeline.request("m", "standard", "r"), b"kept")
     config = (await request(nc, f"STREAM.INFO.{name}", {}))["config"]
-    described = metadata_of(config)
+    described = {key: text for key, text in metadata_of(config).items() if key != PROMPTS}
     await request(nc, f"STREAM.UPDATE.{name}", config | {"metadata": {SET_BY_OPERATOR: "max_age", "theirs": "x"}})
     assert await apply(nc, topology(pipeline)) == [f"updated {name}: metadata"]
     info = await request(nc, f"STREAM.INFO.{name}", {})

@@ -128,7 +128,7 @@ async def test_a_request_that_its_router_ends_leaves_the_same_record(
         return [done.decode(entry.data) async for entry in read(empty_bus, stream, subject)]  # type: ignore[misc]
 
     (event,) = await until(ends, "the terminal event")
-    assert (event.code, done.request_of(event)) == ("deadline_exceeded", request)
+    assert (event.code, event.submitted) == ("deadline_exceeded", done.recorded(request))
 
 
 async def test_messages_name_their_encoding_and_schema_where_bytes_are_few(http: httpx.AsyncClient, bus: Bus) -> None:
@@ -143,7 +143,7 @@ async def test_messages_name_their_encoding_and_schema_where_bytes_are_few(http:
                 assert encoding == wire.MSGPACK
                 msgspec.msgpack.decode(entry.data, type=MESSAGES[schema])
                 found.setdefault(stream, set()).add(schema)
-    assert found == {"REQUESTS": {"GenerateRequest"}, "WORK": {"Job"}, "DONE": {"Done"}}
+    assert found == {"REQUESTS": {"PackedRequest"}, "WORK": {"Job"}, "DONE": {"Done"}}
     tokens = [entry async for entry in read(bus, bus.subjects.stream("TOKENS"), bus.subjects.tokens(asked.gateway))]
     assert tokens
     assert not any(HEADER_CONTENT_TYPE in entry.headers for entry in tokens)

@@ -19,13 +19,13 @@ from penstock.router.service import router as router_module
 from penstock.router.service.router import READ_AT_ONCE, Router
 from penstock.router.state.holders import keys_view
 from penstock.router.state.prefix_index import PrefixIndex
-from penstock.schemas import contents, control, fleet, jobs, kv, wire
+from penstock.schemas import contents, control, done, fleet, jobs, kv, requests, wire
 from penstock.schemas.block_hashes import keys_of
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import Stage
 from penstock.schemas.requests import GenerateRequest, Priority, new_request_id
 from penstock.schemas.streams import CLOCK_SKEW_NS, ROUTER_ACK_WAIT_S
-from penstock.schemas.subjects import HEADER_LOAD, Subjects
+from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
 from penstock.schemas.tenants import Limits
 from penstock.schemas.tokens import WHOLE_REQUEST
 from tests.infra.bus.support import eventually
@@ -62,6 +62,18 @@ async def test_requests_wait_for_the_first_worker(clients: Clients, one: Routing
     assert bytes(job.request) == wire.encode(asked), "the request travels as it was stored"
     await clients.acknowledged(1)
     assert one.unfinished == {asked.id: (1, "w1")}
+
+
+async def test_a_packed_prompt_stays_packed_on_its_way_to_the_worker(clients: Clients, one: Routing) -> None:
+    asked = request(list(range(1, 14)))
+    await clients.stub("w1")
+    await one.knows("w1")
+    stored = wire.encode(requests.packed(asked))
+    subject = clients.bus.subjects.request(asked.model, asked.priority.value, asked.id)
+    await clients.bus.js.publish(subject, stored, headers={HEADER_MSG_ID: asked.id})
+    _, job = await clients.placed(asked)
+    assert bytes(job.request) == stored
+    assert (await clients.header(asked)).prompt_tokens == 13
 
 
 async def test_a_job_records_why_its_worker_was_chosen(clients: Clients, one: Routing) -> None:
@@ -215,7 +227,8 @@ async def test_a_cancelled_request_whose_prompt_was_left_in_the_log_is_whole_in_
         await eventually(lambda: one.waiting == [asked.id])
         await one.router.on_cancel(asked.id, "client_disconnected")
         await is_ended_by_the_router(log, asked, Code.cancelled)
-        assert (await log.end(asked)).submitted == wire.encode(asked)
+        end = await log.end(asked)
+        assert (end.submitted, end.left_out) == (done.recorded(asked), ("prompt",))
         await clients.acknowledged(1)
 
 

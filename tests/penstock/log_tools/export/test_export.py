@@ -4,6 +4,7 @@ import asyncio
 import errno
 import gzip
 import json
+import re
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -85,7 +86,7 @@ async def test_a_file_is_served_with_every_message_at_its_sequence_and_time(
     assert await run(export.run, "--all", "-o", str(file)) == 0
     assert (suffix == "jsonl") == file.read_bytes().startswith(b'{"format":"penstock-export","version":2')
     if suffix == "jsonl":
-        assert file.read_text().count('"prompt":"') == len(ids)  # not again in jobs and records
+        assert len(re.findall('"prompt":"[^"]', file.read_text())) == len(ids)  # not again in jobs and records
     source = LogSource(tmp_path, namespace="copy", file=str(file))
     async with open_log(source, name="test", streams=STREAMS) as log:
         assert log.stopped
@@ -275,7 +276,7 @@ async def test_a_damaged_line_is_named_and_can_be_left_out(
     assert "line 4: " in capsys.readouterr().err
     assert await asyncio.to_thread(import_log.run, [str(file), "--data-dir", str(folder / "1"), "--skip-bad"]) == 0
     said = capsys.readouterr()
-    assert "left out 4 damaged lines: the first is line 4" in said.err
+    assert "left out 3 damaged lines: the first is line 4" in said.err
     assert "REQUESTS 2" in said.out
     packed = tmp_path / "cut.jsonl.gz"
     packed.write_bytes(gzip.compress(b"".join(lines))[:-40])

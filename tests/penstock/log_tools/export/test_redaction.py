@@ -7,7 +7,7 @@ import msgspec
 from penstock.log_tools.export.redaction import FIRST_TOKEN, Redactor
 from penstock.log_tools.sources.log_line import DECODE, LogLine
 from penstock.schemas import block_hashes, jobs, requests
-from penstock.schemas.done import Done, Outcome
+from penstock.schemas.done import Done, Outcome, recorded
 from penstock.schemas.jobs import Stage
 from penstock.schemas.kv import KvBatch, Stored
 from penstock.schemas.requests import GenerateRequest, LogitsProcessor, Sampling, Stop
@@ -71,11 +71,10 @@ def test_an_answer_has_one_placeholder_per_token_in_all_streams() -> None:
         own = list(unpack_tokens(batch.items[0].tokens))
         assert [found.top[0][0] for found in batch.items[0].logprobs] == own
         seen += own
-    done = Done(
-        request.id, "tiny", 1, choices=(Outcome(pack_tokens(answer), "stop", SECRET),), submitted=encode(request)
-    )
-    ended = DECODE["DONE"](redact(redactor, "DONE", done).data)
-    assert list(unpack_tokens(ended.choices[0].tokens)) == seen
+    for submitted in (encode(request), recorded(request)):
+        done = Done(request.id, "tiny", 1, choices=(Outcome(pack_tokens(answer), "stop", SECRET),), submitted=submitted)
+        ended = DECODE["DONE"](redact(redactor, "DONE", done).data)
+        assert list(unpack_tokens(ended.choices[0].tokens)) == seen
     job = msgspec.structs.replace(
         samples.job(1, Stage("decode", "w")), request=msgspec.Raw(encode(request)), resume=(pack_tokens(answer[:2]),)
     )

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from penstock.infra.bus.connection import Bus
-from penstock.schemas.done import Done, Outcome, Timings, Usage
+from penstock.schemas.done import Done, Outcome, Timings, Usage, not_recorded, recorded
 from penstock.schemas.jobs import Stage
 from penstock.schemas.requests import GenerateRequest, new_request_id
 from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, HEADER_SUMMARY
@@ -55,7 +55,8 @@ async def end(
         usage=Usage(len(request.prompt) // 4, len(tokens)),
         timings=Timings(created, created, created, created + 10_000_000, created + int(took_ms * 1e6)),
         code=code,
-        submitted=encode(request),
+        submitted=recorded(request),
+        left_out=not_recorded(request),
     )
     subject = bus.subjects.done(request.tenant, request.model, request.id)
     headers = {HEADER_MSG_ID: request.id, HEADER_SUMMARY: header_of(event, request)}

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -11,8 +12,8 @@ from penstock.infra.model.modeldir import TINY, load_tokenizer
 from penstock.log_tools.requests import find_requests
 from penstock.log_tools.requests.describe import Texts
 from penstock.log_tools.requests.find_requests import RecordSearch
-from penstock.schemas.done import Done, Outcome
-from penstock.schemas.requests import GenerateRequest, Stop
+from penstock.schemas.done import Done, Outcome, recorded
+from penstock.schemas.requests import GenerateRequest, Stop, packed
 from penstock.schemas.wire import encode, pack_tokens, unpack_tokens
 
 TEXTS, MODEL = Texts(), str(TINY)
@@ -30,10 +31,23 @@ PATTERNS = st.recursive(
 )
 
 
-def record(prompt: Sequence[int], *answers: Sequence[int]) -> bytes:
-    request = GenerateRequest("r", MODEL, "g", pack_tokens(prompt), Stop(8), 1, 2, b"", 16)
-    choices = tuple(Outcome(pack_tokens(answer), "stop") for answer in answers)
-    return encode(Done("r", MODEL, 1, choices=choices, submitted=encode(request)))
+def matching(pattern: re.Pattern[str], rows: Sequence[tuple[Sequence[int], ...]]) -> list[bool]:
+    """What is found in records of prompts and answers: of this build, and of an earlier one, which had prompts."""
+    ours, theirs = [], []
+    for prompt, *answers in rows:
+        request = GenerateRequest("r", MODEL, "g", pack_tokens(prompt), Stop(8), 1, 2, b"", 16)
+        choices = tuple(Outcome(pack_tokens(answer), "stop") for answer in answers)
+        done = Done("r", MODEL, 1, choices=choices)
+        for accepted in (encode(request), encode(packed(request))):
+            ours.append((encode(msgspec.structs.replace(done, submitted=recorded(request))), accepted))
+        theirs.append((encode(msgspec.structs.replace(done, submitted=encode(request))), b""))
+    search = RecordSearch(pattern, TEXTS)
+    if not rows:
+        assert search.matching([], []) == []
+        return []
+    found = search.matching(*zip(*theirs, strict=True))
+    assert [one for one in found for _ in range(2)] == search.matching(*zip(*ours, strict=True))
+    return found
 
 
 def has(pattern: re.Pattern[str], *rows: Sequence[int]) -> bool:
@@ -50,7 +64,7 @@ def test_a_part_of_a_text_is_found_wherever_tokens_cut_it(
     start = data.draw(st.integers(0, len(text)))
     part = text[start : start + data.draw(st.integers(1, 40))]
     pattern = re.compile(re.escape(part.swapcase() if any_case else part), re.IGNORECASE if any_case else 0)
-    found = RecordSearch(pattern, TEXTS).matching([record(*row) for row in rows])
+    found = matching(pattern, rows)
     assert found == [has(pattern, *row) for row in rows]
 
 
@@ -60,7 +74,7 @@ def test_any_pattern_finds_what_it_finds_in_the_texts(
     rows: list[tuple[list[int], list[int]]], source: str, any_case: bool
 ) -> None:
     pattern = re.compile(source, re.IGNORECASE if any_case else 0)
-    found = RecordSearch(pattern, TEXTS).matching([record(*row) for row in rows])
+    found = matching(pattern, rows)
     assert found == [has(pattern, *row) for row in rows]
 
 
@@ -82,7 +96,7 @@ def test_the_longest_literal_is_what_every_match_has(source: str, literal: str) 
 
 def test_texts_without_the_literal_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     encode_text = load_tokenizer(TINY).encode
-    records = [record(encode_text(text).ids) for text in ("the capital of France", "nothing at all", "a capital city")]
+    rows = [(encode_text(text).ids,) for text in ("the capital of France", "nothing at all", "a capital city")]
     decoded: list[Sequence[int]] = []
     detokenizer = TEXTS.detokenizer(MODEL)
     text_of = type(detokenizer).text
@@ -92,5 +106,5 @@ def test_texts_without_the_literal_are_not_decoded(monkeypatch: pytest.MonkeyPat
         return text_of(detokenizer, tokens)
 
     monkeypatch.setattr(type(detokenizer), "text", noted)
-    assert RecordSearch(re.compile("capital of .rance"), TEXTS).matching(records) == [True, False, False]
-    assert len(decoded) == 1
+    assert matching(re.compile("capital of .rance"), rows) == [True, False, False]
+    assert len(decoded) == 3, "one text of each three records"

@@ -28,10 +28,11 @@ from penstock.log_tools.sources.log_line import (
     header_line,
     read_header,
 )
+from penstock.schemas import requests
 from penstock.schemas.done import Done, Outcome
 from penstock.schemas.jobs import Revoke, Stage
 from penstock.schemas.tokens import Finish, Logprob, TokenBatch, TokenItem
-from penstock.schemas.wire import encode
+from penstock.schemas.wire import encode, pack_tokens
 from tests.penstock.log_tools.traces import samples
 from tests.properties import examples
 
@@ -111,6 +112,16 @@ def test_a_body_is_readable_and_its_request_too() -> None:
     line = msgspec.json.decode(encode_line(record("WORK", encode(job))))
     assert line["body"]["request"]["id"] == asked.id
     assert line["body"]["decision"]["chosen"] == "w-1"
+
+
+def test_a_packed_prompt_is_written_as_others_are_and_comes_back_packed() -> None:
+    asked = samples.request(prompt=pack_tokens([1, 2, 70_000]))
+    stored = encode(requests.packed(asked))
+    line = msgspec.json.decode(encode_line(record("REQUESTS", stored)))
+    assert base64.b64decode(line["body"]["prompt"]) == asked.prompt
+    assert decode_line(encode_line(record("REQUESTS", stored))).data == stored
+    job = encode(msgspec.structs.replace(samples.job(1, Stage("decode", "w-1")), request=msgspec.Raw(stored)))
+    assert decode_line(encode_line(record("WORK", job))).data == job
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -math.nan, -0.1, 5e-324])
