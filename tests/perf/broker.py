@@ -29,11 +29,11 @@ from tests.perf.cpu import cpu_seconds
 
 # Kind and bytes of what one request stores.
 MESSAGES = (
-    ("request", 1500),
-    ("work", 2600),
-    ("kv", 350),
-    *[("tokens", 250)] * 3,
-    ("done", 1600),
+    ("request", 850),
+    ("work", 1350),
+    ("kv", 200),
+    *[("tokens", 100)] * 3,
+    ("done", 1250),
 )
 AT_ONCE = 40  # requests that a publisher sends before it waits for their acknowledgements
 WARM_UP_S = 0.5
@@ -43,6 +43,8 @@ class BrokerFigures(NamedTuple):
     """
     Attributes:
         cores: CPU cores that the broker used.
+        memory_mb: resident, at the end.
+        memory_bytes: more of it than at first, per request.
     """
 
     publishers: int
@@ -50,6 +52,8 @@ class BrokerFigures(NamedTuple):
     messages_per_s: float
     cores: float
     cpu_us: float  # of the broker, per request
+    memory_mb: float = 0.0
+    memory_bytes: float = 0.0
 
 
 def measure(publishers: int, seconds: float) -> BrokerFigures:
@@ -84,17 +88,23 @@ async def _measure(folder: Path, publishers: int, seconds: float) -> BrokerFigur
         for process in filling:
             await asyncio.to_thread(process.stdout.readline)  # type: ignore[union-attr]
         assert broker.pid is not None
-        before, began = cpu_seconds(broker.pid), time.monotonic()
+        before, began, empty = cpu_seconds(broker.pid), time.monotonic(), _resident(broker.pid)
         await asyncio.sleep(0.8 * seconds)
         cores = (cpu_seconds(broker.pid) - before) / (time.monotonic() - began)
         outputs = [(await asyncio.to_thread(process.communicate, timeout=seconds + 30))[0] for process in filling]
-        rate = sum(json.loads(output) for output in outputs)
+        rate, resident = sum(json.loads(output) for output in outputs), _resident(broker.pid)
     finally:
         for process in filling:
             process.kill()
             process.wait()
         await broker.stop()
-    return BrokerFigures(publishers, rate, rate * len(MESSAGES), cores, cores / max(rate, 1e-9) * 1e6)
+    cpu_us, memory = cores / max(rate, 1e-9) * 1e6, (resident - empty) / max(1, rate * seconds)
+    return BrokerFigures(publishers, rate, rate * len(MESSAGES), cores, cpu_us, resident / 1e6, memory)
+
+
+def _resident(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def publish(url: str, number: int, seconds: float) -> float:
@@ -173,12 +183,12 @@ def main(arguments: list[str] | None = None) -> int:
     if args.publish:
         print(publish(args.publish, args.number, args.seconds))
         return 0
-    print("publishers   req/s   messages/s   cores of the broker   its CPU-µs per request")
+    print("publishers   req/s   messages/s   cores of the broker   its CPU-µs per request   its MB   bytes per request")
     for count in map(int, args.publishers.split(",")):
         result = measure(count, args.seconds)
         print(
             f"{result.publishers:10} {result.requests_per_s:7,.0f} {result.messages_per_s:12,.0f} "
-            f"{result.cores:21.1f} {result.cpu_us:24.0f}",
+            f"{result.cores:21.1f} {result.cpu_us:24.0f} {result.memory_mb:8.0f} {result.memory_bytes:19.0f}",
             flush=True,
         )
     return 0

@@ -493,9 +493,10 @@ async def test_a_killed_server_comes_back_on_the_same_port_with_its_messages(
 
 
 def test_a_server_has_half_of_the_memory_and_no_less_than_what_it_needs() -> None:
-    assert with_memory_limit({"A": "b"}, 24 << 30) == {"A": "b", "GOMEMLIMIT": "12288MiB"}
-    assert with_memory_limit({}, 1 << 30) == {"GOMEMLIMIT": "1024MiB"}
-    assert with_memory_limit({"GOMEMLIMIT": "3GiB"}, 24 << 30) == {"GOMEMLIMIT": "3GiB"}
+    assert with_memory_limit({"A": "b"}, 24 << 30) == {"A": "b", "GOMEMLIMIT": "12288MiB", "GOGC": "50"}
+    assert with_memory_limit({}, 1 << 30) == {"GOMEMLIMIT": "1024MiB", "GOGC": "50"}
+    chosen = {"GOMEMLIMIT": "3GiB", "GOGC": "100"}
+    assert with_memory_limit(chosen, 24 << 30) == chosen
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
