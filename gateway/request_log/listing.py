@@ -271,7 +271,7 @@ def _no_position(text: str) -> ServingError:
 def _request(entry: Entry) -> GenerateRequest | None:
     """None: of a later release."""
     try:
-        return requests.decode(entry.data)
+        return requests.decode_head(entry.data)
     except msgspec.MsgspecError:
         return None
 

@@ -404,7 +404,8 @@ class Run:
         for recipe in private:
             ids = tokenizer.encode(f" {recipe.mark}", add_special_tokens=False).ids
             wanted[f"{recipe.name}: words of its prompt"] = recipe.mark[:40].encode()
-            wanted[f"{recipe.name}: tokens of its prompt"] = pack_tokens(ids[-MARKED_TOKENS - 2 : -2])
+            wanted[f"{recipe.name}: tokens of its prompt"] = tokens = pack_tokens(ids[-MARKED_TOKENS - 2 : -2])
+            wanted[f"{recipe.name}: tokens of its packed prompt"] = tokens[::4]  # their lowest bytes
             shown = self._expected[recipe.name].choices[0].text
             if recipe.kind in NO_STORE:
                 wanted[f"{recipe.name}: words of its answer"] = shown[:40].encode()

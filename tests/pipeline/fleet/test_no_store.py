@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import httpx
@@ -40,7 +40,7 @@ def body(number: int, **more: Any) -> dict[str, Any]:
 def traces(oracle: Oracle, asked: dict[str, Any], choices: int = 1) -> list[bytes]:
     """What of a request can be found in a file: parts of its prompt and its answers, as tokens and as text."""
     prompt = oracle.prompt(asked)
-    found = [pack_tokens(prompt[at : at + 4]) for at in range(0, len(prompt) - 3, 12)]
+    found = [low_bytes(prompt), *(pack_tokens(prompt[at : at + 4]) for at in range(0, len(prompt) - 3, 12))]
     for choice in range(choices):
         answer = oracle.tokens(asked, COUNT, choice)
         # Token batches are small: with any three tokens in a row of them all, one batch at least is recognised. Two are
@@ -48,6 +48,11 @@ def traces(oracle: Oracle, asked: dict[str, Any], choices: int = 1) -> list[byte
         found += [pack_tokens(answer[at : at + 3]) for at in range(COUNT - 3)]
         found.append(oracle.text(answer).encode())
     return found
+
+
+def low_bytes(prompt: Sequence[int]) -> bytes:
+    """Of a prompt's tokens, as they lie one after the other where it is packed."""
+    return pack_tokens(prompt)[::4]
 
 
 async def messages_of(bus: Bus, request_id: str) -> list[str]:
