@@ -5,6 +5,7 @@ Decisions of planners as lines of text, and the list of those in the log.
 
 import asyncio
 import contextlib
+import math
 import secrets
 import signal
 import sys
@@ -114,7 +115,7 @@ async def show_history(source: LogSource, model: str, since: str, *, as_json: bo
 
 def _print(planned: Planned, console: Console, *, as_json: bool) -> None:
     if as_json:
-        console.file.write(msgspec.json.encode(planned).decode() + "\n")
+        console.file.write(without_infinite(planned) + "\n")
         return
     print_hanging(console, f"{clock(planned.at_ns, time.time_ns())}  {escape(planned.model)}  ", escape(line(planned)))
 
@@ -246,4 +247,12 @@ def _say(planned: Planned) -> None:
 
 
 def _say_json(planned: Planned) -> None:
-    print(msgspec.json.encode(planned).decode())
+    print(without_infinite(planned))
+
+
+def without_infinite(planned: Planned) -> str:
+    """Without predicted latencies that are infinite, for which JSON has no number."""
+    plain = msgspec.to_builtins(planned)
+    predicted = plain["decision"]["predicted"]
+    plain["decision"]["predicted"] = {name: each for name, each in predicted.items() if each < math.inf}
+    return msgspec.json.encode(plain).decode()

@@ -200,6 +200,7 @@ class Planner:
         bounds = rules.bounds.get(role, Bounds())
         current = seen.pools[role].count if role in seen.pools else 0
         need = self._needed(state, role, demand)
+        arriving = msgspec.structs.replace(demand, rate=demand.rate - seen.backlog / rules.drain_s)
         more = msgspec.structs.replace(demand, rate=demand.rate * (1 + rules.hysteresis))
         kept = max(need.workers, self._needed(state, role, more).workers)
         state, times = self._judged(state, role, seen)
@@ -212,7 +213,9 @@ class Planner:
         target, stable = current, max(count for _, count in window)
         cooling = now_s - state.raised_at.get(role, -math.inf) < rules.up_cooldown_s
         against = self._against(state, role, demand, seen, times, cooling) if times > 1 else ""
-        if need.workers > current:
+        if need.workers > current and _starved(seen, role) and self._needed(state, role, arriving).workers <= current:
+            reasons.append("cpu_starved")  # what waits does so for cores: more workers would serve it no sooner
+        elif need.workers > current:
             target = current if cooling else need.workers
             reasons += ["cooling_down"] if cooling else ["more_load"]
         elif times > 1 and not against:

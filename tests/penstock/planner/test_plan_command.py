@@ -1,5 +1,7 @@
 """Flags of ``penstock plan``, and what it says of a deployment that it cannot plan."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ from penstock.configs.flags import BadSettings
 from penstock.configs.planner_settings import BadRules, PlannerSettings, rules_of
 from penstock.measure.profile.data import save
 from penstock.planner.connectors import Replicas
-from penstock.planner.plan_command import connector_of, line, run, timings
+from penstock.planner.plan_command import connector_of, line, run, timings, without_infinite
+from penstock.schemas.plans import Latency
 from tests.penstock.planner.engines import engine
 from tests.schemas.samples import SAMPLES
 
@@ -95,6 +98,14 @@ def test_a_decision_names_the_limit_that_was_missed_and_why_nothing_was_done() -
     assert told(4, "maximum") == "2 (at the maximum)"
     assert told(4, "cooling_down") == "2 (cooling down after the last change)"
     assert told(4, "of_a_later_build") == "2 (of_a_later_build)"
+
+
+def test_a_predicted_latency_that_is_infinite_is_left_out_of_json() -> None:
+    planned, _ = SAMPLES["planned"]
+    beyond = msgspec.structs.replace(planned.decision, predicted=Latency(math.inf, 9.0, 1.5))
+    read = json.loads(without_infinite(msgspec.structs.replace(planned, decision=beyond)))
+    assert read["decision"]["predicted"] == {"itl_ms": 9.0, "busy": 1.5}
+    assert json.loads(without_infinite(planned)) == json.loads(msgspec.json.encode(planned))
 
 
 def test_only_workers_of_this_machine_share_its_cores() -> None:

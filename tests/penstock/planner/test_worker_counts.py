@@ -284,6 +284,17 @@ def test_load_that_the_model_has_workers_for_gets_them_also_on_a_machine_without
     assert run.interval(12.0, starved=1, one_machine=True).changes["aggregated"].reasons == ("more_load",)
 
 
+def test_what_waits_for_cores_gets_no_workers_that_would_share_them() -> None:
+    run = Run()
+    settled = [run.interval(4.0).changes["aggregated"].target for _ in range(3)][-1]
+    waiting = {"queued": 600, "starved": settled, "ttft": Times(900, 900, 900)}
+    starved = run.interval(4.0, one_machine=True, **waiting).changes["aggregated"]
+    assert (starved.reasons, starved.target) == (("cpu_starved",), settled)
+    assert starved.needed > settled, "by the model, as a backlog counts as load"
+    elsewhere = run.interval(4.0, one_machine=False, **waiting).changes["aggregated"]
+    assert elsewhere.reasons == ("more_load",)
+
+
 def test_a_missed_limit_at_the_maximum_says_so() -> None:
     run = Run(msgspec.structs.replace(RULES, bounds={"aggregated": Bounds(1, 3)}), start=3)
     assert [late(run).reasons for _ in range(4)] == [("maximum",)] * 4
