@@ -501,6 +501,7 @@ MEANINGS = {
     "verdicts_followed": "the bucket of poisonous requests is there now",
     "visual_gen": "version and parameters of TensorRT-LLM's VisualGen",
     "vllm": "version and arguments of vLLM",
+    "vllm_checks_grammars": "vLLM compiles each schema once more, while other requests wait",
     "vllm_ready": "the model is loaded",
     "vllm_version": "another release of vLLM than was tested",
     "waiting_for_leader": "this node waits for node 0 of its engine",

@@ -1,5 +1,6 @@
 """The only module that imports ``vllm``: the parts of the installed release are looked up once and logged."""
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -20,6 +21,7 @@ INSTALL = (
 )
 VERSIONS = ("0.32.", "0.33.")  # that the adapter was written for
 _LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
+_CHECK_MODULE, _CHECK = "vllm.v1.structured_output.backend_guidance", "validate_guidance_grammar"
 _CALL = frozenset(["prompt", "sampling_params", "request_id"])
 _SAMPLING = frozenset(
     [
@@ -120,6 +122,19 @@ class VllmApi:
         if "structured_outputs" in arguments:
             arguments["structured_outputs"] = self.grammar(**arguments["structured_outputs"])
         return self.sampling(output_kind=self.delta, **arguments)
+
+    def take_grammars_unchecked(self) -> None:
+        """Have vLLM leave out its own check of a grammar, which takes up to 1.5 s of CPU time: in the one thread that
+        prepares all requests, in earlier releases in the event loop of all outputs. The worker has compiled each
+        grammar before, in a process with limits, then in a thread. vLLM's core compiles it again, in a thread, too.
+        """
+        with contextlib.suppress(ImportError, AttributeError):
+            module = importlib.import_module(_CHECK_MODULE)
+            getattr(module, _CHECK)
+            setattr(module, _CHECK, lambda *arguments, **named: None)
+            return
+        note = f"there is no {_CHECK_MODULE}.{_CHECK}: requests wait while vLLM checks another one's schema"
+        log.warning("vllm_checks_grammars", note=note)
 
     def nixl(self) -> bool:
         """Whether vLLM's connector finds NIXL; otherwise only the log of a subprocess would report it."""

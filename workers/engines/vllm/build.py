@@ -74,6 +74,8 @@ def from_settings(
         folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: writers could forge KV events
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         grammars = compiler(path) if standard_tokenizer(path) else None
+        if grammars is not None:
+            api.take_grammars_unchecked()
         resolved, variables = arguments(settings, api, model, folder, constraints=grammars is not None)
         inbox = Inbox()
         group = nodes.NodeGroup(settings, ("vllm", api.version, model.revision), inbox, asked)

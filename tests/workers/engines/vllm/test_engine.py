@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,10 +16,11 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter
 
+from penstock.infra.constraints.constraint_grammar import REGEX
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
-from penstock.schemas.requests import Sampling
+from penstock.schemas.requests import Constraint, Sampling
 from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.external import handoff_state
 from penstock.workers.engines.external.engine_metrics import NativeSeries
@@ -132,6 +134,25 @@ def test_an_error_of_one_request_is_its_own(make: Make, monkeypatch: pytest.Monk
         (failure,) = seen.failures
         assert (failure.key, failure.code) == ("bad", code)
         assert seen.tokens("other") == whole
+
+
+def test_a_grammar_that_the_worker_has_compiled_is_not_checked_again_where_other_requests_wait(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.v1.structured_output.backend_guidance as backend
+
+    threads: list[str] = []
+
+    def noted(*arguments: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return ""
+
+    monkeypatch.setattr(backend, "LLMatcher", SimpleNamespace(validate_grammar=noted))
+    driver = make()
+    constraint = Constraint(REGEX, "[a-f]{4}")
+    seen = driver.run(ask(0, PROMPT, 20, constraint=constraint))
+    assert (seen.failures, seen.outputs[-1].finish) == ([], "stop")
+    assert threads == []
 
 
 def test_a_cancelled_sequence_is_aborted_in_the_engine(make: Make) -> None:

@@ -265,6 +265,9 @@ class AsyncLLM:
                 raise VLLMValidationError("Structured outputs requires a tokenizer")
             if self.vllm_config.structured_outputs_config.backend != "guidance":
                 raise VLLMValidationError("the stand-in has no other backend than guidance")
+            from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar  # here, as vLLM does it
+
+            validate_guidance_grammar(params)
         if params.detokenize:
             raise VLLMValidationError("detokenize without a tokenizer")
         if (params.logprobs or 0) > self.model_config.max_logprobs:
