@@ -44,11 +44,13 @@ class ModelLoad(msgspec.Struct, frozen=True, omit_defaults=True):
         model: canonical name.
         held: prompt tokens of requests that no worker has room for.
         targets: that compute prompts.
+        work_ns: that the slowest of them spends on a token, as in ``fleet.Load``; 0: unknown.
     """
 
     model: str
     held: int = 0
     targets: tuple[TargetLoad, ...] = ()
+    work_ns: int = 0
 
 
 class CellLoads(msgspec.Struct, frozen=True, omit_defaults=True):

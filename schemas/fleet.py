@@ -33,7 +33,7 @@ class WorkerState(enum.StrEnum):
 
 
 class Load(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The engine's load at the last renewal. Routers read only ``steps``: they track load from the log."""
+    """The engine's load at the last renewal. Routers read ``steps`` and the time of a token; they track load in the log."""
 
     running: int = 0
     waiting: int = 0

@@ -122,7 +122,8 @@ class CellCosts:
                 continue
             targets = [each for each in self._tracker.targets(now_ns, model) if computes(each)]
             if targets:
-                found.append(ModelLoad(model, held.get(model, 0), tuple(map(load_of, targets))))
+                work_ns = max(target.registration.load.work_ns for target in targets)
+                found.append(ModelLoad(model, held.get(model, 0), tuple(map(load_of, targets)), work_ns))
         return CellLoads(self._router, tuple(found))
 
     def _count_held(self) -> dict[str, int]:

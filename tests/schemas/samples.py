@@ -525,6 +525,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         cells.CellLoads("router-1", (cells.ModelLoad("tiny", 900, (cells.TargetLoad(512, 2, 3, 40),)),)),
         cells.decode_loads,
     ),
+    "cell_loads_with_pace": (
+        cells.CellLoads("router-1", (cells.ModelLoad("tiny", 0, (cells.TargetLoad(512),), 45_000),)),
+        cells.decode_loads,
+    ),
     "cell_cost": (cells.CellCost(512.5, True, 300.0), cells.decode_cost),
     "room_question": (cells.RoomQuestion("tiny", (512, 900), True), cells.decode_room_question),
     "room_answer": (cells.RoomAnswer((2, 0)), cells.decode_room_answer),

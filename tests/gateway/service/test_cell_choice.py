@@ -2,7 +2,7 @@
 
 import msgspec
 
-from penstock.gateway.service.cell_choice import CONSIDERED, NEAREST, CellChoice, beginnings_of
+from penstock.gateway.service.cell_choice import CONSIDERED, NEAREST, UNSEEN_S, CellChoice, beginnings_of
 from penstock.schemas.cells import CellCost, CellLoads, ModelLoad, TargetLoad
 from tests.workers.support import BLOCK, request
 
@@ -11,8 +11,8 @@ SHORT, LONG = 200, 4096  # tokens
 ALL = (0, 1, 2)
 
 
-def loads(*uncomputed: int, held: int = 0) -> CellLoads:
-    return CellLoads("router", (ModelLoad(MODEL, held, tuple(map(TargetLoad, uncomputed))),))
+def loads(*uncomputed: int, held: int = 0, work_ns: int = 0) -> CellLoads:
+    return CellLoads("router", (ModelLoad(MODEL, held, tuple(map(TargetLoad, uncomputed)), work_ns),))
 
 
 def choice_of(cells: int, nearest: int) -> CellChoice:
@@ -36,6 +36,24 @@ def test_a_loaded_cell_is_left_when_another_is_better_by_more_than_the_preferenc
         assert choice.choose(MODEL, SHORT, ALL) == 1, "one of its workers has little to do"
         choice.observe(1, loads(int(2 * NEAREST), int(2 * NEAREST)))
         assert choice.choose(MODEL, SHORT, ALL) != 1
+
+
+def test_a_cell_is_not_left_for_what_a_fast_engine_computes_before_its_load_is_known() -> None:
+    """Otherwise all gateways go at once where nothing waited a moment ago."""
+    choice, meanwhile = choice_of(2, 0), 20_000
+    work_ns = round(UNSEEN_S * 1e9 / meanwhile)
+    choice.observe(0, loads(int(0.9 * meanwhile), meanwhile, work_ns=work_ns))
+    assert choice.choose(MODEL, SHORT, (0, 1)) == 0
+    choice.observe(0, loads(int(1.1 * meanwhile), 2 * meanwhile, work_ns=work_ns))
+    assert choice.choose(MODEL, SHORT, (0, 1)) == 1
+    choice.observe(0, loads(int(2 * NEAREST), meanwhile, work_ns=50_000))
+    assert choice.choose(MODEL, SHORT, (0, 1)) == 1, "a slow one would take long"
+    choice.observe(1, loads(0, 0))
+    choice.observe(0, loads(0, 0, held=int(4 * NEAREST), work_ns=work_ns))
+    assert choice.choose(MODEL, SHORT, (0, 1)) == 1, "it has no room"
+    answers = {0: CellCost(2 * NEAREST), 1: CellCost(0.0)}
+    choice.observe(0, loads(0, 0, work_ns=work_ns))
+    assert choice.choose(MODEL, LONG, (0, 1), answers) == 1, "what its router answers is new"
 
 
 def test_what_was_sent_counts_until_the_router_has_counted_it() -> None:
