@@ -63,7 +63,10 @@ class UsageLedger:
                     await self.count()
                 except (ServingError, NatsError, OSError, TimeoutError, msgspec.MsgspecError) as error:
                     self._part = None
-                    self._report(error)
+                    self._report(str(error) or repr(error))
+                except Exception:  # requests are placed all the same
+                    self._part = None
+                    log.exception("usage_count_failed")
         finally:
             self._bus.on_reconnect.remove(self._read_again)
 
@@ -163,7 +166,7 @@ class UsageLedger:
             raise ServingError(Code.broker_unavailable, f"the ledger of usage was not stored: {reply.error}")
         self._part, self._revision = part, reply.seq
 
-    def _report(self, error: BaseException) -> None:
+    def _report(self, error: str) -> None:
         if time.monotonic() - self._reported > REPORT_S:
             self._reported = time.monotonic()
-            log.warning("usage_not_counted", error=str(error) or repr(error), action="run `penstock streams apply`")
+            log.warning("usage_not_counted", error=error, action="run `penstock streams apply`")

@@ -496,6 +496,7 @@ MEANINGS = {
     "verdict_withdrawn": "a request that had crashed workers was answered",
     "budgets_unknown": "the ledger of usage is missing, or may not be read: budgets are not enforced; tried again",
     "usage_unreadable": "a part of the ledger of usage cannot be read; a newer build may have written it",
+    "usage_count_failed": "a bug: what ended requests used is counted again from the log",
     "usage_missed": "records were discarded before they were counted: `penstock usage` shows the gap",
     "usage_not_counted": "what ended requests used cannot be counted at the moment, or one was deleted uncounted",
     "verdicts_followed": "the bucket of poisonous requests is there now",
