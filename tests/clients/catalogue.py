@@ -21,6 +21,7 @@ FEATURES = {
     "media": "images and videos",
     "embeddings": "embeddings",
     "rerank": "rerank",
+    "batches": "batches",
     "keys": "API keys",
     "models": "list of models",
     "errors": "typed errors",

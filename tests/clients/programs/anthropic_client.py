@@ -150,6 +150,22 @@ def reasoning() -> None:
     assert SUM_IS in answer.content[1].text
 
 
+@check("batches", "messages.batches: create, retrieve, results, list, delete")
+def batches() -> None:
+    import time
+
+    params = {"model": MODEL, "max_tokens": 20, "messages": ASK, **GREEDY}
+    requests = [{"custom_id": "right", "params": params}, {"custom_id": "wrong", "params": params | {"max_tokens": -1}}]
+    batch = client.messages.batches.create(requests=requests)
+    while (batch := client.messages.batches.retrieve(batch.id)).processing_status != "ended":
+        time.sleep(0.2)
+    found = {each.custom_id: each.result for each in client.messages.batches.results(batch.id)}
+    assert found["right"].message.usage.output_tokens > 0
+    assert found["wrong"].error.error.type == "invalid_request_error"
+    assert batch.id in [each.id for each in client.messages.batches.list()]
+    assert client.messages.batches.delete(batch.id).type == "message_batch_deleted"
+
+
 @check("models", "models.list, models.retrieve")
 def models() -> None:
     assert MODEL in [model.id for model in client.models.list(limit=1)]

@@ -246,6 +246,25 @@ def embeddings() -> None:
         vectors([each.embedding for each in client.embeddings.create(model=MODEL, input=TEXTS, **options).data])
 
 
+@check("batches", "files.create, batches.create, retrieve and list, files.content")
+def batches() -> None:
+    import json
+    import time
+
+    body = {"model": MODEL, "max_tokens": 20, "messages": ASK, "temperature": 0}
+    bodies = {"right": body, "wrong": body | {"max_tokens": -1}}
+    path = "/v1/chat/completions"
+    lines = [{"custom_id": name, "method": "POST", "url": path, "body": each} for name, each in bodies.items()]
+    source = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=source.id, endpoint=path, completion_window="24h")
+    while (batch := client.batches.retrieve(batch.id)).status not in ("completed", "failed"):
+        time.sleep(0.2)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+    (right,) = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert right["response"]["body"]["usage"]["completion_tokens"] > 0
+    assert batch.id in [each.id for each in client.batches.list()]
+
+
 @check("media", "image_url and video_url parts, whole and streamed; input_audio is refused")
 def media() -> None:
     pictures = [{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": "What is it?"}]
