@@ -33,7 +33,7 @@ class WorkerState(enum.StrEnum):
 
 
 class Load(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The engine's load at the last renewal. Routers read ``steps`` and the time of a token; they track load in the log."""
+    """The engine's load at the last renewal. Routers read ``steps`` and ``work_ns``: they track load from the log."""
 
     running: int = 0
     waiting: int = 0
