@@ -82,11 +82,13 @@ class RoomQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
         model: canonical name.
         prompt_tokens: of each request, in the order in which they are held.
         stranded: no worker is here for them; False: there are too few, so only a cell with room helps.
+        revision: of the model, which alone can continue them; "": any.
     """
 
     model: str
     prompt_tokens: tuple[int, ...]
     stranded: bool = False
+    revision: str = ""
 
 
 class RoomAnswer(msgspec.Struct, frozen=True, omit_defaults=True):

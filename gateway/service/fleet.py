@@ -371,15 +371,21 @@ class FleetView:
         served = self._served(cell)
         return name in served if name else bool(served)
 
-    def best_of(self, cells: Iterable[int], name: str) -> list[int]:
+    def best_of(self, cells: Iterable[int], name: str, revision: str = "") -> list[int]:
         """Those of some cells that run requests for a model. Where some have both workers of a pair, these only: a
         worker of a pair that is left alone does the work of both.
 
         Args:
             name: canonical.
+            revision: only by workers of this revision; "": of any.
         """
-        able = [each for each in cells if name in self._served(each)]
-        return [each for each in able if self._served(each)[name]] or able
+        served = {each: self._served(each) if not revision else self._served_by(each, revision) for each in cells}
+        able = [each for each in served if name in served[each]]
+        return [each for each in able if served[each][name]] or able
+
+    def _served_by(self, cell: int, revision: str) -> Mapping[str, bool]:
+        members = (each.registration for each in self.watches[cell].members.values())
+        return _served(each for each in members if each.revision == revision)
 
     def _served(self, cell: int) -> Mapping[str, bool]:
         served = self._served_in[cell]

@@ -223,7 +223,9 @@ class Carrier:
             log.debug("room_not_known", error=str(error))
             return
         others = self._fleet.best_of(
-            (each.number for each in self._cells if each is not self._own and each.serves), question.model
+            (each.number for each in self._cells if each is not self._own and each.serves),
+            question.model,
+            question.revision,
         )
         if message.reply and self._own.bus.connected:
             answer = self._chooser.room(question, others)

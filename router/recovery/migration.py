@@ -13,6 +13,7 @@ import asyncio
 import heapq
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -39,9 +40,20 @@ HELD_S = 1.0  # in overload, what was held for less is about to be placed here
 APART = ("image", "video")  # outputs whose files are in the store of the cell where they were made
 
 
-def can_run(registrations: Sequence[Registration], model: str) -> bool:
-    """Whether a cell has ready workers that together run requests of a model, full or not. Pure."""
-    return run_together(each for each in registrations if serves(each, model))
+def can_run(registrations: Sequence[Registration], model: str, revision: str = "") -> bool:
+    """Whether a cell has ready workers that together run requests of a model, full or not. Pure.
+
+    Args:
+        revision: of the model, that alone can continue what the client has; "": any.
+    """
+    return run_together(each for each in registrations if serves(each, model) and revision in ("", each.revision))
+
+
+class _Needed(NamedTuple):
+    """What a cell must have to run a request. ``revision``: of the model; "": any."""
+
+    model: str
+    revision: str
 
 
 class Migration:
@@ -74,7 +86,7 @@ class Migration:
         self._terminal = terminal
         self._owns = owns
         self._send = send
-        self._since: dict[str, float] = {}  # monotonic; by model, since when it has had no worker
+        self._since: dict[_Needed, float] = {}  # monotonic; since when it has had no worker
         self._pause = LOOK_S
 
     async def run(self) -> None:
@@ -90,19 +102,20 @@ class Migration:
                     log.debug("room_unknown", error=repr(error))
 
     async def _look(self, now: float) -> None:
-        by_model: dict[str, list[PendingRequest]] = {}
+        by_need: dict[_Needed, list[PendingRequest]] = {}
         for pending in self._held:
-            by_model.setdefault(pending.request.model, []).append(pending)
+            need = _Needed(pending.request.model, pending.pinned_revision if pending.streaming else "")
+            by_need.setdefault(need, []).append(pending)
         self._pause = max(LOOK_S, (time.monotonic() - now) / LOOK_SHARE)
         registrations = self._cluster.registrations()
-        self._since = {model: self._since.get(model, now) for model in by_model if not can_run(registrations, model)}
-        for model, waiting in by_model.items():
-            since = self._since.get(model)
-            if not self._owns(model) or (since is not None and now - since < self._after_s):
+        self._since = {need: self._since.get(need, now) for need in by_need if not can_run(registrations, *need)}
+        for need, waiting in by_need.items():
+            since = self._since.get(need)
+            if not self._owns(need.model) or (since is not None and now - since < self._after_s):
                 continue
             if since is not None:
                 self._give_back(waiting)
-            await self._offer(model, waiting, stranded=since is not None)
+            await self._offer(need, waiting, stranded=since is not None)
 
     def _give_back(self, waiting: Sequence[PendingRequest]) -> None:
         """End here what came from other cells."""
@@ -111,7 +124,7 @@ class Migration:
                 message = f"this cell has no worker for {pending.request.model!r}: the request goes back to its own"
                 self._terminal.end(pending, Code.model_unavailable, message)
 
-    async def _offer(self, model: str, waiting: Sequence[PendingRequest], *, stranded: bool) -> None:
+    async def _offer(self, need: _Needed, waiting: Sequence[PendingRequest], *, stranded: bool) -> None:
         now_ns = self._bus.clock.now_ns()
         held_since = now_ns - int(HELD_S * 1e9)
         back_since = now_ns - int(self._after_s * 1e9)
@@ -125,7 +138,7 @@ class Migration:
         movable = heapq.nsmallest(
             AT_ONCE, movable, key=lambda each: (each.request.priority.rank, each.request.created_ns)
         )
-        question = RoomQuestion(model, tuple(each.prompt_tokens for each in movable), stranded)
+        question = RoomQuestion(need.model, tuple(each.prompt_tokens for each in movable), stranded, need.revision)
         answer = await self._ask(question)
         why = f"no worker in this cell for {self._after_s:g} s" if stranded else "another cell has room"
         moved = 0
@@ -134,7 +147,7 @@ class Migration:
                 await self._send(pending, cell, why)
                 moved += 1
         if moved:
-            log.info("requests_migrated", model=model, requests=moved, cells=sorted(set(answer.cells)), why=why)
+            log.info("requests_migrated", model=need.model, requests=moved, cells=sorted(set(answer.cells)), why=why)
 
     async def _ask(self, question: RoomQuestion) -> RoomAnswer:
         """

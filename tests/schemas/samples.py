@@ -530,6 +530,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         cells.decode_loads,
     ),
     "cell_cost": (cells.CellCost(512.5, True, 300.0), cells.decode_cost),
+    "room_question_of_a_revision": (cells.RoomQuestion("tiny", (512,), True, "2f6c"), cells.decode_room_question),
     "room_question": (cells.RoomQuestion("tiny", (512, 900), True), cells.decode_room_question),
     "room_answer": (cells.RoomAnswer((2, 0)), cells.decode_room_answer),
     "request_of_another_cell": (

@@ -102,6 +102,12 @@ async def test_what_encode_workers_do_not_apply_says_nothing_of_workers_that_are
     assert known() == frozenset(), "a worker that is there applies none"
 
 
+async def test_a_cell_continues_an_answer_only_with_workers_of_its_revision(view: FleetView) -> None:
+    join(view, "a", revision="2f6c")
+    assert view.best_of([0], "demo") == view.best_of([0], "demo", "2f6c") == [0]
+    assert view.best_of([0], "demo", "9d10") == []
+
+
 async def test_a_decode_worker_alone_makes_a_cell_serve_unless_another_cell_has_a_pair(view: FleetView) -> None:
     join(view, "d", "decode", pair_only=True)
     assert not view.serves_in(0)

@@ -1,5 +1,6 @@
 """When a cell has no worker for a request, and who looks after what another cell runs."""
 
+import msgspec
 import pytest
 
 from penstock.router.placement.pending import PendingRequest
@@ -32,6 +33,12 @@ def worker(role: str = "aggregated", state: WorkerState = WorkerState.ready, **m
 def test_a_cell_runs_requests_if_its_ready_workers_do_together(workers: list[Registration], runs: bool) -> None:
     assert can_run(workers, "m") is runs
     assert not can_run(workers, "another")
+
+
+def test_what_a_revision_has_begun_is_run_by_workers_of_that_revision_only() -> None:
+    workers = [msgspec.structs.replace(worker(), revision="2f6c"), msgspec.structs.replace(worker(), revision="9d10")]
+    assert [can_run(workers[:count], "m", "9d10") for count in (1, 2)] == [False, True]
+    assert can_run(workers[:1], "m")
 
 
 def test_what_another_cell_runs_is_no_orphan_until_it_is_returned() -> None:
