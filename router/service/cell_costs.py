@@ -8,7 +8,7 @@ That happens while a gateway asks for them, which it does if it has several cell
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.target_loads import ENCODE, RoutingTarget
 from penstock.schemas import requests
 from penstock.schemas.cells import OWN_WORK, SLOT_TOKENS, CellCost, CellLoads, ModelLoad, TargetLoad
-from penstock.schemas.fleet import WorkerState
+from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.wire import encode
 
@@ -41,6 +41,7 @@ class CellCosts:
     Args:
         router: its id.
         owns: whether this router places the requests of a model.
+        registrations: of the workers as they were renewed last; ``tracker`` has the loads of their first ones.
 
     Attributes:
         wanted: gateways of several cells are there.
@@ -55,6 +56,7 @@ class CellCosts:
         decider: Decider,
         held: HeldRequests,
         owns: Callable[[str], bool],
+        registrations: Callable[[], Iterable[Registration]],
     ) -> None:
         self._bus = bus
         self._router = router
@@ -63,6 +65,7 @@ class CellCosts:
         self._held = held
         self._held_tokens: dict[str, int] = {}  # by model, when loads were computed last: thousands may be held
         self._owns = owns
+        self._registrations = registrations
         self._asked = asyncio.Event()
         self._asked_at = -math.inf
 
@@ -116,14 +119,15 @@ class CellCosts:
     def loads(self, now_ns: int) -> CellLoads:
         """As they are now."""
         self._held_tokens = held = self._count_held()
+        work_ns = {each.worker: each.load.work_ns for each in self._registrations()}
         found = []
         for model in sorted(set(self._tracker.models().values())):
             if not self._owns(model):
                 continue
             targets = [each for each in self._tracker.targets(now_ns, model) if computes(each)]
             if targets:
-                work_ns = max(target.registration.load.work_ns for target in targets)
-                found.append(ModelLoad(model, held.get(model, 0), tuple(map(load_of, targets)), work_ns))
+                slowest_ns = max(work_ns.get(target.registration.worker, 0) for target in targets)
+                found.append(ModelLoad(model, held.get(model, 0), tuple(map(load_of, targets)), slowest_ns))
         return CellLoads(self._router, tuple(found))
 
     def _count_held(self) -> dict[str, int]:

@@ -187,6 +187,7 @@ class Router:
             decider=self.decider,
             held=self.held,
             owns=self.intake.owns,
+            registrations=self.cluster.registrations,
         )
         self.tasks.spawn(costs.run(), name="cell-costs")
         if self._settings.migrate_after_s:

@@ -11,7 +11,7 @@ import pytest
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.service import cell_costs
 from penstock.router.service.cell_costs import CellCosts
-from penstock.schemas import wire
+from penstock.schemas import fleet, wire
 from penstock.schemas.cells import OWN_WORK, CellCost, CellLoads, decode_cost, decode_loads
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import Subjects
@@ -71,7 +71,7 @@ async def test_loads_are_published_while_gateways_ask_for_them(
 
     await log.bus.nc.subscribe(log.bus.subjects.loads, cb=take)
     async with routing(broker, pipeline) as one:
-        await clients.stub("w1")
+        stub = await clients.stub("w1")
         await one.knows("w1")
         assert not seen, "no gateway has asked"
         await log.bus.nc.publish(log.bus.subjects.cost)  # as one of several cells does
@@ -82,6 +82,10 @@ async def test_loads_are_published_while_gateways_ask_for_them(
         await clients.ask(asked)
         await eventually(lambda: seen[-1].models[0].targets[0].computing == 1)
         assert seen[-1].models[0].targets[0].uncomputed == asked.prompt_tokens
+        await stub.change(load=fleet.Load(work_ns=2_000))
+        await eventually(lambda: seen[-1].models[0].work_ns == 2_000)
+        await clients.stub("w2", load=fleet.Load(work_ns=45_000))
+        await eventually(lambda: seen[-1].models[0].work_ns == 45_000)
 
 
 async def test_loads_are_published_no_longer_when_no_gateway_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +101,7 @@ async def test_loads_are_published_no_longer_when_no_gateway_asks(monkeypatch: p
     nc = SimpleNamespace(subscribe=subscribe, publish=publish)
     bus = SimpleNamespace(nc=nc, subjects=Subjects(), connected=True, clock=SimpleNamespace(now_ns=time.time_ns))
     parts: dict[str, Any] = {"tracker": SimpleNamespace(models=dict), "decider": None, "held": []}
-    costs = CellCosts(cast(Any, bus), "r", **parts, owns=lambda model: True)
+    costs = CellCosts(cast(Any, bus), "r", **parts, owns=lambda model: True, registrations=list)
     running = asyncio.create_task(costs.run())
     await eventually(lambda: answers)
     assert not costs.wanted
