@@ -30,6 +30,7 @@ from penstock.gateway.service.cell import Cell
 from penstock.gateway.service.cell_choice import CellChooser
 from penstock.gateway.service.fleet import FleetView
 from penstock.infra.bus import memory_storage, object_store
+from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.jetstream import Message
 from penstock.infra.bus.publisher import Ack
 from penstock.infra.bus.puller import ACK, IN_PROGRESS, NAK, TERM, Puller
@@ -39,8 +40,8 @@ from penstock.schemas.cells import cell_target, decode_room_question, number_of,
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import ALONE, Job
 from penstock.schemas.requests import GenerateRequest, Media, new_request_id
-from penstock.schemas.streams import MIGRATION_ACK_WAIT_S
-from penstock.schemas.subjects import HEADER_PART
+from penstock.schemas.streams import CLOCK_SKEW_NS, MIGRATION_ACK_WAIT_S
+from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_PART
 from penstock.schemas.tokens import PROMPT, TokenBatch, TokenItem
 
 log = structlog.get_logger("gateway")
@@ -130,6 +131,12 @@ def event_of(job: Job, request: GenerateRequest, record: done.Done) -> done.Done
         ),
         left_out=tuple(dict.fromkeys((*done.not_recorded(request), *record.left_out))),
     )
+
+
+def redelivered(reply: str) -> bool:
+    """Whether a message, which this acknowledges, was delivered before. Pure."""
+    parts = reply.split(".")  # $JS.ACK.[domain.account.]stream.consumer.deliveries.…
+    return len(parts) >= 9 and parts[4 if len(parts) == 9 else 6] != "1"
 
 
 class _Carried:
@@ -288,6 +295,8 @@ class Carrier:
             raise ServingError(Code.broker_unavailable, f"the broker of cell {host.number} is not there yet")
         guest = guest_id(job, request.id, self._first + host.number)
         record = await host.records.find(guest)
+        if record is None and redelivered(carried.reply) and await self._was_returned(job, request):
+            return  # by a gateway that ended before it acknowledged the job; a router has placed the next attempt
         if record is None or request.no_store:
             try:
                 if request.no_store:
@@ -308,6 +317,17 @@ class Carrier:
             await self._give_back(carried, request, record.message, guest)
         else:
             await self._end(job, request, record)
+
+    async def _was_returned(self, job: Job, request: GenerateRequest) -> bool:
+        """
+        Raises:
+            ServingError: the log does not answer.
+        """
+        subjects, name = self._own.bus.subjects, f"{request.id}:{job.attempt}:"
+        since_ns = max(0, job.decision.at_ns - CLOCK_SKEW_NS)
+        stored = read(self._own.bus, subjects.stream("DONE"), subjects.returned(request.model), since_ns=since_ns)
+        async with contextlib.aclosing(stored) as entries:
+            return any([entry.headers.get(HEADER_MSG_ID, "").startswith(name) async for entry in entries])
 
     async def _with_content(self, job: Job, request: GenerateRequest, part: str) -> tuple[Job, GenerateRequest]:
         """What memory storage has of a request with ``no_store``.

@@ -20,7 +20,7 @@ from penstock.schemas.cells import returned_by
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import cell_in, time_of
 from penstock.schemas.streams import MIGRATION_ACK_WAIT_S
-from penstock.schemas.subjects import Subjects
+from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from penstock.schemas.token_dedup import TokenReassembler
 from penstock.schemas.tokens import Finish, TokenItem
 from tests.gateway.nats.support import gateway_on
@@ -180,6 +180,64 @@ async def test_a_gateway_that_was_stopped_while_it_waited_for_room_gives_nothing
     await carrier._carry(migration._Carried("reply", 2, cast(Any, host)), job_of(), REQUEST, "")
     assert len(given_back) == (0 if stopped else 1)
     assert (verdicts == [ACK]) is not stopped
+
+
+async def test_an_attempt_that_a_killed_gateway_has_given_back_is_not_submitted_again(
+    broker: EmbeddedNats, subjects: Subjects, model: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends between the returned attempt and its acknowledgement, and the other cell has room again."""
+    monkeypatch.setattr(migration, "ACCEPT_S", 0.0)
+    now_ns = time.time_ns()
+    request = samples.request(id=requests.new_request_id(), created_ns=now_ns, deadline_ns=now_ns + 60_000_000_000)
+    job = jobs.Job(msgspec.Raw(wire.encode(request)), 1, jobs.Decision("kv", "cell-1", "r", now_ns))
+    submitted, verdicts = list[str](), list[bytes]()
+
+    async def no_record(request_id: str) -> None:
+        return None
+
+    async def is_full(visitor: requests.GenerateRequest, **how: object) -> None:
+        submitted.append(visitor.id)
+        raise ServingError(Code.queue_full, "no room")
+
+    host = SimpleNamespace(number=1, opened=True, records=SimpleNamespace(find=no_record), submit=is_full)
+    async with gateway_on(broker, subjects, model) as one:
+        own = one.gateway.cells[0]
+        await own.bus.js.publish(subjects.work("cell", "cell-1"), wire.encode(job), headers={HEADER_MSG_ID: "j:1"})
+        subscription = await own.bus.js.pull_subscribe("", "gateway", subjects.stream("WORK"))
+        tasks, post = Tasks("test"), own.bus.nc.post
+
+        async def carry(acknowledges: bool) -> None:
+            (message,) = await subscription.fetch(1, timeout=4 * MIGRATION_ACK_WAIT_S)
+
+            def noted(subject: str, *args: Any) -> bool:
+                if subject != message.reply:
+                    return post(subject, *args)
+                if acknowledges:
+                    verdicts.append(args[0])
+                return True
+
+            monkeypatch.setattr(own.bus.nc, "post", noted)
+            carrier = Carrier(own, cast(Any, [own, host]), "g", 0, cast(Any, None), cast(Any, None), tasks)
+            monkeypatch.setattr(carrier._puller, "top_up", lambda: asyncio.sleep(0))
+            await carrier._carry(migration._Carried(message.reply, 1, cast(Any, host)), job, request, "")
+
+        await carry(acknowledges=False)  # it is killed
+        assert len(submitted) == 1
+        await carry(acknowledges=True)
+        returned = [entry async for entry in read(own.bus, subjects.stream("DONE"), subjects.all("returned"))]
+    assert len(submitted) == 1
+    assert verdicts == [ACK]
+    assert len(returned) == 1
+
+
+def test_a_job_that_was_delivered_before_is_known_by_what_acknowledges_it() -> None:
+    plain, domain = (
+        "$JS.ACK.ps_WORK.gateway.{}.5.9.1700000000.0",
+        "$JS.ACK.hub.acc.ps_WORK.gateway.{}.5.9.1700000000.0.x",
+    )
+    assert [migration.redelivered(each.format(count)) for each in (plain, domain) for count in (1, 2)] == [
+        False, True, False, True
+    ]  # fmt: skip
 
 
 async def test_a_job_is_delivered_again_where_it_can_be_read_but_its_cell_is_not_known() -> None:
