@@ -277,6 +277,10 @@ class Carrier:
             verdict = ACK
         except (ServingError, NatsError, OSError, TimeoutError) as error:
             log.warning("migration_postponed", request=request.id, error=str(error) or repr(error))
+            if self._own.bus.clock.now_ns() > request.deadline_ns + int(END_S * 1e9):
+                with contextlib.suppress(ServingError, NatsError, OSError, TimeoutError):  # it comes again
+                    await self._end_late(carried, job, request)
+                    verdict = ACK
         finally:
             if self._carried.get(request.id) is carried:
                 del self._carried[request.id]
@@ -442,6 +446,27 @@ class Carrier:
             timeout=STORE_S,
             once=True,
         )
+
+    async def _end_late(self, carried: _Carried, job: Job, request: GenerateRequest) -> None:
+        """Of what its cell should have ended by now, and whose broker is away: its record says so.
+
+        Raises:
+            ServingError: it cannot be stored.
+        """
+        number = carried.host.number
+        record = done.Done(
+            guest_id(job, request.id, self._first + number),
+            request.model,
+            job.attempt,
+            choices=tuple(done.Outcome(tokens, "error") for tokens in job.resume),
+            usage=done.usage_of(request, job.resume),
+            timings=done.Timings(created_ns=request.created_ns, ended_ns=self._own.bus.clock.now_ns()),
+            code=Code.deadline_exceeded.value,
+            message=f"its deadline passed while the broker of cell {number}, which was to run it, was away",
+            user=request.user,
+            left_out=("tokens",),
+        )
+        await self._end(job, request, done.without_content(record, request) if request.no_store else record)
 
     async def _give_back(self, carried: _Carried, request: GenerateRequest, why: str, guest: str = "") -> None:
         """The attempt ended without a result: the router of its own cell places the next one.

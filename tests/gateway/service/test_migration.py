@@ -172,7 +172,8 @@ async def test_a_gateway_that_was_stopped_while_it_waited_for_room_gives_nothing
     records = SimpleNamespace(find=no_record)
     nc = SimpleNamespace(post=lambda reply, verdict: verdicts.append(verdict))
     tasks = Tasks("test")
-    bus = SimpleNamespace(subjects=Subjects("ps-1"), nc=nc, max_message=1 << 20, tasks=tasks)
+    clock = SimpleNamespace(now_ns=lambda: REQUEST.created_ns)
+    bus = SimpleNamespace(subjects=Subjects("ps-1"), nc=nc, max_message=1 << 20, tasks=tasks, clock=clock)
     own = SimpleNamespace(number=1, bus=bus, records=records, publisher=SimpleNamespace(publish=publish))
     host = SimpleNamespace(number=0, opened=True, records=records, submit=is_full)
     carrier = Carrier(cast(Any, own), cast(Any, [host, own]), "g", 0, cast(Any, None), cast(Any, None), tasks)
@@ -180,6 +181,42 @@ async def test_a_gateway_that_was_stopped_while_it_waited_for_room_gives_nothing
     await carrier._carry(migration._Carried("reply", 2, cast(Any, host)), job_of(), REQUEST, "")
     assert len(given_back) == (0 if stopped else 1)
     assert (verdicts == [ACK]) is not stopped
+
+
+@pytest.mark.parametrize("no_store", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+async def test_what_runs_in_a_cell_whose_broker_is_away_ends_in_its_own_after_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, late: bool, no_store: bool
+) -> None:
+    request = msgspec.structs.replace(REQUEST, no_store=no_store)
+    job = jobs.Job(msgspec.Raw(wire.encode(request)), 2, jobs.Decision("kv", "cell-0", "r", AT_NS), STREAMED)
+    stored, verdicts = list[done.Done](), list[bytes]()
+
+    async def none_yet(request_id: str) -> None:
+        return None
+
+    async def away(request_id: str) -> None:
+        raise ServingError(Code.broker_unavailable, "it is away")
+
+    async def publish(subject: str, payload: bytes, *args: object, **how: object) -> None:
+        stored.append(cast(done.Done, done.decode(payload)))
+
+    tasks = Tasks("test")
+    nc = SimpleNamespace(post=lambda reply, verdict: verdicts.append(verdict))
+    clock = SimpleNamespace(now_ns=lambda: request.deadline_ns + (60_000_000_000 if late else -1))
+    bus = SimpleNamespace(subjects=Subjects("ps-1"), nc=nc, max_message=1 << 20, tasks=tasks, clock=clock)
+    publisher = SimpleNamespace(publish=publish)
+    own = SimpleNamespace(number=1, bus=bus, records=SimpleNamespace(find=none_yet), publisher=publisher)
+    host = SimpleNamespace(number=0, opened=True, records=SimpleNamespace(find=away))
+    carrier = Carrier(cast(Any, own), cast(Any, [host, own]), "g", 0, cast(Any, None), cast(Any, None), tasks)
+    monkeypatch.setattr(carrier._puller, "top_up", lambda: asyncio.sleep(0))
+    await carrier._carry(migration._Carried("reply", 2, cast(Any, host)), job, request, "")
+    assert verdicts == [ACK if late else migration.LATER]
+    assert [each.code for each in stored] == (["deadline_exceeded"] if late else [])
+    for record in stored:
+        assert (record.request, record.attempt) == (request.id, 2)
+        assert "tokens" in record.left_out
+        assert [each.tokens for each in record.choices] == ([b"", b""] if no_store else list(STREAMED))
 
 
 async def test_an_attempt_that_a_killed_gateway_has_given_back_is_not_submitted_again(
