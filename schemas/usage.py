@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from penstock.schemas.fleet import adapter_name
 from penstock.schemas.subjects import HEADER_RECORDED_TIME
 from penstock.schemas.summary import DONE, NOT_SAMPLED, RequestSummary
 from penstock.schemas.wire import decoder
@@ -26,7 +27,7 @@ class UsageRow(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         hour: in which they ended, as their broker's clock has it: hours since 1970, UTC.
         key: the part that names an API key, such as "pst-0a1b2c3d4e5f"; "": without one, or over NATS.
-        adapter: LoRA adapter; "": none.
+        adapter: the name of a LoRA adapter, of whatever weights; "": none.
         requests: that had an answer, or part of one.
         cached: of ``prompt``, tokens whose KV was there.
         images: pictures and videos.
@@ -116,7 +117,7 @@ def count(seq: int, time_ns: int, headers: Mapping[str, str], summary: RequestSu
         summary.tenant,
         summary.api_key,
         summary.model,
-        summary.adapter,
+        adapter_name(summary.adapter),
         1,
         summary.prompt_tokens,
         summary.cached_tokens,

@@ -105,6 +105,16 @@ async def test_adapters_and_the_model_at_once_answer_as_with_merged_weights(
         assert tokens == expected["" if name == "demo" else name], name
         assert whole["model"] == name
 
+    async def counted() -> dict[str, int]:
+        page = (await http.get("/v1/usage", params={"group_by": "model,adapter", "bucket_width": "1mo"})).json()
+        results = [each for bucket in page["data"] for each in bucket["results"]]
+        assert {each["model"] for each in results} <= {"demo"}
+        found = {each["adapter"] or "": each["output_tokens"] for each in results}
+        return found if sum(found.values()) >= 6 * COUNT else {}
+
+    used = await until(counted, "what each adapter used is counted")
+    assert used == {"": 2 * COUNT, "poet": 2 * COUNT, "clerk": 2 * COUNT}
+
 
 async def test_they_are_listed_as_vllm_lists_them_and_chosen_by_every_api(http: httpx.AsyncClient) -> None:
     assert await models(http) == {"demo": ("demo", None), "clerk": ("clerk", "demo"), "poet": ("poet", "demo")}

@@ -31,7 +31,9 @@ from tests.schemas.samples import REQUEST
 S = Subjects()
 HOUR = usage.HOUR_NS
 BEGAN = "2026-11-29T00:00:00Z"
-REQUEST_OF_A_KEY = msgspec.structs.replace(REQUEST, lora="po et", api_key="pst-0a1b2c3d4e5f", n=1, endpoint="chat")
+REQUEST_OF_A_KEY = msgspec.structs.replace(
+    REQUEST, lora="po et@60d54b94506689dd", api_key="pst-0a1b2c3d4e5f", n=1, endpoint="chat"
+)
 
 
 def counted(event: Done, request: object = REQUEST_OF_A_KEY, **headers: str) -> UsageRow | None:
