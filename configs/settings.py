@@ -405,7 +405,10 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
             "vectors of texts"
         ),
     ] = "aggregated"
-    engine: Annotated[Literal["native", "mock", "trtllm", "vllm", "sglang"], about("inference engine")] = "native"
+    engine: Annotated[
+        Literal["native", "mock", "trtllm", "vllm", "sglang", "openai"],
+        about("inference engine; openai: a server at --url"),
+    ] = "native"
     model: Annotated[
         str,
         about("model directory or Hugging Face id; default: demo, also of mocks, for which `penstock up` takes tiny"),
@@ -486,6 +489,15 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         ),
     ] = -1
     mock_ranks: Annotated[Positive, about("mock: attention data-parallel ranks, each with its own cache")] = 1
+    url: Annotated[
+        str, about("openai: a server with OpenAI's API, such as http://127.0.0.1:8000; it needs /v1/completions")
+    ] = ""
+    url_model: Annotated[
+        str, about("openai: the model's name there; default: the only one, or the one that is named as here")
+    ] = ""
+    url_key_file: Annotated[
+        str, about("openai: file with the server's key; default: the variable PENSTOCK_URL_KEY, if it is set")
+    ] = ""
     trtllm_backend: Annotated[Literal["pytorch", "autodeploy"], about("trtllm: backend that runs the model")] = (
         "pytorch"
     )

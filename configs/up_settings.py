@@ -40,7 +40,15 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             *("embed", "embed_model", "embed_served_name"),
         ),
         "Engines": (
-            *("tensor_parallel_size", "extra_engine_args", "prefill_engine_args", "decode_engine_args"),
+            *(
+                "url",
+                "url_model",
+                "url_key_file",
+                "tensor_parallel_size",
+                "extra_engine_args",
+                "prefill_engine_args",
+                "decode_engine_args",
+            ),
             *("encode_engine_args", "override_engine_args", "threads"),
             WorkerSettings,
         ),
@@ -65,7 +73,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ()
     served_model_name: Annotated[str, _OF_WORKER] = _WORKER.served_model_name
     engine: Annotated[
-        Literal["auto", "native", "mock", "trtllm", "vllm", "sglang"],
+        Literal["auto", "native", "mock", "trtllm", "vllm", "sglang", "openai"],
         about("inference engine; auto: the recipe's, else native"),
     ] = "auto"
     recipe: Annotated[str, about("recipe for model, roles and engine arguments; `penstock recipe list` names them")] = (
@@ -99,6 +107,9 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ()
     tensor_parallel_size: Annotated[int, _OF_WORKER] = _WORKER.tensor_parallel_size
     max_model_len: Annotated[int, _OF_WORKER] = _WORKER.max_model_len
+    url: Annotated[str, _OF_WORKER] = _WORKER.url
+    url_model: Annotated[str, _OF_WORKER] = _WORKER.url_model
+    url_key_file: Annotated[str, _OF_WORKER] = _WORKER.url_key_file
     extra_engine_args: Annotated[str, _OF_WORKER] = _WORKER.extra_engine_args
     prefill_engine_args: Annotated[str, about("trtllm, vllm, sglang: --extra-engine-args of the prefill workers")] = ""
     decode_engine_args: Annotated[str, about("trtllm, vllm, sglang: --extra-engine-args of the decode workers")] = ""

@@ -51,7 +51,7 @@ LEVELS = {
         ("engines.native.cuda",),
         ("engines.native",),
         ("engines.diffusion", "engines.embed"),
-        ("engines.trtllm", "engines.sglang", "engines.vllm"),
+        ("engines.trtllm", "engines.sglang", "engines.vllm", "engines.openai"),
         ("kv_transfer",),
         ("metrics",),
         ("engine_loop",),

@@ -105,6 +105,10 @@ def check_settings(settings: WorkerSettings) -> None:
             f"--engine {settings.engine} applies no LoRA adapters here; leave out --lora and --lora-folder, or use "
             f"--engine {' or '.join(able('lora'))}"
         )
+    if settings.engine == "openai" and settings.role != "aggregated":
+        raise ValueError(f"--engine openai: a server computes whole requests; leave out --role {settings.role}")
+    if settings.url and settings.engine != "openai":
+        raise ValueError(f"--url names the server of --engine openai, and the engine is {settings.engine}")
     if settings.play and settings.engine != "mock":
         raise ValueError("--play applies to the mock engine: add --engine mock")
     if settings.speculative_model and settings.engine != "native":

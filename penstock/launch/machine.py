@@ -28,6 +28,7 @@ _PACKAGES = {
     "trtllm": ("tensorrt_llm",),
     "vllm": ("vllm",),
     "sglang": ("sglang",),
+    "openai": ("httpx",),
 }
 _NIXL = ("nixl_cu12", "nixl_cu13")
 
@@ -60,11 +61,11 @@ def _check_model(group: WorkerGroup, say: Callable[[str], None]) -> None:
     try:
         if modeldir.on_hub(model):
             say(f"Fetching {model} from the Hugging Face hub, unless its cache here has it")
-        path = modeldir.resolve(model, weights=engine != "mock")
+        path = modeldir.resolve(model, weights=engine not in ("mock", "openai"))
         modeldir.read_json(path / "config.json", needed=True)
     except modeldir.ModelError as error:
         raise PlanError(f"--model: {error}") from None
-    if engine != "mock" and (reason := servable.problem(path, engine)):
+    if engine not in ("mock", "openai") and (reason := servable.problem(path, engine)):
         raise PlanError(f"--model: {reason}")
 
 

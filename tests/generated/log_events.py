@@ -216,6 +216,14 @@ MEANINGS = {
     "records_missing": "a broker cannot read records of ended requests: their bytes are damaged on its disk, or they "
     "were deleted by hand; `requests` shows what is left of them as unknown",
     "block_damaged": "a stopped broker's file has a damaged block; the rest was read",
+    "prompts_sent_as_text": (
+        "prompts go to the server of `--engine openai` as text, since it counts other tokens than the model's tokenizer"
+    ),
+    "server_connection_lost": (
+        "a connection to the server of `--engine openai` broke; the answer goes on behind what came, if "
+        "the server is there"
+    ),
+    "server_ready": "the server of `--engine openai` answers, and what it can do",
     "streams_made_again": "the broker had lost its store; `up` or `nats` made the streams again",
     "streams_not_divided": "the streams of a cell did not get the size that another number of cells leaves them",
     "streams_not_applied": "after a restart of the broker its streams could not be read or made; tried again",

@@ -411,6 +411,8 @@ def test_engines_that_cannot_read_weights_of_another_directory_say_how_to_join_t
         ({"engine": "trtllm", "scheduler_policy": "guaranteed_no_evict"}, "--extra-engine-args"),
         ({"role": "decode", "kv_offloading_size": 1.0}, "role aggregated"),
         ({"engine": "vllm", "speculative_model": "ngram"}, "--extra-engine-args"),
+        ({"engine": "openai", "role": "prefill", "url": "http://a"}, "leave out --role prefill"),
+        ({"engine": "native", "url": "http://a"}, "the server of --engine openai"),
     ],
     ids=str,
 )

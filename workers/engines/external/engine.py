@@ -54,6 +54,12 @@ SILENT_S = 60.0  # log a warning when sequences run and nothing arrives for this
 C = TypeVar("C")  # what an adapter keeps of its call for a sequence
 
 
+class Slots(NamedTuple):
+    """An event: the engine takes another number of sequences at once from now on."""
+
+    most: int
+
+
 class BlockCounts(NamedTuple):
     """The engine's KV pool, in blocks; fields as of ``EngineStats``."""
 
@@ -135,6 +141,7 @@ class ExternalEngine(Generic[C]):
         self.runtime = runtime
         self._constrained = ConstrainedOutputs(grammars)
         self.active: dict[object, ActiveSequence[C]] = {}
+        self._slots = info.slots
         self._launched: set[object] = set()  # of these, those that the engine has
         self._waiting: StartQueue[ActiveSequence[C]] = StartQueue()  # the others
         self._running = 0  # how many of them have started
@@ -182,7 +189,7 @@ class ExternalEngine(Generic[C]):
 
     def _launch(self) -> None:
         """Hand over those that are next, as many as there are slots."""
-        while len(self._launched) < self.info.slots and (sequence := self._waiting.first()) is not None:
+        while len(self._launched) < self._slots and (sequence := self._waiting.first()) is not None:
             self._waiting.take(sequence.key)
             self._launched.add(sequence.key)
             self.runtime.loop.post(self.adapter.launch, sequence)
@@ -229,6 +236,9 @@ class ExternalEngine(Generic[C]):
         while event is not None and not isinstance(event, EngineFailed):
             if isinstance(event, SequenceUpdate):
                 computed += self._apply(event, result, pinned, scored, measured, handed)
+            elif isinstance(event, Slots):
+                self._slots = event.most
+                self._launch()
             else:
                 for rank, events in self.adapter.kv_events(event).items():
                     (others.setdefault(rank, []) if rank else result.events).extend(events)

@@ -246,7 +246,7 @@ def test_the_matrix_names_every_engine_and_every_feature(capsys: pytest.CaptureF
     assert run_matrix([]) == 0
     features, options, notes = capsys.readouterr().out.split("\n\n")
     head, *rows = features.splitlines()
-    assert head.split() == ["feature", "native", "mock", "trtllm", "vllm", "sglang"]
+    assert head.split() == ["feature", "native", "mock", "trtllm", "vllm", "sglang", "openai"]
     assert [row.split("  ")[0] for row in rows] == list(support.FEATURES.values())
     head, *rows = options.splitlines()
     assert head.startswith("option ")

@@ -1,0 +1,69 @@
+"""Workers of ``--engine openai``: another deployment's gateways are the servers, and one of them is lost."""
+
+import os
+import signal
+
+import httpx
+import pytest
+
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import MODEL, MODEL_NAME, Deployment, joined, metrics, parse_sse
+
+OPEN = "penstock_gateway_open_requests"
+BODY = {"model": MODEL_NAME, "prompt": [20, 21, 22, 23], "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def far(new_deployment: NewDeployment) -> Deployment:
+    """The servers: two gateways of one deployment, whose worker takes its time."""
+    return new_deployment("--mock-speedup", "0.5", "--gateways", "2")
+
+
+@pytest.fixture(scope="module")
+def near(far: Deployment, new_deployment: NewDeployment) -> Deployment:
+    """One worker for each server."""
+    made = new_deployment("--workers", "0", "--model", str(MODEL))
+    for url in far.urls:
+        flags = ("--engine", "openai", "--url", url, "--model", str(MODEL))
+        made.also("worker", *flags, PENSTOCK_URL_KEY="unused").wait_for("worker_registered")
+    return made
+
+
+@pytest.fixture
+async def http(near: Deployment) -> "httpx.AsyncClient":
+    return httpx.AsyncClient(base_url=near.urls[0], trust_env=False, timeout=60)
+
+
+async def test_answers_are_those_of_the_server_with_its_log_probabilities(
+    far: Deployment, http: httpx.AsyncClient
+) -> None:
+    async with http, httpx.AsyncClient(base_url=far.urls[0], trust_env=False, timeout=60) as server:
+        for more in ({"max_tokens": 8}, {"max_tokens": 6, "logprobs": 2, "n": 2}, {"max_tokens": 4, "stop": "a"}):
+            mine = (await http.post("/v1/completions", json=BODY | more)).raise_for_status().json()
+            theirs = (await server.post("/v1/completions", json=BODY | more)).raise_for_status().json()
+            assert [choice["text"] for choice in mine["choices"]] == [choice["text"] for choice in theirs["choices"]]
+            assert [choice["finish_reason"] for choice in mine["choices"]] == [
+                choice["finish_reason"] for choice in theirs["choices"]
+            ]
+            assert mine["usage"]["completion_tokens"] == theirs["usage"]["completion_tokens"]
+            for mine_of, theirs_of in zip(mine["choices"], theirs["choices"], strict=True):
+                assert (mine_of["logprobs"] or {}).get("tokens") == (theirs_of["logprobs"] or {}).get("tokens")
+
+
+async def test_a_lost_servers_answer_goes_on_at_another_from_what_was_sent(
+    far: Deployment, near: Deployment, http: httpx.AsyncClient
+) -> None:
+    body = BODY | {"max_tokens": 150}
+    async with httpx.AsyncClient(base_url=far.urls[0], trust_env=False, timeout=60) as server:
+        whole = (await server.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+    gateways = {each.name: each.pid for each in far.state.processes if each.role == "gateway"}
+    async with http, http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+        raw, killed = b"", False
+        async for part in answer.aiter_bytes():
+            raw += part
+            if raw.count(b"\n\n") > 20 and not killed:
+                killed = True
+                [serving] = [at for at, url in enumerate(far.urls) if (await metrics(url))[OPEN]]
+                os.kill(gateways[sorted(gateways)[serving]] or 0, signal.SIGKILL)
+    assert joined(parse_sse(raw)) == whole
+    assert killed

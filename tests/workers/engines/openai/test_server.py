@@ -1,0 +1,283 @@
+"""The engine over a server that the test plays: what it is asked, and what becomes of its answers and failures."""
+
+import contextlib
+import json
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.model import modeldir
+from penstock.infra.process.class_queue import StartShare
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.engine_protocol import EngineError, SequenceRequest
+from penstock.workers.engines.openai.server import KEY_VARIABLE, from_settings
+from tests.workers.engines.contract import Driver
+
+Answer = Callable[["Handler", dict[str, Any]], None]
+PROMPT = array("I", [20, 21, 22])
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: "Played"
+
+    def log_message(self, *_: Any) -> None:
+        """Tests say what they want to."""
+
+    def do_GET(self) -> None:
+        self.server.keys.append(self.headers.get("authorization", ""))
+        self.whole(200, {"data": [{"id": name, "max_model_len": 256} for name in self.server.names]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if not body.get("stream"):
+            self.server.probe(self, body)
+            return
+        with self.server.lock:
+            self.server.asked.append(body)
+            number = len(self.server.asked) - 1
+        self.server.answers[min(number, len(self.server.answers) - 1)](self, body)
+
+    def whole(self, status: int, body: dict[str, Any], **headers: str) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {"content-length": str(len(data)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def stream(self, *chunks: dict[str, Any], ended: bool = True) -> None:
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        for each in chunks:
+            self.wfile.write(f"data: {json.dumps(each)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n" if ended else b"")
+        self.wfile.flush()
+
+
+class Played(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.lock = threading.Lock()
+        self.names = ["there"]
+        self.keys: list[str] = []
+        self.asked: list[dict[str, Any]] = []
+        self.answers: list[Answer] = []
+        self.probe: Answer = ids
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+def usage_of(text: str) -> dict[str, Any]:
+    return {"prompt_tokens": len(modeldir.load(modeldir.TINY).tokenizer.encode(text).ids)}
+
+
+def ids(handler: Handler, body: dict[str, Any]) -> None:
+    """Takes and sends token ids."""
+    choice = {"text": "x", "token_ids": [7]} if body.get("return_token_ids") else {"text": "x"}
+    text = body["prompt"]
+    handler.whole(200, {"choices": [choice], "usage": usage_of(text) if isinstance(text, str) else {}})
+
+
+def texts(handler: Handler, body: dict[str, Any]) -> None:
+    """Takes text only, and has another tokenizer."""
+    if isinstance(body["prompt"], str):
+        handler.whole(200, {"choices": [{"text": "x"}], "usage": {"prompt_tokens": 3}})
+    else:
+        handler.whole(400, {"error": {"message": "a prompt is a string"}})
+
+
+def said(*tokens: int, finish: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": "", "token_ids": tokens, "finish_reason": finish}]}
+
+
+def says(*chunks: dict[str, Any], ended: bool = True) -> Answer:
+    return lambda handler, body: handler.stream(*chunks, ended=ended)
+
+
+def busy(handler: Handler, body: dict[str, Any]) -> None:
+    handler.whole(429, {"error": {"message": "too many"}}, retry_after="1")
+
+
+@pytest.fixture
+def far() -> Iterator[Played]:
+    with Played() as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def drive(far: Played, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Driver]]:
+    monkeypatch.setattr("penstock.workers.engines.openai.server.BUSY_S", 0.05)
+    with contextlib.ExitStack() as undo:
+
+        def one(**options: Any) -> Driver:
+            given: dict[str, Any] = {"engine": "openai", "url": far.url, "max_running": 4} | options
+            driver = Driver(from_settings(WorkerSettings(**given), modeldir.TINY))
+            undo.callback(driver.engine.close)
+            return driver
+
+        yield one
+
+
+def ask(key: object, count: int = 4, generated: tuple[int, ...] = (), tenant: str = "a") -> SequenceRequest:
+    return SequenceRequest(
+        key,
+        PROMPT,
+        Sampling(temperature=0.0),
+        Stop(count),
+        generated=array("I", generated),
+        share=StartShare(1, tenant),
+    )
+
+
+def test_an_answer_of_ids_and_what_the_server_is_asked(far: Played, drive: Callable[..., Driver]) -> None:
+    far.answers = [says(said(30), said(31, 32), said(33, finish="length"))]
+    driver = drive()
+    info = driver.engine.info
+    assert (info.max_model_len, info.kv_events, info.slots) == (256, False, 4)
+    assert driver.answer(ask(1)) == [30, 31, 32, 33]
+    assert (far.asked[0]["prompt"], far.asked[0]["model"], far.asked[0]["max_tokens"]) == ([20, 21, 22], "there", 4)
+    assert driver.engine.stats().running == 0
+
+
+def test_a_server_without_ids_is_sent_text_and_its_text_becomes_tokens(
+    far: Played, drive: Callable[..., Driver]
+) -> None:
+    far.probe = texts
+    pieces = [{"choices": [{"text": text, "finish_reason": None}]} for text in (" wait", " when", " lo", "udly")]
+    far.answers = [says(*pieces, {"choices": [{"text": "", "finish_reason": "stop"}]})]
+    tokens = drive().answer(ask(1, 50))
+    tokenizer = modeldir.load(modeldir.TINY).tokenizer
+    assert tokenizer.decode(tokens) == " wait when loudly"
+    assert tokens[-1] in modeldir.load(modeldir.TINY).eos_token_ids
+    assert far.asked[0]["prompt"] == tokenizer.decode(list(PROMPT), skip_special_tokens=False)
+
+
+def test_what_an_earlier_attempt_said_is_part_of_the_prompt(far: Played, drive: Callable[..., Driver]) -> None:
+    far.answers = [says(said(33, finish="length"))]
+    assert drive().answer(ask(1, 4, (30, 31, 32))) == [33]
+    assert (far.asked[0]["prompt"], far.asked[0]["max_tokens"]) == ([20, 21, 22, 30, 31, 32], 1)
+
+
+def test_an_answer_whose_connection_breaks_goes_on_behind_what_came(far: Played, drive: Callable[..., Driver]) -> None:
+    far.answers = [
+        says(said(30), said(31), ended=False),
+        lambda handler, body: handler.whole(500, {"error": "restarting"}),
+        says(said(32), said(33, finish="length")),
+    ]
+    assert drive().answer(ask(1)) == [30, 31, 32, 33]
+    assert [body["prompt"] for body in far.asked] == [[20, 21, 22], *[[20, 21, 22, 30, 31]] * 2]
+
+
+def test_a_server_that_is_gone_ends_the_engine_so_that_others_continue(
+    far: Played, drive: Callable[..., Driver]
+) -> None:
+    driver = drive()
+
+    def gone(handler: Handler, body: dict[str, Any]) -> None:
+        far.names = []
+        handler.server.socket.close()
+        handler.stream(said(30), ended=False)
+
+    far.answers = [gone]
+    driver.engine.submit(ask(1))
+    with pytest.raises(EngineError, match="is gone"):
+        driver.until(lambda: False, "the error")
+    assert driver.seen.tokens(1) == [30]
+
+
+def test_a_busy_server_is_asked_again_and_gets_fewer(far: Played, drive: Callable[..., Driver]) -> None:
+    """The others wait in the worker, where tenants share."""
+    arrived = threading.Semaphore(0)
+    go = threading.Event()
+
+    def late(handler: Handler, body: dict[str, Any]) -> None:
+        arrived.release()
+        assert go.wait(20)
+        handler.stream(said(30, finish="length"))
+
+    far.answers = [busy, late]
+    driver = drive(max_running=3)
+    for number in range(5):
+        driver.engine.submit(ask(number, 1))
+    for _ in range(3):  # the two that were not refused, and the third when it asks again
+        assert arrived.acquire(timeout=20)
+    assert driver.engine.stats().waiting + driver.engine.stats().running == 5
+    go.set()
+    driver.until(lambda: driver.seen.ended() == set(range(5)), "all ends")
+    assert len(far.asked) == 6
+    assert driver.seen.failures == []
+
+
+def test_what_a_server_refuses_is_refused_with_its_words(far: Played, drive: Callable[..., Driver]) -> None:
+    far.answers = [lambda handler, body: handler.whole(400, {"error": {"message": "no such thing"}})]
+    (failure,) = drive().run(ask(1)).failures
+    assert failure.code == Code.invalid_request
+    assert "no such thing" in failure.message
+
+
+def test_a_cancelled_sequence_closes_its_connection(far: Played, drive: Callable[..., Driver]) -> None:
+    left = threading.Event()
+
+    def endless(handler: Handler, body: dict[str, Any]) -> None:
+        handler.close_connection = True
+        handler.send_response(200)
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(2000):
+                handler.wfile.write(f"data: {json.dumps(said(30))}\n\n".encode())
+                time.sleep(0.005)
+        left.set()
+
+    far.answers = [endless]
+    driver = drive()
+    driver.engine.submit(ask(1, 200))
+    driver.until(lambda: len(driver.seen.outputs) > 2, "some tokens")
+    assert driver.engine.cancel(1)
+    assert left.wait(10)
+
+
+def test_the_key_comes_from_a_file_or_a_variable(
+    far: Played, drive: Callable[..., Driver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "of-a-variable")
+    drive()
+    (tmp_path / "key").write_text("of-a-file\n")
+    drive(url_key_file=str(tmp_path / "key"))
+    assert far.keys == ["Bearer of-a-variable", "Bearer of-a-file"]
+    with pytest.raises(BadArguments, match="--url-key-file"):
+        drive(url_key_file=str(tmp_path / "none"))
+
+
+def test_what_does_not_fit_the_server_is_said_at_the_start(far: Played, drive: Callable[..., Driver]) -> None:
+    with pytest.raises(BadArguments, match="name the server with --url"):
+        drive(url="")
+    far.names = ["one", "two"]
+    with pytest.raises(BadArguments, match="has one, two"):
+        drive()
+    far.answers = [says(said(7, finish="length"))]
+    assert drive(url_model="two").answer(ask(1, 1)) == [7]
+    far.probe = lambda handler, body: handler.whole(404, {"error": "only chat"})
+    with pytest.raises(BadArguments, match="it is needed"):
+        drive(url_model="one")
+    with pytest.raises(EngineError, match="cannot be used"):
+        drive(url="http://127.0.0.1:1")

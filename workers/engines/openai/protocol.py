@@ -1,0 +1,211 @@
+"""What is sent to a server's ``/v1/completions``, and its answer as numbered tokens. Pure."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from penstock.schemas.errors import Code
+from penstock.schemas.tokens import Logprob
+from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, SequenceRequest
+from penstock.workers.engines.external.sampling import bias, check_sampling, greedy, seed_of, shape, stop_ids
+from penstock.workers.engines.external.sequences import MISSING, Token
+
+TAIL = 8  # tokens before a piece of text that may change how it is written
+_SEEDS = (1 << 31) - 1  # of the smallest integers that servers take
+
+
+class ServerAbilities(NamedTuple):
+    """What a server was found to do.
+
+    Attributes:
+        model: its name there.
+        takes_ids: prompts as token ids, which mean there what they mean here.
+        sends_ids: the ids of its answer's tokens.
+    """
+
+    model: str
+    takes_ids: bool
+    sends_ids: bool
+    max_model_len: int = 0  # that it says; 0: it does not
+
+
+class BadAnswer(Exception):
+    """An answer that cannot become tokens."""
+
+
+def check(request: SequenceRequest, info: EngineInfo, abilities: ServerAbilities) -> None:
+    """
+    Raises:
+        RequestError: it can never run here.
+    """
+    check_sampling(request, info)
+    if request.sampling.prompt_logprobs is not None:
+        raise RequestError(Code.unsupported, "this worker's server returns no log-probabilities of prompts")
+    if request.sampling.logprobs is not None and not abilities.sends_ids:
+        raise RequestError(
+            Code.unsupported, "this worker's server sends no token ids, so its log-probabilities have no tokens here"
+        )
+    if request.media:
+        raise RequestError(Code.unsupported, "this worker's server is asked for text only")
+
+
+def body_of(
+    request: SequenceRequest, said: Seq[int], abilities: ServerAbilities, info: EngineInfo, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """The body of a request that continues behind what was generated.
+
+    Options beyond OpenAI's are named only where a request has them: some servers refuse names that they do not know.
+    """
+    sampling, stop = request.sampling, request.stop
+    tokens = [*request.prompt, *said]
+    body: dict[str, Any] = {
+        "model": abilities.model,
+        "prompt": tokens if abilities.takes_ids else text_of(tokenizer, tokens),
+        "max_tokens": stop.max_tokens - len(said),
+        "stream": True,
+        "seed": seed_of(sampling.seed, request.choice, len(said)) & _SEEDS,
+    }
+    body |= {"temperature": 0.0} if greedy(sampling) else shape(sampling)
+    if not body.get("top_k", 1):
+        del body["top_k"]
+    if biases := bias(sampling, said):
+        body["logit_bias"] = {str(token): value for token, value in biases.items()}
+    if stop.ignore_eos:
+        body["ignore_eos"] = True
+    if stop.token_ids:
+        body["stop_token_ids"] = sorted(stop_ids(stop, info.eos_token_ids))
+    if stop.min_tokens > len(said):
+        body["min_tokens"] = stop.min_tokens - len(said)
+    if abilities.sends_ids:
+        body["return_token_ids"] = True
+        if sampling.logprobs is not None:
+            body |= {"logprobs": sampling.logprobs, "return_tokens_as_token_ids": True}
+    return body
+
+
+def text_of(tokenizer: Tokenizer, tokens: Seq[int]) -> str:
+    """A prompt as text. Its first token may stand for the beginning, which servers add."""
+    text: str = tokenizer.decode(list(tokens), skip_special_tokens=False)
+    first: str = tokenizer.decode(list(tokens[:1]), skip_special_tokens=False)
+    opening = list(tokenizer.encode("").ids)
+    return text.removeprefix(first) if opening and list(tokens[: len(opening)]) == opening else text
+
+
+def tokens_of(tokenizer: Tokenizer, before: Seq[int], text: str) -> list[int]:
+    """Tokens that write a piece of text behind others.
+
+    Raises:
+        BadAnswer: none do.
+    """
+    tail = list(before[-TAIL:])
+    written = tokenizer.decode(tail, skip_special_tokens=False) if tail else ""
+    for lead in ("", "\n"):  # some tokenizers begin what they write with a space of their own
+        skipped = len(tokenizer.encode(lead, add_special_tokens=False).ids) if lead else 0
+        ids: list[int] = list(tokenizer.encode(lead + text, add_special_tokens=False).ids)[skipped:]
+        if tokenizer.decode([*tail, *ids], skip_special_tokens=False) == written + text:
+            return ids
+    raise BadAnswer(f"the tokenizer of the model does not write {text[:80]!r}, which its server sent")
+
+
+class CompletionReader:
+    """Chunks of one sequence's answers → its tokens, each once, and its end.
+
+    Args:
+        said: tokens that were generated before.
+
+    Attributes:
+        said: with those of this answer.
+        finished: the sequence has ended.
+    """
+
+    def __init__(self, request: SequenceRequest, said: Seq[int], abilities: ServerAbilities, info: EngineInfo,
+                 tokenizer: Tokenizer) -> None:  # fmt: skip
+        self.said = list(said)
+        self.finished = False
+        self._request = request
+        self._abilities = abilities
+        self._eos = info.eos_token_ids
+        self._stops = stop_ids(request.stop, info.eos_token_ids)
+        self._tokenizer = tokenizer
+
+    def take(self, chunk: Mapping[str, Any]) -> list[Token]:
+        """
+        Raises:
+            BadAnswer: its text cannot be written in the model's tokens, or it ended for another reason than others do.
+        """
+        choices = chunk.get("choices") or ()
+        if not choices or self.finished:
+            return []
+        choice, new = choices[0], list[Token]()
+        for at, token in enumerate(self._ids(choice)):
+            self.said.append(token)
+            logprob = self._logprob(choice, token, at)
+            if token in self._stops and len(self.said) > self._request.stop.min_tokens:
+                new.append(Token(token, "stop", logprob, token))
+            else:
+                new.append(Token(token, "length" if len(self.said) >= self._request.stop.max_tokens else "", logprob))
+            if new[-1].finish:
+                self.finished = True
+                return new
+        if reason := choice.get("finish_reason"):
+            if reason not in ("stop", "length"):
+                raise BadAnswer(f"the server ended the answer with {str(reason)[:80]!r}")
+            self.finished = True
+            # The server has not sent the token that ended it, or counts tokens in another way.
+            end = self._eos[0] if self._eos else 0
+            new.append(Token(end, "stop", None, end) if reason == "stop" else Token(end, "length"))
+            self.said.append(end)
+        return new
+
+    def _ids(self, choice: Mapping[str, Any]) -> list[int]:
+        if self._abilities.sends_ids:
+            return [int(token) for token in choice.get("token_ids") or ()]
+        text = choice.get("text") or ""
+        return tokens_of(self._tokenizer, [*self._request.prompt[-TAIL:], *self.said[-TAIL:]], text) if text else []
+
+    def _logprob(self, choice: Mapping[str, Any], token: int, at: int) -> Logprob | None:
+        top = self._request.sampling.logprobs
+        if top is None:
+            return None
+        found = choice.get("logprobs") or {}
+        own, best = found.get("token_logprobs") or (), found.get("top_logprobs") or ()
+        if at >= len(own) or own[at] is None:
+            return Logprob(MISSING)
+        named = (best[at] or {}) if at < len(best) and top else {}
+        pairs = [(int(name.removeprefix("token_id:")), float(value)) for name, value in named.items()
+                 if name.removeprefix("token_id:").isdigit()]  # fmt: skip
+        return Logprob(float(own[at]), tuple(sorted(pairs, key=lambda pair: -pair[1])[:top]))
+
+
+class ConcurrencyWindow:
+    """How many sequences a server gets at once: one more for each so many that end, half when it is overloaded.
+
+    Args:
+        most: never more.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._size = float(most)
+        self._until = 0.0
+
+    @property
+    def size(self) -> int:
+        return int(self._size)
+
+    def ended(self) -> None:
+        """A sequence has ended well."""
+        self._size = min(self._most, self._size + 1 / self._size)
+
+    def overloaded(self, running: int, now: float, wait_s: float) -> None:
+        """The server refuses further ones.
+
+        Args:
+            running: that it has.
+            now: monotonic. Refusals of one overload count once.
+        """
+        if now >= self._until:
+            self._size = max(1.0, min(self._size, running) / 2)
+            self._until = now + wait_s

@@ -1,0 +1,374 @@
+"""The shell of engine "openai": finds out what the server can do, asks it, and follows its answers.
+
+A server that refuses because it is busy (429, 503) is asked again when it says, and gets fewer at once
+(``ConcurrencyWindow``). A connection that breaks is opened again, and the answer continues behind what came: the server
+computes the rest of it from the prompt and what was sent. If the server itself is gone, the engine has failed: its
+worker gives all requests back to routers, which have other workers continue them in the same way.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import structlog
+from prometheus_client.registry import Collector
+
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.model import modeldir
+from penstock.infra.model.modeldir import ModelDir
+from penstock.schemas.errors import Code
+from penstock.schemas.kv import KvEvent
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.engine_protocol import EngineError, EngineInfo, SequenceRequest, VisionEngine
+from penstock.workers.engines.external.engine import BlockCounts, ExternalEngine, Slots
+from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread
+from penstock.workers.engines.external.sequences import ActiveSequence, Follower, SequenceUpdate
+from penstock.workers.engines.openai.protocol import (
+    BadAnswer,
+    CompletionReader,
+    ConcurrencyWindow,
+    ServerAbilities,
+    body_of,
+    check,
+)
+
+log = structlog.get_logger("engine")
+
+KEY_VARIABLE = "PENSTOCK_URL_KEY"
+CONNECT_S = 10.0
+SILENT_S = 600.0  # between two pieces of an answer, and before the first: the server has a queue of its own
+ANSWERS_S = 5.0  # within which a server that is there lists its models
+TRIES = 3  # of a connection that breaks without a token in between
+BUSY_S, LONGEST_BUSY_S = 1.0, 30.0  # before a busy server is asked again: where it does not say, and at most
+BLOCKS = 16384  # KV blocks that routers take its cache to have, unless --kv-blocks says it
+PROBE = "The quick brown fox, 1234 times: über naïve 東京 \n\tdef f(x): return x"
+
+_json = msgspec.json.encode
+_decode = msgspec.json.decode
+
+
+class CompletionRefused(Exception):
+    """The server refuses a request as it is."""
+
+
+class ServerBusy(Exception):
+    """The server takes no further request now."""
+
+    def __init__(self, wait_s: float) -> None:
+        super().__init__(f"busy for {wait_s:g} s")
+        self.wait_s = wait_s
+
+
+class ServerLost(Exception):
+    """The server has failed, or is not there."""
+
+
+class CompletionServer:
+    """One server, asked from one event loop."""
+
+    def __init__(self, url: str, key: str) -> None:
+        base = url.rstrip("/")
+        self.url = base if base.endswith("/v1") else f"{base}/v1"
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        self.http = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+
+    async def models(self) -> dict[str, int]:
+        """The models' names, each with its longest sequence; 0: it does not say.
+
+        Raises:
+            ServerLost: it does not answer.
+        """
+        try:
+            answer = await self.http.get(f"{self.url}/models", timeout=ANSWERS_S)
+            answer.raise_for_status()
+            return {str(each["id"]): int(each.get("max_model_len") or 0) for each in answer.json()["data"]}
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise ServerLost(f"{self.url}/models: {error!r}") from error
+
+    async def complete(self, **body: Any) -> dict[str, Any]:
+        """A whole answer.
+
+        Raises:
+            CompletionRefused, ServerBusy, ServerLost: there is none.
+        """
+        try:
+            answer = await self.http.post(f"{self.url}/completions", content=_json(body))
+        except httpx.HTTPError as error:
+            raise ServerLost(repr(error)) from error
+        _raise(answer, answer.content)
+        found: dict[str, Any] = _decode(answer.content)
+        return found
+
+
+def _raise(answer: httpx.Response, content: bytes) -> None:
+    """
+    Raises:
+        CompletionRefused, ServerBusy, ServerLost: as the status says.
+    """
+    if answer.status_code < 300:
+        return
+    said = f"{answer.status_code}: {content[:300].decode(errors='replace')}"
+    if answer.status_code in (429, 503):
+        asked = answer.headers.get("retry-after", "")
+        raise ServerBusy(min(float(asked), LONGEST_BUSY_S) if asked.isdigit() and int(asked) else BUSY_S)
+    if answer.status_code >= 500:
+        raise ServerLost(said)
+    raise CompletionRefused(said)
+
+
+async def abilities_of(server: CompletionServer, wanted: str, model: ModelDir) -> ServerAbilities:
+    """
+    Args:
+        wanted: the model's name there; "": the only one, or the one that is named as here.
+    Raises:
+        BadArguments: the server has not one such model, or no completions.
+        ServerBusy, ServerLost: it does not answer now.
+    """
+    there = await server.models()
+    name = wanted or (next(iter(there)) if len(there) == 1 else model.name)
+    if name not in there:
+        raise BadArguments([f"--url-model {name}: {server.url} has {', '.join(sorted(there)) or 'no model'}"])
+    try:
+        probe = await server.complete(model=name, prompt=PROBE, max_tokens=1, temperature=0.0)
+    except CompletionRefused as error:
+        raise BadArguments([f"--url: {server.url}/completions takes no prompt ({error}); it is needed"]) from error
+    counted = int((probe.get("usage") or {}).get("prompt_tokens") or 0)
+    encoded = [len(model.tokenizer.encode(PROBE, add_special_tokens=special).ids) for special in (True, False)]
+    takes_ids, sends_ids, ids = counted in encoded, False, model.tokenizer.encode(PROBE).ids
+    if takes_ids:
+        try:
+            answer = await server.complete(model=name, prompt=ids, max_tokens=1, temperature=0.0, return_token_ids=True)
+            sends_ids = bool(answer["choices"][0].get("token_ids"))
+        except CompletionRefused:
+            try:  # it may not know the option
+                await server.complete(model=name, prompt=ids, max_tokens=1, temperature=0.0)
+            except CompletionRefused:
+                takes_ids = False
+    else:
+        log.warning(
+            "prompts_sent_as_text", counted=counted, encoded=encoded[0], reason="the server counts other tokens"
+        )
+    return ServerAbilities(name, takes_ids, sends_ids, there[name])
+
+
+class OpenaiFollower(Follower[None, SequenceRequest]):
+    """Asks the server for each sequence."""
+
+    def __init__(
+        self,
+        runtime: EngineRuntime[None],
+        info: EngineInfo,
+        abilities: ServerAbilities,
+        model: ModelDir,
+        window: ConcurrencyWindow,
+    ) -> None:
+        super().__init__(runtime)
+        self._server: CompletionServer = runtime.llm
+        self._info = info
+        self._abilities = abilities
+        self._tokenizer = model.tokenizer
+        self._window = window
+        self._running = 0
+        self._shown = window.size
+
+    def launch(self, sequence: ActiveSequence[SequenceRequest]) -> None:
+        if not sequence.cancelled and not self._broken:
+            sequence.task = self._loop.task(self._follow(sequence), f"sequence {sequence.key!r:.60}")
+
+    def abort(self, sequence: ActiveSequence[SequenceRequest]) -> None:
+        """Servers stop a request whose connection is closed."""
+        if sequence.task is not None:
+            sequence.task.cancel()
+
+    async def _follow(self, sequence: ActiveSequence[SequenceRequest]) -> None:
+        """Ask, and ask again behind what came, until the sequence has ended."""
+        said, tries = list(sequence.call.generated), 0
+        while True:
+            before, reader = len(said), self._reader(sequence.call, said)
+            try:
+                await self._ask(sequence, reader)
+                self._window.ended()
+                self._show_window()
+                return
+            except ServerBusy as busy:
+                self._window.overloaded(self._running, time.monotonic(), busy.wait_s)
+                self._show_window()
+                await asyncio.sleep(busy.wait_s)
+            except CompletionRefused as error:
+                self._fail(sequence, Code.invalid_request, f"the server refuses the request with {error}")
+                return
+            except BadAnswer as error:
+                self._fail(sequence, Code.engine_error, str(error))
+                return
+            except (ServerLost, httpx.HTTPError) as error:
+                tries = tries + 1 if len(reader.said) == before else 1
+                log.warning("server_connection_lost", error=repr(error), tokens=len(reader.said), tries=tries)
+                if tries >= TRIES or not await self._is_there():
+                    self.broken(EngineError(f"the server at {self._server.url} is gone: {error!r}"))
+                    return
+                await asyncio.sleep(BUSY_S)
+            said = reader.said
+
+    def _reader(self, request: SequenceRequest, said: Seq[int]) -> CompletionReader:
+        return CompletionReader(request, said, self._abilities, self._info, self._tokenizer)
+
+    async def _ask(self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader) -> None:
+        body = body_of(sequence.call, reader.said, self._abilities, self._info, self._tokenizer)
+        ask = self._server.http.stream("POST", f"{self._server.url}/completions", content=_json(body))
+        self._running += 1
+        try:
+            async with ask as answer:
+                if answer.status_code >= 300:
+                    _raise(answer, await answer.aread())
+                async for line in answer.aiter_lines():
+                    data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+                    if not data or data == "[DONE]":
+                        continue
+                    self._on_chunk(sequence, reader, data)
+                    if reader.finished:
+                        return
+        finally:
+            self._running -= 1
+        raise ServerLost("the answer ended without a reason")
+
+    def _on_chunk(self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader, data: str) -> None:
+        try:
+            chunk = _decode(data.encode())
+        except msgspec.DecodeError as error:
+            raise BadAnswer(f"the server sent {data[:80]!r} instead of an event") from error
+        if failure := chunk.get("error"):
+            raise ServerLost(str(failure)[:300])
+        new = reader.take(chunk)
+        if new and not sequence.cancelled:
+            cached = None if sequence.responded else 0
+            sequence.responded = True
+            self._emit(SequenceUpdate(sequence, cached, new))
+
+    async def _is_there(self) -> bool:
+        with contextlib.suppress(ServerLost):
+            await self._server.models()
+            return True
+        return False
+
+    def _show_window(self) -> None:
+        if self._window.size != self._shown:
+            self._shown = self._window.size
+            self._emit(Slots(self._shown))
+
+
+class OpenaiAdapter:
+    """Implements ``penstock.workers.engines.external.engine.Adapter``."""
+
+    title = "the server"
+    linger_s = 0.0
+    vision: VisionEngine | None = None
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        runtime: EngineRuntime[None],
+        abilities: ServerAbilities,
+        model: ModelDir,
+        window: ConcurrencyWindow,
+    ) -> None:
+        self._info = info
+        self._abilities = abilities
+        self._follower = OpenaiFollower(runtime, info, abilities, model, window)
+
+    def accept(self, request: SequenceRequest) -> ActiveSequence[SequenceRequest]:
+        check(request, self._info, self._abilities)
+        return ActiveSequence(request, request)
+
+    def launch(self, sequence: ActiveSequence[SequenceRequest]) -> None:
+        self._follower.launch(sequence)
+
+    def abort(self, sequence: ActiveSequence[SequenceRequest]) -> None:
+        self._follower.abort(sequence)
+
+    def kv_events(self, event: Any) -> dict[int, list[KvEvent]]:
+        return {}
+
+    def block_counts(self, *, active: bool, pinned: int) -> BlockCounts:
+        return BlockCounts(0, 0, self._info.total_blocks, 0)  # nobody says
+
+    def dump(self, rank: int) -> list[KvEvent]:
+        return []
+
+    def memory(self) -> dict[str, Memory]:
+        return {}
+
+    def collectors(self) -> Seq[Collector]:
+        return []
+
+
+def key_of(settings: WorkerSettings) -> str:
+    """The key that the server wants: of a file or a variable; "": none.
+
+    Raises:
+        BadArguments: the file cannot be read.
+    """
+    if not settings.url_key_file:
+        return os.environ.get(KEY_VARIABLE, "")
+    try:
+        return Path(settings.url_key_file).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadArguments([f"--url-key-file: {error}"]) from error
+
+
+def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[SequenceRequest]:
+    """
+    Raises:
+        BadArguments: the settings do not fit the server; one line per problem.
+        EngineError: the server does not answer.
+        modeldir.ModelError: the directory cannot be used.
+    """
+    began = time.perf_counter()
+    if not settings.url.startswith(("http://", "https://")):
+        raise BadArguments(["--engine openai: name the server with --url, such as http://127.0.0.1:8000"])
+    key, model = key_of(settings), modeldir.load(path)
+    with contextlib.ExitStack() as undo:
+        loop = LoopThread("openai")
+        undo.callback(loop.close)
+
+        async def found() -> tuple[CompletionServer, ServerAbilities]:
+            server = CompletionServer(settings.url, key)
+            try:
+                return server, await abilities_of(server, settings.url_model, model)
+            except BaseException:
+                await server.http.aclose()
+                raise
+
+        try:
+            server, abilities = loop.run(found(), SILENT_S)
+        except (ServerBusy, CompletionRefused, ServerLost, TimeoutError) as error:
+            raise EngineError(f"the server at {settings.url} cannot be used: {error}") from error
+        undo.callback(lambda: loop.run(server.http.aclose(), CONNECT_S))
+        longest = model.length.limit(settings.max_model_len)
+        info = EngineInfo(
+            name="openai",
+            block_size=settings.block_size,
+            total_blocks=settings.kv_blocks or max(BLOCKS, 2 * longest // settings.block_size),
+            slots=settings.max_running,
+            max_model_len=min(settings.max_model_len or longest, abilities.max_model_len or longest),
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            kv_events=False,
+            load_seconds=time.perf_counter() - began,
+            max_batched_tokens=settings.max_batched_tokens,
+        )
+        window = ConcurrencyWindow(settings.max_running)
+        runtime: EngineRuntime[None] = EngineRuntime(server, None, loop, undo.pop_all())
+        adapter = OpenaiAdapter(info, runtime, abilities, model, window)
+    log.info("server_ready", url=server.url, **abilities._asdict())
+    return ExternalEngine(info, runtime, adapter)
