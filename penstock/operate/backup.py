@@ -41,7 +41,7 @@ from penstock.schemas import done, summary
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.streams import topology
-from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY, Subjects
+from penstock.schemas.subjects import Subjects
 from penstock.schemas.summary import Criteria
 
 MANIFEST = "backup.json"  # written last: a folder without it is no backup
@@ -144,13 +144,7 @@ async def _told(work: Any) -> None:
 
 async def _backup(args: argparse.Namespace, console: Console) -> None:
     folder: Path = args.folder
-    source = LogSource(
-        Path(args.data_dir),
-        args.nats_url,
-        args.namespace,
-        cells=args.cells,
-        cell_nats_urls=tuple(filter(None, args.cell_nats_urls.split(","))),
-    )
+    source = LogSource.of(args)
     began, made_ns = time.monotonic(), time.time_ns()
     async with open_cells(source, name="backup", role="operator", streams=(), whole=True) as logs:
         if any(log.stopped for log in logs):
@@ -339,13 +333,10 @@ async def _in_folder(data_dir: Path, manifest: Manifest) -> AsyncIterator[list[_
 
 @contextlib.asynccontextmanager
 async def _on_brokers(args: argparse.Namespace, manifest: Manifest) -> AsyncIterator[list[_Place]]:
-    urls = tuple(filter(None, args.cell_nats_urls.split(",")))
     number = len(manifest.cells)
     if args.cells not in (0, number):
         raise ValueError(f"the backup has {counted(number, 'cell')}, not {args.cells}")
-    source = LogSource(
-        Path(), args.nats_url, manifest.cells[0].namespace, cells=number if number > 1 else 0, cell_nats_urls=urls
-    )
+    source = LogSource.of(args)._replace(namespace=manifest.cells[0].namespace, cells=number if number > 1 else 0)
     yield [_Place(cell.source.nats_url, alone=False) for cell in cells_of(source)]
 
 
@@ -450,10 +441,9 @@ def end_of(logged: LoggedRequest, request: GenerateRequest, made_ns: int, now_ns
 
 
 async def _end(bus: Bus, publisher: Publisher, request: GenerateRequest, event: done.Done) -> None:
-    headers = {HEADER_SUMMARY: summary.header_of(event, request)}
+    headers = summary.headers_of(event, request)
     if request.no_store:
         event = done.without_content(event)
-        headers[HEADER_NO_STORE] = "1"
     subject = bus.subjects.done(request.tenant, request.model, request.id)
     payload = done.encode_within(event, bus.max_message)
     await publisher.publish(subject, payload, request.id, headers=headers, timeout=END_S, once=True)

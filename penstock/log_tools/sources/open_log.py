@@ -109,11 +109,11 @@ class LogSource(NamedTuple):
     def of(cls, args: argparse.Namespace) -> "LogSource":
         """The source that the flags of ``add_flags`` name."""
         return cls(
-            Path(args.data_dir),
+            Path(args.data_dir or ""),
             args.nats_url,
             args.namespace,
-            args.file,
-            args.skip_bad,
+            getattr(args, "file", ""),
+            getattr(args, "skip_bad", False),
             getattr(args, "verify", False),
             getattr(args, "cells", 0),
             tuple(filter(None, getattr(args, "cell_nats_urls", "").split(","))),

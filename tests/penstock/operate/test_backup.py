@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -9,13 +10,15 @@ import msgspec
 import pytest
 
 from penstock.cli.commands import main
-from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import read
 from penstock.infra.nats_server.jetstream_api import request
 from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.launch.nats import apply_at
 from penstock.operate.backup import Manifest, backed_up
 from penstock.schemas import done
 from penstock.schemas.subjects import HEADER_NO_STORE, Subjects
+from tests.cluster_support import three_nodes
 from tests.infra.bus.support import opened
 from tests.penstock.log_tools.requests.support import accept, assign, end
 
@@ -188,3 +191,34 @@ async def test_cells_that_share_a_broker_are_restored_on_one_each(
     for subjects, target in zip(cells, (other, second), strict=True):
         async with opened(server, subjects) as before, opened(target, subjects) as after:
             assert await messages(after) == await messages(before) != []
+
+
+@pytest.mark.slow  # two clusters, one after the other, of which servers are killed: half a minute
+@pytest.mark.timeout(180)
+async def test_replicated_streams_are_restored_with_their_replicas_on_a_cluster_and_with_one_in_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, done_stream = tmp_path / "backup", HOME.stream("DONE")
+    async with three_nodes(tmp_path / "first") as first:
+        await apply_at(first.url(), HOME, replicas=3)
+        async with await connect(first.url(), role="operator", name="test") as bus:
+            ended, waiting = await accept(bus), await accept(bus)
+            await assign(bus, ended)
+            await end(bus, ended, 1, 2)
+            first.kill((await first.leader(done_stream) + 1) % 3)  # a copy is away while it is made
+            await ran(capsys, "backup", str(folder), "--nats-url", first.url())
+            before = await messages(bus)
+    async with three_nodes(tmp_path / "second") as second:
+        assert "ended 1 request" in await ran(capsys, "restore", str(folder), "--nats-url", second.url())
+        leader, followers = await second.placement(done_stream)
+        assert len(followers) == 2
+        second.kill(leader)
+        await second.placement(done_stream)
+        async with await connect(second.url(), role="operator", name="test") as restored:
+            after = await messages(restored)
+            assert after[: len(before)] == before
+            assert [done.decode(data).request for *_, data in after[len(before) :]] == [waiting.id]
+    alone = tmp_path / "alone"
+    assert "ended 1 request" in await ran(capsys, "restore", str(folder), "--data-dir", str(alone))
+    found = await ran(capsys, "requests", "--data-dir", str(alone), "--json")
+    assert sorted(re.findall(r'"id":"([^"]+)"', found)) == sorted((ended.id, waiting.id))
