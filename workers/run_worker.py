@@ -126,8 +126,9 @@ def check_settings(settings: WorkerSettings) -> None:
     edits = settings.logits_processor or settings.default_logits_processors
     if edits and (settings.role == "encode" or not support.logits_processors):
         raise ValueError(
-            f"--engine {settings.engine} --role {settings.role} has no logits to edit; leave out --logits-processor "
-            "and --default-logits-processors"
+            f"--engine {settings.engine} --role {settings.role} runs no logits processors; leave out "
+            "--logits-processor and --default-logits-processors, or use --engine "
+            + " or ".join(able("logits_processors"))
         )
 
 

@@ -62,6 +62,26 @@ def draw_efficiency(measured: Sequence[ParetoRecord], gains: Mapping[str, Gain],
     _save(paint, path)
 
 
+def draw_estimates(points: Mapping[str, Sequence[tuple[float, float]]], title: str, pace: float, path: Path) -> None:
+    """Plot tokens/s per GPU against tokens/s per user: by kind, all points and the front.
+
+    Args:
+        points: tokens/s per user, and per GPU, of deployments that are not measured.
+        pace: tokens/s per user that are wanted, as a line.
+    Raises:
+        PlotsMissing: with the command that installs matplotlib.
+    """
+
+    def paint(axis: Any) -> None:
+        _paint(axis, {kind: sorted(front(every, lambda point: point)) for kind, every in points.items()}, points)
+        axis.axvline(pace, color=_MUTED, linewidth=0.8, linestyle=":", label="wanted")
+        axis.set_title(title)
+        axis.set_xlabel("tokens/s per user")
+        axis.set_ylabel("tokens/s per GPU")
+
+    _save(paint, path)
+
+
 def draw_cost(measured: Sequence[ParetoRecord], against: Against, currency: str, path: Path) -> None:
     """Plot the cost of a million output tokens against tokens/s per user or latency.
 

@@ -9,7 +9,7 @@ time is that of all stages, so stages save memory and not time.
 Peak rates of GPUs, from NVIDIA's data sheets, and what share of them engines were measured to reach.
 
 Rates are dense (without sparsity), links are per direction. Data sheets: A100 80 GB SXM, H100 SXM, H200 SXM, HGX B200,
-L40S, all by NVIDIA. The L40S has no NVLink: its link is PCIe 4.0 x16.
+GB200 NVL72 (a 72nd of it), L40S, all by NVIDIA. The L40S has no NVLink: its link is PCIe 4.0 x16.
 
 The parallel mappings of a model that are worth trying: which divide its heads and experts, up to some GPUs.
 
@@ -58,6 +58,9 @@ GPUS = {
     "H200": GpuFigures(bf16_tflops=989, fp8_tflops=1979, hbm_gb_s=4800, memory_gib=140.4, link_gb_s=450),
     "B200": GpuFigures(
         bf16_tflops=2250, fp8_tflops=4500, fp4_tflops=9000, hbm_gb_s=8000, memory_gib=179.0, link_gb_s=900
+    ),
+    "GB200": GpuFigures(
+        bf16_tflops=2500, fp8_tflops=5000, fp4_tflops=10000, hbm_gb_s=8000, memory_gib=185.0, link_gb_s=900
     ),
     "L40S": GpuFigures(bf16_tflops=362, fp8_tflops=733, hbm_gb_s=864, memory_gib=44.5, link_gb_s=32),
 }

@@ -21,6 +21,8 @@ from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model.modeldir import DEMO, TINY
 from penstock.launch.recipes.catalogue import shape_at
 from penstock.measure.pareto.cost import BadPrices, Prices, gpu_of, read_prices
+from penstock.measure.pareto.plots import draw_estimates
+from penstock.measure.plots import PlotsMissing
 from penstock.measure.profile.data import SUGGESTION, BadProfile, file_of
 from penstock.measure.search import answer, sources
 from penstock.measure.search.candidates import PoolSize, Scope, SizedDeployment, Sla, candidates, lines, table
@@ -33,6 +35,8 @@ _BASES = {
     "mock": "by the mock engine's timing model",
     "roofline": "estimated for {gpu}, not measured",
 }
+PLOT = "pareto.png"
+_PACES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  # of the SLA's time per token
 _SLUG = re.compile(r"[^a-z0-9]+")
 
 
@@ -54,7 +58,7 @@ class SlaProfileSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         ),
     ] = ""
     gpu: Annotated[
-        Literal["", "A100", "H100", "H200", "B200", "L40S"],
+        Literal["", "A100", "H100", "H200", "B200", "GB200", "L40S"],
         Meta(description="roofline: kind of GPU; also for --prices"),
     ] = ""
     max_gpus: Annotated[int, Meta(ge=1, le=64, description="roofline: GPUs of one worker, at most")] = 8
@@ -88,7 +92,10 @@ class SlaProfileSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     show: Annotated[int, Meta(ge=1, description="deployments to list")] = 8
     out: Annotated[
         str,
-        Meta(description="folder for the suggestion, values of the Helm chart, profiles for `penstock plan`, recipes"),
+        Meta(
+            description="folder for the suggestion, values of the Helm chart, profiles for `penstock plan`, recipes; "
+            "roofline: and a plot of what other paces allow"
+        ),
     ] = ""
 
 
@@ -114,6 +121,7 @@ def run(settings: SlaProfileSettings) -> int:
         commands = _commands(settings, choices, found[0], helm)
         _print_best(settings, sla, found[0], commands)
         files = _files(settings, sla, choices, found, commands, {"values.yaml": values} | texts)
+        plot = _plot(settings, sla, choices) if settings.out and settings.source == "roofline" else ""
     except BadSettings as error:
         return fail("profile sla", error, status=2)
     except (BadProfile, BadPrices, UnknownShape) as error:
@@ -125,8 +133,26 @@ def run(settings: SlaProfileSettings) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     if settings.out:
-        print(f"\n{', '.join(files)} in {settings.out}")
+        print(f"\n{', '.join([*files, *([PLOT] if plot == PLOT else [])])} in {settings.out}")
+        if plot not in ("", PLOT):
+            print(f"left out: {PLOT} ({plot})")
     return 0
+
+
+def _plot(settings: SlaProfileSettings, sla: Sla, choices: Choices) -> str:
+    """Draw the best throughput per GPU at other paces than that of the SLA; the file's name, or why there is none."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for factor in _PACES:
+        paced = msgspec.structs.replace(sla, itl_ms=sla.itl_ms * factor)
+        for each in candidates(choices.configurations, paced, msgspec.structs.replace(_scope(settings), rate=0.0)):
+            kind = "aggregated" if len(each.pools) == 1 else "prefill and decode apart"
+            points.setdefault(kind, []).append((1e3 / each.itl_ms, each.per_gpu * sla.osl))
+    try:
+        title = f"{settings.model} on {settings.gpu}, estimated"
+        draw_estimates(points, title, 1e3 / sla.itl_ms, Path(settings.out) / PLOT)
+    except PlotsMissing as error:
+        return str(error)
+    return PLOT
 
 
 def _tell(what: str) -> None:

@@ -1,6 +1,7 @@
 """``penstock profile sla``: what it prints and writes, and that what it writes can be used."""
 
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,9 @@ from penstock.launch.deployment import read_args
 from penstock.launch.groups import fleet_of
 from penstock.launch.recipes.advice import advise, check_set, failed
 from penstock.launch.recipes.catalogue import context_of, parse
+from penstock.measure.pareto.records import front
 from penstock.measure.profile.data import save
+from penstock.measure.search import profile_sla_command
 from penstock.measure.search.profile_sla_command import SlaProfileSettings, run
 from tests.penstock.planner.engines import engine
 
@@ -45,6 +48,9 @@ def test_an_estimate_becomes_recipes_a_command_and_values(
     assert run(SlaProfileSettings(source="roofline", gpu="H200", out=str(tmp_path), **flags)) == 0  # type: ignore[arg-type]
     said = capsys.readouterr().out
     assert "not measured" in said
+    if find_spec("matplotlib"):
+        assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
+        assert "pareto.png in" in said
     told = yaml.safe_load((tmp_path / "suggestion.yaml").read_text())
     pools = {pool["role"]: pool for pool in told["best"]["pools"]}
     assert set(pools) == roles
@@ -66,6 +72,18 @@ def test_an_estimate_becomes_recipes_a_command_and_values(
         assert own["replicas"] == pool["workers"]
         assert own["gpus"] * own.get("nodes", 1) * own["replicas"] == pool["gpus"]
         assert parse(role, own["engineArgs"]).args.gpus == pool["gpus"] // pool["workers"]
+
+
+def test_the_plot_has_each_kind_and_its_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, list[tuple[float, float]]] = {}
+    monkeypatch.setattr(profile_sla_command, "draw_estimates", lambda points, *_: drawn.update(points))
+    settings = SlaProfileSettings(source="roofline", model=LLAMA, gpu="GB200", itl=10.0, out=str(tmp_path))
+    assert run(settings) == 0
+    assert set(drawn) == {"aggregated", "prefill and decode apart"}
+    for points in drawn.values():
+        best = front(points, lambda point: point)
+        assert len(best) > 3
+        assert max(pace for pace, _ in best) > 2 * min(pace for pace, _ in best), "a slower pace gives more per GPU"
 
 
 def test_mock_workers_are_suggested_with_their_speedup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
