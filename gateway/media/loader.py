@@ -14,6 +14,8 @@ import stat
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -124,6 +126,7 @@ def _open_below(root: str, names: tuple[str, ...]) -> int:
 
 BUCKET = "media"
 SLOTS = 8
+VIDEOS = 2  # read at once, each in a process of its own
 # Bytes from which a medium is hashed in a thread, which costs 25 µs of CPU: they hold the event loop for 0.1 ms
 # (``python -m tests.perf.tuning threads``), 100 MB for 10.
 LARGE = 1 << 20
@@ -153,6 +156,8 @@ class MediaLoader:
         self._metrics = metrics
         self._clock = clock
         self._slots = asyncio.Semaphore(SLOTS)
+        # Of their own: a file that takes long to read must not keep threads from everything else.
+        self._videos = ThreadPoolExecutor(VIDEOS, "videos")
         self._known: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name -> (checked, expires), monotonic
 
     async def load(self, parts: Sequence[MediaPart], vision: Vision, keep_s: float, owner: str = "") -> list[Media]:
@@ -181,7 +186,10 @@ class MediaLoader:
         async with self._slots:
             try:
                 data = await self._fetcher.fetch(part.url)
-                if len(data) > LARGE or part.video:
+                if part.video:
+                    inspect = partial(inspect_medium, data, part, vision, self._limits)
+                    medium = await asyncio.get_running_loop().run_in_executor(self._videos, inspect)
+                elif len(data) > LARGE:
                     medium = await asyncio.to_thread(inspect_medium, data, part, vision, self._limits)
                 else:
                     medium = inspect_medium(data, part, vision, self._limits)

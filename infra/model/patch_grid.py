@@ -1,4 +1,4 @@
-"""How models that see at any resolution cut images and videos into patches (Qwen2.5-VL). Pure.
+"""How models that see at any resolution cut images and videos into patches (Qwen2-VL, Qwen2.5-VL). Pure.
 
 An image keeps its shape: it is resized to multiples of a few patches, within a number of pixels, and each square of
 merged patches becomes one embedding. Of a video, frames are sampled evenly; so many neighbouring ones are one step in
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 MAX_ASPECT = 200  # longer side by shorter side
-MODEL_TYPES = frozenset({"qwen2_5_vl"})
+MODEL_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl"})
 
 # What Qwen's own tools take of a video, where the model's folder does not say it.
 _FRAMES_PER_SECOND, _MIN_FRAMES, _MAX_FRAMES, _VIDEO_TOKENS = 2.0, 4, 768, 128_000
@@ -121,11 +121,11 @@ class PatchGrid(NamedTuple):
 
 
 def sampled(total: int, wanted: int) -> list[int]:
-    """Numbers of evenly spread frames, by the arithmetic of ``torch.arange``: float32 between its two ends."""
-    step = total / wanted
-    count = math.ceil(total / step)
-    places = struct.unpack(f"{count}f", struct.pack(f"{count}f", *(number * step for number in range(count))))
-    return [min(int(place), total - 1) for place in places]
+    """Numbers of evenly spread frames, rounded as ``torch.arange`` rounds them: to float32, then down. Unlike it, never
+    one more than wanted, which would be behind the last frame."""
+    step, form = total / wanted, f"{wanted}f"
+    places = struct.unpack(form, struct.pack(form, *(number * step for number in range(wanted))))
+    return [int(place) for place in places]
 
 
 def _resized(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
@@ -157,13 +157,13 @@ def patch_grid(config: Mapping[str, Any], images: Mapping[str, Any], videos: Map
         _size("config.json", tower, key, default)
         for key, default in (("patch_size", 14), ("spatial_merge_size", 2), ("temporal_patch_size", 2))
     )
-    for name, settings in (("image", images), ("video", videos)):
-        for key, default, wanted in (
-            ("patch_size", 14, patch),
-            ("merge_size", 2, merge),
-            ("temporal_patch_size", 2, temporal),
-        ):
-            if (found := _size(f"the {name} processor", settings, key, default)) != wanted:
+    for key, default, wanted in (
+        ("patch_size", 14, patch),
+        ("merge_size", 2, merge),
+        ("temporal_patch_size", 2, temporal),
+    ):
+        for name, settings, usual in (("image", images, default), ("video", videos, wanted)):
+            if (found := _size(f"the {name} processor", settings, key, usual)) != wanted:
                 raise BadGrid(f"the {name} processor has {key} {found}, the vision tower {wanted}")
     square = (patch * merge) ** 2
     fps = videos.get("fps") or _FRAMES_PER_SECOND

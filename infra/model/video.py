@@ -20,7 +20,8 @@ CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4"})
 NAMES = "an MP4, MOV, WebM or Matroska video with H.264, H.265, VP8, VP9, AV1 or MPEG-4"
 MISSING = "videos need PyAV (pip install 'penstock[video]')"
 MAX_PIXELS = 16_777_216  # of a frame, 4096 x 4096
-PROBE_S, DECODE_S = 10.0, 120.0  # of CPU time, and of waiting for it
+MAX_DECODED = 20_000_000_000  # pixels of all frames, which take a core up to a minute: 9,600 frames of 1920 x 1080
+PROBE_S, DECODE_S = 5.0, 120.0  # of CPU time; of waiting for it, three times as long
 MEMORY_BYTES = 4 << 30  # of the child's address space
 THREADS = 2  # of a decoder
 
@@ -86,11 +87,11 @@ def _ask(data: bytes, wanted: dict[str, Any], seconds: float) -> tuple[dict[str,
     command = [sys.executable, "-m", __name__]
     try:
         done = subprocess.run(
-            command, input=question + data, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=4 * seconds,
+            command, input=question + data, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=3 * seconds,
             check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise BadVideo(f"takes more than {4 * seconds:g} s to decode") from None
+        raise BadVideo(f"takes more than {3 * seconds:g} s to decode") from None
     line, _, pixels = done.stdout.partition(b"\n")
     if done.returncode == -signal.SIGXCPU:
         raise BadVideo(f"takes more than {seconds:g} s of CPU time to decode")
@@ -166,6 +167,11 @@ def _facts(container: Any, stream: Any, limit: int) -> dict[str, Any]:
     if not isinstance(rate, Fraction) or rate <= 0:
         raise BadVideo("has no frame rate")
     height, width = first.height, first.width
+    if count * first.height * first.width > MAX_DECODED:
+        raise BadVideo(
+            f"has {count} frames of {first.width} x {first.height} pixels; the limit is {MAX_DECODED:,} pixels "
+            "together. Send a shorter or smaller one"
+        )
     if first.rotation % 180:
         height, width = width, height
     return {"frames": count, "fps": float(rate), "height": height, "width": width}

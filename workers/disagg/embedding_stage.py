@@ -30,6 +30,7 @@ from penstock.workers.session.request_runner import SessionContext
 from penstock.workers.session.requests import RunningRequest, next_job, stamps, ticket_id
 
 DECODERS = 2  # one decoded image can take 160 MB (40 M pixels)
+VIDEO_DECODERS = 1  # each with a process of its own; images do not wait for them
 
 
 class JobMediaLoader:
@@ -40,6 +41,7 @@ class JobMediaLoader:
         self._memory = memory
         self._vision = vision
         self._pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="media")
+        self._videos = ThreadPoolExecutor(VIDEO_DECODERS, thread_name_prefix="videos")
 
     async def load(self, request: GenerateRequest, media: Mapping[int, Media]) -> dict[int, object]:
         """Each medium, by number, as the engine encodes it.
@@ -57,7 +59,8 @@ class JobMediaLoader:
             raw = await fetch_medium(self._bus, self._memory, request, medium)
         else:
             raw = await object_store.get(self._bus, "media", medium.digest.hex(), limit=medium.size)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._prepare, raw, medium)
+        pool = self._videos if medium.kind.startswith("video/") else self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, self._prepare, raw, medium)
 
     def _prepare(self, raw: bytes, medium: Media) -> object:
         if blake3(raw).digest() != medium.digest:
@@ -65,7 +68,8 @@ class JobMediaLoader:
         return self._vision.prepare(raw, medium.kind)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._videos):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class EmbeddingStage:

@@ -34,7 +34,7 @@ def theirs(total: int, fps: float, high: int, wide: int) -> tuple[list[int], lis
     """Frames, grid and seconds by the lines of Qwen2VLVideoProcessor, with ``cap_pixels_per_frame``."""
     most = min(768, total) // 2 * 2
     count = int(min(max(total / fps * 2.0, 4), most, total) // 2) * 2
-    numbers = torch.arange(0, total, total / count).int().tolist()
+    numbers = torch.arange(0, total, total / count).int().tolist()[:count]  # one more would be behind the last frame
     share = int(128_000 * 28 * 28 * 0.9) * 2 // len(numbers)
     pixels = max(min(768 * 28 * 28, share), int(128 * 28 * 28 * 1.05))
     high, wide = smart_resize(high, wide, 28, 128 * 28 * 28, pixels)
@@ -49,6 +49,11 @@ def test_a_video_has_the_frames_that_transformers_samples(total: int, fps: float
     assert (sample.frames, list(sample.grid), sample.seconds) == (frames, grid, seconds)
     assert sample.frames == sorted(set(sample.frames))
     assert (sample.height, sample.width) == (grid[1] * 28, grid[2] * 28)
+
+
+def test_no_frame_behind_the_last_is_sampled() -> None:
+    sample = OF_7B.video(136, 18.0, 480, 640)  # where torch.arange gives 15 numbers, the last of them 136
+    assert (len(sample.frames), sample.frames[-1], sample.grid.steps) == (14, 126, 7)
 
 
 def test_one_frame_is_a_step_in_time_by_itself() -> None:

@@ -57,6 +57,12 @@ def test_a_longer_film_than_allowed_is_refused_with_the_limit() -> None:
         video.probe(FILM, 29)
 
 
+def test_more_pixels_than_a_worker_decodes_in_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video, "MAX_DECODED", 30 * 64 * 48 - 1)
+    with pytest.raises(BadVideo, match="has 30 frames of 64 x 48 pixels; the limit is 92,159 pixels together"):
+        video._read(av, FILM, {"format": "mov", "max_frames": 100})
+
+
 def test_of_a_film_that_breaks_off_the_last_frame_stays() -> None:
     raw = film(20, 5, 96, 64, "libvpx", "webm")
     short = raw[: len(raw) * 3 // 4]
@@ -97,14 +103,14 @@ def test_sound_alone_and_other_codecs_are_refused() -> None:
 
 
 def test_a_file_that_takes_too_long_ends_its_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(video, "PROBE_S", 0.01)  # of waiting: 4 times as long
-    with pytest.raises(BadVideo, match=r"takes more than 0\.04 s to decode"):
+    monkeypatch.setattr(video, "PROBE_S", 0.01)
+    with pytest.raises(BadVideo, match=r"takes more than 0\.03 s to decode"):
         video.probe(FILM, 100)
 
 
 @pytest.mark.parametrize(
     ("status", "reason"),
-    [(-signal.SIGXCPU, "takes more than 10 s of CPU time"), (-signal.SIGSEGV, "breaks the decoder"), (1, "memory")],
+    [(-signal.SIGXCPU, "takes more than 5 s of CPU time"), (-signal.SIGSEGV, "breaks the decoder"), (1, "memory")],
 )
 def test_a_file_that_ends_the_decoder_is_refused(monkeypatch: pytest.MonkeyPatch, status: int, reason: str) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], status, b""))

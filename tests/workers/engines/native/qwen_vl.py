@@ -1,7 +1,8 @@
-"""A small Qwen2.5-VL model with random weights, and what transformers' ``generate`` answers with it."""
+"""A small Qwen2-VL or Qwen2.5-VL model with random weights, and what transformers' ``generate`` answers with it."""
 
 import io
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 DEMO = Path(__file__).parents[4] / "configs" / "models" / "demo"
@@ -32,11 +33,12 @@ TEMPLATE = """{%- for message in messages -%}<|im_start|>{{ message.role }}
 {% endif -%}"""
 
 
-def write(folder: Path, seed: int = 5, wider: int = 1) -> Path:
+def write(folder: Path, seed: int = 5, wider: int = 1, kind: str = "qwen2_5_vl") -> Path:
     """Write the model; its directory.
 
     Args:
         wider: heads have so many times 16 values.
+        kind: "qwen2_vl" or "qwen2_5_vl".
     """
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
@@ -45,7 +47,14 @@ def write(folder: Path, seed: int = 5, wider: int = 1) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(special | {"chat_template": TEMPLATE}))
     vocab = tokenizer.get_vocab_size(with_added_tokens=True)
     end = tokenizer.token_to_id("<|im_end|>")
-    config = Qwen2_5_VLConfig(
+    tower: dict[str, Any] = {"depth": 3, "num_heads": 2, "patch_size": PATCH}
+    tower |= {"spatial_merge_size": MERGE, "temporal_patch_size": 2}
+    if kind == "qwen2_vl":
+        tower |= {"embed_dim": 32, "hidden_size": 64 * wider, "mlp_ratio": 2}
+    else:
+        tower |= {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64 * wider}
+        tower |= {"window_size": WINDOW, "fullatt_block_indexes": [1], "tokens_per_second": TOKENS_PER_SECOND}
+    config = (Qwen2VLConfig if kind == "qwen2_vl" else Qwen2_5_VLConfig)(
         text_config={
             "vocab_size": vocab + 4,
             "hidden_size": 64 * wider,
@@ -62,26 +71,14 @@ def write(folder: Path, seed: int = 5, wider: int = 1) -> Path:
             "bos_token_id": None,
             "eos_token_id": end,
         },
-        vision_config={
-            "depth": 3,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": PATCH,
-            "spatial_merge_size": MERGE,
-            "temporal_patch_size": 2,
-            "window_size": WINDOW,
-            "fullatt_block_indexes": [1],
-            "out_hidden_size": 64 * wider,
-            "tokens_per_second": TOKENS_PER_SECOND,
-        },
+        vision_config=tower,
         image_token_id=tokenizer.token_to_id("<|image_pad|>"),
         video_token_id=tokenizer.token_to_id("<|video_pad|>"),
         vision_start_token_id=tokenizer.token_to_id("<|vision_start|>"),
         vision_end_token_id=tokenizer.token_to_id("<|vision_end|>"),
         tie_word_embeddings=False,
     )
-    model = Qwen2_5_VLForConditionalGeneration(config)
+    model = AutoModelForImageTextToText.from_config(config)
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
@@ -193,9 +190,28 @@ def generated(folder: Path, tokens: list[int], media: list[bytes], count: int) -
     """
     model, processor = reference(folder)
     words = torch.tensor([tokens])
+    given = pixels_of(processor, media)
+    if model.config.model_type == "qwen2_vl":
+        given.pop("second_per_grid_ts", None)
     kinds = (words == model.config.image_token_id).int() + 2 * (words == model.config.video_token_id).int()
     out = model.generate(
         input_ids=words, attention_mask=torch.ones_like(words), mm_token_type_ids=kinds,
-        **pixels_of(processor, media), do_sample=False, max_new_tokens=count, eos_token_id=None,
+        **given, do_sample=False, max_new_tokens=count, eos_token_id=None,
     )  # fmt: skip
     return out[0, len(tokens) :].tolist()  # type: ignore[no-any-return]
+
+
+def published(folder: Path, target: Path) -> Path:
+    """The same model with its files as Qwen publishes them: one flat configuration, and none for videos."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    text = {key: value for key, value in config.pop("text_config").items() if key not in ("model_type", "layer_types")}
+    rope = text.pop("rope_parameters")
+    scaling = {"rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    for key in ("model_type", "rope_parameters"):
+        config["vision_config"].pop(key)
+    config["vision_config"] |= {"in_chans": 3, "spatial_patch_size": PATCH}
+    (target / "config.json").write_text(json.dumps(text | config | scaling | {"rope_theta": rope["rope_theta"]}))
+    for name in ("generation_config.json", "video_preprocessor_config.json"):
+        (target / name).unlink()
+    return target

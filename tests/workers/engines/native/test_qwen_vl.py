@@ -1,6 +1,7 @@
 """Qwen2.5-VL: images and videos of any size are seen as transformers sees them, in one engine and in three."""
 
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from penstock.workers.engines.native.build import build, build_encoder
 from penstock.workers.engines.native.model import vision as native_vision
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.native.models import drain, request, run, tokens
-from tests.workers.engines.native.qwen_vl import film, generated, picture, write
+from tests.workers.engines.native.qwen_vl import SQUARE, film, generated, picture, published, write
 from tests.workers.engines.native.test_handoff import copy, handed_off, prefilled
 
 SIZE, COUNT, ROOT = 16, 12, root("revision")
@@ -37,6 +38,11 @@ CASES: dict[str, tuple[str | bytes, ...]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelDir:
     return modeldir.load(write(tmp_path_factory.mktemp("qwen-vl")))
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> ModelDir:
+    return modeldir.load(write(tmp_path_factory.mktemp("qwen2-vl"), kind="qwen2_vl"))
 
 
 def span_of(model: ModelDir, raw: bytes, position: int) -> MediaSpan:
@@ -106,6 +112,23 @@ def test_pictures_and_videos_are_answered_as_transformers_answers_them(model: Mo
         engine.vision.release(reservation)  # type: ignore[union-attr]
     assert len({tuple(each) for each in said.values()}) == len(CASES)
     engine.close()
+
+
+def test_the_model_before_it_is_answered_likewise(older: ModelDir) -> None:
+    """Qwen2-VL: steps of a video are 1 apart, whatever time is between them; its tower has no windows."""
+    engine, encoder = build(str(older.path), options()), build_encoder(str(older.path), options())
+    for parts in CASES.values():
+        words, spans = prompt(older, *parts)
+        made = [encoded(each, media_of(parts), spans) for each in (engine.vision, encoder.vision)]
+        (said,) = tokens(run(engine, [asking(words, spans, made[0].slots)])).values()
+        assert said == generated(older.path, words, media_of(parts), COUNT)
+        rows = [each.vision.encoder.pool.data for each in (engine, encoder)]  # type: ignore[union-attr]
+        for mine, theirs in zip(*(each.slots for each in made), strict=True):
+            torch.testing.assert_close(rows[0][mine], rows[1][theirs], atol=1e-5, rtol=1e-5)
+        engine.vision.release(made[0])  # type: ignore[union-attr]
+        encoder.vision.release(made[1])
+    engine.close()
+    encoder.close()
 
 
 def test_several_at_once_are_answered_as_alone(model: ModelDir) -> None:
@@ -221,4 +244,21 @@ def test_a_medium_without_its_grid_is_refused(model: ModelDir, grid: tuple[int, 
     slots = encoded(engine.vision, [A], spans).slots
     with pytest.raises(RequestError, match="needs time, height and width"):
         engine.submit(asking(words, [spans[0]._replace(grid=grid)], slots))
+    engine.close()
+
+
+def test_a_folder_as_it_is_published_is_served(model: ModelDir, tmp_path: Path) -> None:
+    found = modeldir.load(published(model.path, tmp_path / "it"))
+    assert found.vision is not None, found.no_vision
+    assert found.vision.patches is not None
+    assert (found.max_model_len, found.eos_token_ids) == (model.max_model_len, model.eos_token_ids)
+    assert found.vision.patches.frame_pixels == (128 * SQUARE, 768 * SQUARE), "as Qwen's own tools"
+    engine = build(str(found.path), options(embed_slots=40, kv_blocks=200))
+    words, spans = prompt(found, A, "Describe the picture.")
+    slots = encoded(engine.vision, [A], spans).slots
+    (said,) = tokens(run(engine, [asking(words, spans, slots)])).values()
+    assert said == generated(model.path, words, [A], COUNT)
+    words, spans = prompt(found, FILM, "?")
+    assert spans[0].tokens >= 3 * 128
+    assert run(engine, [asking(words, spans, encoded(engine.vision, [FILM], spans).slots)])
     engine.close()

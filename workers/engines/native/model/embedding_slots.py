@@ -35,7 +35,7 @@ class Pixels:
 
     Attributes:
         data: (channels, height, width) float32; for a model that cuts images into tiles (tiles, channels, ...), into
-            patches (patches, values).
+            patches (patches, values). Of a video: (steps, frames of a step, height, width, 3) uint8.
         size: height and width of the image itself, for a model with tiles.
         grid: of an image or video, for a model with patches.
     """

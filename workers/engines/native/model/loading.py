@@ -277,7 +277,7 @@ def describe(loaded: Any, multimodal: bool = False, files: Mapping[str, Any] = M
 def _media_positions(config: Any) -> MediaPositions | None:
     if config.model_type not in patch_grid.MODEL_TYPES:
         return None
-    return MediaPositions(config.vision_config.tokens_per_second)
+    return MediaPositions(getattr(config.vision_config, "tokens_per_second", None))
 
 
 def weights(

@@ -30,10 +30,10 @@ class MediaPositions:
     behind its longer side, in height and width. As ``get_rope_index`` of transformers computes them.
 
     Args:
-        tokens_per_second: of a video, by which its steps in time are apart.
+        tokens_per_second: of a video, by which its steps in time are apart; None: by 1, whatever time is between them.
     """
 
-    def __init__(self, tokens_per_second: float) -> None:
+    def __init__(self, tokens_per_second: float | None) -> None:
         self._rate = tokens_per_second
 
     def of(self, sequence: Sequence, start: int, end: int) -> Tensor:
@@ -64,7 +64,8 @@ class MediaPositions:
             place += text
             steps, rows, columns = span.grid
             # In float32, as transformers: the places of steps are rounded down.
-            apart = self._rate * torch.tensor(span.seconds, dtype=torch.float32)
+            seconds = torch.tensor(span.seconds, dtype=torch.float32)
+            apart = torch.tensor(1.0) if self._rate is None else self._rate * seconds
             axes = (torch.arange(steps) * apart).long(), torch.arange(rows), torch.arange(columns)
             parts.append(torch.stack([axis.reshape(-1) for axis in torch.meshgrid(*axes, indexing="ij")]) + place)
             token, place = span.position + span.tokens, place + max(rows, columns)

@@ -18,6 +18,7 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaNextForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLForConditionalGeneration,
 )
 
 from penstock.infra.model import modeldir, patch_grid, video
@@ -206,15 +207,15 @@ class TorchVisionEncoder:
         size = 0
         for slots, medium in images:
             assert medium.grid is not None
-            patches = len(medium.data) // medium.grid.steps
+            grid = medium.grid._replace(steps=1)
             for step in range(medium.grid.steps):
-                if batch and size + patches > PATCHES:
+                if batch and size + grid.tokens * self._patches.merge**2 > PATCHES:
                     yield batch
                     batch, size = [], 0
-                rows = medium.data[step * patches : (step + 1) * patches]
-                grid = medium.grid._replace(steps=1)
+                film = medium.data.dtype == torch.uint8
+                rows = cut(medium.data[step], self._patches, self._processor) if film else medium.data
                 batch.append((slots, step * grid.tokens, embedding_slots.Pixels(rows, None, grid)))
-                size += patches
+                size += len(rows)
         if batch:
             yield batch
 
@@ -273,7 +274,7 @@ def patches_of(model: str, config: Any) -> PatchGrid | None:
 
 
 def frames(raw: bytes, patches: PatchGrid, processor: Any) -> embedding_slots.Pixels:
-    """The frames of a video that the model samples, cut into patches.
+    """The frames of a video that the model samples. They are cut only when they are computed, into four times as much.
 
     Raises:
         RequestError: it cannot be decoded.
@@ -287,25 +288,37 @@ def frames(raw: bytes, patches: PatchGrid, processor: Any) -> embedding_slots.Pi
     rgb = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, sample.height, sample.width, 3)
     if extra := -len(rgb) % patches.temporal:
         rgb = torch.cat([rgb, rgb[-1:].expand(extra, -1, -1, -1)])
+    return embedding_slots.Pixels(rgb.view(-1, patches.temporal, *rgb.shape[1:]), None, sample.grid)
+
+
+def cut(frames: Tensor, patches: PatchGrid, processor: Any) -> Tensor:
+    """The frames of one step in time as input of the tower.
+
+    Args:
+        frames: (frames, height, width, 3) uint8.
+    Returns: (patches, values) float32
+    """
     mean, deviation = (torch.tensor(each) for each in (processor.image_mean, processor.image_std))
-    pixels = (rgb * processor.rescale_factor - mean) / deviation
-    # time, frame of the step; rows: of squares, of patches, of pixels; columns likewise; channel
-    across = [(size // patches.square, patches.merge, patches.patch) for size in (sample.height, sample.width)]
-    cut = pixels.view(sample.grid.steps, patches.temporal, *across[0], *across[1], 3)
-    ordered = cut.permute(0, 2, 5, 3, 6, 8, 1, 4, 7)
-    return embedding_slots.Pixels(ordered.flatten(5).flatten(0, 4), None, sample.grid)
+    pixels = (frames * processor.rescale_factor - mean) / deviation
+    # Frame; rows: of squares, of patches in them, of pixels; columns likewise; colour.
+    across = [(size // patches.square, patches.merge, patches.patch) for size in frames.shape[1:3]]
+    ordered = pixels.view(patches.temporal, *across[0], *across[1], 3).permute(1, 4, 2, 5, 7, 0, 3, 6)
+    made: Tensor = ordered.flatten(4).flatten(0, 3)
+    return made
 
 
 def tower_of(config: Any) -> type:
     """The class of the model's vision part."""
-    return {"llava_next": LlavaNextTower, "qwen2_5_vl": Qwen25Tower}.get(config.model_type, LlavaTower)
+    towers = {"llava_next": LlavaNextTower, "qwen2_vl": Qwen2Tower, "qwen2_5_vl": Qwen25Tower}
+    return towers.get(config.model_type, LlavaTower)
 
 
 class _TowerAlone:
     """Leaves the language model of a checkpoint out."""
 
     _tied_weights_keys: dict[str, str] = {}
-    _keys_to_ignore_on_load_unexpected = [r"language_model", r"lm_head"]
+    # Checkpoints have the language model under one of two names.
+    _keys_to_ignore_on_load_unexpected = [r"language_model", r"lm_head", r"^model\.(layers|embed_tokens|norm)\."]
 
     def __init__(self, config: AutoConfig) -> None:
         super().__init__(config)  # type: ignore[call-arg]  # without memory: from_pretrained does it on the "meta" device
@@ -320,6 +333,10 @@ class LlavaTower(_TowerAlone, LlavaForConditionalGeneration):  # type: ignore[mi
 
 class LlavaNextTower(_TowerAlone, LlavaNextForConditionalGeneration):  # type: ignore[misc]
     """The same of a LLaVA-NeXT checkpoint."""
+
+
+class Qwen2Tower(_TowerAlone, Qwen2VLForConditionalGeneration):  # type: ignore[misc]
+    """The same of a Qwen2-VL checkpoint."""
 
 
 class Qwen25Tower(_TowerAlone, Qwen2_5_VLForConditionalGeneration):  # type: ignore[misc]
