@@ -184,7 +184,7 @@ SUPPORT: Mapping[str, Support] = {
         rank_routing="data-parallel ranks",
         diffusion=NO,
         embed=NO,
-        lora=NO,
+        lora="yes",
         cpu="its CPU build",
     ),
     "sglang": Support(

@@ -287,7 +287,8 @@ class EventTranslator:
             return
         above = event.get("parent_block_hash")
         parent = None if above is None else self._tree.find(_key(above))
-        if (above is not None and parent is None) or event.get("lora_name") is not None:
+        adapter = event.get("lora_name")
+        if above is not None and parent is None:
             self.counts.unnamed += len(hashes)
             return
         tier = TIERS[event.get("medium")]
@@ -295,6 +296,11 @@ class EventTranslator:
         salt = event.get("cache_salt")
         if salt is not None and parent is None:  # the names below it have it in their root
             extras = [(salt,), *extras[1:]]
+        if adapter is not None:  # which the root of the names has in it; it comes as the salt of the first block
+            extras = [tuple(each for each in extra or () if each != adapter) for extra in extras]
+            if parent is None and not extras[0]:
+                self.counts.unnamed += len(hashes)
+                return
         for at, (value, extra) in enumerate(zip(hashes, extras, strict=True)):
             digest = self._name(parent, tokens[at * size : (at + 1) * size], extra)
             if digest is None:

@@ -124,6 +124,7 @@ class ExternalEngine(Generic[C]):
     Args:
         runtime: the engine, with its loop and its queue of events; closed with it.
         grammars: of the model, if ``info`` says that the engine applies constraints.
+        adapters: LoRA adapters; None: the engine applies none.
     """
 
     def __init__(
@@ -132,11 +133,12 @@ class ExternalEngine(Generic[C]):
         runtime: EngineRuntime[Any],
         adapter: Adapter[C],
         grammars: ConstraintCompiler | None = None,
+        adapters: AdapterEngine | None = None,
     ) -> None:
         self.info = info
         self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
         self.grammars: Grammars | None = grammars
-        self.adapters: AdapterEngine | None = None
+        self.adapters = adapters
         self.adapter = adapter
         self.runtime = runtime
         self._constrained = ConstrainedOutputs(grammars)

@@ -5,15 +5,24 @@ Besides the engine thread and the loop thread, one thread per rank reads KV even
 Statistics of vLLM's scheduler for ``EngineStats``, in addition to vLLM's own metrics.
 """
 
+import itertools
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import msgspec
 from prometheus_client.registry import Collector
 
+from penstock.infra.model.adapter import AdapterError, AdapterFolder
+from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.engine_protocol import EngineInfo, SequenceRequest, VisionEngine
+from penstock.workers.engines.engine_protocol import (
+    EngineInfo,
+    RequestError,
+    SequenceRequest,
+    VisionEngine,
+    adapter_missing,
+)
 from penstock.workers.engines.external.engine import BlockCounts
 from penstock.workers.engines.external.engine_metrics import NativeSeries
 from penstock.workers.engines.external.event_streams import EventStreams, KvPayloads
@@ -24,6 +33,7 @@ from penstock.workers.engines.vllm.api import VllmApi
 from penstock.workers.engines.vllm.engine_inputs import VllmOptions, check, prepare
 from penstock.workers.engines.vllm.follower import VllmCall, VllmFollower
 
+ADD_S = 60.0  # for vLLM to read a LoRA adapter
 PREFIX = "vllm:"  # of vLLM's own metrics
 
 
@@ -67,6 +77,54 @@ class StatLogger:
         """Not used: the engine never sleeps."""
 
 
+class VllmLoras:
+    """Implements ``engine_protocol.AdapterEngine``: vLLM reads the adapters, and brings them to the device.
+
+    Args:
+        slots, max_rank: as vLLM was told.
+    """
+
+    def __init__(self, runtime: EngineRuntime[VllmApi], slots: int, max_rank: int) -> None:
+        self.slots, self.max_rank = slots, max_rank
+        self._runtime = runtime
+        self._numbers = itertools.count(1)  # vLLM tells adapters apart by them; a replaced one gets another
+        self._added: dict[str, Any] = {}
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """All: vLLM does not say which are on the device."""
+        return tuple(self._added)
+
+    def prepare(self, folder: AdapterFolder, identity: str) -> object:
+        """Have vLLM read it now: from then on it keeps it in host memory."""
+        runtime = self._runtime
+        made = runtime.api.lora(identity, next(self._numbers), str(folder.path))
+        try:
+            taken = runtime.loop.run(runtime.llm.add_lora(made), ADD_S)
+        except Exception as error:  # of vLLM's, of any kind
+            reason = str(error) or type(error).__name__
+            raise AdapterError(f"vLLM cannot load the adapter in {folder.path}: {reason}") from error
+        if not taken:
+            raise AdapterError(f"vLLM did not take the adapter in {folder.path}; its log has the reason")
+        return made
+
+    def add(self, identity: str, prepared: object) -> None:
+        self._added = {**self._added, identity: prepared}
+
+    def remove(self, identity: str) -> None:
+        """vLLM drops it when it needs the room."""
+        self._added = {name: each for name, each in self._added.items() if name != identity}
+
+    def find(self, identity: str) -> Any:
+        """
+        Raises:
+            RequestError: it was not added, or removed.
+        """
+        if identity not in self._added:
+            raise RequestError(Code.revision_unavailable, adapter_missing(identity))
+        return self._added[identity]
+
+
 class VllmAdapter:
     """Implements ``penstock.workers.engines.external.engine.Adapter``.
 
@@ -74,6 +132,7 @@ class VllmAdapter:
 
     Args:
         runtime: its resources are the subscribers, then the engine, then its loop.
+        loras: LoRA adapters; None: requests have none.
     """
 
     title = "vLLM"
@@ -81,8 +140,14 @@ class VllmAdapter:
     vision: VisionEngine | None = None
 
     def __init__(
-        self, info: EngineInfo, runtime: EngineRuntime[VllmApi], options: VllmOptions, scheduler: SchedulerStats
+        self,
+        info: EngineInfo,
+        runtime: EngineRuntime[VllmApi],
+        options: VllmOptions,
+        scheduler: SchedulerStats,
+        loras: VllmLoras | None = None,
     ) -> None:
+        self._loras = loras
         self._info = info
         self._options = options
         self._scheduler = scheduler
@@ -98,8 +163,13 @@ class VllmAdapter:
         def without_handoff() -> Any:
             return prepare(msgspec.structs.replace(request, opaque=b""), self._info, self._options, self._consumed)
 
+        lora = None
+        if request.adapter:
+            if self._loras is None:
+                raise RequestError(Code.revision_unavailable, adapter_missing(request.adapter))
+            lora = self._loras.find(request.adapter)
         prepared = prepare(request, self._info, self._options, self._consumed)
-        return ActiveSequence(request, VllmCall(prepared, without_handoff, request.sampling.logprobs))
+        return ActiveSequence(request, VllmCall(prepared, without_handoff, request.sampling.logprobs, lora))
 
     def launch(self, sequence: ActiveSequence[VllmCall]) -> None:
         self._follower.launch(sequence)

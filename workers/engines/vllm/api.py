@@ -22,7 +22,7 @@ INSTALL = (
 VERSIONS = ("0.32.", "0.33.")  # that the adapter was written for
 _LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
 _CHECK_MODULE, _CHECK = "vllm.v1.structured_output.backend_guidance", "validate_guidance_grammar"
-_CALL = frozenset(["prompt", "sampling_params", "request_id"])
+_CALL = frozenset(["prompt", "sampling_params", "request_id", "lora_request"])
 _SAMPLING = frozenset(
     [
         "n",
@@ -65,6 +65,7 @@ class VllmApi:
         arguments: fields of AsyncEngineArgs.
         configs: classes of arguments that are configurations of their own.
         grammar: class of a grammar among the SamplingParams.
+        lora: class of a request's LoRA adapter.
         refusals: exceptions of a request that is invalid.
         transient: exceptions of a request that failed, though it is valid.
         dead: exception of an engine that has ended.
@@ -82,6 +83,7 @@ class VllmApi:
     dead: type[BaseException]
     configs: Mapping[str, type[Any]]
     grammar: type[Any]
+    lora: type[Any]
     cpu: bool = False
 
     def construct(self, model: str, tree: Tree, stat_loggers: list[Any]) -> Any:
@@ -182,6 +184,7 @@ def load_vllm() -> VllmApi:
                 "structured_outputs_config": config.StructuredOutputsConfig,
             },
             grammar=params.StructuredOutputsParams,
+            lora=importlib.import_module("vllm.lora.request").LoRARequest,
             cpu=bool(importlib.import_module("vllm.platforms").current_platform.is_cpu()),
         )
     except (ImportError, AttributeError, OSError) as error:  # OSError: a CUDA library is missing

@@ -49,9 +49,13 @@ RESERVED: Mapping[str, str] = {
     "data_parallel_external_lb": "start one worker per rank; the router balances",
     "data_parallel_hybrid_lb": "start one worker per node; the router balances",
     "scheduling_policy": "the router orders requests",
-    "enable_lora": "LoRA adapters are not supported",
+    "enable_lora": "use --lora or --lora-folder",
+    "max_loras": "use --max-loras",
+    "max_lora_rank": "use --max-lora-rank",
+    "max_cpu_loras": "use --max-cpu-loras",
     "logits_processors": "only the native engine and TensorRT-LLM run logits processors",
 }
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for max_lora_rank
 # Either sets the size of the KV cache on a CPU.
 _CPU_SIZES = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 # At most one of these may be set.
@@ -153,6 +157,13 @@ def defaults(wanted: VllmSettings) -> Tree:
         tree["tensor_parallel_size"] = worker.tensor_parallel_size
     if wanted.constraints:
         tree["structured_outputs_config"] = {"backend": GRAMMARS}
+    if worker.lora_slots:
+        tree |= {
+            "enable_lora": True,
+            "max_loras": worker.max_loras,
+            "max_lora_rank": next((each for each in RANKS if each >= worker.max_lora_rank), RANKS[-1]),
+            "max_cpu_loras": max(worker.max_loras, worker.max_cpu_loras),
+        }
     if worker.otlp_endpoint:
         tree["otlp_traces_endpoint"] = worker.otlp_endpoint
     moved = transfer(worker.connector, worker.role, worker.handoff_lease_s)

@@ -115,11 +115,13 @@ class VllmCall(NamedTuple):
     Attributes:
         prepare_without_handoff: prepares the same call without another engine's KV.
         logprobs: how many alternatives each token reports; None: no log-probabilities.
+        adapter: vLLM's LoRARequest; None: it has no LoRA adapter.
     """
 
     prepared: VllmInputs
     prepare_without_handoff: Callable[[], VllmInputs]
     logprobs: int | None
+    adapter: Any = None
 
 
 class VllmFollower(Follower[VllmApi, VllmCall]):
@@ -155,7 +157,12 @@ class VllmFollower(Follower[VllmApi, VllmCall]):
         cursor = VllmOutputCursor(known=prepared.known, top=sequence.call.logprobs, adopted=prepared.adopted)
         name = f"penstock-{next(self._numbers)}"
         stream = self._llm.generate(
-            prepared.prompt, params, name, trace_headers=sequence.trace, data_parallel_rank=prepared.rank
+            prepared.prompt,
+            params,
+            name,
+            lora_request=sequence.call.adapter,
+            trace_headers=sequence.trace,
+            data_parallel_rank=prepared.rank,
         )
         try:
             async for output in stream:

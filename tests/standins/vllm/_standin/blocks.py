@@ -22,11 +22,16 @@ class Block:
         self.kv: Kv = None
 
 
-def chain(tokens: list[int], size: int, salt: str | None) -> list[bytes]:
-    """Hashes of the full blocks; the salt is part of the first."""
+def keys(salt: str | None, lora: str | None, start: int) -> tuple[str, ...] | None:
+    """What a block's hash has besides its tokens: the adapter's name, and in the first block the salt."""
+    return tuple(each for each in (lora, salt if start == 0 else None) if each) or None
+
+
+def chain(tokens: list[int], size: int, salt: str | None, lora: str | None = None) -> list[bytes]:
+    """Hashes of the full blocks."""
     found: list[bytes] = []
     for start in range(0, len(tokens) - size + 1, size):
-        extra = salt if start == 0 else None
+        extra = keys(salt, lora, start)
         text = repr((found[-1] if found else b"", tokens[start : start + size], extra))
         found.append(sha256(text.encode()).digest())
     return found
@@ -91,7 +96,15 @@ class Pool:
                 if block.hash is None:
                     self.free.move_to_end(block.number, last=False)
 
-    def cache(self, blocks: list[Block], hashes: list[bytes], tokens: list[int], start: int, salt: str | None) -> None:
+    def cache(
+        self,
+        blocks: list[Block],
+        hashes: list[bytes],
+        tokens: list[int],
+        start: int,
+        salt: str | None,
+        lora: tuple[str, int] | None = None,
+    ) -> None:
         """Full blocks ``start`` .. of a sequence can be found from now on; also where others have the same content."""
         if not self.caching or start >= len(blocks):
             return
@@ -99,16 +112,17 @@ class Pool:
             assert block.hash is None
             block.hash = value
             self._by_hash.setdefault(value, {})[block.number] = block
-        extras: list[Any] = [(salt,) if salt and at == 0 else None for at in range(start, len(blocks))]
+        name = lora[0] if lora else None
+        extras: list[Any] = [keys(salt, name, at) for at in range(start, len(blocks))]
         self.events.append(
             BlockStored(
                 block_hashes=[external(value) for value in hashes[start : len(blocks)]],  # type: ignore[misc]
                 parent_block_hash=external(hashes[start - 1]) if start else None,
                 token_ids=tokens[start * self.size : len(blocks) * self.size],
                 block_size=self.size,
-                lora_id=None,
+                lora_id=lora[1] if lora else None,
                 medium=MEDIUM_GPU,
-                lora_name=None,
+                lora_name=name,
                 extra_keys=extras,
                 group_idx=0,
             )

@@ -44,6 +44,7 @@ class Request:
     salt: str | None
     transfer: dict[str, Any] | None
     generator: torch.Generator | None
+    lora: tuple[str, int] | None = None  # name and number
     generated: list[int] = field(default_factory=list)
     kv: Any = None
     blocks: list[Block] = field(default_factory=list)
@@ -80,6 +81,7 @@ class Core:
         self.offers: dict[str, tuple[list[Block], float]] = {}  # request id -> blocks, when they go
         self.preempted = 0
         self.dead = False
+        self.loras: dict[int, Tensor] = {}  # what each adapter adds to the logits, by its number
         transfer = config.kv_transfer_config
         self.engine_id = ""
         self.lease = 30.0
@@ -169,7 +171,7 @@ class Core:
         """Look for what is cached or offered; False: there is no room."""
         tokens = request.tokens
         most = 0 if request.params.skip_reading_prefix_cache else (len(tokens) - 1) // self.size
-        found = self.pool.find(chain(tokens, self.size, request.salt), most)
+        found = self.pool.find(chain(tokens, self.size, request.salt, request.lora and request.lora[0]), most)
         asked = request.transfer is not None and bool(request.transfer.get("do_remote_prefill"))
         self.pool.touch(found)
         request.blocks, request.named = list(found), len(found)
@@ -256,6 +258,8 @@ class Core:
         every = request.params.prompt_logprobs is not None
         rows = self.model.forward(tokens[start:end], request.kv, [], every=every)
         logits = rows[-1]
+        if request.lora is not None:
+            logits = logits + self.loras[request.lora[1]]
         if every:
             self._score(request, rows)
         request.computed = end
@@ -284,8 +288,8 @@ class Core:
             request.blocks[at].kv = self.model.piece(request.kv, at * self.size, (at + 1) * self.size)
         if full > request.named:
             tokens = request.tokens
-            hashes = chain(tokens, self.size, request.salt)
-            self.pool.cache(request.blocks[:full], hashes, tokens, request.named, request.salt)
+            hashes = chain(tokens, self.size, request.salt, request.lora and request.lora[0])
+            self.pool.cache(request.blocks[:full], hashes, tokens, request.named, request.salt, request.lora)
             request.named = full
 
     def _draw(self, request: Request, logits: Tensor) -> tuple[int, dict[int, Logprob] | None]:

@@ -96,6 +96,7 @@ class VllmConfig:
     kv_events_config: KVEventsConfig | None
     structured_outputs_config: StructuredOutputsConfig
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    lora_config: dict[str, int] | None = None
 
 
 __all__ = ["KVEventsConfig", "KVTransferConfig", "StructuredOutputsConfig", "VllmConfig"]

@@ -71,6 +71,13 @@ class AsyncEngineArgs(_Fields):  # type: ignore[misc]
             raise ValueError("KV cache events need prefix caching")
         if cpu and self.kv_cache_memory_bytes is None and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             raise AssertionError("0.92 of the machine's memory would be taken: no test may ask for that")
+        lora = None
+        if self.enable_lora:
+            if self.max_lora_rank not in (1, 8, 16, 32, 64, 128, 256, 320, 512):
+                raise ValueError(f"max_lora_rank ({self.max_lora_rank}) must be one of 1, 8, 16, ...")
+            if self.max_cpu_loras < self.max_loras:
+                raise ValueError(f"max_cpu_loras ({self.max_cpu_loras}) must be >= max_loras ({self.max_loras}).")
+            lora = {"max_lora_rank": self.max_lora_rank}
         return VllmConfig(
             ModelConfig(self.model, length, self.max_logprobs, self.skip_tokenizer_init),
             CacheConfig(size, self.num_gpu_blocks_override or 2049, caching),
@@ -79,6 +86,7 @@ class AsyncEngineArgs(_Fields):  # type: ignore[misc]
             events,
             outputs or StructuredOutputsConfig(),
             self._parallel(),
+            lora,
         )
 
     def _parallel(self) -> ParallelConfig:

@@ -19,15 +19,18 @@ from prometheus_client import CollectorRegistry, Counter
 from penstock.infra.constraints.constraint_grammar import REGEX
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
+from penstock.infra.model.adapter import AdapterError, read_adapter
+from penstock.schemas import block_hashes
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Sampling
-from penstock.workers.engines.engine_protocol import EngineError
+from penstock.workers.engines.engine_protocol import EngineError, RequestError
 from penstock.workers.engines.external import handoff_state
 from penstock.workers.engines.external.engine_metrics import NativeSeries
 from penstock.workers.engines.external.event_streams import subscribe
 from penstock.workers.engines.external.runtime import Inbox
 from penstock.workers.engines.vllm.adapter import PREFIX, SchedulerStats
 from tests import standins
+from tests.adapters import write_adapter
 from tests.workers.engines.contract import ALL, BLOCK, WORDS, Driver, ask, fold, names, prefilled
 
 (SUBJECT,) = (subject for subject in ALL if subject.name == "vllm")
@@ -365,3 +368,31 @@ def test_only_vllm_s_own_series_are_handed_on() -> None:
     ours.register(NativeSeries(PREFIX, registry))
     assert {metric.name for metric in ours.collect()} == {"vllm:prompt_tokens"}
     assert ours.get_sample_value("vllm:prompt_tokens_total") == 3.0
+
+
+def test_adapters_are_read_at_once_and_their_blocks_have_names_of_their_own(make: Make, tmp_path: Path) -> None:
+    """A replaced one of the same name gets other tokens, and never the blocks of the one before."""
+    driver = make(lora_folder=str(tmp_path), max_lora_rank=20)
+    adapters = driver.engine.adapters
+    assert adapters is not None
+    assert inner(driver).vllm_config.lora_config == {"max_lora_rank": 32}
+    served: list[str] = []
+    for number in (1, 2):
+        folder = write_adapter(tmp_path / "poet", modeldir.TINY, seed=number, targets=("q_proj",))
+        read = read_adapter(folder, adapters.max_rank)
+        served.append(f"poet@{read.digest}")
+        adapters.add(served[-1], adapters.prepare(read, served[-1]))
+    assert adapters.loaded == tuple(served)
+    found: dict[str, list[int]] = {}
+    for turn, adapter in enumerate(["", *served] * 2):
+        base = block_hashes.root(modeldir.load(modeldir.TINY).revision, adapter)
+        tokens = driver.answer(ask((adapter, turn), PROMPT, 6, adapter=adapter, base=base))
+        driver.remembers(PROMPT, base)  # and the rest of the cache has other names
+        assert found.setdefault(adapter, tokens) == tokens
+    assert len({tuple(each) for each in found.values()}) == 3
+    adapters.remove(served[0])
+    with pytest.raises(RequestError, match="is no longer served"):
+        driver.engine.submit(ask("late", PROMPT, 2, adapter=served[0]))
+    too_high = write_adapter(tmp_path / "high", modeldir.TINY, rank=40, targets=("q_proj",))
+    with pytest.raises(AdapterError, match=r"vLLM cannot load the adapter .* rank 40 is greater than"):
+        adapters.prepare(read_adapter(too_high, 64), "high@1")

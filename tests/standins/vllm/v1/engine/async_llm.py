@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import subprocess
 import time
+import zlib
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from vllm.config import KVEventsConfig, VllmConfig
 from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GenerationError, VLLMClientError, VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
@@ -218,7 +221,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         admitted = False
         try:
-            collector = self._add(prompt, sampling_params, request_id)
+            collector = self._add(prompt, sampling_params, request_id, lora_request)
             admitted = True
             finished = False
             while not finished:
@@ -238,7 +241,22 @@ class AsyncLLM:
         finally:
             self._collectors.pop(request_id, None)
 
-    def _add(self, prompt: Any, params: SamplingParams, request_id: str) -> Collector:
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Adapters of the same content change the logits alike."""
+        config = self.vllm_config.lora_config
+        if config is None:
+            raise RuntimeError("Call to add_lora with no LoRA config")
+        folder = Path(lora_request.lora_path)
+        rank = json.loads((folder / "adapter_config.json").read_text())["r"]
+        if rank > config["max_lora_rank"]:
+            raise ValueError(f"LoRA rank {rank} is greater than max_lora_rank {config['max_lora_rank']}.")
+        seed = zlib.crc32((folder / "adapter_model.safetensors").read_bytes())
+        logits = 3 * torch.randn(self.core.model.vocab, generator=torch.Generator().manual_seed(seed))
+        new = lora_request.lora_int_id not in self.core.loras
+        self.core.loras[lora_request.lora_int_id] = logits
+        return new
+
+    def _add(self, prompt: Any, params: SamplingParams, request_id: str, lora: LoRARequest | None) -> Collector:
         if self.errored:
             raise EngineDeadError
         self._run_output_handler()
@@ -292,7 +310,11 @@ class AsyncLLM:
         if transfer is not None and not isinstance(transfer, dict):
             raise VLLMValidationError("kv_transfer_params must be a dictionary")
         own = dict(transfer) if transfer is not None and core.engine_id else None
-        request = Request(request_id, list(tokens), params, salt, own, generator)
+        if lora is not None and self.vllm_config.lora_config is None:
+            raise VLLMValidationError(f"Got lora_request {lora} but LoRA is not enabled!")
+        assert lora is None or lora.lora_int_id in core.loras, "it would read the folder, which may have changed"
+        named = None if lora is None else (lora.lora_name, lora.lora_int_id)
+        request = Request(request_id, list(tokens), params, salt, own, generator, named)
         core.grammars.grammar_init(request)
         core.add(request)
         collector = self._collectors[request_id] = Collector(params.output_kind)
