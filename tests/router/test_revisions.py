@@ -2,7 +2,7 @@
 
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code
-from penstock.schemas.fleet import WorkerState
+from penstock.schemas.fleet import LoraAdapter, WorkerState
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.router.recovery.test_recovery import lose, on, streamed
@@ -84,3 +84,21 @@ async def test_an_answer_whose_revision_does_not_come_back_ends_with_the_reason(
         assert "first 7 tokens" in end.message
         assert "--revision-wait-s" in end.message
         assert one.unfinished[unstarted.id] == (2, "w2")
+
+
+async def test_a_request_waits_for_a_worker_with_its_adapter_and_ends_if_none_comes(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
+) -> None:
+    served = LoraAdapter("poet", "0a", loaded=True)
+    async with routing(broker, pipeline, revision_wait_s=0.5) as one:
+        await clients.stub("w1", adapters=(LoraAdapter("poet", "0b"),))
+        await one.knows("w1")
+        gone, waits = request(lora="poet@0c"), request(lora=served.id)
+        await clients.ask(gone)
+        end = await log.end(gone)
+        assert end.code == Code.revision_unavailable
+        assert "no worker of 'm' has had LoRA adapter poet@0c for 0.5 s (--revision-wait-s)" in end.message
+        await clients.ask(waits)
+        await eventually(lambda: one.waiting == [waits.id])
+        await clients.stub("w2", adapters=(served,))
+        assert (await clients.placed(waits))[0] == "w2"
