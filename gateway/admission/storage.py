@@ -139,7 +139,11 @@ MESSAGE_BYTES = 1_000  # of a request beside its prompt, about
 
 
 class LogCapacity:
-    """Call ``refresh`` periodically; ``check`` uses the figures of the last call."""
+    """Call ``refresh`` periodically; ``check`` uses the figures of the last call.
+
+    Attributes:
+        packs: whether prompts are packed, see ``penstock.schemas.streams.PROMPTS``.
+    """
 
     def __init__(self, bus: Bus, metrics: GatewayMetrics) -> None:
         self._bus = bus
@@ -147,11 +151,7 @@ class LogCapacity:
         self._requests = StreamWatch(bus, bus.subjects.stream("REQUESTS"))
         self._firsts: dict[str, tuple[int, int]] = {}  # consumer -> its floor, and the first message behind it
         self._over_share: frozenset[str] = frozenset()
-
-    @property
-    def packs(self) -> bool:
-        """Whether prompts are packed, see ``penstock.schemas.streams.PROMPTS``."""
-        return self._requests.metadata.get(PROMPTS) == PACKED
+        self.packs = False
 
     def check(self, tenant: str | None = None) -> None:
         """
@@ -186,6 +186,7 @@ class LogCapacity:
         watch = self._requests
         try:
             await watch.look()
+            self.packs = watch.metadata.get(PROMPTS) == PACKED
             level = 0.0
             for consumer in consumers:
                 level = max(level, await self._share(consumer))

@@ -224,8 +224,9 @@ class Gateway:
         Raises:
             ServingError: queue_full: as many of the tenant's requests wait as may.
         """
-        if limit := self.tenants.limits(tenant).max_waiting:
-            check_tenant(tenant, limit, [cell.queues.tenants for cell in self.active])
+        limits = self.tenants.known.get(tenant)
+        if limits is not None and limits.max_waiting:
+            check_tenant(tenant, limits.max_waiting, [cell.queues.tenants for cell in self.active])
 
     def _keys_lost(self, lost: bool) -> None:
         self.metrics.keys_lost.set(lost)
