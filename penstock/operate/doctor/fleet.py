@@ -30,6 +30,7 @@ from penstock.schemas.routers import LostLeases
 
 FULL = 0.95
 LOST_WITHIN_NS = 7 * 86_400_000_000_000  # how old a gateway's entry may be that the keys are lost
+LONG_STEP_MS = 1_000
 UNREAD_S = 30.0  # a request that no router has taken for so long
 OFTEN = 2  # lost leases of a worker that are a problem
 
@@ -297,6 +298,7 @@ def _model(model: str, workers: Sequence[Registration]) -> list[CheckResult]:
             text = f"{model}: {len(values)} different {name.replace('_', ' ')}s among its workers"
             findings.append(warning("same model", text, fix))
     findings += [finding for each in ready for finding in _load(each)]
+    findings += _uneven(model, ready)
     if any(each.role in ("prefill", "decode") and each.transfer is None for each in ready):
         fix = "start it with --transfer auto and NIXL installed"
         findings.append(problem("KV transport", f"{model}: a {'/'.join(sorted(roles))} worker cannot move KV", fix))
@@ -379,9 +381,36 @@ def _load(worker: Registration) -> list[CheckResult]:
     elif worker.load.waiting > worker.slots * worker.dp_size:
         text = f"{worker.name}: {worker.load.waiting} sequences wait for a slot"
         findings.append(warning("slots", text, "add workers, or raise --max-running if its memory allows"))
+    if worker.role == "aggregated" and worker.load.slowest_step_ms >= LONG_STEP_MS and worker.max_batched_tokens:
+        text = f"{worker.name}: a step took {span(worker.load.slowest_step_ms)} within a minute, and all answers waited"
+        text += f" for it: up to {worker.max_batched_tokens} tokens of prompts are computed at once"
+        fix = "lower --max-batched-tokens; with --engine trtllm set enable_chunked_prefill, and max_num_tokens"
+        findings.append(warning("chunked prefill", text, fix))
     if not worker.kv_events and worker.role != "encode":
         text = f"{worker.name} publishes no KV events: requests do not find their prefixes there"
         findings.append(warning("KV events", text, "leave the prefix cache and publishing of events on"))
+    return findings
+
+
+def _uneven(model: str, ready: Sequence[Registration]) -> list[CheckResult]:
+    """Workers with a queue while others of their role have nothing to do."""
+    findings = []
+    for role in sorted({each.role for each in ready}):
+        those = [each for each in ready if each.role == role]
+        idle = [each for each in those if not each.load.running and not each.load.waiting]
+        hot = [each for each in those if each.load.waiting and each.load.running >= each.slots * each.dp_size]
+        if not idle or not hot:
+            continue
+        most = max(hot, key=lambda each: each.load.waiting)
+        text = (
+            f"{model}: {counted(most.load.waiting, 'sequence')} wait at {most.name or most.worker}, and "
+            f"{counted(len(idle), f'{role} worker')} of {len(those)} have nothing to do"
+        )
+        fix = (
+            "see why requests go there: `penstock whatif`, and `penstock inspect` of one that waited. Those that name "
+            "a worker stay with it; a low --overlap-weight of routers lets cached prefixes count less"
+        )
+        findings.append(warning("uneven load", text, fix))
     return findings
 
 

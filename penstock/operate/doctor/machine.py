@@ -23,6 +23,7 @@ from penstock.schemas.subjects import Subjects
 ROOM = 64 << 20
 (FILLING, _), (ALMOST_FULL, _) = LEVELS  # as `disk_nearly_full` is logged
 GPU_S = 10.0  # nvidia-smi hangs with some broken drivers
+CONTAINERS_S = 10.0  # so does a client whose daemon stands still
 
 
 class Growth(NamedTuple):
@@ -58,6 +59,7 @@ def check_machine(
         check_disk(data_dir, growth),
         *([check_port("127.0.0.1", port, gateway=gateway, running=running)] if state is None else []),
         *check_gpus(os.environ),
+        *check_containers(),
         *check_transport(),
         check_memory_lock(),
     ]
@@ -161,6 +163,32 @@ def _driver(smi: str) -> CheckResult:
     if run.returncode:
         return problem("GPU driver", (run.stdout + run.stderr).strip().splitlines()[0], fix)
     return ok("GPU driver", "; ".join(run.stdout.strip().splitlines()))
+
+
+def check_containers() -> list[CheckResult]:
+    """Whether an installed container engine can start containers, with GPUs where there are some."""
+    engine = next((found for name in ("docker", "podman") if (found := shutil.which(name))), None)
+    if engine is None:
+        return []
+    name = Path(engine).name
+    fix = {
+        "docker": "start its daemon: `systemctl start docker`; if that runs, add this user to the group docker",
+        "podman": "see `podman info`; for users without rights, /etc/subuid and /etc/subgid need an entry",
+    }[name]
+    try:
+        run = subprocess.run([engine, "info"], capture_output=True, text=True, timeout=CONTAINERS_S)
+    except subprocess.TimeoutExpired:
+        return [warning("containers", f"`{name} info` does not answer within {CONTAINERS_S:g} s", fix)]
+    except OSError as error:
+        return [warning("containers", f"{name} does not run: {error.strerror}", "install it again")]
+    said = run.stdout + run.stderr
+    if run.returncode or "ERROR: " in said:  # docker's client answers without a daemon, too
+        lines = [line.strip() for line in run.stderr.splitlines() if line.strip()] or ["it does not say why"]
+        return [warning("containers", f"{name}: {lines[0][:200]}", fix)]
+    if shutil.which("nvidia-smi") and not shutil.which("nvidia-ctk") and "nvidia" not in said:
+        fix = "install the NVIDIA container toolkit, then `nvidia-ctk runtime configure` and restart the daemon"
+        return [warning("containers", f"{name} starts containers, and none would see this machine's GPUs", fix)]
+    return [ok("containers", f"{name} answers")]
 
 
 def check_transport() -> list[CheckResult]:

@@ -188,7 +188,11 @@ async def test_a_deployment_s_disk_is_measured_by_its_own_streams(
 
 
 def fake_smi(folder: Path, script: str) -> None:
-    path = folder / "nvidia-smi"
+    fake_bin(folder, "nvidia-smi", script)
+
+
+def fake_bin(folder: Path, name: str, script: str) -> None:
+    path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
@@ -206,6 +210,42 @@ def test_a_driver_is_asked_and_its_complaint_is_shown(
     fake_smi(tmp_path, script)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert statuses(machine.check_gpus({}))[check] is status
+
+
+@pytest.mark.parametrize(
+    ("name", "script", "status", "words"),
+    [
+        ("docker", "echo Server Version: 29.1", CheckStatus.ok, "docker answers"),
+        (
+            "docker",
+            "echo Client:; echo 'ERROR: Cannot connect to its daemon' >&2",
+            CheckStatus.warning,
+            "Cannot",
+        ),
+        ("docker", "echo permission denied >&2; exit 1", CheckStatus.warning, "permission denied"),
+        ("podman", "echo no subuid ranges found >&2; exit 125", CheckStatus.warning, "no subuid"),
+    ],
+)
+def test_a_container_engine_is_asked_and_its_complaint_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str, status: CheckStatus, words: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.check_containers() == []
+    fake_bin(tmp_path, name, script)
+    (found,) = machine.check_containers()
+    assert found.status is status
+    assert words in found.what
+    assert found.fix or status is CheckStatus.ok
+
+
+def test_containers_without_the_toolkit_see_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    fake_bin(tmp_path, "docker", "echo Runtimes: runc")
+    fake_bin(tmp_path, "nvidia-smi", "echo NVIDIA H200")
+    (found,) = machine.check_containers()
+    assert "none would see this machine's GPUs" in found.what
+    fake_bin(tmp_path, "docker", "echo Runtimes: nvidia runc")
+    assert statuses(machine.check_containers()) == {"containers": CheckStatus.ok}
 
 
 def test_hidden_gpus_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,6 +482,8 @@ async def test_a_deployment_without_routers_and_workers_names_what_to_start(bus:
         ([worker(kv_events=False)], "KV events", CheckStatus.warning),
         ([worker(load=Load(waiting=3, used_blocks=99))], "KV memory", CheckStatus.warning),
         ([worker(load=Load(waiting=9))], "slots", CheckStatus.warning),
+        ([worker(load=Load(waiting=1, running=8)), worker("w-2")], "uneven load", CheckStatus.warning),
+        ([worker(load=Load(slowest_step_ms=1500), max_batched_tokens=8192)], "chunked prefill", CheckStatus.warning),
         ([worker()], "workers", CheckStatus.ok),
     ],
 )
@@ -449,6 +491,13 @@ def test_what_is_wrong_with_a_fleet_is_found(workers: list[Registration], check:
     findings = check_workers(workers)
     assert statuses(findings)[check] is status
     assert all(finding.fix for finding in findings if finding.status is not CheckStatus.ok)
+
+
+def test_load_is_even_while_no_worker_is_idle_or_none_has_a_queue() -> None:
+    busy = worker(load=Load(waiting=1, running=8))
+    for other in (worker("w-2", load=Load(running=1)), worker("w-2", role="encode"), worker("w-2", model="other")):
+        assert "uneven load" not in statuses(check_workers([busy, other]))
+    assert "uneven load" not in statuses(check_workers([worker(load=Load(running=8)), worker("w-2")]))
 
 
 async def test_engines_whose_kv_events_do_not_arrive_are_found_by_the_counts(bus: Bus) -> None:
