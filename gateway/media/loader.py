@@ -126,7 +126,7 @@ def _open_below(root: str, names: tuple[str, ...]) -> int:
 
 BUCKET = "media"
 SLOTS = 8
-VIDEOS = 2  # read at once, each in a process of its own
+VIDEOS = 2  # likewise for videos, each read in a process of its own: images do not wait for one that takes long
 # Bytes from which a medium is hashed in a thread, which costs 25 µs of CPU: they hold the event loop for 0.1 ms
 # (``python -m tests.perf.tuning threads``), 100 MB for 10.
 LARGE = 1 << 20
@@ -156,7 +156,7 @@ class MediaLoader:
         self._metrics = metrics
         self._clock = clock
         self._slots = asyncio.Semaphore(SLOTS)
-        # Of their own: a file that takes long to read must not keep threads from everything else.
+        self._video_slots = asyncio.Semaphore(VIDEOS)
         self._videos = ThreadPoolExecutor(VIDEOS, "videos")
         self._known: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name -> (checked, expires), monotonic
 
@@ -183,7 +183,7 @@ class MediaLoader:
         return [tasks[part.url, part.embedding, part.video].result() for part in parts]
 
     async def _load_one(self, part: MediaPart, vision: Vision, keep_s: float, owner: str) -> Media:
-        async with self._slots:
+        async with self._video_slots if part.video else self._slots:
             try:
                 data = await self._fetcher.fetch(part.url)
                 if part.video:

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.cli.terminal import escape, print_hanging, stdout
 from penstock.configs.flags import Parser
-from penstock.infra.model import modeldir, servable
+from penstock.infra.model import modeldir, servable, video
 from penstock.infra.model.defaults import BadDefaults, context_length, defaults
 from penstock.infra.model.embedding_model import describe, makes_vectors
 from penstock.infra.model.modeldir import ModelError
@@ -339,6 +339,9 @@ class _Check:
         model = self._try("folder", lambda: modeldir.load(self._path, chat_template=self._override))
         if model is not None:
             self._add("ok", "images", f"{model.vision.image_token}" if model.vision is not None else model.no_vision)
+            if model.vision is not None and model.vision.video_token:
+                found = "" if video.available() else f"; {video.MISSING}"
+                self._add("note" if found else "ok", "videos", f"{model.vision.video_token}{found}")
             engine = "" if self._engine in ("", ENGINES[0]) else f" --engine {self._engine}"
             self._add("ok", "serve with", f"penstock up --model {self._path}{engine}")
 

@@ -130,6 +130,16 @@ async def test_media_that_cannot_be_used_are_refused_and_the_next_request_is_ser
     await ask(http, body(said(FILM, "Still there?"), max_tokens=2))
 
 
+async def test_a_video_of_a_request_with_no_store_is_in_memory_only(
+    http: httpx.AsyncClient, bus: Bus, folder: Path
+) -> None:
+    raw = film(24, 6, 48, 64)
+    before = (await bus.js.stream_info(f"OBJ_{bus.subjects.bucket('media')}")).state.bytes
+    _, answer = await ask(http, body(said(raw, "What happens?"), no_store=True))
+    assert tokens(answer) == generated(folder, answer["prompt_token_ids"], [raw], COUNT)
+    assert (await bus.js.stream_info(f"OBJ_{bus.subjects.bucket('media')}")).state.bytes == before
+
+
 async def test_a_stock_client_asks_about_a_video(apart: Deployment, folder: Path) -> None:
     async with openai.AsyncOpenAI(base_url=apart.urls[0] + "/v1", api_key="unused", max_retries=0) as client:
         answer = await client.chat.completions.create(

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import struct
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,8 +27,10 @@ from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.object_store import get
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.model import video
 from penstock.infra.model.modeldir import MODELS, Vision, load
 from penstock.infra.model.patch_grid import patch_grid
+from penstock.infra.model.video import VideoFacts
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import Subjects
@@ -278,6 +281,21 @@ async def test_a_video_that_cannot_be_used_is_refused_by_its_field(bus: Bus, sit
         error = await refusal(made.load([MediaPart("it", data_url(data, "video/mp4"), video=True)], QWEN, 60.0))
         assert (error.code, error.param) == (code, "it")
         assert words in error.message
+
+
+async def test_images_do_not_wait_for_videos_that_take_long_to_read(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, raw = threading.Event(), film(30, 10, 64, 48)
+    monkeypatch.setattr(video, "probe", lambda data, limit: goes_on.wait(30) and VideoFacts(30, 10.0, 48, 64))
+    made, large = loader(bus), PNG + bytes(media_loader.LARGE)  # hashed in a thread
+    films = [data_url(raw + bytes([number])) for number in range(media_loader.SLOTS + 1)]
+    slow = asyncio.create_task(made.load([MediaPart("v", url, video=True) for url in films], QWEN, 60.0))
+    try:
+        async with asyncio.timeout(20):
+            (found,) = await made.load([MediaPart("i", data_url(large))], QWEN, 60.0)
+        assert (found.size, slow.done()) == (len(large), False)
+    finally:
+        goes_on.set()
+    assert {each.kind for each in await slow} == {"video/mp4"}
 
 
 async def test_images_that_come_too_late_end_the_request_at_its_deadline(bus: Bus, site: Site) -> None:

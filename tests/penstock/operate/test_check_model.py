@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from penstock.cli import commands
+from penstock.infra.model import video
 from penstock.infra.model.modeldir import DEMO
 from penstock.operate.check_model import ModelReport, check
+from tests.workers.engines.native import qwen_vl
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
@@ -47,6 +49,15 @@ def test_a_whole_folder_has_no_problem_and_shows_a_prompt(folder: Path) -> None:
     assert "tokens" in shown
     assert prompt.endswith("<|im_start|>assistant\n")
     assert "get_weather" in prompt
+
+
+def test_a_model_that_takes_videos_needs_the_library_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = check(qwen_vl.write(tmp_path))
+    assert not problems(report)
+    assert said(report, "images") == [("ok", "<|image_pad|>")]
+    assert said(report, "videos") == [("ok", "<|video_pad|>")]
+    monkeypatch.setattr(video, "available", lambda: False)
+    assert said(check(tmp_path), "videos") == [("note", f"<|video_pad|>; {video.MISSING}")]
 
 
 def test_without_a_template_it_serves_texts_only(folder: Path) -> None:
