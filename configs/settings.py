@@ -265,6 +265,15 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         Positive,
         about("bytes that the files of a tenant may take: what it uploads, and the results of its batches"),
     ] = 1 << 30
+    canary: Annotated[
+        str,
+        Meta(
+            pattern=r"^(|100%|[0-9]{1,2}(\.[0-9]+)?%)$",
+            title="a percentage such as 5%",
+            description="share of each model's requests, such as 5%, that workers of the revision run that came last, "
+            "while another one serves; default: none",
+        ),
+    ] = ""
     default_deadline_s: Annotated[Seconds, about("seconds until a request that sets no deadline fails")] = 600.0
     max_queue: Annotated[
         Positive, about("unrouted requests per priority (interactive, standard, batch); beyond it, clients get 429")

@@ -107,6 +107,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ()
     tensor_parallel_size: Annotated[int, _OF_WORKER] = _WORKER.tensor_parallel_size
     max_model_len: Annotated[int, _OF_WORKER] = _WORKER.max_model_len
+    canary: Annotated[str, _OF_GATEWAY] = _GATEWAY.canary
     url: Annotated[str, _OF_WORKER] = _WORKER.url
     url_model: Annotated[str, _OF_WORKER] = _WORKER.url_model
     url_key_file: Annotated[str, _OF_WORKER] = _WORKER.url_key_file

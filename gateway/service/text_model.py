@@ -7,7 +7,8 @@ Workers of another revision stand by until the serving one has no worker left. A
 used: the same token ids mean different text to it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -21,7 +22,16 @@ from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.parsers.families import TABLE, reasoning_parser, tool_call_parser
 from penstock.infra.text.parsers.registry import ParserNames, agreed_parsers
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import AUTO, NO_TOKENS, LoraAdapter, Registration, WorkerState, reads, revisions
+from penstock.schemas.fleet import (
+    AUTO,
+    NO_TOKENS,
+    LoraAdapter,
+    Registration,
+    WorkerState,
+    reads,
+    revisions,
+    run_together,
+)
 
 log = structlog.get_logger("gateway")
 
@@ -32,12 +42,14 @@ class WorkerSelection(NamedTuple):
         revision: "": no worker is there, or none names its revision.
         ready: one takes requests, alone or together with another.
         lacks: the role of a worker without which those that are there run no request; "": none.
+        canary: ready workers of the revision that came last of those that stand by.
     """
 
     used: list[Registration]
     revision: str
     ready: bool
     lacks: str = ""
+    canary: Sequence[Registration] = ()
 
 
 def lacking(workers: Iterable[Registration]) -> str:
@@ -47,6 +59,14 @@ def lacking(workers: Iterable[Registration]) -> str:
     if len(alone) != 1 or not all(each.pair_only for each in ready):
         return ""
     return "decode" if "prefill" in alone else "prefill"
+
+
+def _latest(workers: Iterable[Registration], serving: str | None) -> list[Registration]:
+    """The ready workers of the revision that registered last, the serving one aside; empty: they run no request."""
+    ready = [each for each in workers if each.state is WorkerState.ready and each.revision != serving]
+    last = max(ready, key=lambda each: (each.epoch, each.worker), default=None)
+    of_it = [each for each in ready if last is not None and each.revision == last.revision]
+    return of_it if run_together(each for each in of_it if each.role not in NO_TOKENS) else []
 
 
 class Roster:
@@ -79,7 +99,8 @@ class Roster:
         self._report_revisions(serving, candidates.present, compatible)
         used = [worker for worker in compatible if worker.revision == serving]
         lacks = lacking(used)
-        return WorkerSelection(used or compatible, serving or "", candidates.serving is not None and not lacks, lacks)
+        ready = candidates.serving is not None and not lacks
+        return WorkerSelection(used or compatible, serving or "", ready, lacks, _latest(compatible, serving))
 
     def _refuse(self, refused: list[Registration]) -> None:
         gauge = self._metrics.refused
@@ -169,6 +190,8 @@ class TextModel:
         self._roster = Roster(names[0], metrics)
         self._selection: WorkerSelection | None = None
         self._context: PrepareContext | None = None
+        self._canary: PrepareContext | None = None  # for a share of the requests
+        self._canary_share = float(settings.canary.removesuffix("%") or 0) / 100
         self._loaded: Loaded | None = None
         self._ignored: frozenset[str] | None = None
         self._adapters: dict[str, LoraAdapter] | None = None
@@ -329,6 +352,8 @@ class TextModel:
             return self._contextualised()
         if not loaded.pinned:
             loaded.used = self._store.clock()
+        if self._canary is not None and random.random() < self._canary_share:
+            return self._canary
         return context
 
     def _contextualised(self) -> PrepareContext | None:
@@ -337,6 +362,9 @@ class TextModel:
         if loaded is None:
             return None
         self._context = context = self._make_context(loaded.model)
+        self._canary = None
+        if self._canary_share and (canary := self._select().canary) and not self.adapters:
+            self._canary = self._make_context(loaded.model, list(canary))
         return context
 
     def prepared_for(self) -> PrepareContext | None:
@@ -363,8 +391,10 @@ class TextModel:
                 raise _nowhere(self.name)
             await self._store.load(source)
 
-    def _make_context(self, model: ModelDir) -> PrepareContext:
+    def _make_context(self, model: ModelDir, canary: list[Registration] | None = None) -> PrepareContext:
         used, revision = self._select()[:2]
+        if canary:
+            used, revision = canary, canary[0].revision
         settings = self._settings
         parsers = self._agreed(model, used)
         workers = [each for each in used if each.role not in NO_TOKENS]  # others cannot say what an output may be

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,19 @@ from penstock.infra.model.modeldir import DEMO, TINY, revision
 from penstock.schemas.fleet import Registration
 from tests import standins
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import ROOT, Deployment, Process, metrics, registrations, stopped, until, words
+from tests.pipeline.support import (
+    ROOT,
+    Deployment,
+    Process,
+    accepted,
+    ending,
+    free_port,
+    metrics,
+    registrations,
+    stopped,
+    until,
+    words,
+)
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -229,3 +242,25 @@ async def test_a_killed_workers_answers_go_on_with_the_weights_they_began_with(
     await until(well_under_way, "the streams run")
     await fleet.kill("two-a")
     assert list(await asyncio.gather(*streams)) == expected
+
+
+async def test_a_canary_gets_its_share_and_each_answer_is_wholly_of_the_revision_that_it_was_given_to(
+    fleet: Fleet, models: tuple[Path, Path]
+) -> None:
+    await fleet.start("old", models[0], engine="mock")
+    await fleet.only("old")
+    await fleet.start("new", models[1], engine="mock")
+    port = free_port()
+    flags = ("--model", str(models[0]), "--served-model-name", "tiny", "--http-port", str(port), "--canary", "50%")
+    gateway = fleet.deployment.also("gateway", *flags)
+    gateway.wait_for("gateway_listening")
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as http:
+        await asyncio.gather(*(ask(http, number, user="canary") for number in range(40)))
+    given = Counter[str]()
+    for request in await accepted(fleet.bus, "canary"):
+        _, end = await ending(fleet.bus, request.id)
+        assert end.timings.made_with is not None
+        assert end.timings.made_with.revision == request.revision
+        given[request.revision] += 1
+    assert given.keys() == {revision(model) for model in models}
+    assert given.total() == 40

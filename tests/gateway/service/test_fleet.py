@@ -1,6 +1,7 @@
 """How answers are written is no worker's state: it stays the same while no worker is there."""
 
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -106,6 +107,32 @@ async def test_a_cell_continues_an_answer_only_with_workers_of_its_revision(view
     join(view, "a", revision="2f6c")
     assert view.best_of([0], "demo") == view.best_of([0], "demo", "2f6c") == [0]
     assert view.best_of([0], "demo", "9d10") == []
+
+
+@pytest.mark.parametrize(("canary", "expected"), [("", 0), ("25%", 250), ("100%", 1000)])
+async def test_a_share_of_requests_goes_to_the_revision_that_came_last(
+    broker: EmbeddedNats, pipeline: Subjects, canary: str, expected: int
+) -> None:
+    bus = await connect(broker.url("operator"), role="gateway", name="test", namespace=pipeline.namespace)
+    settings, metrics = GatewaySettings(canary=canary), GatewayMetrics(MetricScope())
+    view = FleetView([bus], [(("demo",), MODEL)], "gw1", settings, metrics, bus.tasks)
+
+    def revisions() -> Counter[str]:
+        contexts = [view.only_context() for _ in range(1000)]
+        return Counter(context.revision for context in contexts if context is not None)
+
+    try:
+        join(view, "a", revision="old")
+        assert revisions() == {"old": 1000}
+        join(view, "b", revision="new")
+        join(view, "c", revision="old")
+        assert revisions()["new"] == pytest.approx(expected, abs=80)
+        leave(view, "b")
+        assert revisions() == {"old": 1000}
+        join(view, "d", "decode", revision="new", pair_only=True)
+        assert revisions() == {"old": 1000}, "alone it runs no request"
+    finally:
+        await bus.close()
 
 
 async def test_a_decode_worker_alone_makes_a_cell_serve_unless_another_cell_has_a_pair(view: FleetView) -> None:
