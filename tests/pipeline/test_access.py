@@ -519,6 +519,35 @@ async def test_what_a_key_used_is_what_its_clients_were_told(
     assert MODEL_NAME in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("tenants")
+async def test_what_a_tenant_asks_over_nats_is_counted_without_a_key(
+    deployment: Deployment, https: list[httpx.AsyncClient], bus: Bus
+) -> None:
+    operator = await make(bus, https, operator=True)
+    assert await asyncio.to_thread(main, ["tenants", "add", "courier", "--data-dir", str(deployment.data_dir)]) == 0
+    login = json.loads(credentials_path(deployment.data_dir, "courier").read_text())
+    client = await nats.connect(login["nats_url"])
+    try:
+
+        async def answer() -> Any:
+            reply = await client.request(f"ps.ask.{MODEL_NAME}", json.dumps(CHAT).encode(), timeout=10)
+            return json.loads(reply.data).get("usage")
+
+        told = await until(answer, "the tenant is known")
+    finally:
+        await client.close()
+
+    async def counted() -> Any:
+        query = {"group_by": "project_id,api_key_id"}
+        page = (await https[0].get("/v1/usage", params=query, headers=bearer(operator))).json()
+        results = [each for bucket in page["data"] for each in bucket["results"]]
+        return [each for each in results if each["project_id"] == "courier"]
+
+    (found,) = await until(counted, "it is counted")
+    assert (found["num_model_requests"], found["api_key_id"]) == (1, None)
+    assert (found["input_tokens"], found["output_tokens"]) == (told["prompt_tokens"], told["completion_tokens"])
+
+
 async def until_refused(http: httpx.AsyncClient, key: str) -> httpx.Response:
     found: list[httpx.Response] = []
 
