@@ -166,7 +166,8 @@ class StreamedAnswer:
             call.arguments += delta.function.arguments or ""
 
 
-IMAGE_BYTES = 20 << 20  # of one image file
+IMAGE_BYTES = 20 << 20  # of one image or video file
+VIDEO_NAMES = (".mp4", ".mov", ".webm", ".mkv")
 Message = dict[str, Any]
 
 
@@ -195,12 +196,13 @@ class Conversation(msgspec.Struct):
         """Add a question.
 
         Args:
-            images: URLs, data URLs among them.
+            images: URLs of images and videos, data URLs among them.
         """
         content: Any = text
         if images:
-            pictures = [{"type": "image_url", "image_url": {"url": url}} for url in images]
-            content = [*pictures, {"type": "text", "text": text}]
+            kinds = ["video_url" if _is_video(url) else "image_url" for url in images]
+            media = [{"type": kind, kind: {"url": url}} for kind, url in zip(kinds, images, strict=True)]
+            content = [*media, {"type": "text", "text": text}]
         self.messages.append({"role": "user", "content": content})
 
     def answer(self, answer: StreamedAnswer) -> None:
@@ -253,17 +255,20 @@ def load(file: Path) -> Conversation:
 
 
 def image_url(source: str) -> str:
-    """An image for ``ask``: a URL as it is, a file as a data URL.
+    """An image or video for ``ask``: a URL as it is, a file as a data URL.
 
     Raises:
-        ValueError: the file cannot be read, is too large, or no image by its name.
+        ValueError: the file cannot be read, is too large, or no image or video by its name.
     """
     if source.startswith(("http://", "https://", "data:")):
         return source
     file = Path(source).expanduser()
-    kind, _ = mimetypes.guess_type(file.name)
-    if kind is None or not kind.startswith("image/"):
-        raise ValueError(f"{source} is no image: its name should end in .png, .jpg, .webp or .gif")
+    kind = "video/mp4" if _is_video(file.name) else mimetypes.guess_type(file.name)[0]
+    if kind is None or not kind.startswith(("image/", "video/")):
+        raise ValueError(
+            f"{source} is no image or video: its name should end in .png, .jpg, .webp or .gif, or in "
+            f"{', '.join(VIDEO_NAMES)}"
+        )
     try:
         size = file.stat().st_size
         if size > IMAGE_BYTES:
@@ -271,3 +276,7 @@ def image_url(source: str) -> str:
         return f"data:{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
     except OSError as error:
         raise ValueError(f"image {source}: {error.strerror or error}") from error
+
+
+def _is_video(url: str) -> bool:
+    return url.startswith("data:video/") or url.partition("?")[0].lower().endswith(VIDEO_NAMES)

@@ -53,7 +53,11 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", default=os.environ.get("OPENAI_API_KEY", ""), help="API key; default: $OPENAI_API_KEY")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
     parser.add_argument(
-        "--image", action="append", default=[], metavar="FILE", help="show an image with the question; or a URL"
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="show an image or video with the question; or a URL",
     )
     parser.add_argument(
         "--tools", default="", metavar="FILE", help="JSON list of tools that the model may call; you give the results"

@@ -100,7 +100,7 @@ HELP = """\
 /new             begin a new conversation
 /system TEXT     set the system message; without TEXT: remove it
 /model NAME      ask another model; without NAME: list them
-/image FILE      show an image with the next question; a URL will do
+/image FILE      show an image or video with the next question; a URL will do
 /retry           ask the last question again
 /undo            take back the last question and its answer
 /save FILE       write the conversation to a file

@@ -228,7 +228,8 @@ class MediaUrl(Struct, frozen=True):
 
     url: str
     detail: Annotated[
-        Literal["auto", "low", "high"] | None, Meta(description="every image takes the same number of tokens")
+        Literal["auto", "low", "high"] | None,
+        Meta(description="without effect: the model decides how many tokens an image takes"),
     ] = None
 
 

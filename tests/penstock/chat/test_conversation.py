@@ -76,5 +76,15 @@ def test_an_image_is_a_url_or_a_file_of_a_size_that_is_sent(tmp_path: Path) -> N
         large.truncate(IMAGE_BYTES + 1)
     with pytest.raises(ValueError, match="the limit is"):
         image_url(str(image))
-    with pytest.raises(ValueError, match="no image"):
+    with pytest.raises(ValueError, match="no image or video: its name should end in"):
         image_url("notes.txt")
+
+
+def test_a_video_goes_with_a_question_by_its_name(tmp_path: Path) -> None:
+    film = tmp_path / "a.MOV"
+    film.write_bytes(b"moov")
+    conversation = Conversation(model="m")
+    conversation.ask("What?", [image_url(str(film)), "https://x/b.webm?c=d", "https://x/b.png"])
+    first, second, third, _ = conversation.messages[-1]["content"]
+    assert first == {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,bW9vdg=="}}
+    assert (second["type"], third["type"]) == ("video_url", "image_url")
