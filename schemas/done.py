@@ -7,7 +7,7 @@ only: the worker returns the request unstarted or unfinished, and a router place
 their bodies: followers read the headers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -19,7 +19,7 @@ from penstock.schemas.requests import Embedding, GenerateRequest
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_CRASHED, HEADER_RETURNED
 from penstock.schemas.tokens import FAILURES, PROMPT, WHOLE_REQUEST, File, Finish, Logprob, TokenItem
 from penstock.schemas.trace import Stamps
-from penstock.schemas.wire import content_type, decoder, encode
+from penstock.schemas.wire import TOKEN_BYTES, content_type, decoder, encode, narrowed, widened
 
 _HEADER_TEXT = 200  # characters of a reason in a header
 
@@ -78,13 +78,18 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One choice: its tokens (packed u32) and why it ended. ``logprobs``: one per token, if asked for and known."""
+    """One choice: its tokens (packed u32) and why it ended. ``logprobs``: one per token, if asked for and known.
+
+    Records of packed requests have ``count`` tokens in ``packed`` instead, as ``PackedRequest`` has its prompt's.
+    """
 
     tokens: bytes = b""
     reason: str = ""
     stop: str | int | None = None
     files: tuple[File, ...] = ()  # of an image or video request
     logprobs: tuple[Logprob, ...] = ()
+    packed: bytes = b""
+    count: int = 0
 
 
 class Done(msgspec.Struct, frozen=True, omit_defaults=True, tag="done"):
@@ -124,8 +129,44 @@ class Returned(msgspec.Struct, frozen=True, omit_defaults=True, tag="returned"):
     crashed: str = ""  # of CRASHES, or KILLED: its worker's process or engine ended while it ran this; "": did not
 
 
-decode = decoder(Done | Returned)  # type: ignore[arg-type]
+decode_stored: Callable[[bytes], Done | Returned] = decoder(Done | Returned)  # type: ignore[arg-type]
 DONE_TYPE, RETURNED_TYPE = content_type(Done), content_type(Returned)
+
+
+def decode(data: bytes) -> Done | Returned:
+    """A message of DONE, whichever way its tokens are packed.
+
+    Raises:
+        msgspec.MsgspecError: it is none, or one of a later version.
+    """
+    event = decode_stored(data)
+    if isinstance(event, Returned) or not any(choice.packed for choice in event.choices):
+        return event
+    try:
+        return msgspec.structs.replace(event, choices=tuple(map(_unpacked, event.choices)))
+    except ValueError as error:
+        raise msgspec.ValidationError(str(error)) from None
+
+
+def _unpacked(choice: Outcome) -> Outcome:
+    if not choice.packed:
+        return choice
+    return msgspec.structs.replace(choice, tokens=widened(choice.packed, choice.count), packed=b"", count=0)
+
+
+_NAMES = 8  # bytes that the names of two fields take more than that of one
+
+
+def packed(event: Done) -> Done:
+    """A terminal event whose tokens take as few bits as they need."""
+    return msgspec.structs.replace(event, choices=tuple(map(_packed, event.choices)))
+
+
+def _packed(choice: Outcome) -> Outcome:
+    data = narrowed(choice.tokens)
+    if len(data) + _NAMES >= len(choice.tokens):
+        return choice
+    return msgspec.structs.replace(choice, tokens=b"", packed=data, count=len(choice.tokens) // TOKEN_BYTES)
 
 
 class ReturnedHeader(NamedTuple):
@@ -315,7 +356,7 @@ def _without_logprobs(event: Done) -> Done:
 
 
 def _without_tokens(event: Done) -> Done:
-    choices = tuple(msgspec.structs.replace(choice, tokens=b"") for choice in event.choices)
+    choices = tuple(msgspec.structs.replace(choice, tokens=b"", packed=b"", count=0) for choice in event.choices)
     return msgspec.structs.replace(event, choices=choices)
 
 

@@ -443,6 +443,12 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         done.Done(REQUEST.id, "tiny", 1, "w-3", timings=done.Timings(1, 2, router="router-0-5e6f7a8b")),
         done.decode,
     ),
+    "done_with_packed_tokens": (
+        done.packed(
+            done.Done(REQUEST.id, "tiny", 1, "w-1", choices=(done.Outcome(pack_tokens([1, 151_643] * 4), "stop"),))
+        ),
+        done.decode_stored,
+    ),
     "done_with_its_engine": (
         done.Done(
             REQUEST.id, "tiny", 1, timings=done.Timings(made_with=done.MadeWith("2f6c", "vllm", "penstock 0.1.0"))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas import requests
+from penstock.schemas import done, requests
 from penstock.schemas.wire import encode, narrowed, pack_tokens, widened
 from tests.schemas.samples import REQUEST
 
@@ -47,3 +47,20 @@ def test_a_request_is_read_whichever_way_its_prompt_is_packed() -> None:
 def test_an_earlier_build_refuses_a_packed_request_rather_than_run_an_empty_prompt() -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(encode(requests.packed(REQUEST)), type=requests.GenerateRequest)
+
+
+def test_a_record_is_read_whichever_way_its_tokens_are_packed() -> None:
+    outcomes = (done.Outcome(pack_tokens([5, 70_000] * 4), "stop"), done.Outcome(b"", "error"))
+    event = done.Done(REQUEST.id, "tiny", 1, choices=outcomes)
+    stored = encode(done.packed(event))
+    assert len(stored) < len(encode(event))
+    assert done.decode(stored) == done.decode(encode(event)) == event
+    vectors = msgspec.structs.replace(event, choices=(done.Outcome(pack_tokens([2**32 - 1] * 4), "stop"),))
+    assert done.packed(vectors) == vectors, "nothing is gained"
+    broken = msgspec.structs.replace(event, choices=(done.Outcome(packed=b"\x0cabc", count=9),))
+    with pytest.raises(msgspec.ValidationError):
+        done.decode(encode(broken))
+    tight = done.decode(done.encode_within(done.packed(event), 60))
+    assert isinstance(tight, done.Done)
+    assert "tokens" in tight.left_out
+    assert tight.choices[0] == done.Outcome(reason="stop")

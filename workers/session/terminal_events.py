@@ -18,7 +18,7 @@ from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.puller import ACK
 from penstock.infra.bus.tasks import Tasks, as_serving_error
 from penstock.infra.process.turns import TurnBudget
-from penstock.schemas import done, kv, summary, wire
+from penstock.schemas import done, kv, requests, summary, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
@@ -88,6 +88,8 @@ class Reporter:
             if not await self._outbox.stored(OUTPUT_S):
                 log.warning("output_unconfirmed", request=request.id)
             event = done.without_content(event, request)
+        elif running.job is not None and requests.is_packed(bytes(running.job.request)):  # this build made the streams
+            event = done.packed(event)
         payload = done.encode_within(event, self._bus.max_message)
         await self._publisher.publish(
             self._bus.subjects.done(request.tenant, request.model, request.id),

@@ -573,6 +573,8 @@ class _Spoken(msgspec.Struct):
     """Of an ``Outcome``."""
 
     tokens: bytes = b""
+    packed: bytes = b""
+    count: int = 0
 
 
 class _Said(msgspec.Struct, tag="done"):
@@ -643,7 +645,8 @@ class RecordSearch:
             try:
                 said = _decode_said(data)
                 asked = _decode_asked(said.submitted) if said.submitted else _NOTHING_ASKED
-                prompt = asked.prompt or _prompt_in(stored)
+                texts = [asked.prompt or _prompt_in(stored)]
+                texts += [widened(one.packed, one.count) if one.packed else one.tokens for one in said.choices]
             except (msgspec.MsgspecError, ValueError):
                 found[at] = True
                 continue
@@ -651,7 +654,7 @@ class RecordSearch:
                 found[at] = True
                 continue
             of, parts = by_model.setdefault(said.model, ([], []))
-            for packed in (prompt, *(choice.tokens for choice in said.choices)):
+            for packed in texts:
                 if packed:
                     of.append(at)
                     parts.append(packed)

@@ -230,14 +230,15 @@ def _append_body(record: LogLine, lines: bytearray, sequence_of: SequenceOf) -> 
     if decode is None or not data:
         return False
     message = decode(data)
-    if wire.encode(message) != data:
-        return False
-    request, packs = _ABSENT, isinstance(message, PackedRequest)
+    packs = isinstance(message, PackedRequest)
     if packs:
         message = requests.decode(data)
-        if wire.encode(requests.packed(message)) != data:
-            return False
-    elif stream == "WORK" and not isinstance(message, Revoke):
+    elif isinstance(message, Done) and wire.encode(message) != data:
+        packs = True
+    if wire.encode(_packed(message) if packs else message) != data:
+        return False
+    request = _ABSENT
+    if stream == "WORK" and not isinstance(message, Revoke):
         message = _job_to_json(message, record, sequence_of)
     elif stream == "DONE" and isinstance(message, Done) and message.submitted:
         request = _request_to_json(message.submitted, record, sequence_of)
@@ -262,20 +263,22 @@ def closed(stream: str, body: bytes, request: msgspec.Raw, request_at: RequestAt
     """The message of a line's body.
 
     Args:
-        packs: it is a request whose prompt was packed.
+        packs: it is a request whose prompt was packed, or a record whose tokens were.
     Raises:
         KeyError: no stream of ours.
         BadLine: see ``decode_line``.
         msgspec.MsgspecError: the body is not what its stream has.
     """
     message = _FROM_JSON[stream](body)
-    if packs:
-        message = requests.packed(message)
     if stream == "WORK" and not isinstance(message, Revoke):
         message = _job_from_json(message, request_at)
     elif stream == "DONE" and (text := bytes(request)):
         message = _replace(message, submitted=_request_from_json(text, request_at))
-    return wire.encode(message)
+    return wire.encode(_packed(message) if packs else message)
+
+
+def _packed(message: Any) -> Any:
+    return done.packed(message) if isinstance(message, Done) else requests.packed(message)
 
 
 def _request_to_json(data: bytes, record: LogLine, sequence_of: SequenceOf) -> msgspec.Raw:

@@ -13,6 +13,7 @@ from penstock.log_tools.requests import find_requests
 from penstock.log_tools.requests.describe import Texts
 from penstock.log_tools.requests.find_requests import RecordSearch
 from penstock.schemas.done import Done, Outcome, recorded
+from penstock.schemas.done import packed as packed_record
 from penstock.schemas.requests import GenerateRequest, Stop, packed
 from penstock.schemas.wire import encode, pack_tokens, unpack_tokens
 
@@ -39,7 +40,7 @@ def matching(pattern: re.Pattern[str], rows: Sequence[tuple[Sequence[int], ...]]
         choices = tuple(Outcome(pack_tokens(answer), "stop") for answer in answers)
         done = Done("r", MODEL, 1, choices=choices)
         for accepted in (encode(request), encode(packed(request))):
-            ours.append((encode(msgspec.structs.replace(done, submitted=recorded(request))), accepted))
+            ours.append((encode(packed_record(msgspec.structs.replace(done, submitted=recorded(request)))), accepted))
         theirs.append((encode(msgspec.structs.replace(done, submitted=encode(request))), b""))
     search = RecordSearch(pattern, TEXTS)
     if not rows:

@@ -29,7 +29,7 @@ from penstock.log_tools.sources.log_line import (
     read_header,
 )
 from penstock.schemas import requests
-from penstock.schemas.done import Done, Outcome
+from penstock.schemas.done import Done, Outcome, packed, recorded
 from penstock.schemas.jobs import Revoke, Stage
 from penstock.schemas.tokens import Finish, Logprob, TokenBatch, TokenItem
 from penstock.schemas.wire import encode, pack_tokens
@@ -122,6 +122,11 @@ def test_a_packed_prompt_is_written_as_others_are_and_comes_back_packed() -> Non
     assert decode_line(encode_line(record("REQUESTS", stored))).data == stored
     job = encode(msgspec.structs.replace(samples.job(1, Stage("decode", "w-1")), request=msgspec.Raw(stored)))
     assert decode_line(encode_line(record("WORK", job))).data == job
+    answer = pack_tokens(range(100))
+    end = encode(packed(Done(asked.id, "tiny", 1, choices=(Outcome(answer, "stop"),), submitted=recorded(asked))))
+    line = msgspec.json.decode(encode_line(record("DONE", end)))
+    assert base64.b64decode(line["body"]["choices"][0]["tokens"]) == answer
+    assert decode_line(encode_line(record("DONE", end))).data == end
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -math.nan, -0.1, 5e-324])
