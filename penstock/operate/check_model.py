@@ -14,7 +14,7 @@ from penstock.cli.terminal import escape, print_hanging, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.model import modeldir, servable, video
 from penstock.infra.model.defaults import BadDefaults, context_length, defaults
-from penstock.infra.model.embedding_model import describe, makes_vectors
+from penstock.infra.model.embedding_model import describe, makes_vectors, scores_pairs
 from penstock.infra.model.modeldir import ModelError
 from penstock.infra.model.text_files import UnreadableTemplate, special_tokens, template_sources, token_text
 from penstock.infra.model.weight_files import is_pointer, weight_files
@@ -188,7 +188,8 @@ class _Check:
         self._add("ok", "length", f"{length.tokens:,} tokens: {length.source}")
         if makes_vectors(path):
             self._vectors()
-            return ModelReport(f"{path}: a model for vectors of texts", self._lines)
+            makes = "scores of pairs" if scores_pairs(path) else "vectors"
+            return ModelReport(f"{path}: a model for {makes} of texts", self._lines)
         self._ends(tokenizer)
         self._defaults()
         template = self._template()
@@ -331,7 +332,10 @@ class _Check:
     def _vectors(self) -> None:
         found = self._try("vectors", lambda: describe(self._path))
         if found is not None:
-            self._add("ok", "vectors", f"{found.pooling} pooling, texts of {found.max_tokens:,} tokens")
+            how = f"{found.pooling} pooling, texts of {found.max_tokens:,} tokens"
+            if found.scores:
+                how = f"{found.activation} of the score, pairs of {found.max_tokens:,} tokens (/v1/rerank, /v1/score)"
+            self._add("ok", "scores" if found.scores else "vectors", how)
             self._add("ok", "serve with", f"penstock worker --role embed --model {self._path}")
 
     def _whole(self) -> None:

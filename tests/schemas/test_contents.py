@@ -41,7 +41,7 @@ def whole_request() -> GenerateRequest:
         media=(Media(SAID, "image/png", 3, 1, 2),),
         parsing=Parsing(texts={SECRET: {SECRET: True}}),
         diffusion=Diffusion("image", SECRET, 8, 8, 1, "png", negative=SECRET),
-        embedding=Embedding(2, texts=(SECRET,), lengths=(TOKEN,)),
+        embedding=Embedding(2, texts=(SECRET,), lengths=(TOKEN,), queries=(SECRET,)),
         constraint=Constraint("regex", SECRET),
     )
 

@@ -111,6 +111,15 @@ def test_an_empty_folder_and_other_kinds_are_named(tmp_path: Path) -> None:
     assert check(tmp_path).title.endswith("a pipeline of diffusers, for images or videos")
 
 
+def test_a_cross_encoder_is_named_with_its_endpoints(folder: Path) -> None:
+    edit(folder / "config.json", architectures=["LlamaForSequenceClassification"], id2label={"0": "relevant"})
+    report = check(folder)
+    assert report.title.endswith("a model for scores of pairs of texts")
+    ((status, text),) = said(report, "scores")
+    assert (status, text.startswith("Sigmoid of the score, pairs of ")) == ("ok", True)
+    assert said(report, "serve with") == [("ok", f"penstock worker --role embed --model {folder}")]
+
+
 def test_what_a_template_refuses_or_needs_is_said(folder: Path) -> None:
     source = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
