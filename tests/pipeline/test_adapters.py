@@ -237,3 +237,19 @@ async def test_one_that_is_unloaded_in_mid_answer_ends_it_in_good_order(
     await began.wait()
     assert (await change(http, "unload", "brief")).status_code == 200
     assert await running > 50
+
+
+@pytest.mark.slow
+async def test_prefill_and_decode_workers_hand_over_the_blocks_of_adapters(
+    new_deployment: NewDeployment, folder: Path, expected: dict[str, list[int]]
+) -> None:
+    apart = new_deployment(
+        *("--engine", "native", "--prefill", "1", "--decode", "1", "--threads", "1", "--block-size", "8"),
+        *("--local-prefill-tokens", "0", "--lora-folder", str(folder)),
+    )
+    async with httpx.AsyncClient(base_url=apart.urls[0], trust_env=False, timeout=60) as http:
+        for model in ("demo", "poet", "clerk", "poet"):
+            tokens, whole = await answered(http, model)
+            assert tokens == expected["" if model == "demo" else model]
+            status = (await http.get(f"/v1/requests/{whole['id']}")).json()
+            assert status["worker"].startswith("decode"), status
