@@ -357,6 +357,17 @@ def test_a_list_shows_the_revision_and_the_settings_only_where_they_differ() -> 
     assert other[2].split()[-2:] == ["b" * 12, "0.5"]
 
 
+def test_a_list_shows_adapters_where_some_requests_have_one_or_another() -> None:
+    def heading(*adapters: str) -> list[str]:
+        found = [RequestLine(RequestSummary("i", "tiny", "done", 1, adapter=each)) for each in adapters]
+        return next(iter(lines(found, width=300, now_ns=1, header="error"))).split()
+
+    assert "adapter" in heading("poet@0a", "")
+    assert "adapter" in heading("poet@0a", "poet@0b")
+    assert "adapter" not in heading("poet@0a", "poet@0a")
+    assert "adapter" not in heading("", "")
+
+
 async def test_a_moment_lists_what_was_under_way_and_what_it_did_then(
     bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
 ) -> None:
