@@ -26,7 +26,17 @@ from penstock.infra.model.modeldir import TINY, load_tokenizer
 from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import block_hashes, jobs, wire
-from penstock.schemas.done import Done, Outcome, Returned, Timings, Usage, encode_within, returned_header
+from penstock.schemas.done import (
+    Done,
+    Outcome,
+    Returned,
+    Timings,
+    Usage,
+    encode_within,
+    not_recorded,
+    recorded,
+    returned_header,
+)
 from penstock.schemas.jobs import Candidate, Decision, Job, Stage
 from penstock.schemas.requests import GenerateRequest, Priority, Stop, new_request_id
 from penstock.schemas.streams import topology
@@ -277,7 +287,8 @@ class SyntheticLog:
             each.code,
             f"recorded as {each.code}" if each.code else "",
             request.user,
-            submitted=each.raw,
+            submitted=recorded(request),
+            left_out=not_recorded(request),
         )
         subject = self._subjects.done(request.tenant, MODEL, request.id)
         await self._publish(subject, encode_within(event, 7 << 20), {HEADER_MSG_ID: request.id})

@@ -65,6 +65,7 @@ log = structlog.get_logger("timeline")
 
 T = TypeVar("T")
 
+_LEFT_OUT = b"\xa8left_out"  # as a record names what it lacks
 _ID = 36  # characters of a request's id
 
 
@@ -208,8 +209,12 @@ async def ended(
     before = before or await _behind(bus, stream, criteria)
     async with contextlib.aclosing(_Accepted(bus)) as accepted:
         async for part in _together(bus, stream, subjects, before):
-            asked = await accepted.of(part) if prompts or wanted is not None else [b""] * len(part)
-            may_be = wanted(list(map(_body, part)), asked) if wanted is not None else [True] * len(part)
+            bodies, asked = list(map(_body, part)), [b""] * len(part)
+            if prompts or wanted is not None:
+                lacking = [at for at, body in enumerate(bodies) if _LEFT_OUT in body]  # older records have the prompt
+                for at, message in zip(lacking, await accepted.of([part[at] for at in lacking]), strict=True):
+                    asked[at] = message
+            may_be = wanted(bodies, asked) if wanted is not None else [True] * len(part)
             for each, stored, is_wanted in zip(part, asked, may_be, strict=True):
                 if not is_wanted and not oldest:
                     continue
@@ -253,7 +258,7 @@ class _Accepted:
     def __init__(self, bus: Readable) -> None:
         self._bus = bus
         self._parts: AsyncGenerator[Sequence[Entry | Raw], None] | None = None
-        self._found: dict[str, Entry | Raw] = {}
+        self._found: dict[bytes, Entry | Raw] = {}  # by the request's id
         self._reached_ns = 0  # when the last message that was read had been stored
 
     async def aclose(self) -> None:
@@ -271,12 +276,12 @@ class _Accepted:
         names = list(map(_request_in, records))
         if self._parts is None:
             self._parts = await self._behind(records[0].time_ns + CLOCK_SKEW_NS)
-        until_ns = min((_made_ns(name.encode()) for name in names), default=0)
-        while self._reached_ns > until_ns and not all(name in self._found for name in names):
+        until_ns = _made_ns(min(names))  # ids ascend with the time
+        wanted = set(names)
+        while self._reached_ns > until_ns and not wanted <= self._found.keys():
             part = await anext(self._parts, None) or ()
             for each in part:
-                name = message_id(each.block, each.at).decode() if isinstance(each, Raw) else _id_of(each)
-                self._found[name] = each
+                self._found[message_id(each.block, each.at) if isinstance(each, Raw) else _id_of(each)] = each
             self._reached_ns = part[-1].time_ns if part else 0
         stored = [self._found.pop(name, None) for name in names]
         later_ns = records[-1].time_ns + CLOCK_SKEW_NS
@@ -290,16 +295,17 @@ class _Accepted:
         if not isinstance(bus, LogFiles) and ended_ns < time.time_ns():
             before = await before_time(bus, stream, ended_ns) + 1
         self._reached_ns = ended_ns
-        return _together(bus, stream, bus.subjects.all("request"), before)
+        # In files a subject costs as much as an id, and the stream has no others.
+        return _together(bus, stream, ">" if isinstance(bus, LogFiles) else bus.subjects.all("request"), before)
 
 
-def _request_in(record: Entry | Raw) -> str:
-    subject = subject_of(record.block, record.at).decode() if isinstance(record, Raw) else record.subject
-    return subject.rpartition(".")[2]
+def _request_in(record: Entry | Raw) -> bytes:
+    subject = subject_of(record.block, record.at) if isinstance(record, Raw) else record.subject.encode()
+    return subject.rpartition(b".")[2]
 
 
-def _id_of(entry: Entry) -> str:
-    return entry.headers.get(HEADER_MSG_ID, "")
+def _id_of(entry: Entry) -> bytes:
+    return entry.headers.get(HEADER_MSG_ID, "").encode()
 
 
 async def with_prompt(bus: Readable, entry: Entry) -> LoggedRequest | None:
