@@ -109,7 +109,7 @@ class InflightRequest:
         self._error: ServingError | None = None
         self._attempt = 0
         self._streamed = 0  # attempt of ``worker``
-        self._mark: int | None = None  # the fold's mark at the last call of ``quiet_s``
+        self._mark: int | None = None  # the mark of ``fold`` at the last call of ``quiet_s``
         self._moved = 0.0  # monotonic time of the last change of the mark
         self._ended: set[int] = set()  # choices that ended while this was behind
         self._nudged = False
@@ -119,7 +119,7 @@ class InflightRequest:
         """Whether the log has the end of every choice. The reader may not have taken it yet."""
         if not self.fold.open:
             return True
-        # Once this is live again, only the fold counts: a fence that it has read since may void the noted end.
+        # Once live items are taken again, only ``fold`` counts: a fence that it has read may void the noted end.
         return self.behind and self._attempt >= self.fold.attempt and len(self._ended) >= self.request.n
 
     @property
@@ -204,7 +204,7 @@ class InflightRequest:
             on_poisoned(self.request)
 
     def _note_behind(self, item: TokenItem) -> None:
-        """Note the attempt of an item that is not folded yet, and which choices end with it."""
+        """Note the attempt of an item that is yet to be read from the log, and the choices that end with it."""
         if item.finish is not None and item.finish.code:
             self._note_failure(item.finish)
         if item.attempt > self._attempt:

@@ -206,7 +206,7 @@ class Cell:
 
         Args:
             owner: the request has no other reader: it is cancelled if its acceptance is not confirmed.
-            streamed: what it goes on behind, if it comes from another cell.
+            streamed: the tokens that it already has, if it comes from another cell.
         Raises:
             ServingError: it could not be stored, or too much of its tenant or class waits; it will not run.
         """
@@ -219,7 +219,7 @@ class Cell:
                 Code.body_too_large,
                 f"the prompt takes {len(payload)} bytes as a message; the broker carries {limit} (max_payload)",
             )
-        # What is kept to be put again is kept to be read, too.
+        # Content that may have to be stored again must stay readable.
         inflight, subscription, content = InflightRequest(request, bounded=not request.no_store), self._own, b""
         if request.no_store:
             await self._memory.check(request, len(payload))
@@ -266,7 +266,7 @@ class Cell:
         return inflight
 
     async def _put_streamed(self, request: GenerateRequest, items: Sequence[TokenItem], timeout: float) -> None:
-        """Put what a request goes on behind into its tokens, as of attempt 0."""
+        """Publish the tokens that a request already has, as those of attempt 0."""
         for number, part in enumerate(portions(items, self.bus.max_message // 2)):
             await self.publisher.publish(
                 self.bus.subjects.tokens(request.token_address),
@@ -300,7 +300,7 @@ class Cell:
 
     def release(self, inflight: InflightRequest) -> None:
         """Stop reading, without cancelling."""
-        if inflight.request.no_store and not self.unstored.release(inflight):  # what it has may have to be put again
+        if inflight.request.no_store and not self.unstored.release(inflight):  # its content may be stored again
             inflight.cancelling = "released"  # never sent
             inflight.cancel_sent = math.inf
         else:

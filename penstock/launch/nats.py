@@ -91,7 +91,7 @@ def print_config(settings: NatsSettings) -> int:
 
 
 def _made(path: Path) -> str:
-    """Since when the passwords are as they are: a configuration with other ones shuts every process out."""
+    """When the passwords were last changed. A configuration with other passwords locks every process out."""
     if not path.exists():
         return ", made now: servers that run already need the folder of their own passwords (--data-dir)"
     return f", of {time.strftime('%Y-%m-%d %H:%M', time.localtime(path.stat().st_mtime))}"
@@ -224,8 +224,8 @@ async def apply_at(
 async def divide_at(
     url: str, subjects: Subjects, before: int, *, record: bool = False, store_size: float = 0.0, cells: int = 1
 ) -> list[str]:
-    """Give the streams of a cell their part of the space, when it has been divided among so many ``cells`` instead of
-    ``before``; see ``divide``.
+    """Resize the streams of a cell after the number of cells that share the space has changed from ``before`` to
+    ``cells``; see ``divide``.
 
     Raises:
         BrokerProblem: as ``apply``, or no server answers there.
@@ -244,7 +244,7 @@ async def divide_at(
 
 
 async def copy_tenants(home_url: str, home: Subjects, url: str, subjects: Subjects) -> list[str]:
-    """Give a cell's routers the limits of home's tenants; the tenants whose limits are new there.
+    """Copy the limits of home's tenants to a cell. Returns the tenants whose limits are new there.
 
     Raises:
         BrokerProblem: as ``apply``, or no server answers at one of the two.

@@ -167,10 +167,10 @@ async def _with_cells(data_dir: Path, number: int, timeout_s: float) -> Deployme
 
 
 def outdated(state: DeploymentState) -> list[Running]:
-    """What another number of cells has restarted, in an order in which each request finds workers. Pure.
+    """The processes to restart for another number of cells, in an order in which every request finds workers. Pure.
 
-    A cell gets workers when every gateway reads it. One that is given up keeps a worker of each role, which are
-    restarted last, while a gateway may send requests there.
+    A cell gets workers once every gateway reads it. A cell that is given up keeps one worker of each role until the
+    end, because gateways may still send requests there.
     """
     last = _last_of_cells(state)
 
@@ -183,7 +183,7 @@ def outdated(state: DeploymentState) -> list[Running]:
 
 
 def _last_of_cells(state: DeploymentState) -> list[Running]:
-    """A worker of each role in each cell that takes no new requests: the first."""
+    """The first worker of each role in each cell that takes no new requests."""
     found: dict[tuple[int, str], Running] = {}
     for each in state.processes:
         if each.role == "worker" and each.pid is not None and not state.is_active(each.cell):
@@ -192,10 +192,10 @@ def _last_of_cells(state: DeploymentState) -> list[Running]:
 
 
 async def _until_empty(bus: Bus, cell: int, timeout_s: float) -> None:
-    """Wait until nothing waits in a cell that takes no new requests: images, for one, would wait for its workers.
+    """Wait until no request is queued in a cell that takes no new ones. Images, for example, need its workers.
 
     Raises:
-        RestartFailed: something still does.
+        RestartFailed: requests are still queued.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -248,7 +248,7 @@ async def _restart(buses: Mapping[int, Bus], data_dir: Path, process: Running, t
 async def _until_ready(buses: Mapping[int, Bus], data_dir: Path, name: str, old: int | None, deadline: float) -> None:
     resumed, began = False, time.monotonic()
     while not await _ready(buses, data_dir, name, old):
-        # One that has just ended is known to be drained a moment later, when what it ran was returned.
+        # A worker that has just ended counts as drained a moment later, once its requests are returned.
         if old is None and not resumed and _is_drained(data_dir, name):
             _resume(data_dir, name)
             resumed = True
