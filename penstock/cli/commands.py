@@ -57,7 +57,7 @@ COMMANDS = {
     "tenants": Command(
         "manage tenants of the NATS API: add, list, rotate, remove, restore, conf",
         "penstock.operate.tenants:run",
-        choices=("add", "list", "rotate", "remove", "restore", "conf"),
+        choices=("add", "set", "list", "rotate", "remove", "restore", "conf"),
     ),
     "passwords": Command(
         "change passwords of the broker's users without a gap: list, rotate, retire",

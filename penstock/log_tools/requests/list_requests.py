@@ -31,7 +31,7 @@ from penstock.log_tools.requests.find_requests import (
     unfinished,
     with_prompt,
 )
-from penstock.log_tools.requests.slow import Samples, itl_ms, report
+from penstock.log_tools.requests.slow import PROPERTIES, Comparison, Samples, comparison_lines, itl_ms, report
 from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_cells, run_command
 from penstock.schemas.keys import PREFIX, check_id
 from penstock.schemas.summary import NOT_SAMPLED, QUEUED, RUNNING, STATES, UNKNOWN, Criteria, RequestSummary, as_dict
@@ -229,6 +229,7 @@ class ListOptions(NamedTuple):
     sort: str = ""
     why: str = ""
     slowest_percent: float = SLOWEST_PERCENT
+    by: str = ""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -277,6 +278,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slowest", type=float, default=SLOWEST_PERCENT, metavar="PERCENT", help="of --why (default: %(default)g)"
     )
+    parser.add_argument(
+        "--by",
+        choices=PROPERTIES,
+        default="",
+        metavar="PROPERTY",
+        help="no list: how many have ended with each value of a property, and what they took: " + ", ".join(PROPERTIES),
+    )
     parser.add_argument("--limit", "-n", type=int, default=50, help="at most so many; 0: all")
     parser.add_argument("--follow", "-f", action="store_true", help="then print requests as they end, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
@@ -309,11 +317,22 @@ def _options(args: argparse.Namespace) -> ListOptions:
         raise ValueError(f"--grep {args.grep!r} is not a regular expression: {error}") from error
     if not 0 < args.slowest < 100:
         raise ValueError(f"--slowest {args.slowest:g}: give a number of percent between 0 and 100")
-    if args.why and args.follow:
-        raise ValueError("--why looks at requests that have ended: leave out --follow")
+    if (args.why or args.by) and args.follow:
+        raise ValueError("--why and --by look at requests that have ended: leave out --follow")
+    if args.why and args.by:
+        raise ValueError("--why compares by every property, and --by by one: leave one of them out")
     texts = Texts(args.model_path)
     return ListOptions(
-        criteria, args.limit, args.follow, args.json, grep, texts, args.sort, WHY.get(args.why, ""), args.slowest
+        criteria,
+        args.limit,
+        args.follow,
+        args.json,
+        grep,
+        texts,
+        args.sort,
+        WHY.get(args.why, ""),
+        args.slowest,
+        args.by,
     )
 
 
@@ -322,6 +341,9 @@ async def _run(source: LogSource, options: ListOptions, console: Console) -> Non
         if options.follow and any(log.stopped for log in logs):
             raise ValueError("the deployment is stopped: there is nothing to follow")
         cells = [(log, log.cell if len(logs) > 1 else None) for log in logs]
+        if options.by:
+            await _compare(cells, options, console)
+            return
         if options.why:
             await _explain(cells, options, console)
             return
@@ -368,6 +390,21 @@ async def _list(cells: Cells, options: ListOptions) -> AsyncGenerator[RequestLin
             count += 1
             if count == options.limit:
                 return
+
+
+async def _compare(cells: Cells, options: ListOptions, console: Console) -> None:
+    comparison = Comparison(options.by)
+    for log, cell in cells:
+        async with contextlib.aclosing(_ended(log.reader, options, cell)) as found:
+            async for line in found:
+                comparison.add(line.summary)
+    groups = comparison.groups()
+    if options.as_json:
+        for each in groups:
+            console.file.write(_encode(each).decode() + "\n")
+        return
+    for text in comparison_lines(options.by, groups) if groups else ("no request matches",):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 async def _explain(cells: Cells, options: ListOptions, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""Where the slow requests differ from the others: plain statistics of their records. Pure.
+"""Where the slow requests differ from the others, and what those with each value of a property took. Pure.
 
 What a property explains is the uncertainty coefficient (Theil's U): of the uncertainty about which requests are slow,
 the share that is gone once the property is known. It is the mutual information of the two, divided by the entropy of
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.cli.figures import counted, span
-from penstock.schemas.summary import RequestSummary
+from penstock.cli.figures import counted, quantile, span
+from penstock.schemas.summary import FAILED, RequestSummary
 
 LEAST = 20  # slow requests, below which chance decides
 FEWEST = 5  # of them in a group that is named
@@ -121,10 +121,87 @@ _NUMBERS: dict[str, tuple[str, Callable[[RequestSummary], float]]] = {
     "output": ("tokens", lambda request: request.completion_tokens),
     "wait for a worker": ("ms", lambda request: max(0, request.routed_ns - request.created_ns) / 1e6),
 }
+PROPERTIES = tuple(_NAMED)
 _CELL = "cell"
 _STEPS_S = (1, 10, 60, 600, 3600, 6 * 3600, 86400)
 _MOST_STEPS = 50
 _SHORTEST_MS = 0.01
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """Requests with one value of a property. Percentiles are of those that have the measure; 0.0: none has.
+
+    Attributes:
+        failed: ended with an error.
+        output_tokens: mean of an answer.
+    """
+
+    value: str
+    requests: int
+    failed: int
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    itl_p50_ms: float
+    duration_p50_ms: float
+    duration_p99_ms: float
+    output_tokens: float
+
+
+class Comparison:
+    """What requests took, by the value of a property. ``add`` those that have ended.
+
+    Args:
+        name: of ``PROPERTIES``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._value_of = _NAMED[name]
+        self._took: dict[str, dict[str, array[float]]] = {}
+        self._counts: dict[str, list[int]] = {}  # requests, failed, output tokens
+
+    def add(self, request: RequestSummary) -> None:
+        value = self._value_of(request)
+        counts = self._counts.setdefault(value, [0, 0, 0])
+        counts[0] += 1
+        counts[1] += request.state == FAILED
+        counts[2] += request.completion_tokens
+        took = self._took.setdefault(value, {name: array("d") for name in MEASURES})
+        for name, measure in MEASURES.items():
+            if (found := measure(request)) is not None:
+                took[name].append(found)
+
+    def groups(self) -> list[Compared]:
+        """The values with most requests first."""
+        found = []
+        for value, (requests, failed, tokens) in self._counts.items():
+            took = {name: sorted(values) for name, values in self._took[value].items()}
+            found.append(
+                Compared(
+                    value,
+                    requests,
+                    failed,
+                    quantile(took["ttft"], 0.5, 0.0),
+                    quantile(took["ttft"], 0.99, 0.0),
+                    quantile(took["itl"], 0.5, 0.0),
+                    quantile(took["duration"], 0.5, 0.0),
+                    quantile(took["duration"], 0.99, 0.0),
+                    tokens / requests,
+                )
+            )
+        return sorted(found, key=lambda each: (-each.requests, each.value))
+
+
+def comparison_lines(name: str, groups: Sequence[Compared]) -> Iterator[str]:
+    """For a terminal."""
+    width = max([len(name), *(len(each.value or "none") for each in groups)])
+    yield f"{name:<{width}}  requests  failed  ttft p50       p99   itl p50  duration p50       p99  tokens"
+    for each in groups:
+        took = (each.ttft_p50_ms, each.ttft_p99_ms, each.itl_p50_ms, each.duration_p50_ms, each.duration_p99_ms)
+        ttft, ttft_p99, itl, duration, duration_p99 = map(span, took)
+        yield (
+            f"{each.value or 'none':<{width}}  {each.requests:>8}  {each.failed:>6}  {ttft:>8}  {ttft_p99:>8}  {itl:>8}"
+            f"  {duration:>12}  {duration_p99:>8}  {each.output_tokens:>6.0f}"
+        )
 
 
 class _Values(NamedTuple):

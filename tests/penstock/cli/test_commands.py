@@ -142,7 +142,7 @@ UNUSABLE: list[tuple[list[str], int, str]] = [
     (
         ["tenants", "ad", "x"],
         2,
-        "penstock tenants: 'ad' is not one of add, list, rotate, remove, restore, conf: did you mean add?",
+        "penstock tenants: 'ad' is not one of add, set, list, rotate, remove, restore, conf: did you mean add?",
     ),
     (
         ["router", "--namespace", "A B"],

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.log_tools.requests.slow import Difference, Samples, Slow, itl_ms, report
+from penstock.log_tools.requests.slow import Comparison, Difference, Samples, Slow, comparison_lines, itl_ms, report
 from penstock.schemas.summary import RequestSummary
 
 MS = 10**6
@@ -51,6 +51,24 @@ def test_the_worker_that_is_slow_comes_first_with_its_share_among_the_slow_and_t
     assert slow.slow == 100
     assert slow.from_ms > slow.others_median_ms
     assert {each.property for each in slow.differences} == {"worker"}
+
+
+def test_revisions_are_compared_by_what_their_requests_took() -> None:
+    comparison = Comparison("revision")
+    for number in range(300):
+        new = number % 3 == 0
+        failed = {"state": "failed", "code": "engine_error"} if number % 30 == 0 else {}
+        comparison.add(request(number, 200 if new else 100, revision="new" if new else "old", **failed))
+    comparison.add(request(300, 100, revision="old", state="cancelled", code="cancelled"))
+    old, new_one = comparison.groups()
+    assert (old.value, old.requests, old.failed, old.duration_p50_ms, old.ttft_p99_ms) == ("old", 201, 0, 100, 10)
+    assert (new_one.value, new_one.requests, new_one.failed, new_one.duration_p99_ms) == ("new", 100, 10, 200)
+    assert new_one.itl_p50_ms == pytest.approx(190 / 9)
+    head, *rows = comparison_lines("revision", [old, new_one])
+    assert head.split() == ["revision", "requests", "failed", "ttft", "p50", "p99", "itl", "p50", "duration", "p50",
+                            "p99", "tokens"]  # fmt: skip
+    assert rows[1].split()[:3] == ["new", "100", "10"]
+    assert len({len(line) for line in (head, *rows)}) == 1, "columns are aligned"
 
 
 def test_a_router_whose_requests_are_slow_is_found() -> None:
