@@ -20,11 +20,11 @@ class _Params:
 
 
 class _Llm:
-    def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> None: ...
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None) -> None: ...
 
 
 class _OldLlm:
-    def generate(self, prompt: Any, sampling_params: Any) -> None: ...
+    def generate(self, prompt: Any, sampling_params: Any, *, lora_request: Any = None) -> None: ...
 
 
 @dataclasses.dataclass
@@ -49,6 +49,8 @@ def install(monkeypatch: pytest.MonkeyPatch, llm: type[Any] = _Llm, **errors: ty
         },
         "vllm.exceptions": errors,
         "vllm.config": dict.fromkeys(("KVTransferConfig", "KVEventsConfig", "StructuredOutputsConfig"), object),
+        "vllm.lora": {},
+        "vllm.lora.request": {"LoRARequest": object},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: False)},
     }
     for name, values in contents.items():
