@@ -31,7 +31,7 @@ from penstock.log_tools.requests.find_requests import (
     unfinished,
     with_prompt,
 )
-from penstock.log_tools.requests.slow import PROPERTIES, Comparison, Samples, comparison_lines, itl_ms, report
+from penstock.log_tools.requests.slow import PROPERTIES, GroupComparison, Samples, comparison_lines, itl_ms, report
 from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_cells, run_command
 from penstock.schemas.keys import PREFIX, check_id
 from penstock.schemas.summary import NOT_SAMPLED, QUEUED, RUNNING, STATES, UNKNOWN, Criteria, RequestSummary, as_dict
@@ -393,7 +393,7 @@ async def _list(cells: Cells, options: ListOptions) -> AsyncGenerator[RequestLin
 
 
 async def _compare(cells: Cells, options: ListOptions, console: Console) -> None:
-    comparison = Comparison(options.by)
+    comparison = GroupComparison(options.by)
     for log, cell in cells:
         async with contextlib.aclosing(_ended(log.reader, options, cell)) as found:
             async for line in found:

@@ -128,7 +128,7 @@ _MOST_STEPS = 50
 _SHORTEST_MS = 0.01
 
 
-class Compared(msgspec.Struct, frozen=True):
+class ComparedGroup(msgspec.Struct, frozen=True):
     """Requests with one value of a property. Percentiles are of those that have the measure; 0.0: none has.
 
     Attributes:
@@ -147,7 +147,7 @@ class Compared(msgspec.Struct, frozen=True):
     output_tokens: float
 
 
-class Comparison:
+class GroupComparison:
     """What requests took, by the value of a property. ``add`` those that have ended.
 
     Args:
@@ -170,13 +170,13 @@ class Comparison:
             if (found := measure(request)) is not None:
                 took[name].append(found)
 
-    def groups(self) -> list[Compared]:
+    def groups(self) -> list[ComparedGroup]:
         """The values with most requests first."""
         found = []
         for value, (requests, failed, tokens) in self._counts.items():
             took = {name: sorted(values) for name, values in self._took[value].items()}
             found.append(
-                Compared(
+                ComparedGroup(
                     value,
                     requests,
                     failed,
@@ -191,7 +191,7 @@ class Comparison:
         return sorted(found, key=lambda each: (-each.requests, each.value))
 
 
-def comparison_lines(name: str, groups: Sequence[Compared]) -> Iterator[str]:
+def comparison_lines(name: str, groups: Sequence[ComparedGroup]) -> Iterator[str]:
     """For a terminal."""
     width = max([len(name), *(len(each.value or "none") for each in groups)])
     yield f"{name:<{width}}  requests  failed  ttft p50       p99   itl p50  duration p50       p99  tokens"

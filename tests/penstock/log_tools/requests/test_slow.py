@@ -5,7 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.log_tools.requests.slow import Comparison, Difference, Samples, Slow, comparison_lines, itl_ms, report
+from penstock.log_tools.requests.slow import (
+    Difference,
+    GroupComparison,
+    Samples,
+    Slow,
+    comparison_lines,
+    itl_ms,
+    report,
+)
 from penstock.schemas.summary import RequestSummary
 
 MS = 10**6
@@ -54,7 +62,7 @@ def test_the_worker_that_is_slow_comes_first_with_its_share_among_the_slow_and_t
 
 
 def test_revisions_are_compared_by_what_their_requests_took() -> None:
-    comparison = Comparison("revision")
+    comparison = GroupComparison("revision")
     for number in range(300):
         new = number % 3 == 0
         failed = {"state": "failed", "code": "engine_error"} if number % 30 == 0 else {}
