@@ -238,7 +238,7 @@ async def test_health_models_and_documents(fast: Deployment) -> None:
             assert [card["id"] for card in models["data"]] == ["tiny", "other"]
             assert models["data"][0]["max_model_len"] == 131_072
             home = await client.get("/")
-            assert (home.status_code, "try it" in home.text.lower()) == (200, True)
+            assert (home.status_code, "new chat" in home.text.lower()) == (200, True)
             assert "default-src 'none'" in home.headers["content-security-policy"]
             docs = await client.get("/docs")
             assert docs.headers["content-type"].startswith("text/html")
