@@ -420,6 +420,7 @@ class StoredStream:
         self.max_age_s = config.max_age / 1e9
         self.max_bytes = config.max_bytes
         self._kept: OrderedDict[int, tuple[bytes, BlockRecords]] = OrderedDict()
+        self._without: tuple[int, bytes] = -1, b""  # the last block that ``naming`` passed over: it soon asks again
         self.incomplete: dict[int, int] = {}
         self._starts = resume_pattern(config.subjects)
         numbers = self._numbers = _numbers(folder / "msgs")
@@ -490,7 +491,10 @@ class StoredStream:
             data = self._bytes(block)
             imported = bool(until_ns) and _RECORDED_TIME in data
             at = data.find(text)
-            places = self._block(index, data)[1] if at >= 0 else []
+            if at < 0:
+                self._without = block.number, data
+                continue
+            places = self._block(index, data)[1]
             begins = [place[2] for place in places]
             while at >= 0 and (number := bisect_right(begins, at)):
                 seq, time_ns, begin = places[number - 1]
@@ -608,6 +612,8 @@ class StoredStream:
         kept = self._kept.get(block.number)
         if kept is not None:
             return kept[0]
+        if self._without[0] == block.number:
+            return self._without[1]
         try:
             data = block.path.read_bytes()
         except FileNotFoundError:
