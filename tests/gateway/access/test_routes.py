@@ -15,8 +15,8 @@ from penstock.gateway.http.server import SCOPE
 from penstock.gateway.service.text_model import Card
 from penstock.schemas.errors import Code, ServingError
 
-# open: everyone; key: every key; operator: an operator's, 403 for others; owner: keys of the tenant that made it, and an
-# operator's, 404 for others.
+# open: everyone; key: every key; operator: an operator's, 403 for others; owner: keys of the tenant that made it, and
+# an operator's, 404 for others.
 POLICIES = {
     "POST /v1/chat/completions": "key",
     "POST /v1/completions": "key",
