@@ -16,6 +16,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES, MAX_HEADER_BYTES = 1 << 20, 1 << 26
 DIGEST_BYTES = 8
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+MOST_ALPHA = 1e9  # of an adapter that was trained, far above any
 SHOWN = 3  # names in an error
 _MATRIX = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 # Fields that change nothing of what is computed, or that the tensors themselves tell.
@@ -152,8 +153,11 @@ def _checked(config: Mapping[str, Any], path: Path, max_rank: int) -> tuple[int,
     if unknown:
         raise refuse(f"{unknown[0]} ({config[unknown[0]]!r})"[:200])
     rank, alpha = config.get("r"), config.get("lora_alpha", 8)
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise AdapterError(f"{path / CONFIG}: r is {rank!r} and lora_alpha {alpha!r}; both must be numbers, r above 0")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not abs(alpha) <= MOST_ALPHA:
+        raise AdapterError(
+            f"{path / CONFIG}: r is {rank!r} and lora_alpha {alpha!r}; both must be numbers, r above 0 and lora_alpha "
+            f"at most {MOST_ALPHA:g}"
+        )
     if rank > max_rank:
         raise AdapterError(
             f"the adapter in {path} has rank {rank}, above --max-lora-rank {max_rank}; raise that, at the cost of "
@@ -170,17 +174,18 @@ def _modules(path: Path, rank: int) -> dict[str, Matrices]:
             if size > MAX_HEADER_BYTES:
                 raise AdapterError(f"{file} is no file of safetensors, or is damaged; copy it again")
             described = msgspec.json.decode(opened.read(size), type=dict[str, dict[str, Any]])
+        described.pop("__metadata__", None)
+        shapes = {name: msgspec.convert(tensor.get("shape"), list[int]) for name, tensor in described.items()}
     except FileNotFoundError:
         raise AdapterError(f"{path} has no {WEIGHTS}; save it with save_pretrained(safe_serialization=True)") from None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise AdapterError(f"{file} cannot be read: {error}") from error
-    described.pop("__metadata__", None)
     found: dict[str, dict[str, tuple[str, list[int]]]] = {}
-    for name, tensor in described.items():
+    for name, shape in shapes.items():
         match = _MATRIX.fullmatch(name)
         if match is None:
             raise AdapterError(f"{file} has {name!r}, which is no matrix of a LoRA adapter for linear layers")
-        found.setdefault(match[1], {})[match[2]] = (name, tensor.get("shape", []))
+        found.setdefault(match[1], {})[match[2]] = (name, shape)
     if not found:
         raise AdapterError(f"{file} has no matrices")
     modules = {}

@@ -30,6 +30,7 @@ log = structlog.get_logger("adapters")
 BUCKET = "adapters"
 # A router may have placed a request just before it learns that its adapter is gone: it runs if it comes within this.
 RETIRE_S = 5.0
+MOST_REASON = 500  # characters of an error in a registration, whatever stands in an adapter's files
 
 
 class _Wanted(NamedTuple):
@@ -184,10 +185,12 @@ class AdapterTable:
         self._wanted[name] = target
         try:
             adapter = await self._added(name, target, before)
-        except (AdapterError, EngineError) as error:
-            log.error("adapter_failed", adapter=name, folder=target.path, error=str(error))
+        except Exception as error:  # its files can hold anything: the worker and its other adapters go on
+            told = str(error) if isinstance(error, (AdapterError, EngineError)) else repr(error)
+            reason = told[:MOST_REASON]
+            log.error("adapter_failed", adapter=name, folder=target.path, error=reason)
             kept = before if before is not None else LoraAdapter(name, root=target.path)
-            self._known[name] = msgspec.structs.replace(kept, revision=target.revision, error=str(error))
+            self._known[name] = msgspec.structs.replace(kept, revision=target.revision, error=reason)
             return
         self._known[name] = adapter
         if before is not None and before.id != adapter.id:
@@ -197,7 +200,7 @@ class AdapterTable:
     async def _added(self, name: str, target: _Wanted, before: LoraAdapter | None) -> LoraAdapter:
         """
         Raises:
-            AdapterError, EngineError: it cannot be served.
+            AdapterError, EngineError: it cannot be served. Others: its folder or its files are not what they should be.
         """
         check_name(name, self._names)
         serving = sum(bool(each.digest) for each in self._known.values())

@@ -167,3 +167,31 @@ async def test_what_cannot_be_loaded_is_said_and_what_was_there_stays(folder: Pa
     keeping.cancel()
     await worker.table.unfollow()
     worker.table.close()
+
+
+async def test_a_worker_outlives_whatever_an_entry_or_a_file_says(
+    folder: Path, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An entry that ended one would end all workers, and again after each restart."""
+    worker = Worker(folder)
+    await worker.table.start()
+    await worker.table.follow(bus)
+    keeping = asyncio.create_task(worker.table.keep())
+    broken = await worker.change(bus, AdapterEntry("new", "m", "po\0et"))
+    assert broken is not None
+    assert (broken.digest, "null" in broken.error) == ("", True)
+
+    def prepare(*_: object) -> object:
+        raise KeyError("x" * 1_000_000)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker.engine.adapters, "prepare", prepare)
+        long = await worker.change(bus, AdapterEntry("new", "m", "clerk"))
+    assert long is not None
+    assert (long.digest, len(long.error)) == ("", 500)  # registrations have to fit into a message
+    mended = await worker.change(bus, AdapterEntry("new", "m", "poet"))
+    assert mended is not None
+    assert (mended.error, mended.digest) == ("", worker.served()["poet"].digest)
+    keeping.cancel()
+    await worker.table.unfollow()
+    worker.table.close()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from penstock.infra.model.adapter import SHOWN, WEIGHTS, AdapterError, AdapterFolder
@@ -168,11 +168,14 @@ class TorchAdapters:
                             f"{path}, and the model {product.inputs} to {size}: it is of another model"
                         )
                     down, up = opened.get_tensor(names.down), opened.get_tensor(names.up)
+                    down, up = down.to(self._dtype), (up.float() * folder.scale).t().to(self._dtype)
                     if not (down.isfinite().all() and up.isfinite().all()):
-                        raise AdapterError(f"the adapter in {folder.path} has NaN or infinite weights in {path}")
-                    scaled = (up.float() * folder.scale).t().to(self._dtype)
-                    found.append(HostMatrices(number, at, self._pinned(down.to(self._dtype)), self._pinned(scaled)))
-        except (OSError, RuntimeError) as error:
+                        raise AdapterError(
+                            f"the adapter in {folder.path} has weights in {path} that are NaN, infinite or too large for "
+                            f"the model's {self._dtype}"
+                        )
+                    found.append(HostMatrices(number, at, self._pinned(down), self._pinned(up)))
+        except (OSError, RuntimeError, SafetensorError) as error:
             raise AdapterError(f"{folder.path / WEIGHTS} cannot be read: {error}") from error
         return found
 

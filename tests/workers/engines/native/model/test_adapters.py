@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from penstock.infra.model.adapter import AdapterError, read_adapter
+from penstock.infra.model.adapter import WEIGHTS, AdapterError, read_adapter
 from penstock.schemas.block_hashes import root
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.engine_protocol import RequestError
@@ -138,6 +139,20 @@ def test_an_adapter_of_another_model_is_refused(llama: Path, model_dir: Callable
     head = write_adapter(tmp_path / "head", llama, targets=(*ALL, "lm_head"))
     with pytest.raises(AdapterError, match=r"lm_head.*only linear layers of attention and MLP"):
         add(engine_of(llama), head)
+
+
+def test_weights_that_end_early_or_exceed_the_model_s_dtype_are_refused(llama: Path, tmp_path: Path) -> None:
+    engine = engine_of(llama)
+    cut = write_adapter(tmp_path / "cut", llama, targets=("q_proj",))
+    whole = (cut / WEIGHTS).read_bytes()
+    (cut / WEIGHTS).write_bytes(whole[:-100])
+    with pytest.raises(AdapterError, match=f"{WEIGHTS} cannot be read"):
+        add(engine, cut)
+    large = write_adapter(tmp_path / "large", llama, targets=("q_proj",), alpha=1e9, strength=1e9)
+    tensors = load_file(large / WEIGHTS)
+    save_file({name: each.double() * 1e36 for name, each in tensors.items()}, large / WEIGHTS)
+    with pytest.raises(AdapterError, match=r"too large for the model's torch\.float32"):
+        add(engine, large)
 
 
 @pytest.mark.parametrize("option", [{"quantization": "fp8"}, {"batch_invariant": True}])
