@@ -127,13 +127,15 @@ class CompletionReader:
         self._request = request
         self._abilities = abilities
         self._eos = info.eos_token_ids
+        self._vocab_size = info.vocab_size
         self._stops = stop_ids(request.stop, info.eos_token_ids)
         self._tokenizer = tokenizer
 
     def take(self, chunk: Mapping[str, Any]) -> list[Token]:
         """
         Raises:
-            BadAnswer: its text cannot be written in the model's tokens, or it ended for another reason than others do.
+            BadAnswer: its text cannot be written in the model's tokens, its ids are none of the model's, or it ended
+                for another reason than others do.
         """
         choices = chunk.get("choices") or ()
         if not choices or self.finished:
@@ -161,7 +163,12 @@ class CompletionReader:
 
     def _ids(self, choice: Mapping[str, Any]) -> list[int]:
         if self._abilities.sends_ids:
-            return [int(token) for token in choice.get("token_ids") or ()]
+            ids = [int(token) for token in choice.get("token_ids") or ()]
+            if unknown := [token for token in ids if not 0 <= token < self._vocab_size]:
+                raise BadAnswer(
+                    f"the server sent token {unknown[0]}, and the model has {self._vocab_size}: is it another one?"
+                )
+            return ids
         text = choice.get("text") or ""
         return tokens_of(self._tokenizer, [*self._request.prompt[-TAIL:], *self.said[-TAIL:]], text) if text else []
 

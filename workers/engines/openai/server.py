@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ CONNECT_S = 10.0
 SILENT_S = 600.0  # between two pieces of an answer, and before the first: the server has a queue of its own
 ANSWERS_S = 5.0  # within which a server that is there lists its models
 TRIES = 3  # of a connection that breaks without a token in between
+MOST_EVENT_BYTES = 1 << 20  # one event has a few tokens
 BUSY_S, LONGEST_BUSY_S = 1.0, 30.0  # before a busy server is asked again: where it does not say, and at most
 BLOCKS = 16384  # KV blocks that routers take its cache to have, unless --kv-blocks says it
 PROBE = "The quick brown fox, 1234 times: über naïve 東京 \n\tdef f(x): return x"
@@ -162,6 +164,26 @@ async def abilities_of(server: CompletionServer, wanted: str, model: ModelDir) -
     return ServerAbilities(name, takes_ids, sends_ids, there[name])
 
 
+async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data of a stream's events, without the mark of its end. Only line feeds end a line: the text of an answer may
+    hold the other separators of Unicode.
+
+    Raises:
+        BadAnswer: an event has more than ``MOST_EVENT_BYTES``.
+    """
+    rest = bytearray()
+    async for piece in pieces:
+        rest += piece
+        if b"\n" in piece:
+            *lines, rest = rest.split(b"\n")
+            for line in lines:
+                data = bytes(line[5:]).strip() if line.startswith(b"data:") else b""
+                if data and data != b"[DONE]":
+                    yield data
+        if len(rest) > MOST_EVENT_BYTES:
+            raise BadAnswer(f"the server sent an event of more than {MOST_EVENT_BYTES} bytes")
+
+
 class OpenaiFollower(Follower[None, SequenceRequest]):
     """Asks the server for each sequence."""
 
@@ -231,10 +253,7 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
             async with ask as answer:
                 if answer.status_code >= 300:
                     _raise(answer, await answer.aread())
-                async for line in answer.aiter_lines():
-                    data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-                    if not data or data == "[DONE]":
-                        continue
+                async for data in events(answer.aiter_bytes()):
                     self._on_chunk(sequence, reader, data)
                     if reader.finished:
                         return
@@ -242,14 +261,16 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
             self._running -= 1
         raise ServerLost("the answer ended without a reason")
 
-    def _on_chunk(self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader, data: str) -> None:
+    def _on_chunk(self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader, data: bytes) -> None:
         try:
-            chunk = _decode(data.encode())
-        except msgspec.DecodeError as error:
-            raise BadAnswer(f"the server sent {data[:80]!r} instead of an event") from error
-        if failure := chunk.get("error"):
+            chunk = _decode(data)
+            failure = chunk.get("error")
+            new = [] if failure else reader.take(chunk)
+        except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+            shown = data[:80].decode(errors="replace")
+            raise BadAnswer(f"the server sent {shown!r} instead of an event") from error
+        if failure:
             raise ServerLost(str(failure)[:300])
-        new = reader.take(chunk)
         if new and not sequence.cancelled:
             cached = None if sequence.responded else 0
             sequence.responded = True

@@ -56,14 +56,17 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def stream(self, *chunks: dict[str, Any], ended: bool = True) -> None:
+        self.lines(*(json.dumps(each) for each in chunks), *(["[DONE]"] if ended else []))
+
+    def lines(self, *data: str) -> None:
         self.close_connection = True
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
-        for each in chunks:
-            self.wfile.write(f"data: {json.dumps(each)}\n\n".encode())
-        self.wfile.write(b"data: [DONE]\n\n" if ended else b"")
-        self.wfile.flush()
+        with contextlib.suppress(OSError):  # whoever asked may have left
+            for each in data:
+                self.wfile.write(f"data: {each}\r\n\r\n".encode())
+            self.wfile.flush()
 
 
 class Played(ThreadingHTTPServer):
@@ -233,6 +236,33 @@ def test_what_a_server_refuses_is_refused_with_its_words(far: Played, drive: Cal
     (failure,) = drive().run(ask(1)).failures
     assert failure.code == Code.invalid_request
     assert "no such thing" in failure.message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *("[]", "7", "null", "{", '{"choices": [null]}', '{"choices": 5}', '{"choices": [{"token_ids": ["x"]}]}'),
+        *('{"choices": [{"token_ids": 7}]}', '{"choices": [{"token_ids": [-1]}]}', '{"choices": [{"token_ids": [1e9]}]}'),
+        *("[" * 100_000, '{"filler": "' + "x" * (2 << 20) + '"}'),
+    ],
+)
+def test_a_malformed_event_ends_its_own_sequence_only(far: Played, drive: Callable[..., Driver], data: str) -> None:
+    far.answers = [lambda handler, body: handler.lines(data), says(said(30, finish="length"))]
+    driver = drive()
+    (failure,) = driver.run(ask(1)).failures
+    assert failure.code == Code.engine_error
+    assert "the server sent" in failure.message
+    assert len(failure.message) < 300
+    assert driver.answer(ask(2, 1)) == [30]
+
+
+def test_separators_of_unicode_within_a_text_end_no_event(far: Played, drive: Callable[..., Driver]) -> None:
+    """vLLM and others write them as they are."""
+    far.probe = texts
+    text = " one\u2028two\u2029three\x85 four"
+    piece = json.dumps({"choices": [{"text": text, "finish_reason": None}]}, ensure_ascii=False)
+    far.answers = [lambda handler, body: handler.lines(piece, '{"choices": [{"text": "", "finish_reason": "stop"}]}')]
+    assert modeldir.load(modeldir.TINY).tokenizer.decode(drive().answer(ask(1, 90))) == text
 
 
 def test_a_cancelled_sequence_closes_its_connection(far: Played, drive: Callable[..., Driver]) -> None:
