@@ -223,6 +223,9 @@ MEANINGS = {
         "a connection to the server of `--engine openai` broke; the answer goes on behind what came, if "
         "the server is there"
     ),
+    "server_refuses": (
+        "the server of `--engine openai` refuses the worker itself, for example its key; the request failed"
+    ),
     "server_ready": "the server of `--engine openai` answers, and what it can do",
     "streams_made_again": "the broker had lost its store; `up` or `nats` made the streams again",
     "streams_not_divided": "the streams of a cell did not get the size that another number of cells leaves them",

@@ -47,6 +47,7 @@ CONNECT_S = 10.0
 SILENT_S = 600.0  # between two pieces of an answer, and before the first: the server has a queue of its own
 ANSWERS_S = 5.0  # within which a server that is there lists its models
 TRIES = 3  # of a connection that breaks without a token in between
+OF_REQUESTS = (400, 413, 422)  # statuses by which a server refuses what it was sent, and not who asks it or where
 MOST_EVENT_BYTES = 1 << 20  # one event has a few tokens
 BUSY_S, LONGEST_BUSY_S = 1.0, 30.0  # before a busy server is asked again: where it does not say, and at most
 BLOCKS = 16384  # KV blocks that routers take its cache to have, unless --kv-blocks says it
@@ -57,7 +58,15 @@ _decode = msgspec.json.decode
 
 
 class CompletionRefused(Exception):
-    """The server refuses a request as it is."""
+    """The server refuses a request as it is.
+
+    Args:
+        said: its words.
+    """
+
+    def __init__(self, status: int, said: str) -> None:
+        super().__init__(f"{status}: {said}")
+        self.status = status
 
 
 class ServerBusy(Exception):
@@ -120,13 +129,13 @@ def _raise(answer: httpx.Response, content: bytes) -> None:
     """
     if answer.status_code < 300:
         return
-    said = f"{answer.status_code}: {content[:300].decode(errors='replace')}"
+    said = content[:300].decode(errors="replace")
     if answer.status_code in (429, 503):
         asked = answer.headers.get("retry-after", "")
         raise ServerBusy(min(float(asked), LONGEST_BUSY_S) if asked.isdigit() and int(asked) else BUSY_S)
     if answer.status_code >= 500:
-        raise ServerLost(said)
-    raise CompletionRefused(said)
+        raise ServerLost(f"{answer.status_code}: {said}")
+    raise CompletionRefused(answer.status_code, said)
 
 
 async def abilities_of(server: CompletionServer, wanted: str, model: ModelDir) -> ServerAbilities:
@@ -228,7 +237,7 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
                 self._show_window()
                 await asyncio.sleep(busy.wait_s)
             except CompletionRefused as error:
-                self._fail(sequence, Code.invalid_request, f"the server refuses the request with {error}")
+                self._refused(sequence, error)
                 return
             except BadAnswer as error:
                 self._fail(sequence, Code.engine_error, str(error))
@@ -241,6 +250,14 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
                     return
                 await asyncio.sleep(BUSY_S)
             said = reader.said
+
+    def _refused(self, sequence: ActiveSequence[SequenceRequest], error: CompletionRefused) -> None:
+        if error.status in OF_REQUESTS:
+            self._fail(sequence, Code.invalid_request, f"the server refuses the request with {error}")
+            return
+        log.error("server_refuses", error=str(error), action="check --url, --url-model and the server's key")
+        said = f"the server behind this worker answers {error.status} to it; the worker's log has the server's words"
+        self._fail(sequence, Code.engine_error, said)
 
     def _reader(self, request: SequenceRequest, said: Seq[int]) -> CompletionReader:
         return CompletionReader(request, said, self._abilities, self._info, self._tokenizer)

@@ -238,6 +238,22 @@ def test_what_a_server_refuses_is_refused_with_its_words(far: Played, drive: Cal
     assert "no such thing" in failure.message
 
 
+@pytest.mark.parametrize("status", [307, 401, 403, 404])
+def test_a_refusal_of_the_worker_is_no_fault_of_its_client(
+    far: Played, drive: Callable[..., Driver], status: int
+) -> None:
+    far.answers = [
+        lambda handler, body: handler.whole(status, {"error": "wrong key sk-12"}, location="/elsewhere"),
+        says(said(30, finish="length")),
+    ]
+    driver = drive()
+    (failure,) = driver.run(ask(1)).failures
+    assert failure.code == Code.engine_error
+    assert str(status) in failure.message
+    assert "sk-12" not in failure.message
+    assert driver.answer(ask(2, 1)) == [30]
+
+
 @pytest.mark.parametrize(
     "data",
     [
