@@ -211,6 +211,7 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
         self._tokenizer = model.tokenizer
         self._window = window
         self._running = 0
+        self._received = 0  # tokens, of all sequences
         self._shown = window.size
 
     def launch(self, sequence: ActiveSequence[SequenceRequest]) -> None:
@@ -224,7 +225,7 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
 
     async def _follow(self, sequence: ActiveSequence[SequenceRequest]) -> None:
         """Ask, and ask again behind what came, until the sequence has ended."""
-        said, tries = list(sequence.call.generated), 0
+        said, tries, received = list(sequence.call.generated), 0, 0
         while True:
             before, reader = len(said), self._reader(sequence.call, said)
             try:
@@ -243,9 +244,16 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
                 self._fail(sequence, Code.engine_error, str(error))
                 return
             except (ServerLost, httpx.HTTPError) as error:
-                tries = tries + 1 if len(reader.said) == before else 1
+                if not tries or len(reader.said) > before:
+                    tries, received = 0, self._received
+                tries += 1
                 log.warning("server_connection_lost", error=repr(error), tokens=len(reader.said), tries=tries)
-                if tries >= TRIES or not await self._is_there():
+                there = await self._is_there()
+                if there and tries >= TRIES and self._received > received:
+                    others = "the server fails on this request and answers others; the worker's log has its words"
+                    self._fail(sequence, Code.engine_error, others)
+                    return
+                if tries >= TRIES or not there:
                     self.broken(EngineError(f"the server at {self._server.url} is gone: {error!r}"))
                     return
                 await asyncio.sleep(BUSY_S)
@@ -288,6 +296,7 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
             raise BadAnswer(f"the server sent {shown!r} instead of an event") from error
         if failure:
             raise ServerLost(str(failure)[:300])
+        self._received += len(new)
         if new and not sequence.cancelled:
             cached = None if sequence.responded else 0
             sequence.responded = True

@@ -208,6 +208,35 @@ def test_a_server_that_is_gone_ends_the_engine_so_that_others_continue(
     assert driver.seen.tokens(1) == [30]
 
 
+def test_a_request_that_a_server_fails_on_does_not_end_those_that_it_answers(
+    far: Played, drive: Callable[..., Driver]
+) -> None:
+    """Else one client could end each worker, again and again."""
+    failed, went_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def answer(handler: Handler, body: dict[str, Any]) -> None:
+        if body["max_tokens"] == 7:
+            failed.release()
+            assert went_on.acquire(timeout=20)
+            handler.whole(500, {"error": "sk-12"})
+            return
+        handler.close_connection = True
+        handler.send_response(200)
+        handler.end_headers()
+        for token in (30, 31, 32):
+            assert failed.acquire(timeout=20)
+            handler.wfile.write(f"data: {json.dumps(said(token))}\n\n".encode())
+            went_on.release()
+        handler.wfile.write(f"data: {json.dumps(said(33, finish='length'))}\n\n".encode())
+
+    far.answers = [answer]
+    seen = drive().run(ask("good", 4), ask("bad", 7))
+    (failure,) = seen.failures
+    assert (failure.key, failure.code) == ("bad", Code.engine_error)
+    assert "sk-12" not in failure.message
+    assert seen.tokens("good") == [30, 31, 32, 33]
+
+
 def test_a_busy_server_is_asked_again_and_gets_fewer(far: Played, drive: Callable[..., Driver]) -> None:
     """The others wait in the worker, where tenants share."""
     arrived = threading.Semaphore(0)
@@ -258,7 +287,8 @@ def test_a_refusal_of_the_worker_is_no_fault_of_its_client(
     "data",
     [
         *("[]", "7", "null", "{", '{"choices": [null]}', '{"choices": 5}', '{"choices": [{"token_ids": ["x"]}]}'),
-        *('{"choices": [{"token_ids": 7}]}', '{"choices": [{"token_ids": [-1]}]}', '{"choices": [{"token_ids": [1e9]}]}'),
+        *('{"choices": [{"token_ids": 7}]}', '{"choices": [{"token_ids": [-1]}]}'),
+        *('{"choices": [{"token_ids": [1e9]}]}', '{"choices": [{"token_ids": [4096]}]}'),
         *("[" * 100_000, '{"filler": "' + "x" * (2 << 20) + '"}'),
     ],
 )

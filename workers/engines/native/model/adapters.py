@@ -171,8 +171,8 @@ class TorchAdapters:
                     down, up = down.to(self._dtype), (up.float() * folder.scale).t().to(self._dtype)
                     if not (down.isfinite().all() and up.isfinite().all()):
                         raise AdapterError(
-                            f"the adapter in {folder.path} has weights in {path} that are NaN, infinite or too large for "
-                            f"the model's {self._dtype}"
+                            f"the adapter in {folder.path} has weights in {path} that are NaN, infinite or too large "
+                            f"for the model's {self._dtype}"
                         )
                     found.append(HostMatrices(number, at, self._pinned(down), self._pinned(up)))
         except (OSError, RuntimeError, SafetensorError) as error:
