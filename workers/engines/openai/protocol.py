@@ -155,6 +155,9 @@ class CompletionReader:
             if reason not in ("stop", "length"):
                 raise BadAnswer(f"the server ended the answer with {str(reason)[:80]!r}")
             self.finished = True
+            if reason == "length" and new:
+                new[-1] = new[-1]._replace(finish="length")
+                return new
             # The server has not sent the token that ended it, or counts tokens in another way.
             end = self._eos[0] if self._eos else 0
             new.append(Token(end, "stop", None, end) if reason == "stop" else Token(end, "length"))

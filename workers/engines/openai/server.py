@@ -47,6 +47,7 @@ CONNECT_S = 10.0
 SILENT_S = 600.0  # between two pieces of an answer, and before the first: the server has a queue of its own
 ANSWERS_S = 5.0  # within which a server that is there lists its models
 TRIES = 3  # of a connection that breaks without a token in between
+MOST_DIGITS = 10  # of a Retry-After
 OF_REQUESTS = (400, 413, 422)  # statuses by which a server refuses what it was sent, and not who asks it or where
 MOST_EVENT_BYTES = 1 << 20  # one event has a few tokens
 BUSY_S, LONGEST_BUSY_S = 1.0, 30.0  # before a busy server is asked again: where it does not say, and at most
@@ -132,7 +133,8 @@ def _raise(answer: httpx.Response, content: bytes) -> None:
     said = content[:300].decode(errors="replace")
     if answer.status_code in (429, 503):
         asked = answer.headers.get("retry-after", "")
-        raise ServerBusy(min(float(asked), LONGEST_BUSY_S) if asked.isdigit() and int(asked) else BUSY_S)
+        wait_s = float(asked) if asked.isdecimal() and len(asked) < MOST_DIGITS else 0.0
+        raise ServerBusy(min(wait_s, LONGEST_BUSY_S) or BUSY_S)
     if answer.status_code >= 500:
         raise ServerLost(f"{answer.status_code}: {said}")
     raise CompletionRefused(answer.status_code, said)

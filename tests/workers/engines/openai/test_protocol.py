@@ -88,6 +88,13 @@ def test_an_end_without_a_token_gets_the_end_token(finish: str, stop_token: int 
     assert (last.token, last.finish, last.stop_token) == (2, finish, stop_token)
 
 
+def test_a_last_piece_at_the_server_s_limit_ends_with_its_own_tokens() -> None:
+    """Usage counts what was said, and no token of the end beside it."""
+    new = reader(asked(50), TEXT).take(chunk("length", text=" hello wor"))
+    assert model().tokenizer.decode([each.token for each in new], skip_special_tokens=False) == " hello wor"
+    assert [each.finish for each in new] == [*[""] * (len(new) - 1), "length"]
+
+
 def test_a_stop_token_ends_an_answer_unless_it_comes_too_early() -> None:
     read = reader(asked(8, token_ids=(40,), min_tokens=2), IDS)
     assert [token.finish for token in read.take(chunk(token_ids=[40, 41, 40]))] == ["", "", "stop"]

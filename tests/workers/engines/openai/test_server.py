@@ -267,6 +267,14 @@ def test_what_a_server_refuses_is_refused_with_its_words(far: Played, drive: Cal
     assert "no such thing" in failure.message
 
 
+@pytest.mark.parametrize("asked", ["\xb2", "9" * 5000, "0", "Wed, 21 Oct 2026 07:28:00 GMT"])
+def test_a_busy_server_that_names_no_seconds_is_asked_again(
+    far: Played, drive: Callable[..., Driver], asked: str
+) -> None:
+    far.answers = [lambda handler, body: handler.whole(429, {}, retry_after=asked), says(said(30, finish="length"))]
+    assert drive().answer(ask(1, 1)) == [30]
+
+
 @pytest.mark.parametrize("status", [307, 401, 403, 404])
 def test_a_refusal_of_the_worker_is_no_fault_of_its_client(
     far: Played, drive: Callable[..., Driver], status: int
