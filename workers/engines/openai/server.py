@@ -83,14 +83,25 @@ class ServerLost(Exception):
 
 
 class CompletionServer:
-    """One server, asked from one event loop."""
+    """One server, asked from one event loop.
+
+    Args:
+        url: a user and a password in it are sent, and not shown in ``url``.
+    Raises:
+        BadArguments: it is no URL.
+    """
 
     def __init__(self, url: str, key: str) -> None:
-        base = url.rstrip("/")
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise BadArguments([f"--url: {error}"]) from error
+        base = str(parsed.copy_with(userinfo=b"")).rstrip("/")
         self.url = base if base.endswith("/v1") else f"{base}/v1"
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         self.http = httpx.AsyncClient(
             headers=headers,
+            auth=(parsed.username, parsed.password) if parsed.userinfo else None,
             timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
         )
@@ -105,7 +116,7 @@ class CompletionServer:
             answer = await self.http.get(f"{self.url}/models", timeout=ANSWERS_S)
             answer.raise_for_status()
             return {str(each["id"]): int(each.get("max_model_len") or 0) for each in answer.json()["data"]}
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ServerLost(f"{self.url}/models: {error!r}") from error
 
     async def complete(self, **body: Any) -> dict[str, Any]:
@@ -119,8 +130,10 @@ class CompletionServer:
         except httpx.HTTPError as error:
             raise ServerLost(repr(error)) from error
         _raise(answer, answer.content)
-        found: dict[str, Any] = _decode(answer.content)
-        return found
+        try:
+            return msgspec.json.decode(answer.content, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise ServerLost(f"{self.url}/completions answers with no completion: {error}") from error
 
 
 def _raise(answer: httpx.Response, content: bytes) -> None:
@@ -162,7 +175,7 @@ async def abilities_of(server: CompletionServer, wanted: str, model: ModelDir) -
     if takes_ids:
         try:
             answer = await server.complete(model=name, prompt=ids, max_tokens=1, temperature=0.0, return_token_ids=True)
-            sends_ids = bool(answer["choices"][0].get("token_ids"))
+            sends_ids = any(each.get("token_ids") for each in answer.get("choices") or ())
         except CompletionRefused:
             try:  # it may not know the option
                 await server.complete(model=name, prompt=ids, max_tokens=1, temperature=0.0)
@@ -365,14 +378,19 @@ def key_of(settings: WorkerSettings) -> str:
     """The key that the server wants: of a file or a variable; "": none.
 
     Raises:
-        BadArguments: the file cannot be read.
+        BadArguments: the file cannot be read, or no header can have what is in it.
     """
-    if not settings.url_key_file:
-        return os.environ.get(KEY_VARIABLE, "")
-    try:
-        return Path(settings.url_key_file).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadArguments([f"--url-key-file: {error}"]) from error
+    source, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "")
+    if settings.url_key_file:
+        source = f"--url-key-file {settings.url_key_file}"
+        try:
+            key = Path(settings.url_key_file).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadArguments([f"--url-key-file: {error}"]) from error
+    key = key.strip()
+    if not (key.isascii() and key.isprintable()):  # errors of headers would show it
+        raise BadArguments([f"{source}: the key has other characters than printable ASCII, such as a line feed"])
+    return key
 
 
 def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[SequenceRequest]:
@@ -385,23 +403,22 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Sequen
     began = time.perf_counter()
     if not settings.url.startswith(("http://", "https://")):
         raise BadArguments(["--engine openai: name the server with --url, such as http://127.0.0.1:8000"])
-    key, model = key_of(settings), modeldir.load(path)
+    server, model = CompletionServer(settings.url, key_of(settings)), modeldir.load(path)
     with contextlib.ExitStack() as undo:
         loop = LoopThread("openai")
         undo.callback(loop.close)
 
-        async def found() -> tuple[CompletionServer, ServerAbilities]:
-            server = CompletionServer(settings.url, key)
+        async def found() -> ServerAbilities:
             try:
-                return server, await abilities_of(server, settings.url_model, model)
+                return await abilities_of(server, settings.url_model, model)
             except BaseException:
                 await server.http.aclose()
                 raise
 
         try:
-            server, abilities = loop.run(found(), SILENT_S)
+            abilities = loop.run(found(), SILENT_S)
         except (ServerBusy, CompletionRefused, ServerLost, TimeoutError) as error:
-            raise EngineError(f"the server at {settings.url} cannot be used: {error}") from error
+            raise EngineError(f"the server at {server.url} cannot be used: {error}") from error
         undo.callback(lambda: loop.run(server.http.aclose(), CONNECT_S))
         longest = model.length.limit(settings.max_model_len)
         info = EngineInfo(

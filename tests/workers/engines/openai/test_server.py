@@ -55,6 +55,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def text(self, text: str) -> None:
+        self.close_connection = True
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
     def stream(self, *chunks: dict[str, Any], ended: bool = True) -> None:
         self.lines(*(json.dumps(each) for each in chunks), *(["[DONE]"] if ended else []))
 
@@ -350,6 +356,57 @@ def test_the_key_comes_from_a_file_or_a_variable(
     assert far.keys == ["Bearer of-a-variable", "Bearer of-a-file"]
     with pytest.raises(BadArguments, match="--url-key-file"):
         drive(url_key_file=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("key", ["sk-12\nsk-34", "sk-12\0", "sk-12ü"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(
+    drive: Callable[..., Driver], tmp_path: Path, key: str
+) -> None:
+    (tmp_path / "key").write_text(key)
+    with pytest.raises(BadArguments, match="printable ASCII") as refused:
+        drive(url_key_file=str(tmp_path / "key"))
+    assert "sk-" not in str(refused.value)
+
+
+def test_a_variable_s_key_ends_before_its_line_feed(
+    far: Played, drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As secrets have it that were made of files."""
+    monkeypatch.setenv(KEY_VARIABLE, "of-a-variable\n")
+    drive()
+    assert far.keys == ["Bearer of-a-variable"]
+
+
+def test_a_password_in_the_url_is_sent_and_not_shown(
+    far: Played, drive: Callable[..., Driver], capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = far.url.replace("//", "//me:sk-12@")
+    far.answers = [says(said(30, finish="length"))]
+    assert drive(url=secret).answer(ask(1, 1)) == [30]
+    assert far.keys[0] == "Basic bWU6c2stMTI="
+    far.names = []
+    for url in (secret, "http://me:sk-12@127.0.0.1:1"):
+        with pytest.raises((BadArguments, EngineError)) as failed:
+            drive(url=url)
+        assert "sk-12" not in str(failed.value)
+    assert "sk-12" not in "".join(capsys.readouterr())
+    with pytest.raises(BadArguments, match="--url: "):
+        drive(url="http://host:port")
+
+
+@pytest.mark.parametrize("answer", ["[]", "text", '{"choices": []}'])
+def test_a_server_that_sends_no_completions_is_refused_at_the_start_or_sends_no_ids(
+    far: Played, drive: Callable[..., Driver], answer: str
+) -> None:
+    def probe(handler: Handler, body: dict[str, Any]) -> None:
+        handler.text(answer)
+
+    far.probe = probe
+    if answer.startswith("{"):
+        drive()
+    else:
+        with pytest.raises(EngineError, match="answers with no completion"):
+            drive()
 
 
 def test_what_does_not_fit_the_server_is_said_at_the_start(far: Played, drive: Callable[..., Driver]) -> None:
