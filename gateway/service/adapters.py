@@ -80,6 +80,12 @@ class AdapterLoading:
         """
         self._check(caller)
         asked: LoadAdapter = decode_body(_decode_load, body)
+        if not caller.may_name(asked.lora_name):
+            raise ServingError(
+                Code.permission_denied,
+                f"this API key may not load {asked.lora_name!r}: it is limited to certain names ('penstock keys list')",
+                param="lora_name",
+            )
         model, name = self._model(asked.model), asked.lora_name
         try:
             check_name(name, self._fleet.models_by_name)

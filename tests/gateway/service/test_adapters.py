@@ -52,6 +52,16 @@ async def test_only_operators_change_adapters_unless_no_keys_are_in_use_and_all_
         assert refused.value.code is (passed if may else Code.permission_denied)
 
 
+@pytest.mark.parametrize(("names", "code"), [(["m"], Code.permission_denied), (["m", "poet"], Code.invalid_request)])
+async def test_an_operator_s_key_for_certain_names_loads_no_others(names: list[str], code: Code) -> None:
+    """It could replace what others use by a name that it may not even ask."""
+    fleet: Any = NoModels()
+    loading = AdapterLoading((), fleet, fleet, open_to_all=True)
+    with pytest.raises(ServingError) as refused:
+        await loading.load(BODY, Caller("acme", None, key=key(operator=True), models=names))
+    assert refused.value.code is code
+
+
 def test_a_key_for_an_adapter_reads_its_requests_and_not_the_model_s() -> None:
 
     adapted = msgspec.structs.replace(REQUEST, lora="poet@0a")
