@@ -210,7 +210,11 @@ class AdapterTable:
 
         def read() -> tuple[AdapterFolder, object]:
             found = read_adapter(folder, self._engine.max_rank)
-            return found, self._engine.prepare(found, fleet.adapter_id(name, found.digest))
+            prepared = self._engine.prepare(found, fleet.adapter_id(name, found.digest))
+            again = read_adapter(folder, self._engine.max_rank)
+            if again.digest != found.digest:  # its blocks would have the name of another's
+                raise AdapterError(f"{folder} changed while it was read; load the adapter again when it is complete")
+            return found, prepared
 
         found, prepared = await asyncio.to_thread(read)
         adapter = LoraAdapter(name, found.digest, target.path, target.revision)

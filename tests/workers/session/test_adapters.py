@@ -189,6 +189,18 @@ async def test_a_worker_outlives_whatever_an_entry_or_a_file_says(
         long = await worker.change(bus, AdapterEntry("new", "m", "clerk"))
     assert long is not None
     assert (long.digest, len(long.error)) == ("", 500)  # registrations have to fit into a message
+    moving = write_adapter(folder / "inside" / "later" / "moving", modeldir.DEMO, seed=7, targets=("q_proj",))
+    ready = worker.engine.adapters.prepare  # type: ignore[union-attr]
+
+    def prepare_late(*given: Any) -> object:
+        write_adapter(moving, modeldir.DEMO, seed=8, targets=("q_proj",))
+        return ready(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker.engine.adapters, "prepare", prepare_late)
+        changed = await worker.change(bus, AdapterEntry("new", "m", "later/moving"))
+    assert changed is not None
+    assert (changed.digest, "changed while it was read" in changed.error) == ("", True)
     mended = await worker.change(bus, AdapterEntry("new", "m", "poet"))
     assert mended is not None
     assert (mended.error, mended.digest) == ("", worker.served()["poet"].digest)
