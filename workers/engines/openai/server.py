@@ -50,6 +50,7 @@ TRIES = 3  # of a connection that breaks without a token in between
 MOST_DIGITS = 10  # of a Retry-After
 OF_REQUESTS = (400, 413, 422)  # statuses by which a server refuses what it was sent, and not who asks it or where
 MOST_EVENT_BYTES = 1 << 20  # one event has a few tokens
+MOST_WORDS = 300  # bytes of an error that are read and passed on
 BUSY_S, LONGEST_BUSY_S = 1.0, 30.0  # before a busy server is asked again: where it does not say, and at most
 BLOCKS = 16384  # KV blocks that routers take its cache to have, unless --kv-blocks says it
 PROBE = "The quick brown fox, 1234 times: über naïve 東京 \n\tdef f(x): return x"
@@ -143,7 +144,7 @@ def _raise(answer: httpx.Response, content: bytes) -> None:
     """
     if answer.status_code < 300:
         return
-    said = content[:300].decode(errors="replace")
+    said = content[:MOST_WORDS].decode(errors="replace")
     if answer.status_code in (429, 503):
         asked = answer.headers.get("retry-after", "")
         wait_s = float(asked) if asked.isdecimal() and len(asked) < MOST_DIGITS else 0.0
@@ -292,7 +293,12 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
         try:
             async with ask as answer:
                 if answer.status_code >= 300:
-                    _raise(answer, await answer.aread())
+                    words = b""
+                    async for piece in answer.aiter_bytes():
+                        words += piece
+                        if len(words) >= MOST_WORDS:
+                            break
+                    _raise(answer, words)
                 async for data in events(answer.aiter_bytes()):
                     self._on_chunk(sequence, reader, data)
                     if reader.finished:
@@ -310,7 +316,7 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
             shown = data[:80].decode(errors="replace")
             raise BadAnswer(f"the server sent {shown!r} instead of an event") from error
         if failure:
-            raise ServerLost(str(failure)[:300])
+            raise ServerLost(str(failure)[:MOST_WORDS])
         self._received += len(new)
         if new and not sequence.cancelled:
             cached = None if sequence.responded else 0

@@ -273,6 +273,24 @@ def test_what_a_server_refuses_is_refused_with_its_words(far: Played, drive: Cal
     assert "no such thing" in failure.message
 
 
+def test_a_long_refusal_is_read_only_as_far_as_it_is_passed_on(far: Played, drive: Callable[..., Driver]) -> None:
+    over = threading.Event()
+
+    def wordy(handler: Handler, body: dict[str, Any]) -> None:
+        handler.close_connection = True
+        handler.send_response(400)
+        handler.send_header("content-length", str(1 << 40))
+        handler.end_headers()
+        handler.wfile.write(b"no" * 1000)
+        over.wait(20)
+
+    far.answers = [wordy]
+    (failure,) = drive().run(ask(1)).failures
+    over.set()
+    assert failure.code == Code.invalid_request
+    assert 300 < len(failure.message) < 400
+
+
 @pytest.mark.parametrize("asked", ["\xb2", "9" * 5000, "0", "Wed, 21 Oct 2026 07:28:00 GMT"])
 def test_a_busy_server_that_names_no_seconds_is_asked_again(
     far: Played, drive: Callable[..., Driver], asked: str
