@@ -50,7 +50,9 @@ def test_a_damaged_header_is_refused_with_the_file_s_name(tmp_path: Path, header
         read_adapter(written(tmp_path, header), 8)
 
 
-@pytest.mark.parametrize("alpha", [10**400, -(10**400), 1e300, "8", None, True])
+@pytest.mark.parametrize(
+    "alpha", [10**400, -(10**400), 1e300, "8", None, True], ids=["long", "below", "float", "text", "null", "true"]
+)
 def test_an_alpha_that_no_training_gives_is_refused(tmp_path: Path, alpha: object) -> None:
     with pytest.raises(AdapterError, match="lora_alpha at most 1e"):
         read_adapter(written(tmp_path, described([2, 4], [4, 2]), lora_alpha=alpha), 8)
