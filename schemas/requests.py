@@ -283,6 +283,11 @@ def is_packed(data: bytes) -> bool:
     return bool(data) and data[0] & 0xF0 == _SHORT_ARRAY
 
 
+def headers_of(data: bytes) -> dict[str, str]:
+    """The headers of a stored request beside its id."""
+    return PACKED_HEADERS if is_packed(data) else HEADERS
+
+
 def decode_stored(data: bytes) -> GenerateRequest | PackedRequest:
     """A stored request as it was stored.
 

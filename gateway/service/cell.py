@@ -246,7 +246,7 @@ class Cell:
                 self.bus.subjects.request(request.model, request.priority.value, request.id),
                 payload,
                 request.id,
-                headers=requests.PACKED_HEADERS if packed else requests.HEADERS,
+                headers=requests.headers_of(payload),
                 timeout=timeout,
                 insist=False,  # clients can retry; otherwise requests would pile up behind a full disk
             )

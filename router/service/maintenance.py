@@ -318,7 +318,8 @@ class RequestRetention:
             if entry is None:
                 continue  # discarded already: only this router still holds it
             name = f"{request}:{KEPT}:{seq}"
-            await self._publisher.publish(entry.subject, entry.data, name, headers=requests.HEADERS, timeout=5.0)
+            headers = requests.headers_of(entry.data)
+            await self._publisher.publish(entry.subject, entry.data, name, headers=headers, timeout=5.0)
             copied.append((request, reply))
         if copied:
             log.info("requests_republished", copies=len(copied), stream=watch.stream)

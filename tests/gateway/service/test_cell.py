@@ -3,10 +3,12 @@
 import asyncio
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.configs.settings import GatewaySettings
@@ -76,6 +78,12 @@ async def test_prompts_are_packed_where_their_stream_says_so(
             assert requests.decode(stored.data) == request
             kind = requests.PackedRequest if packs else requests.GenerateRequest
             assert (stored.headers or {})[HEADER_CONTENT_TYPE] == content_type(kind)
+            drawn = msgspec.structs.replace(
+                request, id=requests.new_request_id(time.time_ns()), prompt=b"", digests=b""
+            )
+            await running.gateway.submit(drawn)  # as texts to embed, or an image
+            stored = await home.bus.js.get_last_msg(name, f"{pipeline.namespace}.request.>")
+            assert (stored.headers or {})[HEADER_CONTENT_TYPE] == content_type(requests.GenerateRequest)
 
 
 def without(fields: dict[str, str], name: str) -> dict[str, str]:

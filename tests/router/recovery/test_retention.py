@@ -12,12 +12,15 @@ from penstock.infra.bus.direct_get import Entry, get, read
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.router.service.maintenance import JobRetention
+from penstock.router.service.maintenance import JobRetention, RequestRetention
 from penstock.router.state.attempts import parse_stage
 from penstock.router.state.load_tracker import LoadTracker
+from penstock.schemas import requests
 from penstock.schemas.jobs import LoadHeader
 from penstock.schemas.streams import StreamSpec, topology
-from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT, Subjects
+from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_LOAD, HEADER_MSG_ID, KEPT, Subjects
+from penstock.schemas.wire import content_type, encode
+from tests.schemas.samples import REQUEST
 
 SIZE = 1 << 20
 BODY = 10_000
@@ -106,6 +109,27 @@ async def test_unfinished_jobs_that_fill_the_stream_stop_new_work_and_are_not_co
     log.running.clear()
     await log.look()
     assert not log.retention.full
+
+
+async def test_a_request_is_copied_as_it_was_stored(broker: EmbeddedNats, nc: Client, subjects: Subjects) -> None:
+    """The copy of a packed request said that it was a plain one."""
+    whole, stream = topology(subjects), subjects.stream("REQUESTS")
+    small = (dataclasses.replace(each, max_bytes=SIZE) if each.name == stream else each for each in whole.streams)
+    await apply(nc, dataclasses.replace(whole, streams=tuple(small)))
+    async with Publisher(Bus(nc, subjects)) as publisher:
+        subject = subjects.request(REQUEST.model, "standard", REQUEST.id)
+        for stored in (requests.packed(REQUEST), REQUEST):
+            ack = await publisher.publish(
+                subject, encode(stored), f"{type(stored)}", headers={HEADER_CONTENT_TYPE: content_type(type(stored))}
+            )
+            for number in range(70):
+                await publisher.publish(subject, bytes(BODY), f"{ack.seq} {number}")
+            reply = f"$JS.ACK.{stream}.router-standard.1.{ack.seq}.{ack.seq}.1700000000000000000.0"
+            copied = await RequestRetention(Bus(nc, subjects), publisher).check([(REQUEST.id, reply)])
+            assert copied == [(REQUEST.id, reply)]
+            (copy,) = [each async for each in read(Bus(nc, subjects), stream, subject, after=ack.seq + 70)]
+            assert copy.data == encode(stored)
+            assert copy.headers[HEADER_CONTENT_TYPE] == content_type(type(stored))
 
 
 def test_a_copy_updates_the_sequence_of_its_job_and_nothing_else() -> None:
