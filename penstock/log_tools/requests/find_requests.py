@@ -45,7 +45,8 @@ from penstock.schemas import done, jobs, requests
 from penstock.schemas.jobs import Job, Revoke
 from penstock.schemas.requests import GenerateRequest, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
-from penstock.schemas.subjects import HEADER_MSG_ID, KEPT
+from penstock.schemas.subjects import KEPT
+from penstock.schemas.subjects import request_of as request_named
 from penstock.schemas.summary import (
     QUEUED,
     RUNNING,
@@ -281,7 +282,7 @@ class _Accepted:
         while self._reached_ns > until_ns and not wanted <= self._found.keys():
             part = await anext(self._parts, None) or ()
             for each in part:
-                self._found[message_id(each.block, each.at) if isinstance(each, Raw) else _id_of(each)] = each
+                self._found.setdefault(_request_asked(each), each)
             self._reached_ns = part[-1].time_ns if part else 0
         stored = [self._found.pop(name, None) for name in names]
         later_ns = records[-1].time_ns + CLOCK_SKEW_NS
@@ -304,8 +305,11 @@ def _request_in(record: Entry | Raw) -> bytes:
     return subject.rpartition(b".")[2]
 
 
-def _id_of(entry: Entry) -> bytes:
-    return entry.headers.get(HEADER_MSG_ID, "").encode()
+def _request_asked(message: Entry | Raw) -> bytes:
+    """The request of a message of REQUESTS. A copy that a router has made of it has more in its id."""
+    if isinstance(message, Raw):
+        return message_id(message.block, message.at)[:_ID]
+    return request_named(message.headers).encode()
 
 
 async def with_prompt(bus: Readable, entry: Entry) -> LoggedRequest | None:

@@ -22,7 +22,7 @@ from penstock.schemas import done, jobs, requests, tokens
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest, request_of_answer, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
-from penstock.schemas.subjects import HEADER_MSG_ID, KEPT
+from penstock.schemas.subjects import HEADER_MSG_ID, KEPT, request_of
 from penstock.schemas.summary import record_is_lost
 from penstock.schemas.transfer import Handoff, decode_ledger
 
@@ -219,7 +219,7 @@ async def stored_at(bus: Readable, request_id: str) -> StoredAt:
         until = last.time_ns + (5 * NEAR_NS if plain else LATE_NS)
     near = made_ns - NEAR_NS
     async for entry in window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS, about=request_id):
-        if entry.headers.get(HEADER_MSG_ID) == request_id:
+        if request_of(entry.headers) == request_id:
             return StoredAt(max(0, entry.time_ns - NEAR_NS), until, requests.decode(entry.data))
     return StoredAt(max(0, since), until, request)
 
@@ -291,10 +291,10 @@ async def _request(bus: Readable, timeline: RequestTimeline, since: int, last: E
     subjects = bus.subjects
     near = since + CLOCK_SKEW_NS - NEAR_NS
     async for entry in window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS, about=request_id):
-        if entry.headers.get(HEADER_MSG_ID) == request_id and _is_intact(bus, timeline, "REQUESTS", entry):
+        if request_of(entry.headers) == request_id and _is_intact(bus, timeline, "REQUESTS", entry):
             return requests.decode(entry.data)
     async for entry in read(bus, subjects.stream("REQUESTS"), subjects.shard_of(request_id), since_ns=since):
-        if entry.headers.get(HEADER_MSG_ID) == request_id and _is_intact(bus, timeline, "REQUESTS", entry):
+        if request_of(entry.headers) == request_id and _is_intact(bus, timeline, "REQUESTS", entry):
             return requests.decode(entry.data)
     return done.request_of(event) if isinstance(event, done.Done) else None
 

@@ -22,11 +22,12 @@ from penstock.log_tools.requests.list_requests import SORTS, RequestLine, larges
 from penstock.log_tools.sources.data_folder import StoredLog
 from penstock.log_tools.sources.open_log import LogSource, open_log
 from penstock.log_tools.sources.store_files import Raw
+from penstock.log_tools.timeline.read import read_timeline, stored_at
 from penstock.schemas.requests import Sampling
 from penstock.schemas.streams import ROUTER_ACK_WAIT_S
-from penstock.schemas.subjects import Subjects
+from penstock.schemas.subjects import HEADER_MSG_ID, KEPT, Subjects
 from penstock.schemas.summary import Criteria, RequestSummary
-from penstock.schemas.wire import pack_tokens
+from penstock.schemas.wire import encode, pack_tokens
 from tests.infra.bus.support import opened
 from tests.penstock.log_tools.requests.support import accept, assign, end
 
@@ -170,6 +171,23 @@ async def test_prompts_are_found_that_only_the_stream_of_requests_has(bus: Bus, 
         found = await listed(bus, broker, "--grep", "France")
         assert [line["id"] for line in found] == [requests[2].id, requests[0].id]
     assert len(await listed(bus, broker, "--grep", "Paris")) == 5
+
+
+async def test_a_prompt_is_found_that_only_the_copy_of_a_request_has(bus: Bus, broker: EmbeddedNats) -> None:
+    """Routers publish waiting requests again when their stream fills. A copy's id has more behind the request's."""
+    asked = await accept(bus, prompt=pack_tokens(load_tokenizer(TINY).encode("the capital of France").ids))
+    name = bus.subjects.stream("REQUESTS")
+    headers = {HEADER_MSG_ID: f"{asked.id}:{KEPT}:1"}
+    await bus.js.publish(
+        bus.subjects.request(asked.model, asked.priority.value, asked.id), encode(asked), headers=headers
+    )
+    await bus.js.delete_msg(name, 1)
+    await end(bus, asked)
+    (found,) = await listed(bus, broker, "--grep", "France")
+    assert found["id"] == asked.id
+    timeline = await read_timeline(bus, asked.id)
+    assert timeline.request.prompt == asked.prompt
+    assert (await stored_at(bus, asked.id)).request == asked
 
 
 async def test_why_requests_are_slow_is_said_instead_of_a_list(bus: Bus, broker: EmbeddedNats) -> None:
