@@ -97,6 +97,14 @@ def erased(request_id: str) -> ServingError:
     )
 
 
+def prompt_gone(request_id: str) -> ServingError:
+    return ServingError(
+        Code.request_erased,
+        f"the answer to request {request_id} shows its prompt, which the log no longer has: REQUESTS keeps prompts "
+        "until it is full (penstock streams set REQUESTS --max-bytes); send the request again",
+    )
+
+
 def unknown(request_id: str) -> ServingError:
     return ServingError(Code.request_not_found, f"no request {request_id[:80]!r} in the log; ids look like UUIDv7")
 
@@ -159,10 +167,11 @@ def request_of_record(record: done.Done) -> GenerateRequest | None:
 
 def _lacks_prompt(record: done.Done, request: GenerateRequest) -> bool:
     """Whether the answer shows the prompt, which only REQUESTS has, or else its text, if it was too large a record."""
-    if "prompt" not in record.left_out:
-        return False
-    shows = request.echo or request.shown.token_ids or request.sampling.prompt_logprobs is not None
-    return shows or request.prompt_length == 0
+    return "prompt" in record.left_out and (_shows_prompt(request) or request.prompt_length == 0)
+
+
+def _shows_prompt(request: GenerateRequest) -> bool:
+    return request.echo or request.shown.token_ids or request.sampling.prompt_logprobs is not None
 
 
 def _decoded(data: bytes) -> done.Done | None:
@@ -215,12 +224,12 @@ class RequestLookup:
             raise unknown(request_id) from None
         if request_id in self.deleted and not deleted:
             raise unknown(request_id)
-        stored = await self._find(request_id, sight)
+        stored = await self._find(request_id, sight, deleted=deleted)
         if not sight.includes(stored.request):
             raise unknown(request_id)
         return stored
 
-    async def _find(self, request_id: str, sight: Sight) -> StoredRequest:
+    async def _find(self, request_id: str, sight: Sight, *, deleted: bool) -> StoredRequest:
         record = await self._records.find(request_id)
         request = request_of_record(record) if record is not None else None
         if request is not None and not sight.includes(request):
@@ -235,6 +244,8 @@ class RequestLookup:
         except ServingError as error:
             if error.code is not Code.request_not_found or record is None or request is None:
                 raise
+            if not deleted and _lacks_prompt(record, request) and _shows_prompt(request):
+                raise prompt_gone(request_id) from None
             if "prompt" in record.left_out:  # only its length is recorded
                 request = msgspec.structs.replace(request, prompt=bytes(4 * record.usage.prompt))
             return StoredRequest(request, record)

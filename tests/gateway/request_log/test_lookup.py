@@ -73,6 +73,30 @@ async def test_the_prompt_is_read_from_the_stream_of_requests_only_where_the_ans
         assert found.prompt_tokens == request.prompt_tokens
 
 
+async def test_no_prompt_is_made_up_where_the_stream_of_requests_has_lost_the_one_that_the_answer_shows(
+    bus: Bus,
+) -> None:
+    """The answer began with as many tokens of id 0."""
+    lookup = RequestLookup(bus, Records(bus), RequestFinder(bus), 0.0, MemoryStreams(bus))
+    for echo in (False, True):
+        now = time.time_ns()
+        request = msgspec.structs.replace(
+            request_of(), id=new_request_id(now), created_ns=now, prompt=wire.pack_tokens([3, 4]), echo=echo
+        )
+        event = done.Done(
+            *(request.id, request.model, 1),
+            usage=done.Usage(request.prompt_tokens),
+            submitted=done.recorded(request),
+            left_out=done.not_recorded(request),
+        )
+        await bus.js.publish(bus.subjects.done(request.tenant, request.model, request.id), wire.encode(event))
+        if echo:
+            with pytest.raises(ServingError, match="shows its prompt") as caught:
+                await lookup.find(request.id)
+            assert caught.value.code is Code.request_erased
+        assert (await lookup.find(request.id, deleted=echo)).record == event
+
+
 async def test_a_deleted_request_is_not_found_though_its_record_is_back_but_by_who_deletes_it(bus: Bus) -> None:
     now = time.time_ns()
     request = msgspec.structs.replace(request_of(), id=new_request_id(now), created_ns=now)
