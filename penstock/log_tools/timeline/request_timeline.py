@@ -169,6 +169,8 @@ class RequestTimeline:
     def add_request(self, request: GenerateRequest) -> None:
         """The accepted request, from REQUESTS, a job or the record of the request."""
         prompt, blocks, media = request.prompt_tokens, len(request.digests) // DIGEST_BYTES, len(request.media)
+        if request.prompt_length and request.block_size:  # of a record, which lacks the names of the blocks, too
+            blocks = request.prompt_length // request.block_size
         kept = _without_content(request) if self._compact else request
         self.accepted = RequestAccepted(request.created_ns, kept, prompt, blocks, media)
 

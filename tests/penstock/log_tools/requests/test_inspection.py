@@ -260,6 +260,22 @@ async def test_of_a_request_that_is_older_than_the_jobs_it_says_how_far_back_the
         assert f"WORK reaches back to {format_time(stored.time_ns)[:-7]}Z only" in gone
 
 
+async def test_of_a_request_whose_prompt_is_gone_it_says_how_long_it_was_and_how_far_back_prompts_reach(
+    broker: EmbeddedNats, pipeline: Subjects
+) -> None:
+    async with log_client(broker, pipeline) as log:
+        asked = await accept(log.bus, prompt=pack_tokens(range(70)), digests=bytes(32), block_size=32)
+        await assign(log.bus, asked)
+        await stream(log.bus, asked, 5)
+        await end(log.bus, asked, 5)
+        assert inspect(await read_timeline(log.bus, asked.id, with_tokens=True)).missing == ()
+        await log.bus.js.purge_stream(pipeline.stream("REQUESTS"))  # as if it were full
+        found = inspect(await read_timeline(log.bus, asked.id, with_tokens=True))
+    (gone,) = found.missing
+    assert "its prompt is gone: REQUESTS is empty; it keeps them for 7 days, or until it is full" in gone
+    assert "prompt 70 tokens (2 full blocks of 32)" in shown(found)
+
+
 async def test_the_command_writes_text_json_and_a_page(
     broker: EmbeddedNats, pipeline: Subjects, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
