@@ -631,6 +631,9 @@ class RecordSearch:
 
     Every match has the pattern's longest literal. Where a vocabulary allows it, and numpy is installed, tokens are
     looked up in a table that says where this literal may begin, and only records in which it may become text.
+
+    Attributes:
+        without_prompt: the records so far whose prompt was not searched, since REQUESTS no longer has it.
     """
 
     def __init__(self, pattern: re.Pattern[str], texts: Texts) -> None:
@@ -640,6 +643,7 @@ class RecordSearch:
         self._literal = _longest_literal(pattern)
         self._any_case = bool(pattern.flags & re.IGNORECASE)
         self._tables: dict[str, _Beginnings | None] = {}
+        self.without_prompt = 0
 
     def matching(self, records: Sequence[bytes], accepted: Sequence[bytes]) -> list[bool]:
         """Which records have it. True also for one that has other texts than tokens, or cannot be read.
@@ -663,6 +667,7 @@ class RecordSearch:
             if asked.diffusion is not None or asked.embedding is not None:
                 found[at] = True
                 continue
+            self.without_prompt += bool(asked.prompt_length and not texts[0])
             of, parts = by_model.setdefault(said.model, ([], []))
             for packed in texts:
                 if packed:

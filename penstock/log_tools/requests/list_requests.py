@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import contextlib
 import re
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 from rich.console import Console
 
-from penstock.cli.figures import clock, duration_ns, moment_ns, span
+from penstock.cli.figures import clock, counted, duration_ns, moment_ns, span
 from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import Readable, get_last, read
@@ -430,9 +431,18 @@ async def _ended(bus: Readable, options: ListOptions, cell: int | None) -> Async
             yield RequestLine(summary, cell=cell)
         return
     search = RecordSearch(options.grep, options.texts)
-    async for _, each in ended(bus, options.criteria, wanted=search.matching):
-        if (line := _line(each, options, cell)) is not None:
-            yield line
+    try:
+        async for _, each in ended(bus, options.criteria, wanted=search.matching):
+            if (line := _line(each, options, cell)) is not None:
+                yield line
+    finally:
+        if search.without_prompt:
+            print(
+                f"penstock requests: of {counted(search.without_prompt, 'request')}, only the answer was searched: "
+                f"{bus.subjects.stream('REQUESTS')} no longer has the prompt. It keeps prompts for 7 days, or until it "
+                "is full (`penstock streams set REQUESTS`)",
+                file=sys.stderr,
+            )
 
 
 def _may_be_unfinished(criteria: Criteria) -> bool:

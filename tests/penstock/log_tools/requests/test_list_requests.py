@@ -159,17 +159,22 @@ async def test_text_is_found_in_prompts_and_in_answers(bus: Bus, broker: Embedde
     assert await listed(bus, broker, "--grep", "Rome") == []
 
 
-async def test_prompts_are_found_that_only_the_stream_of_requests_has(bus: Bus, broker: EmbeddedNats) -> None:
+async def test_prompts_are_found_that_only_the_stream_of_requests_has(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Records lack them. Requests end in another order than they came, and of one the prompt is gone."""
     tokenizer = load_tokenizer(TINY)
     texts = ("the capital of France", "nothing", "the capital of France", "nothing", "the capital of France")
     requests = [await accept(bus, prompt=pack_tokens(tokenizer.encode(text).ids)) for text in texts]
     for number in (4, 0, 3, 1, 2):
         await end(bus, requests[number], *tokenizer.encode("Paris").ids)
+    await listed(bus, broker, "--grep", "France")
+    assert capsys.readouterr().err == ""
     await bus.js.delete_msg(bus.subjects.stream("REQUESTS"), 5)
     for _ in range(2):
         found = await listed(bus, broker, "--grep", "France")
         assert [line["id"] for line in found] == [requests[2].id, requests[0].id]
+        assert "of 1 request, only the answer was searched" in capsys.readouterr().err
     assert len(await listed(bus, broker, "--grep", "Paris")) == 5
 
 
