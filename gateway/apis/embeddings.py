@@ -264,8 +264,8 @@ def _ranking_asked(data: bytes, models: Mapping[str, Embedder], others: Mapping[
         truncate=0 if cut is None else _longest(cut, model),
         prompt=PAIRS,
         queries=(body.query,),
-        document_tokens=body.max_tokens_per_doc or 0,
-        top=body.top_n or 0,
+        document_tokens=min(body.max_tokens_per_doc or 0, model.max_tokens),
+        top=min(body.top_n or 0, MAX_INPUTS),
         shows_texts=bool(body.return_documents),
     )
     return _Asked(body, name, embedding)

@@ -9,8 +9,8 @@ from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.embeddings import MAX_FLOATS, MAX_INPUTS, MAX_TOKENS, prepare_embedding
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Embedder
-from penstock.schemas.requests import EMBEDDING, PAIRS, RERANK, SCORE, Embedding
-from penstock.schemas.wire import unpack_tokens
+from penstock.schemas.requests import EMBEDDING, PAIRS, RERANK, SCORE, Embedding, decode
+from penstock.schemas.wire import encode, unpack_tokens
 
 MODELS = {
     "small": Embedder(64, max_tokens=8, vocab_size=100, pooling="mean"),
@@ -186,6 +186,10 @@ def test_a_ranking_pairs_the_query_with_each_document_and_cuts_what_is_too_long(
     found = asked(RERANK, query="q", documents=["a"], truncate_prompt_tokens=32, **options).request.embedding
     assert found is not None
     assert (found.truncate, found.top, found.shows_texts, found.document_tokens) == (32, 2, True, 9)
+    unlimited: dict[str, Any] = {"top_n": 1 << 70, "max_tokens_per_doc": 1 << 70, "truncate_prompt_tokens": 1 << 70}
+    found = decode(encode(asked(RERANK, query="q", documents=["a"], **unlimited).request)).embedding
+    assert found is not None
+    assert (found.truncate, found.top, found.document_tokens) == (64, MAX_INPUTS, 64), "more than a message can hold"
     for name in ("truncate", "truncation"):
         found = asked(RERANK, query="q", documents=["a"], **{name: False}).request.embedding
         assert found is not None
