@@ -409,6 +409,8 @@ def _pairs_of(engine: EmbeddingEngine, embedding: Embedding, limit: int) -> list
         for query, text in zip(queries, texts, strict=True):
             pairs += engine.tokenize_pairs(query, [text], longest, document)
     for index, tokens in enumerate(pairs):
+        if not tokens:
+            raise RequestError(Code.invalid_request, f"text {index} and its query have no tokens")
         if len(tokens) > limit:
             raise RequestError(
                 Code.context_length_exceeded,

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from penstock.schemas.errors import Code
-from penstock.schemas.requests import Embedding
-from penstock.workers.runners.embedding_runner import EmbeddingRunner, Input, _Batch, _Vectors
+from penstock.schemas.fleet import Embedder
+from penstock.schemas.requests import PAIRS, Embedding
+from penstock.workers.engines.engine_protocol import RequestError
+from penstock.workers.runners.embedding_runner import EmbeddingRunner, Input, _Batch, _Vectors, inputs_of
 
 
 class Terminal:
@@ -52,6 +54,16 @@ def test_a_vector_with_numbers_that_json_lacks_fails_its_request_once_and_no_oth
     assert "input[1] is not finite" in message
     assert not made.open_requests
     assert not len(made.inputs), "what waits of it is not computed"
+
+
+def test_a_pair_without_tokens_is_refused_before_it_reaches_the_engine() -> None:
+    """Of a model whose pairs have no special tokens, and texts of which its tokenizer keeps nothing."""
+    engine: Any = SimpleNamespace(
+        embedder=Embedder(1, max_tokens=8, vocab_size=9, scores=True), tokenize_pairs=lambda query, texts, *_: [[1], []]
+    )
+    pairs = Embedding(1, texts=("a", ""), queries=(" ",), prompt=PAIRS)
+    with pytest.raises(RequestError, match="text 1 and its query have no tokens"):
+        inputs_of(engine, pairs, b"")
 
 
 def test_vectors_of_a_revoked_attempt_are_none_of_the_next_one_at_the_same_worker() -> None:
