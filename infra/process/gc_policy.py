@@ -42,7 +42,7 @@ def use_huge_pages() -> None:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     with contextlib.suppress(OSError):
-        for start, end in loaded(Path("/proc/self/smaps").read_text()):
+        for start, end in loaded(Path("/proc/self/smaps").read_text(errors="replace")):
             first, beyond = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
             if first < beyond:  # it is an advice: what cannot be moved stays
                 madvise(first, beyond - first, _MADV_COLLAPSE)

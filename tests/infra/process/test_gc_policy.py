@@ -1,12 +1,14 @@
 """Memory of processes that serve. What garbage collections cost is in ``tests/router/state/test_event_loop.py``."""
 
 import mmap
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from penstock.infra.process.gc_policy import HUGE_PAGE, loaded
+from penstock.infra.process.gc_policy import HUGE_PAGE, loaded, use_huge_pages
 
 SMAPS = """\
 55d0c0000000-55d0c0800000 rw-p 00000000 00:00 0                          [heap]
@@ -33,6 +35,15 @@ VmFlags: rd wr mr mw me gd ac
 def test_only_memory_of_its_own_that_is_in_use_is_put_into_huge_pages() -> None:
     """Not a thread's stack, of which little is used, nor gigabytes of an engine, files and what is shared."""
     assert loaded(SMAPS) == [(0x55D0C0000000, 0x55D0C0800000), (0x7F0000000000, 0x7F0000400000)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+def test_a_file_in_memory_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/caf\xe9.so"
+    with open(path, "wb+") as file:
+        file.truncate(mmap.PAGESIZE)
+        with mmap.mmap(file.fileno(), 0):
+            use_huge_pages()
 
 
 def has_huge_pages() -> bool:
