@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from penstock.infra.model import modeldir, servable
+from penstock.infra.model.weight_files import is_mistral_format
 from penstock.infra.process.sockets import CannotListen, bind, claim, held_ports, listening, own_sockets
 from penstock.launch.groups import PlanError, WorkerGroup
 from penstock.launch.readiness import base_url
@@ -45,9 +46,10 @@ def check_startable(groups: Iterable[WorkerGroup], say: Callable[[str], None]) -
         PlanError: an engine is not installed, or a model is not there or cannot be loaded by it.
     """
     for group in groups:
-        for package in ("diffusers",) if group.role == "diffusion" else _PACKAGES.get(group.engine, ()):
+        diffusers = group.role == "diffusion" and group.engine == "native"
+        for package in ("diffusers",) if diffusers else _PACKAGES.get(group.engine, ()):
             if importlib.util.find_spec(package) is None:
-                extra = "diffusion" if group.role == "diffusion" else group.engine
+                extra = "diffusion" if diffusers else group.engine
                 raise PlanError(f"--engine {group.engine} needs {package}: pip install 'penstock[{extra}]'")
         split = group.role in ("prefill", "decode", "encode") and group.engine in ("native", "mock")
         if split and not any(map(importlib.util.find_spec, _NIXL)):
@@ -62,7 +64,7 @@ def _check_model(group: WorkerGroup, say: Callable[[str], None]) -> None:
         if modeldir.on_hub(model):
             say(f"Fetching {model} from the Hugging Face hub, unless its cache here has it")
         path = modeldir.resolve(model, weights=engine not in ("mock", "openai"))
-        modeldir.read_json(path / "config.json", needed=True)
+        modeldir.read_json(path / "config.json", needed=not is_mistral_format(path))
     except modeldir.ModelError as error:
         raise PlanError(f"--model: {error}") from None
     if engine not in ("mock", "openai") and (reason := servable.problem(path, engine)):
