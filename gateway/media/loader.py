@@ -183,12 +183,17 @@ class MediaLoader:
         return [tasks[part.url, part.embedding, part.video].result() for part in parts]
 
     async def _load_one(self, part: MediaPart, vision: Vision, keep_s: float, owner: str) -> Media:
-        async with self._video_slots if part.video else self._slots:
+        slots = self._video_slots if part.video else self._slots
+        await slots.acquire()
+        reading: asyncio.Future[Media] | None = None
+        try:
             try:
                 data = await self._fetcher.fetch(part.url)
                 if part.video:
                     inspect = partial(inspect_medium, data, part, vision, self._limits)
-                    medium = await asyncio.get_running_loop().run_in_executor(self._videos, inspect)
+                    reading = asyncio.get_running_loop().run_in_executor(self._videos, inspect)
+                    await asyncio.wait([reading])
+                    medium = reading.result()
                 elif len(data) > LARGE:
                     medium = await asyncio.to_thread(inspect_medium, data, part, vision, self._limits)
                 else:
@@ -201,6 +206,11 @@ class MediaLoader:
                 return msgspec.structs.replace(medium, private=owner)
             await self._store(medium.digest.hex(), data, keep_s)
             return medium
+        finally:
+            if reading is None or reading.done():
+                slots.release()
+            else:  # its client has gone, but not its process: others would pile up before the threads, with their bytes
+                reading.add_done_callback(partial(_release, slots))
 
     async def _store(self, name: str, data: bytes, keep_s: float) -> None:
         now = self._clock()
@@ -211,6 +221,12 @@ class MediaLoader:
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         self._known.move_to_end(name)
+
+
+def _release(slots: asyncio.Semaphore, reading: "asyncio.Future[Media]") -> None:
+    if not reading.cancelled():
+        reading.exception()  # nobody is left who asks for it
+    slots.release()
 
 
 def inspect_medium(data: bytes, part: MediaPart, vision: Vision, limits: MediaLimits) -> Media:

@@ -298,6 +298,37 @@ async def test_images_do_not_wait_for_videos_that_take_long_to_read(bus: Bus, mo
     assert {each.kind for each in await slow} == {"video/mp4"}
 
 
+async def test_videos_of_clients_that_have_gone_do_not_pile_up_before_the_threads(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, raw, loop = threading.Event(), film(30, 10, 64, 48), asyncio.get_running_loop()
+    begun: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def probe(data: bytes, limit: int) -> VideoFacts:
+        loop.call_soon_threadsafe(begun.put_nowait, data)
+        if not goes_on.wait(30):
+            raise video.BadVideo("takes too long")
+        return VideoFacts(30, 10.0, 48, 64)
+
+    monkeypatch.setattr(video, "probe", probe)
+    made = loader(bus)
+    try:
+        async with asyncio.timeout(20):
+            for number in range(media_loader.VIDEOS):
+                part = MediaPart("v", data_url(raw + bytes([number])), video=True)
+                gone = asyncio.create_task(made.load([part], QWEN, 60.0))
+                await begun.get()
+                gone.cancel()
+                await asyncio.wait([gone])
+                assert gone.cancelled()
+            assert made._video_slots.locked(), "their processes still run"
+    finally:
+        goes_on.set()
+    async with asyncio.timeout(20):
+        (found,) = await made.load([MediaPart("v", data_url(raw), video=True)], QWEN, 60.0)
+    assert found.kind == "video/mp4"
+
+
 async def test_images_that_come_too_late_end_the_request_at_its_deadline(bus: Bus, site: Site) -> None:
     async def never(writer: asyncio.StreamWriter) -> None:
         await asyncio.Event().wait()
