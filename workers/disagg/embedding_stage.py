@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 from blake3 import blake3
@@ -43,26 +44,34 @@ class JobMediaLoader:
         self._pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="media")
         self._videos = ThreadPoolExecutor(VIDEO_DECODERS, thread_name_prefix="videos")
 
-    async def load(self, request: GenerateRequest, media: Mapping[int, Media]) -> dict[int, object]:
+    async def load(
+        self, request: GenerateRequest, media: Mapping[int, Media], is_wanted: Callable[[], bool]
+    ) -> dict[int, object]:
         """Each medium, by number, as the engine encodes it.
+
+        Args:
+            is_wanted: asked in a thread, before a medium is decoded: a video may take a minute, which others wait for.
+                None stands for a medium that is no longer wanted.
 
         Raises:
             RequestError: one cannot be decoded, or its content does not match its digest.
             ServingError: the object store does not answer, or no longer has it.
         """
         numbers = list(media)
-        prepared = await asyncio.gather(*(self._one(request, media[number]) for number in numbers))
+        prepared = await asyncio.gather(*(self._one(request, media[number], is_wanted) for number in numbers))
         return dict(zip(numbers, prepared, strict=True))
 
-    async def _one(self, request: GenerateRequest, medium: Media) -> object:
+    async def _one(self, request: GenerateRequest, medium: Media, is_wanted: Callable[[], bool]) -> object:
         if medium.private:
             raw = await fetch_medium(self._bus, self._memory, request, medium)
         else:
             raw = await object_store.get(self._bus, "media", medium.digest.hex(), limit=medium.size)
         pool = self._videos if medium.kind.startswith("video/") else self._pool
-        return await asyncio.get_running_loop().run_in_executor(pool, self._prepare, raw, medium)
+        return await asyncio.get_running_loop().run_in_executor(pool, self._prepare, raw, medium, is_wanted)
 
-    def _prepare(self, raw: bytes, medium: Media) -> object:
+    def _prepare(self, raw: bytes, medium: Media, is_wanted: Callable[[], bool]) -> object:
+        if not is_wanted():
+            return None
         if blake3(raw).digest() != medium.digest:
             raise RequestError(Code.invalid_request, f"object {medium.digest.hex()} does not match its digest")
         return self._vision.prepare(raw, medium.kind)
@@ -196,7 +205,8 @@ class EmbeddingStage:
             return True
         assert self._loader is not None
         try:
-            prepared = await self._loader.load(running.request, missing)
+            is_wanted = partial(self._requests.is_current, running)
+            prepared = await self._loader.load(running.request, missing, is_wanted)
             if not self._requests.is_current(running):
                 return False
             await asyncio.wrap_future(self._engine.call(lambda engine: vision_of(engine).encode(reservation, prepared)))
