@@ -210,10 +210,13 @@ class TenantLevels:
         self._others = {name: more for name, count in held.items() if (more := count - own[name]) > 0}
         self._own, self._since = own, Counter()
 
-    def waiting(self, tenant: str, limit: int) -> int:
-        """How many wait; exactly only from ``limit`` on."""
-        waiting = self._others.get(tenant, 0) + self._own[tenant] + self._since[tenant]
-        return waiting if waiting < limit else self._others.get(tenant, 0) + self._unstarted()[tenant]
+    def most(self, tenant: str) -> int:
+        """How many wait, as if none had begun since the last poll."""
+        return self._others.get(tenant, 0) + self._own[tenant] + self._since[tenant]
+
+    def waiting(self, tenant: str) -> int:
+        """How many wait: this gateway's own are counted, which takes longer."""
+        return self._others.get(tenant, 0) + self._unstarted()[tenant]
 
     def per_second(self, tenant: str) -> float:
         """How many of a tenant begin per second, at all gateways; 0.0: none did lately, or it is not known."""
@@ -225,6 +228,12 @@ class TenantLevels:
         return (begun / seconds) * (own + self._others.get(tenant, 0)) / own if begun > 0 else 0.0
 
 
+def waiting_of(tenant: str, limit: int, levels: Sequence[TenantLevels]) -> int:
+    """How many of a tenant's requests wait in all cells; exactly only from ``limit`` on."""
+    most = sum(each.most(tenant) for each in levels)
+    return most if most < limit else sum(each.waiting(tenant) for each in levels)
+
+
 def check_tenant(tenant: str, limit: int, levels: Sequence[TenantLevels]) -> None:
     """
     Args:
@@ -232,7 +241,7 @@ def check_tenant(tenant: str, limit: int, levels: Sequence[TenantLevels]) -> Non
     Raises:
         ServingError: queue_full, with the time in which there will be room.
     """
-    waiting = sum(each.waiting(tenant, limit) for each in levels)
+    waiting = waiting_of(tenant, limit, levels)
     if waiting < limit:
         return
     rate = sum(each.per_second(tenant) for each in levels)

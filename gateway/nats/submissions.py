@@ -13,6 +13,7 @@ that were free meanwhile: with a short queue, most places would stay empty. So s
 import asyncio
 import time
 from collections import Counter, OrderedDict, deque
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import structlog
@@ -163,6 +164,8 @@ class Submissions:
         self._pullers: dict[str, Puller] = {}
         self.open_deliveries: dict[tuple[str, int], _Delivery] = {}  # by stream and sequence
         self._open_of: Counter[str] = Counter()  # by tenant
+        self._undecided: Counter[str] = Counter()  # of these, neither accepted nor refused yet
+        self._full: set[str] = set()  # tenants of which as many requests wait as may
         self.recent: OrderedDict[_Key, _Delivery] = OrderedDict()
         self.repeats: OrderedDict[_Key, list[_SeenSubmission]] = OrderedDict()
         self._same_key = KeyedSlots(SAME_KEY, SAME_KEY_WAITING)
@@ -174,6 +177,7 @@ class Submissions:
         self._sub = await self._nc.subscribe(self._subjects.all("submit"), cb=self._on_submission_seen)
         self._tasks.spawn(self._renew(), name="submit-renew")
         self._tasks.spawn(self._admit(), name="submit-admit")
+        self._tasks.spawn(self._look_again(), name="submit-look-again")
 
     def add_tenant(self, tenant: str) -> None:
         """Take this tenant's submissions."""
@@ -213,10 +217,27 @@ class Submissions:
                 await self._nc.publish(one.reply, NAK)
 
     def _room(self, tenant: str) -> int:
-        """How many more to pull; 0 while the queue is full: submissions wait durably in their stream."""
+        """How many more to pull; 0 while the queue is full: submissions wait durably in their stream.
+
+        Those beyond a tenant's own bound stay there, too: each would be prepared, refused and delivered again, every
+        second.
+        """
         if not self._gateway.accepts_submissions():
             return 0
-        return max(0, MAX_OPEN - len(self.open_deliveries), RESERVED - self._open_of[tenant])
+        may_wait = max(0, self._gateway.room_of(tenant) - self._undecided[tenant])
+        if not may_wait:
+            self._full.add(tenant)
+        return min(may_wait, max(0, MAX_OPEN - len(self.open_deliveries), RESERVED - self._open_of[tenant]))
+
+    async def _look_again(self) -> None:
+        """Pull more once fewer requests of a tenant wait than may."""
+        while True:
+            await asyncio.sleep(ADMIT_S)
+            full, self._full = self._full, set()
+            for tenant in full:
+                if (puller := self._pullers.get(tenant)) is not None:
+                    with suppress(NatsError):  # the connection broke; the puller asks again after it
+                        await puller.top_up()
 
     # --- from the stream ---
 
@@ -235,6 +256,8 @@ class Submissions:
             return
         entry = self.open_deliveries[at] = _Delivery(message.reply, digest_of(message.data))
         self._open_of[origin.tenant] += 1
+        self._undecided[origin.tenant] += 1
+        entry.decided.add_done_callback(lambda _: self._undecided.subtract((origin.tenant,)))
         work = self._serve(message, at, entry, origin)
         self._tasks.spawn(work, name=f"submit-{stream}-{at[1]}").add_done_callback(lambda _: self._ended(at, origin))
 

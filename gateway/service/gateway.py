@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import sys
 import time
 import zlib
 from collections import Counter
@@ -18,7 +19,7 @@ from penstock.gateway.access.tenants import TenantTable
 from penstock.gateway.admission.budgets import Budgets
 from penstock.gateway.admission.charges import Charges
 from penstock.gateway.admission.idempotency import Claim, reclaim
-from penstock.gateway.admission.queues import check_tenant
+from penstock.gateway.admission.queues import check_tenant, waiting_of
 from penstock.gateway.admission.rate_limits.limiter import Limiter
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.images import IMAGE_PATHS
@@ -227,6 +228,14 @@ class Gateway:
         limits = self.tenants.known.get(tenant)
         if limits is not None and limits.max_waiting:
             check_tenant(tenant, limits.max_waiting, [cell.queues.tenants for cell in self.active])
+
+    def room_of(self, tenant: str) -> int:
+        """How many more of a tenant's requests may wait."""
+        limits = self.tenants.known.get(tenant)
+        if limits is None or not limits.max_waiting:
+            return sys.maxsize
+        levels = [cell.queues.tenants for cell in self.active]
+        return max(0, limits.max_waiting - waiting_of(tenant, limits.max_waiting, levels))
 
     def _keys_lost(self, lost: bool) -> None:
         self.metrics.keys_lost.set(lost)

@@ -166,3 +166,14 @@ def test_requests_of_a_tenant_that_have_begun_since_the_last_look_do_not_count()
     assert acme.refusal(10) is None
     acme.unstarted = 10
     assert acme.refusal(10) is not None
+
+
+def test_requests_that_have_begun_do_not_count_in_any_cell() -> None:
+    one, other = Waiting(1.0), Waiting(1.0)
+    for _ in range(9):  # too few for the bound in each cell, and enough in both
+        one.levels.accepted("acme")
+        other.levels.accepted("acme")
+    check_tenant("acme", 10, [one.levels, other.levels])
+    one.unstarted = other.unstarted = 5
+    with pytest.raises(ServingError, match="10 requests of tenant 'acme' wait"):
+        check_tenant("acme", 10, [one.levels, other.levels])

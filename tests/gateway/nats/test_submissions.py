@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 
 from penstock.gateway.nats import submissions
+from penstock.gateway.nats.acceptor import RequestAcceptor
 from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery, ReplyPublisher
+from penstock.gateway.nats.protocol import Origin
+from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.nats_server.apply_streams import apply_submissions
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.subjects import Subjects
+from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
+from penstock.schemas.tenants import Limits
 from tests.gateway.nats.support import (
     BODY,
     WITHIN_S,
@@ -318,3 +322,38 @@ async def test_a_burst_behind_a_short_queue_takes_each_place_as_soon_as_it_is_fr
         submitted = await bus.js.consumer_info(subjects.stream("SUBMIT"), "gateway")
         assert submitted.delivered is not None
         assert submitted.delivered.consumer_seq == burst, "none was sent back to its stream meanwhile"
+
+
+async def test_what_a_tenant_submits_beyond_its_bound_stays_in_its_stream(
+    broker: EmbeddedNats,
+    subjects: Subjects,
+    model: ModelDir,
+    engine: Engine,
+    bus: Bus,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is prepared, refused and delivered again meanwhile."""
+    tried = 0
+    accept = RequestAcceptor.accept
+
+    async def count_and_accept(self: RequestAcceptor, message: Any, origin: Origin, name: str) -> AcceptedRequest:
+        nonlocal tried
+        tried += 1
+        return await accept(self, message, origin, name)
+
+    def bound(gateway: Gateway) -> None:
+        gateway.tenants.known[DEFAULT_TENANT] = Limits(max_waiting=2)
+        gateway.tenants.on_changed()
+
+    monkeypatch.setattr(RequestAcceptor, "accept", count_and_accept)
+    client, ids = Submitter(bus), [f"id-{number}" for number in range(8)]
+    async with gateway_on(broker, subjects, model, change=bound):
+        await client.listen(*map(client.answer_subject, ids))
+        for name in ids:
+            await client.submit(Nats_Msg_Id=name)
+        await eventually(lambda: len(engine.accepted) == 2)
+        info = await bus.js.consumer_info(subjects.stream("SUBMIT"), "gateway")
+        assert (info.num_ack_pending, info.num_pending) == (2, 6)
+        async with answering(engine):
+            await client.got(lambda messages: finals(messages) == 8)
+    assert tried == 8
