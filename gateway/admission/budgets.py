@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 import structlog
+from nats.errors import Error as NatsError
 
 from penstock.gateway.access.authentication import Caller
 from penstock.infra.bus.connection import Bus
@@ -83,23 +84,26 @@ class Budgets:
         self._now_ns = now_ns
         self._cells: list[SpentInCell] = []
         self._tails: list[LogTail] = []
+        self._followed: list[Bus] = []
         self.reached: frozenset[tuple[str, str]] = frozenset()
 
     def look(self) -> None:
         """Compare what was spent with the budgets; a few times a second."""
         limits = {("key", key.prefix): key.tokens_per_month for key in self._keys.values() if key.tokens_per_month}
         limits |= {("tenant", name): each.tokens_per_month for name, each in self._tenants.items()}
-        self.reached = frozenset(
-            (kind, name) for (kind, name), limit in limits.items() if limit and self.spent(kind, name) >= limit
-        )
         month, _ = month_of(self._now_ns())
+        self.reached = frozenset(
+            (kind, name) for (kind, name), limit in limits.items() if limit and self._spent(month, kind, name) >= limit
+        )
         for cell in self._cells:
             if cell.since_s < month:
                 cell.forget_before(month)
 
     def spent(self, kind: str, name: str) -> int:
         """Tokens of this month, prompts and answers. ``kind``: "key" or "tenant"."""
-        month, _ = month_of(self._now_ns())
+        return self._spent(month_of(self._now_ns())[0], kind, name)
+
+    def _spent(self, month: int, kind: str, name: str) -> int:
         return sum(cell.spent[month, kind, name] for cell in self._cells)
 
     def check(self, caller: Caller) -> None:
@@ -109,17 +113,20 @@ class Budgets:
         """
         key, tenant = caller.key, caller.tenant
         if key is not None and ("key", key.prefix) in self.reached:
-            self._refuse("key", key.prefix, f"the API key {key.prefix}", key.tokens_per_month)
-        if ("tenant", tenant) in self.reached:
-            self._refuse("tenant", tenant, f"the tenant {tenant!r}", self._tenants[tenant].tokens_per_month)
+            self._check("key", key.prefix, f"the API key {key.prefix}", key.tokens_per_month)
+        limits = self._tenants.get(tenant)
+        if limits is not None and ("tenant", tenant) in self.reached:
+            self._check("tenant", tenant, f"the tenant {tenant!r}", limits.tokens_per_month)
 
-    def _refuse(self, kind: str, name: str, who: str, limit: int) -> None:
-        now_ns = self._now_ns()
+    def _check(self, kind: str, name: str, who: str, limit: int) -> None:
+        now_ns, spent = self._now_ns(), self.spent(kind, name)
+        if not limit or spent < limit:  # since the last look another month has begun, or the budget was changed
+            return
         _, reset_s = month_of(now_ns)
         at = datetime.datetime.fromtimestamp(reset_s, datetime.UTC)
         raise ServingError(
             Code.insufficient_quota,
-            f"{who} has used {self.spent(kind, name)} tokens of its budget of {limit} this month, which ends "
+            f"{who} has used {spent} tokens of its budget of {limit} this month, which ends "
             f"{at:%Y-%m-%d %H:%M} UTC; ask for a larger budget (`penstock {kind}s` sets --monthly-tokens) or wait",
             retry_after=max(1.0, reset_s - now_ns / 1e9),
         )
@@ -127,7 +134,11 @@ class Budgets:
     # --- the ledgers ---
 
     async def follow(self, bus: Bus) -> None:
-        """Read a cell's ledger and follow it, as soon as that can be done."""
+        """Read a cell's ledger and follow it, as soon as that can be done. A second call does nothing: a cell that
+        could not be opened is opened again, and must not count twice."""
+        if any(each is bus for each in self._followed):
+            return
+        self._followed.append(bus)
         cell = SpentInCell(month_of(self._now_ns())[0])
 
         def read(entry: Entry) -> None:
@@ -142,10 +153,11 @@ class Budgets:
             try:
                 await tail.start(since_ns=cell.since_s * 1_000_000_000)
                 break
-            except ServingError as error:
+            except (ServingError, NatsError, OSError, TimeoutError) as error:
                 cell.clear()
                 if not told:
-                    log.warning("budgets_unknown", error=str(error), action="run `penstock streams apply`")
+                    why = str(error) or repr(error)
+                    log.warning("budgets_unknown", error=why, action="run `penstock streams apply`")
                 told = True
                 await asyncio.sleep(FOLLOW_AGAIN_S)
         self._tails.append(tail)

@@ -8,9 +8,11 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nats.errors import Error as NatsError
 
 from penstock.gateway.access.authentication import ANYONE, Caller
 from penstock.gateway.admission.budgets import Budgets, SpentInCell
+from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
@@ -72,7 +74,7 @@ async def test_a_budget_is_of_the_month_and_of_all_cells(broker: EmbeddedNats, p
         await home.js.publish(home.subjects.usage(2), encode(UsagePart(2, rows=(row(HOUR, 60),))))
         await other.js.publish(other.subjects.usage(1), encode(UsagePart(1, rows=(row(HOUR, 39),))))
         budgets = Budgets({KEY.id: KEY}, TENANTS, lambda: now_s * 10**9)
-        for bus in (home, other):
+        for bus in (home, other, other):  # a cell that could not be opened is opened again
             await asyncio.wait_for(budgets.follow(bus), 5)
         try:
             budgets.look()
@@ -98,3 +100,57 @@ async def test_a_budget_is_of_the_month_and_of_all_cells(broker: EmbeddedNats, p
             assert budgets.reached == frozenset(), "another month"
         finally:
             await budgets.close()
+
+
+def test_a_budget_that_was_changed_or_is_of_another_month_refuses_nothing_before_the_next_look() -> None:
+    now_s, tenants = NOVEMBER, dict(TENANTS)
+    budgets = Budgets({KEY.id: KEY}, tenants, lambda: now_s * 10**9)
+    cell = SpentInCell(month_of(NOVEMBER * 10**9)[0])
+    cell.push(UsagePart(1, rows=(row(HOUR, 150),)))
+    budgets._cells.append(cell)
+    budgets.look()
+    assert budgets.reached == {("key", KEY.prefix), ("tenant", "acme")}
+    for who in (caller(KEY), caller()):
+        with pytest.raises(ServingError):
+            budgets.check(who)
+    budgets.check(caller(msgspec.structs.replace(KEY, tokens_per_month=0), tenant="zenith"))
+    tenants["acme"] = Limits(tokens_per_month=151)
+    budgets.check(caller())
+    del tenants["acme"]
+    budgets.check(caller())
+    now_s += 36 * 3600
+    budgets.check(caller(KEY, tenant="zenith"))
+
+
+def test_a_look_asks_for_the_month_once_however_many_keys_there_are() -> None:
+    asked = 0
+
+    def now_ns() -> int:
+        nonlocal asked
+        asked += 1
+        return NOVEMBER * 10**9
+
+    keys = {f"{number:012x}": ApiKey(f"{number:012x}", bytes(32), tokens_per_month=1) for number in range(100)}
+    Budgets(keys, {}, now_ns).look()
+    assert asked == 1
+
+
+async def test_a_ledger_that_cannot_be_read_is_tried_again_whatever_the_reason(
+    broker: EmbeddedNats, pipeline: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [ServingError(Code.broker_unavailable, "away"), NatsError("closed"), TimeoutError()]
+    start = LogTail.start
+
+    async def fail_and_start(tail: LogTail, **options: int) -> None:
+        if errors:
+            raise errors.pop()
+        await start(tail, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LogTail, "start", fail_and_start)
+    monkeypatch.setattr("penstock.gateway.admission.budgets.FOLLOW_AGAIN_S", 0.01)
+    async with dial(broker, pipeline) as bus:
+        await bus.js.publish(bus.subjects.usage(1), encode(UsagePart(1, rows=(row(HOUR, 60),))))
+        made = Budgets({}, TENANTS, lambda: NOVEMBER * 10**9)
+        await asyncio.wait_for(made.follow(bus), 5)
+        assert made.spent("tenant", "acme") == 60
+        await made.close()
