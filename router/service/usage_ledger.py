@@ -80,8 +80,10 @@ class UsageLedger:
         self._ended.clear()
         if not self._leads():
             self._part = None
-        elif self._part is None or missed:
-            await self._resume()  # reads these entries, too
+        elif self._part is None or missed or (entries and entries[-1].seq <= self._part.last):
+            # Reads these entries, too. If they are older than what was counted, the log was made anew meanwhile, or
+            # ``_resume`` has read them before.
+            await self._resume()
         elif entries:
             counted = []
             for entry in entries:

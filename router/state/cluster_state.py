@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from itertools import chain
 from typing import NamedTuple
 
+import msgspec
 import structlog
 
 from penstock.configs.settings import RouterSettings
@@ -356,7 +357,8 @@ class ClusterState:
         if request in self._deleted:
             self._came_back(self._bus.subjects.stream("DONE"), entry.seq, request)
         else:
-            self.ended.append(entry)
+            # Read from the log it has its body, too, and after a start there may be thousands.
+            self.ended.append(msgspec.structs.replace(entry, data=b"") if entry.data else entry)
         kept = self._unowned.end(request)
         self.returned.end(request)
         if self.tracker.finish(request, self._bus.clock.now_ns()) is not None or not kept:

@@ -119,6 +119,16 @@ async def test_what_ended_while_no_router_ran_is_read_from_the_log(bus: Bus, bro
     assert (found.prompt, found.completion) == (40, 12)
 
 
+async def test_a_router_that_starts_keeps_no_bodies_of_what_had_ended(
+    bus: Bus, broker: EmbeddedNats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_ledger, "COUNT_S", 60.0)
+    for _ in range(3):
+        await publish(bus, asked(), 10, 3)
+    async with routing(broker, bus.subjects) as started:
+        assert [entry.data for entry in started.router.cluster.ended] == [b"", b"", b""]
+
+
 async def test_what_is_deleted_stays_counted(bus: Bus, one: Routing, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what was deleted in the moment in which it ended: it is counted first."""
     await publish(bus, asked(), 10, 3)
@@ -248,6 +258,24 @@ async def test_a_log_that_was_made_anew_is_counted_from_its_beginning(bus: Bus, 
         await publish(bus, asked(), 10, 3)
     async with routing(broker, bus.subjects):
         assert (await counts(bus, 7)).requests == 7
+
+
+async def test_a_log_that_is_made_anew_while_a_router_counts_is_counted_from_its_beginning(bus: Bus) -> None:
+    """The broker runs on, so no reconnect tells."""
+    ended: deque[Entry] = deque(maxlen=8)
+    ledger, stream = UsageLedger(bus, ended, lambda: True), bus.subjects.stream("DONE")
+    for _ in range(3):
+        await publish(bus, asked(), 10, 3)
+    await ledger.count()
+    config = (await bus.js.stream_info(stream)).config
+    await bus.js.delete_stream(stream)
+    await bus.js.add_stream(config)
+    await publish(bus, asked(), 10, 3)
+    ended.extend([entry async for entry in read(bus, stream, bus.subjects.all("done"))])
+    await ledger.count()
+    assert (await total(bus)).requests == 4
+    await ledger.count()
+    assert (await total(bus)).requests == 4
 
 
 async def test_a_log_that_lost_its_end_is_counted_from_there(bus: Bus, broker: EmbeddedNats) -> None:
