@@ -241,6 +241,9 @@ class UsageTable:
         every: of ``EVERY``; "": all in one.
         since_ns, until_ns: Unix time; hours that lie between them, also in part. 0: there is no such limit.
         of: which rows count.
+
+    Attributes:
+        begin_ns: when the first of these hours began, Unix time: no part with a row of them was stored before.
     """
 
     def __init__(
@@ -255,6 +258,7 @@ class UsageTable:
         self._by = [BY[name] for name in by]
         self._every = every
         self._first = since_ns // HOUR_NS
+        self.begin_ns = self._first * HOUR_NS
         self._end = -(-until_ns // HOUR_NS) if until_ns else 1 << 62
         self._of = of
         self._found: dict[tuple[int, int, tuple[str, ...]], UsageRow] = {}
@@ -264,8 +268,8 @@ class UsageTable:
         return len(self._found)
 
     def add(self, part: UsagePart) -> None:
-        gap, begin_ns, end_ns = part.gap, self._first * HOUR_NS, self._end * HOUR_NS
-        if gap is not None and gap.since_ns < end_ns and not 0 < gap.until_ns < begin_ns:
+        gap, end_ns = part.gap, self._end * HOUR_NS
+        if gap is not None and gap.since_ns < end_ns and not 0 < gap.until_ns < self.begin_ns:
             self.gaps.append(gap)
         for row in part.rows:
             if self._first <= row.hour < self._end and self._of(row):

@@ -469,7 +469,7 @@ OPERATIONS = (
         "/v1/usage",
         "What the key has used; with an operator's key, what all have used",
         response=UsagePage,
-        errors=(Code.invalid_request, Code.broker_unavailable),
+        errors=(Code.invalid_request, Code.overloaded, Code.broker_unavailable),
         parameters=(
             ("start_time", "query", "Unix time; default: the beginning of this month"),
             ("end_time", "query", "Unix time; default: now"),

@@ -15,9 +15,11 @@ from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus.direct_get import read
 from penstock.infra.process.turns import TimeSlice
 from penstock.schemas import usage
+from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.usage import UsageSum, UsageTable, month_of
 
 MOST_RESULTS = 10_000
+TURN_S = 30.0  # that a question waits for those before it
 WIDTHS = {"1h": "hour", "1d": "day", "1mo": "month"}
 GROUPS = {"project_id": "tenant", "api_key_id": "key", "model": "model", "adapter": "adapter"}
 _NS = 1_000_000_000
@@ -82,7 +84,7 @@ class UsageEndpoint:
     async def get(self, request: Request) -> Response:
         """
         Raises:
-            ServingError: invalid_request; broker_unavailable.
+            ServingError: invalid_request; overloaded; broker_unavailable.
         """
         gateway, caller, query = self._gateway, caller_of(request.scope), request.query_params
         now_ns = gateway.bus.clock.now_ns()
@@ -103,8 +105,17 @@ class UsageEndpoint:
             until_ns=until_s * _NS,
             of=(lambda row: row.key == own) if own else (lambda row: True),
         )
-        async with self._turn:
-            await self._read(table, since_s * _NS)
+        try:
+            async with asyncio.timeout(TURN_S):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise ServingError(
+                Code.overloaded, "the usage of others is being read by this gateway; try again", retry_after=5.0
+            ) from None
+        try:
+            await self._read(table)
+        finally:
+            self._turn.release()
         data: dict[int, UsageBucket] = {}
         for each in table.sums():
             bucket = data.setdefault(each.begin_s, UsageBucket(each.begin_s, each.end_s, []))
@@ -113,11 +124,11 @@ class UsageEndpoint:
         page = UsagePage(list(data.values()), missed, self._budget(caller, now_ns))
         return Response(msgspec.json.encode(page), media_type="application/json")
 
-    async def _read(self, table: UsageTable, since_ns: int) -> None:
+    async def _read(self, table: UsageTable) -> None:
         time_slice = TimeSlice()
         for cell in self._gateway.cells:
-            subjects = cell.bus.subjects
-            async for entry in read(cell.bus, subjects.stream("USAGE"), subjects.all("usage"), since_ns=since_ns):
+            stream, parts = cell.bus.subjects.stream("USAGE"), cell.bus.subjects.all("usage")
+            async for entry in read(cell.bus, stream, parts, since_ns=table.begin_ns):
                 table.add(usage.decode(entry.data))
                 if len(table) > MOST_RESULTS:
                     raise invalid("bucket_width", f"there are more than {MOST_RESULTS} results; ask for a shorter time")

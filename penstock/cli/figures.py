@@ -29,11 +29,13 @@ def duration_ns(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def moment_ns(text: str, now_ns: int) -> int:
-    """Unix time in ns of a duration before ``now_ns`` ("15m"), or of an ISO 8601 time; without a zone it is local.
+def moment_ns(text: str, now_ns: int, zone: datetime.tzinfo | None = None) -> int:
+    """Unix time in ns of a duration before ``now_ns`` ("15m"), or of an ISO 8601 time.
 
     A time of day alone ("14:03:10.250") is today's, or yesterday's if today's is still to come.
 
+    Args:
+        zone: of a time that names none; None: the local one.
     Raises:
         ValueError: neither of the two.
     """
@@ -42,13 +44,15 @@ def moment_ns(text: str, now_ns: int) -> int:
     if ":" in text:  # "2026" would be a time of day, too
         with contextlib.suppress(ValueError):
             time_of_day = datetime.time.fromisoformat(text.strip())
+            time_of_day = time_of_day.replace(tzinfo=time_of_day.tzinfo or zone)
             today = datetime.datetime.fromtimestamp(now_ns / 1e9, time_of_day.tzinfo).date()
             at = datetime.datetime.combine(today, time_of_day)
             if at.timestamp() > now_ns / 1e9:
                 at -= datetime.timedelta(days=1)
             return round(at.timestamp() * 1e6) * 1000
     try:
-        seconds = datetime.datetime.fromisoformat(text.strip()).timestamp()
+        at = datetime.datetime.fromisoformat(text.strip())
+        seconds = at.replace(tzinfo=at.tzinfo or zone).timestamp()
     except (ValueError, OverflowError):
         raise ValueError(
             f"{text!r} is not a time: write how long ago (15m, 2h, 7d), a time of day (09:30:10) "

@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--every", choices=EVERY, default="", help="a row for each; default: one for the whole time")
     parser.add_argument(
-        "--since", default="", metavar="TIME", help="15m, 2h, 7d ago, or a date (default: this month, UTC)"
+        "--since", default="", metavar="TIME", help="15m, 2h, 7d ago, or a date in UTC (default: this month)"
     )
     parser.add_argument("--until", default="", metavar="TIME", help="likewise (default: now)")
     form = parser.add_mutually_exclusive_group()
@@ -61,15 +61,16 @@ def _groups(text: str) -> tuple[str, ...]:
 
 async def _run(args: argparse.Namespace, console: Console) -> None:
     now_ns = time.time_ns()
-    since_ns = moment_ns(args.since, now_ns) if args.since else month_of(now_ns)[0] * 1_000_000_000
-    until_ns = moment_ns(args.until, now_ns) if args.until else now_ns + 1
+    utc = datetime.UTC
+    since_ns = max(0, moment_ns(args.since, now_ns, utc)) if args.since else month_of(now_ns)[0] * 1_000_000_000
+    until_ns = moment_ns(args.until, now_ns, utc) if args.until else now_ns + 1
     if until_ns <= since_ns:
         raise ValueError("--until is not after --since")
     table = UsageTable(args.by, args.every, since_ns=since_ns, until_ns=until_ns)
     async with open_cells(LogSource.of(args), name="usage", role="viewer", streams=("USAGE",), files=True) as logs:
         for opened in logs:
             subjects = opened.reader.subjects
-            parts = read(opened.reader, subjects.stream("USAGE"), subjects.all("usage"), since_ns=since_ns)
+            parts = read(opened.reader, subjects.stream("USAGE"), subjects.all("usage"), since_ns=table.begin_ns)
             async for entry in parts:
                 table.add(usage.decode(entry.data))
     rows = list(_rows(table, args.by, args.every))

@@ -27,6 +27,16 @@ def test_times_with_a_zone_are_absolute_and_without_one_local() -> None:
     assert moment_ns(local, 0) == NOW
 
 
+def test_times_without_a_zone_are_of_the_one_that_is_named() -> None:
+    east = datetime.timezone(datetime.timedelta(hours=5, minutes=30))
+    assert moment_ns("2027-01-15T08:00:00", 0, datetime.UTC) == NOW
+    assert moment_ns("2027-01-15T13:30:00", 0, east) == NOW
+    assert moment_ns("2027-01-15T08:00:00+00:00", 0, east) == NOW
+    assert moment_ns("08:00:00", NOW, datetime.UTC) == NOW
+    assert moment_ns("13:30:00", NOW, east) == NOW
+    assert moment_ns("08:00:01", NOW, datetime.UTC) == NOW - 86_399 * 10**9
+
+
 def test_only_other_days_are_written_with_their_date() -> None:
     assert len(clock(NOW, NOW)) == len("08:00:00.000")
     assert clock(NOW - 3 * 86400 * 10**9, NOW).startswith("2027-01-1")
