@@ -273,6 +273,9 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
                     self.broken(EngineError(f"the server at {self._server.url} is gone: {error!r}"))
                     return
                 await asyncio.sleep(BUSY_S)
+            except Exception:  # else its client would wait for the deadline
+                self._fail(sequence, Code.engine_error, "the worker could not ask its server; its log has the error")
+                raise  # into the log
             said = reader.said
 
     def _refused(self, sequence: ActiveSequence[SequenceRequest], error: CompletionRefused) -> None:

@@ -291,6 +291,19 @@ def test_a_long_refusal_is_read_only_as_far_as_it_is_passed_on(far: Played, driv
     assert 300 < len(failure.message) < 400
 
 
+def test_a_fault_of_the_worker_ends_its_own_sequence_only(
+    far: Played, drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far.answers = [says(said(30, finish="length"))]
+    driver = drive()
+    with monkeypatch.context() as patched:
+        patched.delattr("penstock.workers.engines.openai.server.body_of")
+        (failure,) = driver.run(ask(1)).failures
+    assert failure.code == Code.engine_error
+    assert "its log has the error" in failure.message
+    assert driver.answer(ask(2, 1)) == [30]
+
+
 @pytest.mark.parametrize("asked", ["\xb2", "9" * 5000, "0", "Wed, 21 Oct 2026 07:28:00 GMT"])
 def test_a_busy_server_that_names_no_seconds_is_asked_again(
     far: Played, drive: Callable[..., Driver], asked: str
