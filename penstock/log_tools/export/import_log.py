@@ -30,6 +30,8 @@ PART = ".import-"  # prefix of an incomplete folder
 WHOLE = "whole"  # file in it: its streams are being moved
 FLUSH = 500  # messages between two waits for the broker
 STORED_S = 30.0
+GROWS_S = 5.0  # how long a stream may hold no more than before, until the rest counts as lost
+LOOK_S = 0.05
 
 
 def run(argv: Sequence[str]) -> int:
@@ -139,16 +141,21 @@ async def _into_broker(exported: ExportFile, url: str, namespace: str) -> dict[s
 
 
 async def _stored(bus: Bus, counts: dict[str, int]) -> None:
-    """Wait until the streams hold all published messages."""
+    """Wait until the streams hold all published messages: the broker has read them all before it stores the last."""
     async with asyncio.timeout(STORED_S):
         await bus.nc.flush()
     for stream, count in counts.items():
-        try:
-            info = await bus.js.stream_info(stream_name(bus.subjects, stream))
-        except NatsError as error:
-            raise ValueError(f"stream {stream} cannot be read: {error}") from error
-        if info.state.messages != count:
-            raise ValueError(
-                f"{stream} holds {info.state.messages} of {counted(count, 'message')}: its broker was restarted, "
-                "or has no room"
-            )
+        held, until = -1, time.monotonic() + GROWS_S
+        while held != count:
+            try:
+                info = await bus.js.stream_info(stream_name(bus.subjects, stream))
+            except NatsError as error:
+                raise ValueError(f"stream {stream} cannot be read: {error}") from error
+            if info.state.messages > held:
+                held, until = info.state.messages, time.monotonic() + GROWS_S
+            elif time.monotonic() > until:
+                raise ValueError(
+                    f"{stream} holds {held} of {counted(count, 'message')}: its broker was restarted, or has no room"
+                )
+            else:
+                await asyncio.sleep(LOOK_S)
