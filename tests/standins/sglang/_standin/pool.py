@@ -14,7 +14,15 @@ def signed(value: bytes) -> int:
 
 
 class Pool(_Pool):
-    def cache(self, blocks: list[Block], hashes: list[bytes], tokens: list[int], start: int, salt: str | None) -> None:
+    def cache(
+        self,
+        blocks: list[Block],
+        hashes: list[bytes],
+        tokens: list[int],
+        start: int,
+        salt: str | None,
+        lora: tuple[str, int] | None = None,
+    ) -> None:
         if not self.caching or start >= len(blocks):
             return
         for at in range(start, len(blocks)):
