@@ -50,7 +50,8 @@ def check_startable(groups: Iterable[WorkerGroup], say: Callable[[str], None]) -
         for package in ("diffusers",) if diffusers else _PACKAGES.get(group.engine, ()):
             if importlib.util.find_spec(package) is None:
                 extra = "diffusion" if diffusers else group.engine
-                raise PlanError(f"--engine {group.engine} needs {package}: pip install 'penstock[{extra}]'")
+                index = " --extra-index-url https://pypi.nvidia.com" if extra == "trtllm" else ""
+                raise PlanError(f"--engine {group.engine} needs {package}: pip install 'penstock[{extra}]'{index}")
         split = group.role in ("prefill", "decode", "encode") and group.engine in ("native", "mock")
         if split and not any(map(importlib.util.find_spec, _NIXL)):
             raise PlanError(f"--{group.role}: KV moves between workers by NIXL: pip install 'penstock[native]'")

@@ -224,7 +224,8 @@ async def test_a_deployment_whose_disk_was_full_serves_again_when_there_is_room(
             assert await status() == 200
             up.fill()
             refused = await client.post(
-                "/v1/completions", json={"model": state["model"], "prompt": "a " * 800, "max_tokens": 4, "timeout_s": 3}
+                "/v1/completions",
+                json={"model": state["model"], "prompt": "a " * 8_000, "max_tokens": 4, "timeout_s": 3},
             )
             assert refused.status_code in (503, 504), refused.text
             up.make_room()

@@ -43,12 +43,12 @@ async def test_streams_are_listed_with_what_they_hold_and_their_limits(
 ) -> None:
     await accept(bus)
     use = (await listed(bus, broker, capsys))["REQUESTS"]
-    assert (use["messages"], use["last_seq"], use["max_age_s"], use["max_bytes"]) == (1, 1, DAY, 4 * GIB)
+    assert (use["messages"], use["last_seq"], use["max_age_s"], use["max_bytes"]) == (1, 1, 7 * DAY, 4 * GIB)
     assert 0 < use["oldest_s"] < 60
     assert await asyncio.to_thread(run_list, where(bus, broker)) == 0
     shown = capsys.readouterr().out
     assert "accepted requests" in shown
-    assert "24 h" in shown
+    assert "7 d" in shown
 
 
 async def test_limits_that_were_set_stay_when_the_streams_are_applied_again(
@@ -68,7 +68,7 @@ async def test_limits_that_were_set_stay_when_the_streams_are_applied_again(
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["TOKENS"], "give --max-age or --max-bytes"),
+        (["TOKENS"], "give --max-age, --max-bytes or --pack-prompts"),
         (["TOKENS", "--max-age", "5m"], "at least 1 h"),
         (["DONE", "--max-bytes", "1kB"], "at least 16 MiB"),
         (["NONE", "--max-age", "2h"], "REQUESTS, WORK"),

@@ -59,7 +59,11 @@ async def test_an_interrupted_command_leaves_its_batch_running_and_waits_for_it_
     source, output = write(tmp_path / "in.jsonl", 30, 10), tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "penstock", "batch", "run", str(source), "-o", str(output)]
     command += ["--url", slow.urls[0]]
-    first = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    first = await asyncio.create_subprocess_exec(
+        *command,
+        stderr=asyncio.subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it for background jobs
+    )
     kept = tmp_path / "out.jsonl.batch"
 
     async def begun() -> bool:
