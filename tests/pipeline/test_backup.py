@@ -13,7 +13,7 @@ from penstock.cli.commands import main
 from penstock.schemas.requests import cell_in
 from tests.pipeline.fleet.test_no_store import body, on_disk, traces
 from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, until
-from tests.pipeline.test_cells import nothing_uncounted
+from tests.pipeline.test_cells import more_counted
 from tests.pipeline.test_no_store_restart import begun
 
 COUNT = 24
@@ -55,7 +55,7 @@ async def test_a_running_deployment_is_backed_up_and_serves_again_from_the_backu
                 await until(partial(answers, http), "the gateway knows the key and its workers")
                 answer = await http.post("/v1/completions", json=body(10 + number))
                 ended[answer.json()["id"].removeprefix("cmpl-")] = 10 + number
-            await nothing_uncounted(first)
+            assert not any((await more_counted(first)).values())
             running = [await begun(clients[0], asked) for asked in (body(6, max_tokens=LONG), secret)]
             await ran("backup", str(folder), *place)
             assert "in 2 cells" in capsys.readouterr().out
@@ -92,7 +92,7 @@ async def test_a_running_deployment_is_backed_up_and_serves_again_from_the_backu
             await until(partial(answers, http), "the key is valid and a worker serves")
             assert (await http.post("/v1/completions", json=body(1), headers={"authorization": ""})).status_code == 401
         assert on_disk(second, traces(oracle, secret)) == []
-        await nothing_uncounted(second)
+        assert not any((await more_counted(second)).values())
         await ran("doctor", "--data-dir", str(data))
         capsys.readouterr()
         await ran("dead", "list", "--data-dir", str(data))

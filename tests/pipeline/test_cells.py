@@ -137,12 +137,14 @@ async def more_counted(deployment: Deployment) -> dict[str, int]:
         return await surplus(buses)
 
 
-async def test_a_batch_runs_in_both_cells_and_usage_is_the_sum_of_both(
+async def test_usage_is_the_sum_of_both_cells_with_the_lines_of_a_batch(
     deployment: Deployment, gateways: list[httpx.AsyncClient], oracle: Oracle
 ) -> None:
     deleted = await more_counted(deployment)
     before = await used(gateways[0])
-    told = [(await said(gateways[number % 2], chat(40 + number)))["usage"] for number in range(4)]
+    chats = [await said(gateways[number % 2], chat(40 + number)) for number in range(4)]
+    assert {cell_in(request_id(each)) for each in chats} == {0, 1}
+    told = [each["usage"] for each in chats]
     bodies = [chat(100 + number) for number in range(60)]
     lines = [
         {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
@@ -165,7 +167,6 @@ async def test_a_batch_runs_in_both_cells_and_usage_is_the_sum_of_both(
     for body, answer in zip(bodies, answers, strict=True):
         assert answer["choices"][0]["message"]["content"] == oracle.answer(body, COUNT)
     told += [answer["usage"] for answer in answers]
-    assert {cell_in(request_id(answer)) for answer in answers} == {0, 1}
     after = await used(gateways[1], before["num_model_requests"] + 64)
     assert after["num_model_requests"] == before["num_model_requests"] + 64
     assert after["input_tokens"] - before["input_tokens"] == sum(each["prompt_tokens"] for each in told)
