@@ -24,7 +24,7 @@ from penstock.log_tools.sources.open_log import CONNECT_S, FAILURES
 from penstock.log_tools.sources.restore import RESTORED, prefix, restore
 from penstock.log_tools.sources.store_files import check_server
 from penstock.schemas.streams import topology
-from penstock.schemas.subjects import HEADER_RECORDED_TIME, Subjects
+from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_RECORDED_TIME, Subjects
 
 PART = ".import-"  # prefix of an incomplete folder
 WHOLE = "whole"  # file in it: its streams are being moved
@@ -32,6 +32,8 @@ FLUSH = 500  # messages between two waits for the broker
 STORED_S = 30.0
 GROWS_S = 5.0  # how long a stream may hold no more than before, until the rest counts as lost
 LOOK_S = 0.05
+WINDOW_NS = 100_000_000  # how long the broker takes the same message id for a repeat: the shortest that it accepts
+REMEMBERED = 100_000  # message ids at least; those before them are out of the window
 
 
 def run(argv: Sequence[str]) -> int:
@@ -113,7 +115,7 @@ async def _into_broker(exported: ExportFile, url: str, namespace: str) -> dict[s
         streams = {stream_name(subjects, stream): stream for stream in RESTORED}
         try:
             configs = [each for each in stream_configs(topology(subjects)) if each["name"] in streams]
-            await create_streams(bus.nc, [each | {"max_age": 0} for each in configs])
+            await create_streams(bus.nc, [each | {"max_age": 0, "duplicate_window": WINDOW_NS} for each in configs])
         except BrokerProblem as error:
             raise ValueError(
                 f"namespace {namespace} cannot be made ({error}); name an unused one: --namespace"
@@ -122,6 +124,7 @@ async def _into_broker(exported: ExportFile, url: str, namespace: str) -> dict[s
             if (await bus.js.stream_info(name)).state.last_seq:  # a deployment's routers would run the requests
                 raise ValueError(f"{name} has messages already: name an unused --namespace")
         counts = dict.fromkeys(RESTORED, 0)
+        recent, earlier = set[str](), set[str]()
         for record in exported.records():
             if record.stream not in counts:
                 continue
@@ -131,13 +134,43 @@ async def _into_broker(exported: ExportFile, url: str, namespace: str) -> dict[s
                 exported.reject(BadLine(f"subject {record.subject} does not begin with {recorded}"))
                 continue
             headers = {name: value for name, value in record.headers.items() if not name.startswith("Nats-Expected-")}
+            headers[HEADER_RECORDED_TIME] = record.time
             subject = prefix(namespace, name) + record.subject[len(recorded) :]
-            await bus.nc.publish(subject, record.data, headers=headers | {HEADER_RECORDED_TIME: record.time})
+            message_id = f"{name} {headers.get(HEADER_MSG_ID, record.seq)}"
+            if message_id in recent or message_id in earlier:
+                await _store_repeat(bus, subject, record.data, headers)
+            else:
+                await bus.nc.publish(subject, record.data, headers=headers)
+                recent.add(message_id)
+                if len(recent) == REMEMBERED:
+                    recent, earlier = set(), recent
             counts[record.stream] += 1
             if not counts[record.stream] % FLUSH:
                 await bus.nc.flush()
         await _stored(bus, counts)
         return counts
+
+
+async def _store_repeat(bus: Bus, subject: str, data: bytes, headers: dict[str, str]) -> None:
+    """Store a message whose id was stored before, as by a publisher that got no acknowledgement for minutes.
+
+    Raises:
+        ValueError: the broker does not store it.
+    """
+    until = time.monotonic() + STORED_S
+    while True:
+        try:
+            stored = await bus.js.publish(subject, data, headers=headers)
+        except NatsError as error:
+            raise ValueError(f"a message of {subject} could not be stored: {error}") from error
+        if not stored.duplicate:
+            return
+        if time.monotonic() > until:
+            raise ValueError(
+                f"the broker takes a message of {subject} for a repeat after {STORED_S:.0f} s: import into a folder "
+                "(--data-dir)"
+            )
+        await asyncio.sleep(LOOK_S)
 
 
 async def _stored(bus: Bus, counts: dict[str, int]) -> None:

@@ -267,6 +267,26 @@ async def test_an_import_keeps_times_in_a_folder_and_in_a_running_broker(
         assert "--namespace" in capsys.readouterr().err
 
 
+async def test_a_message_that_was_stored_twice_is_imported_twice(
+    bus: Bus, run: Run, broker: EmbeddedNats, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its publisher got no acknowledgement for longer than the broker remembers message ids."""
+    await recorded(bus, 2)
+    whole, twice = tmp_path / "all.jsonl", tmp_path / "twice.jsonl"
+    assert await run(export.run, "--all", "-o", str(whole)) == 0
+    lines = whole.read_bytes().splitlines(keepends=True)
+    at = max(number for number, line in enumerate(lines) if b'"stream":"DONE"' in line)
+    again = json.loads(lines[at])
+    again["seq"] += 1
+    lines.insert(at + 1, json.dumps(again, separators=(",", ":")).encode() + b"\n")
+    twice.write_bytes(b"".join(lines))
+    own = f"{bus.subjects.namespace}-3"
+    for flags in (["--data-dir", str(tmp_path / "new")], ["--nats-url", broker.url(), "--namespace", own]):
+        capsys.readouterr()
+        assert await asyncio.to_thread(import_log.run, [str(twice), *flags]) == 0
+        assert "DONE 3" in capsys.readouterr().out
+
+
 async def test_no_files_are_written_for_a_nats_server_that_was_not_tested(
     bus: Bus, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
