@@ -23,17 +23,18 @@ import structlog
 
 from penstock.gateway.access.authentication import ALL, Sight
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import Entry, get_last, get_last_of, read
+from penstock.infra.bus.direct_get import Entry, get_last, get_last_of, get_next, read
 from penstock.infra.bus.forget import DeletedRequests
 from penstock.infra.bus.memory_storage import ABSENT_S, MemoryStreams, answers, find_request, lost
 from penstock.schemas import done, requests
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, time_of
-from penstock.schemas.streams import CLOCK_SKEW_NS
+from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 from penstock.schemas.subjects import request_of
 
 WINDOW_NS = 16_000_000_000  # behind an id's time: by then its request is stored, or was given up
 FAR_NS = 1_200_000_000_000  # either side of it, if the clock that made the id is wrong by minutes
+LONGEST_NS = int(LONGEST_DEADLINE_S * 1e9) + CLOCK_SKEW_NS  # behind it: a router copies what waits before it is lost
 BATCH = 100
 FEW = 8  # requests of one shard lie far apart
 MAX_FAR = 3  # at once
@@ -58,9 +59,16 @@ class RequestFinder:
         if request is None:
             async with self._far:
                 request = await self._in_shard(request_id, (made_ns - FAR_NS, made_ns + FAR_NS), BATCH)
+                if request is None and await self._has_lost(made_ns):
+                    request = await self._in_shard(request_id, (made_ns + FAR_NS, made_ns + LONGEST_NS), BATCH)
         if request is None:
             raise unknown(request_id)
         return request
+
+    async def _has_lost(self, made_ns: int) -> bool:
+        """Whether the log no longer has what it stored at a time: of a request, only a copy may be left."""
+        first = await get_next(self._bus, self._bus.subjects.stream("REQUESTS"), ">", 0)
+        return first is not None and first.time_ns > made_ns
 
     async def _in_shard(self, request_id: str, span: tuple[int, int], batch: int) -> GenerateRequest | None:
         since, until = max(1, span[0]), span[1]

@@ -15,7 +15,7 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import contents, deletions, done, requests, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import new_request_id
-from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
+from penstock.schemas.subjects import HEADER_MSG_ID, KEPT, Subjects
 from tests.gateway.request_log.test_inflight import request_of
 from tests.infra.bus.support import opened
 
@@ -95,6 +95,19 @@ async def test_no_prompt_is_made_up_where_the_stream_of_requests_has_lost_the_on
                 await lookup.find(request.id)
             assert caught.value.code is Code.request_erased
         assert (await lookup.find(request.id, deleted=echo)).record == event
+
+
+async def test_a_request_is_found_of_which_only_the_copy_of_a_router_is_left(bus: Bus) -> None:
+    """It had waited for half an hour when REQUESTS was half full, so that its router stored it again."""
+    made_ns, shard = time.time_ns() - 30 * 60 * 1_000_000_000, bytes(10)
+    request = msgspec.structs.replace(request_of(), id=new_request_id(made_ns, shard), created_ns=made_ns)
+    subject = bus.subjects.request(request.model, request.priority.value, request.id)
+    for name in (new_request_id(None, shard), f"{request.id}:{KEPT}:5"):
+        await bus.js.publish(subject, wire.encode(request), headers={HEADER_MSG_ID: name})
+    finder = RequestFinder(bus)
+    assert await finder.find(request.id) == request
+    with pytest.raises(ServingError, match="no request"):
+        await finder.find(new_request_id(made_ns - 1_000_000, shard))
 
 
 async def test_a_deleted_request_is_not_found_though_its_record_is_back_but_by_who_deletes_it(bus: Bus) -> None:
