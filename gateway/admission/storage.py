@@ -5,7 +5,8 @@ Whether the log has room for new work: requests that wait must not be discarded 
 REQUESTS discards its oldest messages when it is full. From ``FULL`` of it behind its oldest unplaced request on, new
 requests are refused; from ``FAIR`` on, those of tenants that use more than their share.
 
-How long records are kept at the present rate: DONE promises days, but discards the oldest earlier at ``max_bytes``.
+How long records and prompts are kept at the present rate: DONE and REQUESTS promise days, but discard their oldest
+messages earlier at ``max_bytes``.
 
 No unfinished request is lost that way, so none is refused; the operator is warned while there is time to enlarge it.
 """
@@ -248,7 +249,7 @@ class Retention:
         self.kept_s = math.inf
         self._bus = bus
         self._looked = looked
-        self._warned = False
+        self._warned: set[str] = set()
 
     async def run(self) -> None:
         while True:
@@ -256,30 +257,37 @@ class Retention:
             await asyncio.sleep(RETENTION_LOOK_S)
 
     async def look(self) -> None:
-        """Warn once, when the stream is half full, if records will be kept for less than promised."""
-        stream = self._bus.subjects.stream("DONE")
+        """Warn once of each stream, when it is half full, if messages will be kept in it for less than promised."""
+        kept_s = await self._reach("records_kept_shorter", "DONE")
+        if kept_s is not None:
+            self.kept_s = kept_s
+            self._looked()
+        await self._reach("prompts_kept_shorter", "REQUESTS")
+
+    async def _reach(self, event: str, name: str) -> float | None:
+        """How long messages will be kept; None: it is unknown."""
+        stream = self._bus.subjects.stream(name)
         try:
             info = await self._bus.js.stream_info(stream)
             state, max_age_s = info.state, info.config.max_age or 0.0
             first = await get(self._bus, stream, state.first_seq) if state.messages else None
         except (NatsError, TimeoutError, ServingError) as error:
-            log.debug("retention_unknown", error=repr(error))
-            return
+            log.debug("retention_unknown", stream=stream, error=repr(error))
+            return None
         max_bytes = max(0, info.config.max_bytes or 0)
         age_s = max(0.0, time.time() - first.time_ns / 1e9) if first is not None else 0.0
         size = state.bytes if first is not None else 0
         kept_s = retention_s(age_s=age_s, size=size, max_bytes=max_bytes, max_age_s=max_age_s)
-        self.kept_s = kept_s
-        self._looked()
         short = bool(max_bytes) and size >= WARN * max_bytes and kept_s < max_age_s
-        if short and not self._warned:
+        if short and name not in self._warned:
             log.warning(
-                "records_kept_shorter",
+                event,
                 stream=stream,
                 days=round(kept_s / DAY, 2),
                 promised_days=round(max_age_s / DAY, 2),
                 max_bytes=max_bytes,
-                action=f"enlarge it: nats stream edit {stream} --max-bytes (a record takes about 110 bytes of the "
+                action=f"enlarge it: penstock streams set {name} --max-bytes (a message takes about 110 bytes of the "
                 "broker's memory besides)",
             )
-        self._warned = short
+        (self._warned.add if short else self._warned.discard)(name)
+        return kept_s

@@ -216,6 +216,7 @@ MEANINGS = {
     "records_missing": "a broker cannot read records of ended requests: their bytes are damaged on its disk, or they "
     "were deleted by hand; `requests` shows what is left of them as unknown",
     "block_damaged": "a stopped broker's file has a damaged block; the rest was read",
+    "prompts_kept_shorter": "prompts will be deleted before the promised 7 days; their records stay",
     "prompts_sent_as_text": (
         "prompts go to the server of `--engine openai` as text, since it counts other tokens than the model's tokenizer"
     ),

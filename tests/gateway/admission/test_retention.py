@@ -1,4 +1,4 @@
-"""Whoever runs a deployment is warned before DONE discards records sooner than it promises."""
+"""Whoever runs a deployment is warned before records, or their prompts, are discarded sooner than promised."""
 
 import dataclasses
 from typing import Any
@@ -30,11 +30,18 @@ def test_a_stream_without_limits_keeps_what_it_has() -> None:
     assert retention_s(age_s=1.0, size=10, max_bytes=-1, max_age_s=WEEK) == WEEK
 
 
-async def test_a_stream_that_fills_too_fast_is_named_once_with_the_fix(nc: Client, subjects: Subjects) -> None:
+@pytest.mark.parametrize("name", ["DONE", "REQUESTS"])
+async def test_a_stream_that_fills_too_fast_is_named_once_with_the_fix(
+    name: str, nc: Client, subjects: Subjects
+) -> None:
     whole = topology(subjects)
 
     def shrink(spec: StreamSpec) -> StreamSpec:
-        return dataclasses.replace(spec, max_bytes=SIZE) if spec.name == subjects.stream("DONE") else spec
+        return dataclasses.replace(spec, max_bytes=SIZE) if spec.name == subjects.stream(name) else spec
+
+    def subject(request: str) -> str:
+        done = name == "DONE"
+        return subjects.done("default", "m", request) if done else subjects.request("m", "standard", request)
 
     await apply(nc, dataclasses.replace(whole, streams=tuple(map(shrink, whole.streams))))
     bus = Bus(nc, subjects)
@@ -43,17 +50,18 @@ async def test_a_stream_that_fills_too_fast_is_named_once_with_the_fix(nc: Clien
 
     async def store(start: int, count: int) -> list[Any]:
         for number in range(start, start + count):
-            await bus.js.publish(subjects.done("default", "m", f"r{number}"), bytes(10_000))
+            await bus.js.publish(subject(f"r{number:03}"), bytes(10_000))
         with capture_logs() as logs:
             await retention.look()
-        return [entry for entry in logs if entry["event"] == "records_kept_shorter"]
+        return [entry for entry in logs if entry["event"].endswith("_kept_shorter")]
 
     assert not await store(0, 0)
     assert looked[-1] == WEEK
     assert not await store(0, 20)
     (warning,) = await store(20, 40)
+    assert warning["event"] == f"{'records' if name == 'DONE' else 'prompts'}_kept_shorter"
     assert warning["promised_days"] == 7
     assert warning["days"] < 1
-    assert f"nats stream edit {subjects.stream('DONE')} --max-bytes" in warning["action"]
-    assert looked[-1] < DAY
+    assert f"penstock streams set {name} --max-bytes" in warning["action"]
+    assert looked[-1] < DAY if name == "DONE" else looked[-1] == WEEK
     assert not await store(60, 10)
