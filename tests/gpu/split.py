@@ -63,7 +63,7 @@ def engine(folder: Path, device: int) -> ScheduledEngine:
             torch.set_default_dtype(torch.bfloat16)
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
             torch.set_default_dtype(torch.float32)
-        return model
+        return model, {"mismatched_keys": [], "missing_keys": [], "unexpected_keys": []}
 
     with mock.patch.object(AutoModelForCausalLM, "from_pretrained", made):
         return build(str(folder), NativeOptions(block_size=BLOCK, kv_blocks=1024, device="cuda", dtype="bfloat16"))
