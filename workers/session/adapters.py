@@ -7,6 +7,7 @@ whose folders differ never take each other's requests.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
@@ -30,6 +31,7 @@ log = structlog.get_logger("adapters")
 BUCKET = "adapters"
 # A router may have placed a request just before it learns that its adapter is gone: it runs if it comes within this.
 RETIRE_S = 5.0
+RETRY_S = 5.0  # until entries are read again that could not be read
 MOST_REASON = 500  # characters of an error in a registration, whatever stands in an adapter's files
 
 
@@ -90,6 +92,7 @@ class AdapterTable:
         self._known: dict[str, LoraAdapter] = {}  # by name
         self._wanted: dict[str, _Wanted] = {}  # of ``_known``
         self._retiring: dict[str, asyncio.TimerHandle] = {}  # by id
+        self._bus: Bus | None = None
         self._tail: LogTail | None = None
         self._news = asyncio.Event()
         self._reconciling = asyncio.Lock()
@@ -111,33 +114,42 @@ class AdapterTable:
                 raise AdapterError(f"--lora {adapter.name}: {adapter.error}")
 
     async def follow(self, bus: Bus) -> None:
-        """Follow the entries on the broker, and load what they name."""
-        self._entries.clear()
+        """Follow the entries on the broker, and load what they name. Those of before hold while none can be read."""
+        again, self._bus = self._bus is bus, bus
+        before, self._entries = self._entries, {}
         key = f"$KV.{bus.subjects.bucket(BUCKET)}."
-        self._tail = LogTail.of_bucket(bus, BUCKET, lambda entry: self._on_entry(key, entry), self._entries.clear)
+        tail = LogTail.of_bucket(bus, BUCKET, lambda entry: self._on_entry(key, entry), lambda: self._entries.clear())
         try:
-            await self._tail.start()
+            await tail.start()
         except ServingError as error:
-            log.warning(
-                "adapters_not_followed",
-                error=error.message,
-                effect="adapters are those of --lora and --lora-folder only",
-                action="run 'penstock streams apply', and give the broker's users their new rights",
-            )
-            self._tail = None
+            self._entries = before
+            if not again:
+                log.warning(
+                    "adapters_not_followed",
+                    error=error.message,
+                    effect=f"adapters stay as they are; it is tried again every {RETRY_S:g} s",
+                    action="run 'penstock streams apply', and give the broker's users their new rights",
+                )
+        else:
+            self._tail = tail
         await self._reconcile()
 
     async def keep(self) -> None:
         """Load and unload as entries change; runs until it is cancelled."""
         while True:
-            await self._news.wait()
-            if await self._reconcile():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S if self._tail is None else None):
+                    await self._news.wait()
+            known = self.registered()
+            if self._tail is None and self._bus is not None:
+                await self.follow(self._bus)
+            if await self._reconcile() or self.registered() != known:
                 await self._changed()
 
     async def unfollow(self) -> None:
         if self._tail is not None:
             await self._tail.stop()
-            self._tail = None
+        self._tail = self._bus = None
 
     def _on_entry(self, prefix: str, entry: Entry) -> None:
         key = entry.subject.removeprefix(prefix)

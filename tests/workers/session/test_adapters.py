@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -13,6 +14,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.model import modeldir
 from penstock.infra.model.adapter import AdapterError
 from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import AdapterEntry, LoraAdapter
 from penstock.schemas.requests import Stop
 from penstock.schemas.subjects import Subjects, adapter_key
@@ -167,6 +169,34 @@ async def test_what_cannot_be_loaded_is_said_and_what_was_there_stays(folder: Pa
     keeping.cancel()
     await worker.table.unfollow()
     worker.table.close()
+
+
+async def test_what_was_loaded_stays_while_the_entries_cannot_be_read_and_then_they_are_followed(
+    folder: Path, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters_module, "RETRY_S", 0.05)
+    worker, operator = Worker(folder), Worker(folder)
+    await operator.table.follow(bus)
+    keeping = asyncio.create_task(operator.table.keep())
+    await operator.change(bus, AdapterEntry("new", "m", "clerk"))
+    await worker.table.start()
+    await worker.table.follow(bus)
+    assert "new" in worker.served()
+    await worker.table.unfollow()  # the end of a session
+    with monkeypatch.context() as patched:
+        failing = AsyncMock(side_effect=ServingError(Code.broker_unavailable, "no answer"))
+        patched.setattr(adapters_module.LogTail, "start", failing)
+        await worker.table.follow(bus)
+        assert "new" in worker.served()
+    await operator.change(bus, AdapterEntry("new", "m", unloaded=True))
+    keeping.cancel()
+    keeping = asyncio.create_task(worker.table.keep())
+    await asyncio.wait_for(worker.published.wait(), 20)
+    assert "new" not in worker.served()
+    keeping.cancel()
+    for each in (worker, operator):
+        await each.table.unfollow()
+        each.table.close()
 
 
 async def test_a_worker_outlives_whatever_an_entry_or_a_file_says(
