@@ -594,23 +594,24 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     ] = ""
     lora: Annotated[
         tuple[str, ...],
-        about("native, vllm, mock: LoRA adapters that clients name as models, comma-separated, each as NAME=FOLDER"),
+        about("LoRA adapters that clients name as models, comma-separated, each as NAME=FOLDER"),
     ] = ()
     lora_folder: Annotated[
         str,
         about(
-            "native, vllm, mock: folder of LoRA adapters: those in it are served by their folders' names, and "
+            "folder of LoRA adapters: those in it are served by their folders' names, and "
             "operators may load others from it while workers run"
         ),
     ] = ""
     max_loras: Annotated[
         Positive,
-        about("native, vllm, mock: LoRA adapters on the device at once; others wait in host memory until needed"),
+        about("LoRA adapters on the device at once; others wait in host memory until needed"),
     ] = 8
     max_lora_rank: Annotated[
-        Positive, about("native, vllm, mock: highest rank of a LoRA adapter; each slot on the device has room for it")
+        Positive,
+        about("highest rank of a LoRA adapter; each slot on the device has room for it"),
     ] = 32
-    max_cpu_loras: Annotated[Positive, about("native, vllm, mock: LoRA adapters in host memory, at most")] = 64
+    max_cpu_loras: Annotated[Positive, about("LoRA adapters in host memory, at most")] = 64
     transfer: Annotated[
         Literal["auto", "nixl", "none"],
         about("how KV blocks move between workers; auto: nixl where the role needs it"),

@@ -192,6 +192,7 @@ MEANINGS = {
     "abort_unanswered": "TensorRT-LLM did not confirm that it stopped a request",
     "adapter_entry_unreadable": "an entry of a LoRA adapter on the broker is of another version; it is ignored",
     "adapter_failed": "a LoRA adapter cannot be served by this worker; `error` says why",
+    "adapter_kept": "SGLang did not unload a LoRA adapter that nobody uses any more; it stays in memory",
     "adapter_loaded": "a LoRA adapter is served, by this id: its name and a digest of its content",
     "adapter_slots": "there is room for so many LoRA adapters on the device",
     "adapter_unloaded": "a LoRA adapter is no longer served, or was replaced",

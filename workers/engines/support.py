@@ -167,7 +167,7 @@ SUPPORT: Mapping[str, Support] = {
         rank_routing="yes",
         diffusion="visual_gen of 1.3",
         embed=NO,
-        lora=NO,
+        lora="linear layers; not with AutoDeploy, CUDA graphs or constraints",
         cpu=NO,
     ),
     "vllm": Support(
@@ -201,7 +201,7 @@ SUPPORT: Mapping[str, Support] = {
         rank_routing="data-parallel and attention-DP ranks",
         diffusion=NO,
         embed=NO,
-        lora=NO,
+        lora="linear layers; not with data-parallel replicas",
         cpu=NO,
     ),
     "openai": Support(

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -15,11 +16,15 @@ import torch
 
 from penstock.infra.constraints.constraint_grammar import CHOICE, LARK, REGEX
 from penstock.infra.model import modeldir
+from penstock.infra.model.adapter import read_adapter
+from penstock.schemas.block_hashes import root
 from penstock.schemas.errors import Code
+from penstock.schemas.fleet import adapter_id
 from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, Sampling
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.engine_protocol import RequestError
 from tests import standins
+from tests.adapters import write_adapter
 from tests.workers.engines.contract import (
     ALTERNATIVES,
     BARRED,
@@ -707,6 +712,45 @@ def test_blocks_are_counted(make: Make) -> None:
     driver.remembers(WORDS[:70])
     driver.until(lambda: driver.engine.stats().cached_blocks >= 70 // BLOCK, "the count of cached blocks")
     assert driver.engine.stats().prompt_tokens == (SLOTS + 2) * 70
+
+
+# -- LoRA adapters
+
+
+def test_adapters_run_beside_each_other_and_their_blocks_have_names_of_their_own(
+    subject: Subject, make: Make, tmp_path: Path
+) -> None:
+    """One that is replaced gets other tokens, and never the blocks of the one before; what has that ends with it."""
+    driver = make(lora_folder=str(tmp_path), max_loras=2, max_lora_rank=8, max_cpu_loras=4)
+    adapters = driver.engine.adapters
+    assert adapters is not None
+    served = []
+    for number in (1, 2):
+        folder = write_adapter(tmp_path / "poet", subject.quick, seed=number, targets=("q_proj",), strength=2.0)
+        read = read_adapter(folder, adapters.max_rank)
+        served.append(adapter_id("poet", read.digest))
+        adapters.add(served[-1], adapters.prepare(read, served[-1]))
+    shutil.rmtree(folder)  # nothing of it is read again
+    bases = {each: root("contract", each) for each in ("", *served)}
+    found: dict[str, list[int]] = {}
+    for turn in range(2):
+        asked = [ask((each, turn), PROMPT, 8, adapter=each, base=base) for each, base in bases.items()]
+        seen = driver.run(*asked)
+        assert seen.failures == []
+        for each, base in bases.items():
+            assert found.setdefault(each, seen.tokens((each, turn))) == seen.tokens((each, turn))
+            if TENANTS not in subject.lacks:
+                driver.remembers(PROMPT, base)
+    assert len({tuple(each) for each in found.values()}) == 3
+    driver.engine.submit(ask("last", PROMPT, 40, adapter=served[0], base=bases[served[0]]))
+    driver.until(lambda: bool(driver.seen.of("last")), "its first token")
+    adapters.remove(served[0])
+    if subject.name != "native":
+        assert adapters.loaded == (served[1],)
+    with pytest.raises(RequestError, match="is no longer served"):
+        driver.engine.submit(ask("late", PROMPT, 2, adapter=served[0], base=bases[served[0]]))
+    driver.until(lambda: "last" in driver.seen.ended(), "its end")
+    assert driver.seen.tokens("last")[:8] == found[served[0]]
 
 
 # -- handoff

@@ -11,20 +11,22 @@ An error of one request becomes its ``Failure``. Any other error is kept and rai
 the worker then requeues its requests and exits.
 """
 
+import threading
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import structlog
 from prometheus_client.registry import Collector
 
+from penstock.infra.model.adapter import AdapterError, AdapterFolder
 from penstock.infra.process.class_queue import StartQueue
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler
 from penstock.workers.engines.engine_protocol import (
-    AdapterEngine,
     EngineError,
     EngineInfo,
     EngineStats,
@@ -41,6 +43,7 @@ from penstock.workers.engines.engine_protocol import (
     Started,
     StepResult,
     VisionEngine,
+    adapter_missing,
 )
 from penstock.workers.engines.external.constrained import ConstrainedOutputs
 from penstock.workers.engines.external.runtime import CLOSE_S, EngineFailed, EngineRuntime
@@ -50,6 +53,8 @@ log = structlog.get_logger("engine")
 
 WAIT_S = 0.005  # longest ``step``: the worker's commands wait for it
 SILENT_S = 60.0  # log a warning when sequences run and nothing arrives for this long
+LORA_S = 60.0  # for an engine to read a LoRA adapter
+DROP_S = 1.0  # from the last sequence with a LoRA adapter to its end in the engine, which may still abort that one
 
 C = TypeVar("C")  # what an adapter keeps of its call for a sequence
 
@@ -85,8 +90,11 @@ class Adapter(Protocol[C]):
     @property
     def vision(self) -> VisionEngine | None: ...
 
-    def accept(self, request: SequenceRequest) -> ActiveSequence[C]:
+    def accept(self, request: SequenceRequest, lora: Any = None) -> ActiveSequence[C]:
         """Check and prepare a sequence.
+
+        Args:
+            lora: the handle of its LoRA adapter; None: it has none.
 
         Raises:
             RequestError: it can never run here.
@@ -116,6 +124,130 @@ class Adapter(Protocol[C]):
         """The engine's own metrics, for the worker's registry."""
 
 
+def unreadable(title: str, folder: AdapterFolder, error: object) -> AdapterError:
+    """An engine does not read an adapter."""
+    reason = str(error) or type(error).__name__
+    return AdapterError(f"{title} cannot load the adapter in {folder.path}: {reason}")
+
+
+class _Lora:
+    """A LoRA adapter that the engine has read.
+
+    Attributes:
+        handle: what requests with it bring.
+        keys: of the sequences with it.
+        served: requests may name it.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        self.keys: set[object] = set()
+        self.served = False
+
+
+class EngineLoras:
+    """Implements ``engine_protocol.AdapterEngine``: the engine reads the adapters, and brings them to the device.
+
+    What was read keeps its content until no sequence has it: an engine that must look for an adapter it has dropped
+    reads the folder again, which may have changed. Each is read once, and again only after it was dropped.
+
+    Args:
+        slots, max_rank: as the engine was told.
+        runtime: whose loop drops adapters.
+        read: has the engine read an adapter, of this id and folder, and returns its handle; in any thread. Raises
+            AdapterError.
+        drop: has the engine forget one, of this id and handle; in the loop thread.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        max_rank: int,
+        runtime: EngineRuntime[Any],
+        read: Callable[[str, AdapterFolder], Any],
+        drop: Callable[[str, Any], None],
+    ) -> None:
+        self.slots, self.max_rank = slots, max_rank
+        self._loop = runtime.loop
+        self._read = read
+        self._drop = drop
+        self._lock = threading.Lock()
+        self._known: dict[str, _Lora] = {}
+        self._users: dict[object, str] = {}  # by the key of a sequence
+        self._unserved = ""  # the last that was prepared, until it is added
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """All: engines do not say which are on the device."""
+        with self._lock:
+            return tuple(identity for identity, lora in self._known.items() if lora.served)
+
+    def prepare(self, folder: AdapterFolder, identity: str) -> object:
+        """Have the engine read it now: from then on it keeps it in host memory."""
+        with self._lock:
+            before, self._unserved = self._unserved, identity
+            known = self._known.get(identity)
+        if before and before != identity:  # it was refused after it had been read
+            self._release(before)
+        if known is not None:
+            return known
+        lora = _Lora(self._read(identity, folder))
+        with self._lock:
+            self._known[identity] = lora
+        return lora
+
+    def add(self, identity: str, prepared: object) -> None:
+        assert isinstance(prepared, _Lora)
+        with self._lock:
+            prepared.served = True
+            self._known[identity] = prepared
+            self._unserved = ""
+
+    def remove(self, identity: str) -> None:
+        """The engine drops it when its last sequence has ended."""
+        with self._lock:
+            if (lora := self._known.get(identity)) is not None:
+                lora.served = False
+        self._release(identity)
+
+    def hold(self, request: SequenceRequest) -> Any:
+        """The handle for a sequence, whose adapter stays until ``let_go``.
+
+        Raises:
+            RequestError: it was not added, or removed.
+        """
+        with self._lock:
+            lora = self._known.get(request.adapter)
+            if lora is None or not lora.served:
+                raise RequestError(Code.revision_unavailable, adapter_missing(request.adapter))
+            lora.keys.add(request.key)
+            self._users[request.key] = request.adapter
+            return lora.handle
+
+    def let_go(self, key: object) -> None:
+        """A sequence has ended."""
+        with self._lock:
+            identity = self._users.pop(key, "")
+            if not identity:
+                return
+            lora = self._known[identity]
+            lora.keys.discard(key)
+            used = lora.served or lora.keys
+        if not used:
+            self._release(identity)
+
+    def _release(self, identity: str) -> None:
+        self._loop.post(self._loop.later, DROP_S, self._drop_unused, identity)
+
+    def _drop_unused(self, identity: str) -> None:
+        with self._lock:
+            lora = self._known.get(identity)
+            if lora is None or lora.served or lora.keys or self._unserved == identity:
+                return
+            del self._known[identity]
+        self._drop(identity, lora.handle)
+
+
 class ExternalEngine(Generic[C]):
     """Implements ``penstock.workers.engines.engine_protocol.Engine``.
 
@@ -133,7 +265,7 @@ class ExternalEngine(Generic[C]):
         runtime: EngineRuntime[Any],
         adapter: Adapter[C],
         grammars: ConstraintCompiler | None = None,
-        adapters: AdapterEngine | None = None,
+        adapters: EngineLoras | None = None,
     ) -> None:
         self.info = info
         self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
@@ -169,13 +301,33 @@ class ExternalEngine(Generic[C]):
         self._raise_broken()
         if request.key in self.active:
             raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
-        sequence = self.adapter.accept(request)
-        self._constrained.add(request)
+        lora = self._lora(request)
+        try:
+            sequence = self.adapter.accept(request, lora)
+            self._constrained.add(request)
+        except BaseException:
+            self._let_go(request.key)
+            raise
         if not self.active:
             self._last_update = time.monotonic()
         self.active[request.key] = sequence
         self._waiting.push(request.key, sequence, request.share, max(1, sequence.prompt_len))
         self._launch()
+
+    def _lora(self, request: SequenceRequest) -> Any:
+        """
+        Raises:
+            RequestError: its adapter is not served here.
+        """
+        if not request.adapter:
+            return None
+        if self.adapters is None:
+            raise RequestError(Code.revision_unavailable, adapter_missing(request.adapter))
+        return self.adapters.hold(request)
+
+    def _let_go(self, key: object) -> None:
+        if self.adapters is not None:
+            self.adapters.let_go(key)
 
     def cancel(self, key: object) -> bool:
         """Stop tracking a sequence at once and abort it in the engine; its late outputs are discarded."""
@@ -199,6 +351,7 @@ class ExternalEngine(Generic[C]):
     def _forget(self, sequence: ActiveSequence[C]) -> None:
         del self.active[sequence.key]
         self._constrained.remove(sequence.key)
+        self._let_go(sequence.key)
         if sequence.key in self._launched:
             self._launched.remove(sequence.key)
             self._launch()

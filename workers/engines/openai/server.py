@@ -357,7 +357,7 @@ class OpenaiAdapter:
         self._abilities = abilities
         self._follower = OpenaiFollower(runtime, info, abilities, model, window)
 
-    def accept(self, request: SequenceRequest) -> ActiveSequence[SequenceRequest]:
+    def accept(self, request: SequenceRequest, lora: Any = None) -> ActiveSequence[SequenceRequest]:
         check(request, self._info, self._abilities)
         return ActiveSequence(request, request)
 

@@ -4,13 +4,17 @@ Besides the engine thread and the loop thread, one thread per rank reads KV even
 """
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
+import structlog
 from prometheus_client.registry import Collector
 
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model.adapter import AdapterFolder
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.engine_protocol import EngineInfo, SequenceRequest, VisionEngine
-from penstock.workers.engines.external.engine import BlockCounts
+from penstock.workers.engines.external.engine import LORA_S, BlockCounts, EngineLoras, unreadable
 from penstock.workers.engines.external.event_streams import EventStreams, KvPayloads
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.runtime import EngineRuntime
@@ -20,6 +24,32 @@ from penstock.workers.engines.sglang.engine_inputs import SglangInputs, SglangOp
 from penstock.workers.engines.sglang.follower import SglangCall, SglangFollower
 from penstock.workers.engines.sglang.processes import Processes
 from penstock.workers.engines.sglang.sglang_metrics import RankLoads, SglangSeries
+
+log = structlog.get_logger("engine")
+
+
+def loras(runtime: EngineRuntime[SglangApi], settings: WorkerSettings) -> EngineLoras:
+    """LoRA adapters, which SGLang knows by name: here by our id, which no other content has."""
+    loop, llm = runtime.loop, runtime.llm
+
+    def read(identity: str, folder: AdapterFolder) -> str:
+        try:
+            answer = loop.run(llm.async_load_lora_adapter(identity, str(folder.path)), LORA_S)
+        except Exception as error:  # of SGLang's, of any kind
+            raise unreadable("SGLang", folder, error) from error
+        if not answer.success:
+            raise unreadable("SGLang", folder, answer.error_message)
+        return identity
+
+    def drop(identity: str, name: str) -> None:
+        async def unload() -> None:
+            answer = await llm.async_unload_lora_adapter(name)
+            if not answer.success:
+                log.warning("adapter_kept", adapter=identity, error=answer.error_message)
+
+        loop.task(unload(), "adapter")
+
+    return EngineLoras(settings.max_loras, settings.max_lora_rank, runtime, read, drop)
 
 
 class SglangAdapter:
@@ -53,7 +83,7 @@ class SglangAdapter:
         loop = runtime.loop
         loop.post(lambda: loop.task(self._follower.watch(), "health"))
 
-    def accept(self, request: SequenceRequest) -> ActiveSequence[SglangCall]:
+    def accept(self, request: SequenceRequest, lora: Any = None) -> ActiveSequence[SglangCall]:
         info, options = self._info, self.options
         check(request, info, options)
         room, missing, offered = None, "", b""
@@ -66,7 +96,7 @@ class SglangAdapter:
                 offered = offer(request, info, options)
 
         def next_call(said: Seq[int]) -> SglangInputs:
-            return prepare(request, info, options, said, room)
+            return prepare(request, info, options, said, room, lora)
 
         if request.constraint is not None:
             next_call(())  # refuses one that cannot be compiled

@@ -29,6 +29,7 @@ _CALL = frozenset(
         "routed_dp_rank",
         "disagg_prefill_dp_rank",
         "external_trace_header",
+        "lora_path",
         "rid",
     ]
 )

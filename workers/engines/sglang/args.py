@@ -31,8 +31,11 @@ RESERVED: Mapping[str, str] = {
     "tokenizer_worker_num": "the gateways tokenize; start more of them",
     "enable_metrics": "use --no-publish-events-and-metrics",
     "is_embedding": "the worker only generates text",
-    "enable_lora": "LoRA adapters are not supported",
-    "lora_paths": "LoRA adapters are not supported",
+    "enable_lora": "use --lora or --lora-folder",
+    "lora_paths": "use --lora or --lora-folder",
+    "max_loras_per_batch": "use --max-loras",
+    "max_lora_rank": "use --max-lora-rank",
+    "max_loaded_loras": "use --max-cpu-loras; what SGLang unloads by itself, it reads again, changed or not",
     "schedule_policy": "the router orders requests; SGLang's fcfs keeps that order",
     "enable_priority_scheduling": "the router orders requests",
     "reasoning_parser": "the gateway parses answers; use --reasoning-parser",
@@ -47,6 +50,8 @@ RESERVED: Mapping[str, str] = {
     "enable_custom_logit_processor": "only the native engine and TensorRT-LLM run logits processors",
     "kv_events_config": "use --no-use-kv-events to switch KV events off",
 }
+# Linear layers that a LoRA adapter may change, unless the engine's arguments name others.
+LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Names on SGLang's command line that its constructor does not know.
 ALIASES: Mapping[str, str] = {
     "tensor_parallel_size": "tp_size",
@@ -139,6 +144,13 @@ def defaults(wanted: SglangSettings) -> Tree:
         tree["device"] = worker.device
     if worker.tensor_parallel_size:
         tree["tp_size"] = worker.tensor_parallel_size
+    if worker.lora_slots:
+        tree |= {
+            "enable_lora": True,
+            "max_loras_per_batch": worker.max_loras + 1,  # requests without an adapter take one
+            "max_lora_rank": worker.max_lora_rank,
+            "lora_target_modules": list(LORA_MODULES),
+        }
     if worker.otlp_endpoint:
         tree |= {"enable_trace": True, "otlp_traces_endpoint": worker.otlp_endpoint}
     return tree
@@ -193,6 +205,8 @@ def _contradictions(tree: Tree, wanted: SglangSettings) -> list[str]:
         problems.append("disaggregation_transfer_backend: fake moves no KV; use nixl")
     if worker.nodes > 1:
         problems += _across(tree, worker.nodes)
+    if worker.lora_slots and int(tree.get("dp_size") or 1) > 1:
+        problems.append("dp_size: SGLang loads no LoRA adapters into several replicas; start a worker for each")
     if worker.kv_blocks and tree["max_total_tokens"] != worker.kv_blocks * worker.block_size:
         problems.append(f"max_total_tokens: {tree['max_total_tokens']}; use --kv-blocks, or remove one of them")
     if tree["disable_radix_cache"] == worker.prefix_cache:

@@ -35,7 +35,7 @@ from penstock.workers.engines.external.runtime import (
     first_request,
 )
 from penstock.workers.engines.sglang import plugin, sglang_metrics
-from penstock.workers.engines.sglang.adapter import SglangAdapter
+from penstock.workers.engines.sglang.adapter import SglangAdapter, loras
 from penstock.workers.engines.sglang.api import load_sglang
 from penstock.workers.engines.sglang.args import ResolvedSglangArgs, SglangSettings, layout, ranks_of, resolve
 from penstock.workers.engines.sglang.engine_inputs import FAKE_HOST, Address, Room, SglangOptions
@@ -76,6 +76,8 @@ def from_settings(
         grammars = compiler(path) if standard_tokenizer(path) else None
         wanted = wanted._replace(constraints=grammars is not None)
         resolved = resolve(wanted, user_args, api.arguments)
+        if settings.lora_slots and not api.salts:
+            raise EngineError(f"SGLang {api.version} has no cache_salt, which LoRA adapters need; install 0.5.23")
         if resolved.pair and not api.nixl():
             raise EngineError("SGLang's handoff of KV needs the package nixl: pip install nixl")
         inbox, loads = Inbox(), RankLoads()
@@ -113,9 +115,10 @@ def from_settings(
         options = SglangOptions(
             block_hashes.root(model.revision), settings.role, info.handoff_layout, at, wait_s, api.salts
         )
+        adapters = loras(runtime, settings) if settings.lora_slots else None
         adapter = SglangAdapter(info, runtime, options, loads, processes, series)
     log.info("sglang_ready", blocks=info.total_blocks, slots=info.slots, seeds=resolved.deterministic)
-    return ExternalEngine(info, runtime, adapter, grammars)
+    return ExternalEngine(info, runtime, adapter, grammars, adapters)
 
 
 def info_of(

@@ -234,13 +234,19 @@ def _rank(request: SequenceRequest, info: EngineInfo) -> int | None:
 
 
 def prepare(
-    request: SequenceRequest, info: EngineInfo, options: SglangOptions, said: Seq[int] = (), room: Room | None = None
+    request: SequenceRequest,
+    info: EngineInfo,
+    options: SglangOptions,
+    said: Seq[int] = (),
+    room: Room | None = None,
+    lora: str | None = None,
 ) -> SglangInputs:
     """The next call for a sequence that has passed ``check``.
 
     Args:
         said: what earlier calls for it have generated.
         room: where the pair meets. A sequence is then one call, so ending tokens may be drawn before ``min_tokens``.
+        lora: SGLang's name of its LoRA adapter.
 
     Raises:
         RequestError: its constraint cannot be compiled.
@@ -285,6 +291,8 @@ def prepare(
         arguments["routed_dp_rank"] = rank
     if request.trace is not None:
         arguments["external_trace_header"] = dict(request.trace)
+    if lora is not None:
+        arguments["lora_path"] = lora
     if room is not None:
         arguments |= room.arguments
     return SglangInputs(arguments, stops, max(0, least) if stops else 0, goes_on)

@@ -1,27 +1,74 @@
 """The TensorRT-LLM-specific part of an external engine; see ``penstock.workers.engines.external.engine``."""
 
+import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from prometheus_client.registry import Collector
 
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model.adapter import AdapterError, AdapterFolder
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.core.embeddings import TEXT_ONLY, EmbeddingPool
 from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, SequenceRequest
-from penstock.workers.engines.external.engine import BlockCounts
+from penstock.workers.engines.external.engine import LORA_S, BlockCounts, EngineLoras, unreadable
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
 from penstock.workers.engines.support import ServedOptions
 from penstock.workers.engines.trtllm import trtllm_metrics as stats
 from penstock.workers.engines.trtllm.api import TrtllmApi
+from penstock.workers.engines.trtllm.args import LORA_MODULES
 from penstock.workers.engines.trtllm.engine_health import KvEvents, QueueReader, Stats
 from penstock.workers.engines.trtllm.engine_inputs import TrtllmOptions, check, prepare
 from penstock.workers.engines.trtllm.follower import TrtllmCall, TrtllmFollower
 from penstock.workers.engines.trtllm.image_slots import ImageSlotStore
 from penstock.workers.engines.trtllm.kv_events import Roots, TrtllmEventTranslator, by_rank
 from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
+
+
+def loras(
+    runtime: EngineRuntime[TrtllmApi], settings: WorkerSettings, one_token: Callable[[], dict[str, Any]]
+) -> EngineLoras:
+    """LoRA adapters, which TensorRT-LLM reads with the first request for them and never gives up again.
+
+    1.2 ends with an adapter that it cannot read, so what it could stumble over is looked for before.
+
+    Args:
+        one_token: arguments of ``generate_async`` for a request of one token.
+    """
+    made: dict[str, Any] = {}  # by id, for good
+    numbers = itertools.count(1)  # TensorRT-LLM tells adapters apart by them
+
+    def read(identity: str, folder: AdapterFolder) -> Any:
+        if identity in made:
+            return made[identity]
+        if len(made) >= settings.max_cpu_loras:
+            raise AdapterError(
+                f"TensorRT-LLM has read {len(made)} adapters, which --max-cpu-loras limits, and keeps also those that "
+                "were unloaded; restart the worker, or raise the limit"
+            )
+        others = {each.rpartition(".")[2] for each in folder.modules} - set(LORA_MODULES.values())
+        if others:
+            raise unreadable("TensorRT-LLM", folder, f"it changes {', '.join(sorted(others))}")
+        kind = runtime.api.lora
+        assert kind is not None  # checked at the start
+        asked = kind(identity, next(numbers), str(folder.path))
+
+        async def first() -> None:
+            await runtime.llm.generate_async(**one_token(), lora_request=asked).aresult()
+
+        try:
+            runtime.loop.run(first(), LORA_S)
+        except Exception as error:  # of TensorRT-LLM's, of any kind
+            raise unreadable("TensorRT-LLM", folder, error) from error
+        made[identity] = asked
+        return asked
+
+    return EngineLoras(settings.max_loras, settings.max_lora_rank, runtime, read, lambda identity, asked: None)
 
 
 class TrtllmAdapter:
@@ -71,13 +118,15 @@ class TrtllmAdapter:
         self.watch.start()
         runtime.resources.callback(self.watch.close)  # before the engine
 
-    def accept(self, request: SequenceRequest) -> ActiveSequence[TrtllmCall]:
+    def accept(self, request: SequenceRequest, lora: Any = None) -> ActiveSequence[TrtllmCall]:
         check(request, self._info, self.options.prompt_limit)
         if request.media:
             if self.vision is None:
                 raise RequestError(Code.invalid_request, TEXT_ONLY)
             self.vision.check(request.media, len(request.prompt), adopted=bool(request.opaque))
         prepared = prepare(request, self._info, self.options, self._consumed)
+        if lora is not None:
+            prepared.arguments["lora_request"] = lora
         self._roots.learn(request.prompt, request.root or self.options.root, (m.digest for m in request.media))
         return ActiveSequence(request, TrtllmCall(prepared.adopted, prepared))
 

@@ -66,6 +66,8 @@ class TrtllmApi:
         sections: keys of each of them that is a mapping.
         logprob: class of a token's log-probability.
         autodeploy: keys of AutoDeploy's arguments; None: they cannot be read.
+        lora: class of a request's LoRA adapter; None: this release has none.
+        lora_config: class of the engine's configuration of them.
     """
 
     version: str
@@ -85,6 +87,8 @@ class TrtllmApi:
     sections: Mapping[str, frozenset[str]]
     logprob: type[Any] | None
     autodeploy: frozenset[str] | None
+    lora: type[Any] | None
+    lora_config: type[Any] | None
 
     @property
     def capacity(self) -> bool:
@@ -110,6 +114,8 @@ class TrtllmApi:
             Exception: anything else means that it did not start.
         """
         arguments = dict(tree)
+        if self.lora_config is not None and isinstance(arguments.get("lora_config"), Mapping):
+            arguments["lora_config"] = self.lora_config(**arguments["lora_config"])
         for key, make in (("speculative_config", self.speculative), ("sparse_attention_config", self.sparse)):
             if isinstance(arguments.get(key), Mapping):
                 given = dict(arguments[key])  # ``from_dict`` removes the tag from its mapping
@@ -182,6 +188,8 @@ def load_trtllm() -> TrtllmApi:
         sections=_sections(torch_args),
         logprob=find("Logprob", "tensorrt_llm.executor.result", "tensorrt_llm.executor"),
         autodeploy=_fields(auto_args) if auto_args is not None else None,
+        lora=find("LoRARequest", "tensorrt_llm.executor.request", "tensorrt_llm.executor"),
+        lora_config=find("LoraConfig", "tensorrt_llm.lora_helper", "tensorrt_llm.lora_manager"),
     )
     log.info(
         "tensorrt_llm",

@@ -49,6 +49,16 @@ _AUTODEPLOY_REFUSES: Mapping[str, tuple[Any, ...]] = {
     "cache_transceiver_config": (None,),
 }
 SAMPLER = "TRTLLMSampler"  # of 1.2; it returns no log-probabilities of other tokens than the drawn ones
+# TensorRT-LLM's names of the linear layers that a LoRA adapter may change, and theirs in adapters' files.
+LORA_MODULES: Mapping[str, str] = {
+    "attn_q": "q_proj",
+    "attn_k": "k_proj",
+    "attn_v": "v_proj",
+    "attn_dense": "o_proj",
+    "mlp_h_to_4h": "gate_proj",
+    "mlp_4h_to_h": "down_proj",
+    "mlp_gate": "up_proj",
+}
 GRAMMARS = "llguidance"  # the backend that takes the worker's grammars
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 
@@ -157,6 +167,17 @@ def defaults(wanted: TrtllmSettings) -> Tree:
             "max_tokens_in_buffer": longest,
             "kv_transfer_timeout_ms": max(1, int(worker.handoff_lease_s * 1000)),
         }
+    if worker.lora_slots:
+        tree |= {
+            "enable_lora": True,
+            "lora_config": {
+                "max_lora_rank": worker.max_lora_rank,
+                "max_loras": worker.max_loras,
+                "max_cpu_loras": max(worker.max_loras, worker.max_cpu_loras),
+                "lora_target_modules": list(LORA_MODULES),
+            },
+            "cuda_graph_config": None,  # 1.2 has no graphs with LoRA
+        }
     if worker.role == "prefill" or (worker.role == "aggregated" and wanted.processors):
         tree["disable_overlap_scheduler"] = True
     return tree
@@ -190,6 +211,8 @@ def resolve(
     if isinstance(length, int) and length > 0:  # our defaults follow the user's length
         wanted = wanted._replace(max_model_len=length)
     tree = merge(_without_removed(defaults(wanted), installed), user_args)
+    if worker.lora_slots and worker.trtllm_backend == "autodeploy":
+        raise BadArguments(["--lora, --lora-folder: AutoDeploy serves no LoRA adapters; use --trtllm-backend pytorch"])
     if wanted.constraints and _takes_grammars(tree, wanted):
         tree = {"guided_decoding_backend": GRAMMARS} | tree
     if wanted.choose_sampler and worker.trtllm_backend == "pytorch" and not tree.get("speculative_config"):

@@ -48,7 +48,7 @@ from penstock.workers.engines.external.runtime import (
 from penstock.workers.engines.support import ServedOptions
 from penstock.workers.engines.trtllm import engine_inputs, follower
 from penstock.workers.engines.trtllm import trtllm_metrics as stats
-from penstock.workers.engines.trtllm.adapter import TrtllmAdapter
+from penstock.workers.engines.trtllm.adapter import TrtllmAdapter, loras
 from penstock.workers.engines.trtllm.api import TrtllmApi, container, load_trtllm, set_log_level
 from penstock.workers.engines.trtllm.args import (
     AS_1_2,
@@ -209,9 +209,10 @@ def from_settings(
             served=served, one_token=lambda: one_token(plan.api)
         )
         runtime = EngineRuntime(llm, plan.api, loop, undo.pop_all())
+    adapters = loras(runtime, settings, options.one_token) if settings.lora_slots else None
     adapter = TrtllmAdapter(info, runtime, options, metrics, image_slots)
     log.info("trtllm_ready", layout=options.layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
-    return ExternalEngine(info, runtime, adapter, plan.grammars if info.constraints else None)
+    return ExternalEngine(info, runtime, adapter, plan.grammars if info.constraints else None, adapters)
 
 
 class _Plan(NamedTuple):
@@ -246,6 +247,10 @@ def _plan(settings: WorkerSettings, path: Path, *, processors: bool) -> _Plan:
         modeldir.ModelError: the directory cannot be used.
     """
     api = load_trtllm()
+    if settings.lora_slots and (api.lora is None or api.lora_config is None):
+        raise EngineError(
+            f"tensorrt_llm {api.version} has no LoRARequest or no LoraConfig; leave out --lora and --lora-folder"
+        )
     model = modeldir.load(path)
     grammars = compiler(path) if api.guided is not None and standard_tokenizer(path) else None
     wanted = wanted_of(settings, model.length.limit(settings.max_model_len), images=_takes_images(model))

@@ -12,18 +12,12 @@ from typing import Any
 import msgspec
 from prometheus_client.registry import Collector
 
+from penstock.configs.settings import WorkerSettings
 from penstock.infra.model.adapter import AdapterError, AdapterFolder
-from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.engine_protocol import (
-    EngineInfo,
-    RequestError,
-    SequenceRequest,
-    VisionEngine,
-    adapter_missing,
-)
-from penstock.workers.engines.external.engine import BlockCounts
+from penstock.workers.engines.engine_protocol import EngineInfo, SequenceRequest, VisionEngine
+from penstock.workers.engines.external.engine import LORA_S, BlockCounts, EngineLoras, unreadable
 from penstock.workers.engines.external.engine_metrics import NativeSeries
 from penstock.workers.engines.external.event_streams import EventStreams, KvPayloads
 from penstock.workers.engines.external.handoff_state import ConsumedStates
@@ -33,7 +27,6 @@ from penstock.workers.engines.vllm.api import VllmApi
 from penstock.workers.engines.vllm.engine_inputs import VllmOptions, check, prepare
 from penstock.workers.engines.vllm.follower import VllmCall, VllmFollower
 
-ADD_S = 60.0  # for vLLM to read a LoRA adapter
 PREFIX = "vllm:"  # of vLLM's own metrics
 
 
@@ -77,52 +70,28 @@ class StatLogger:
         """Not used: the engine never sleeps."""
 
 
-class VllmLoras:
-    """Implements ``engine_protocol.AdapterEngine``: vLLM reads the adapters, and brings them to the device.
+def loras(runtime: EngineRuntime[VllmApi], settings: WorkerSettings) -> EngineLoras:
+    """LoRA adapters, which vLLM keeps in host memory from the time it has read them."""
+    numbers = itertools.count(1)  # vLLM tells adapters apart by them
+    loop, llm = runtime.loop, runtime.llm
 
-    Args:
-        slots, max_rank: as vLLM was told.
-    """
-
-    def __init__(self, runtime: EngineRuntime[VllmApi], slots: int, max_rank: int) -> None:
-        self.slots, self.max_rank = slots, max_rank
-        self._runtime = runtime
-        self._numbers = itertools.count(1)  # vLLM tells adapters apart by them; a replaced one gets another
-        self._added: dict[str, Any] = {}
-
-    @property
-    def loaded(self) -> tuple[str, ...]:
-        """All: vLLM does not say which are on the device."""
-        return tuple(self._added)
-
-    def prepare(self, folder: AdapterFolder, identity: str) -> object:
-        """Have vLLM read it now: from then on it keeps it in host memory."""
-        runtime = self._runtime
-        made = runtime.api.lora(identity, next(self._numbers), str(folder.path))
+    def read(identity: str, folder: AdapterFolder) -> Any:
+        made = runtime.api.lora(identity, next(numbers), str(folder.path))
         try:
-            taken = runtime.loop.run(runtime.llm.add_lora(made), ADD_S)
+            taken = loop.run(llm.add_lora(made), LORA_S)
         except Exception as error:  # of vLLM's, of any kind
-            reason = str(error) or type(error).__name__
-            raise AdapterError(f"vLLM cannot load the adapter in {folder.path}: {reason}") from error
+            raise unreadable("vLLM", folder, error) from error
         if not taken:
             raise AdapterError(f"vLLM did not take the adapter in {folder.path}; its log has the reason")
         return made
 
-    def add(self, identity: str, prepared: object) -> None:
-        self._added = {**self._added, identity: prepared}
+    def drop(identity: str, made: Any) -> None:
+        async def remove() -> None:
+            await llm.remove_lora(made.lora_int_id)
 
-    def remove(self, identity: str) -> None:
-        """vLLM drops it when it needs the room."""
-        self._added = {name: each for name, each in self._added.items() if name != identity}
+        loop.task(remove(), "adapter")
 
-    def find(self, identity: str) -> Any:
-        """
-        Raises:
-            RequestError: it was not added, or removed.
-        """
-        if identity not in self._added:
-            raise RequestError(Code.revision_unavailable, adapter_missing(identity))
-        return self._added[identity]
+    return EngineLoras(settings.max_loras, settings.max_lora_rank, runtime, read, drop)
 
 
 class VllmAdapter:
@@ -132,7 +101,6 @@ class VllmAdapter:
 
     Args:
         runtime: its resources are the subscribers, then the engine, then its loop.
-        loras: LoRA adapters; None: requests have none.
     """
 
     title = "vLLM"
@@ -145,9 +113,7 @@ class VllmAdapter:
         runtime: EngineRuntime[VllmApi],
         options: VllmOptions,
         scheduler: SchedulerStats,
-        loras: VllmLoras | None = None,
     ) -> None:
-        self._loras = loras
         self._info = info
         self._options = options
         self._scheduler = scheduler
@@ -157,17 +123,12 @@ class VllmAdapter:
         loop = runtime.loop
         loop.post(lambda: loop.task(self._follower.watch(), "health"))
 
-    def accept(self, request: SequenceRequest) -> ActiveSequence[VllmCall]:
+    def accept(self, request: SequenceRequest, lora: Any = None) -> ActiveSequence[VllmCall]:
         check(request, self._info, self._options)
 
         def without_handoff() -> Any:
             return prepare(msgspec.structs.replace(request, opaque=b""), self._info, self._options, self._consumed)
 
-        lora = None
-        if request.adapter:
-            if self._loras is None:
-                raise RequestError(Code.revision_unavailable, adapter_missing(request.adapter))
-            lora = self._loras.find(request.adapter)
         prepared = prepare(request, self._info, self._options, self._consumed)
         return ActiveSequence(request, VllmCall(prepared, without_handoff, request.sampling.logprobs, lora))
 

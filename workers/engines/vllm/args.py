@@ -162,7 +162,8 @@ def defaults(wanted: VllmSettings) -> Tree:
             "enable_lora": True,
             "max_loras": worker.max_loras,
             "max_lora_rank": next((each for each in RANKS if each >= worker.max_lora_rank), RANKS[-1]),
-            "max_cpu_loras": max(worker.max_loras, worker.max_cpu_loras),
+            # And those that were unloaded while sequences still have them: what it drops for room, it would read again.
+            "max_cpu_loras": max(worker.max_loras, worker.max_cpu_loras) + worker.max_running,
         }
     if worker.otlp_endpoint:
         tree["otlp_traces_endpoint"] = worker.otlp_endpoint

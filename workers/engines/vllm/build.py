@@ -39,7 +39,7 @@ from penstock.workers.engines.external.runtime import (
     first_request,
 )
 from penstock.workers.engines.vllm import plugin
-from penstock.workers.engines.vllm.adapter import SchedulerStats, VllmAdapter, VllmLoras
+from penstock.workers.engines.vllm.adapter import SchedulerStats, VllmAdapter, loras
 from penstock.workers.engines.vllm.api import VllmApi, load_vllm, set_log_level
 from penstock.workers.engines.vllm.args import ResolvedVllmArgs, VllmSettings, layout, resolve
 from penstock.workers.engines.vllm.engine_inputs import VllmOptions
@@ -106,10 +106,10 @@ def from_settings(
             info = msgspec.structs.replace(info, constraints=OTHERS_CONSTRAINTS)
         options = VllmOptions(block_hashes.root(model.revision), info.handoff_layout)
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
-        loras = VllmLoras(runtime, settings.max_loras, settings.max_lora_rank) if settings.lora_slots else None
-        adapter = VllmAdapter(info, runtime, options, scheduler, loras)
+        adapters = loras(runtime, settings) if settings.lora_slots else None
+        adapter = VllmAdapter(info, runtime, options, scheduler)
     log.info("vllm_ready", layout=info.handoff_layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
-    return ExternalEngine(info, runtime, adapter, grammars, loras)
+    return ExternalEngine(info, runtime, adapter, grammars, adapters)
 
 
 def arguments(

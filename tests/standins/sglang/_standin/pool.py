@@ -13,7 +13,15 @@ def signed(value: bytes) -> int:
     return int.from_bytes(value[:8], "big", signed=True)
 
 
+def _same(last: BlockStored, salt: str | None, name: str | None, parent: int | None) -> bool:
+    return (last.cache_salt, last.lora_name, last.block_hashes[-1]) == (salt, name, parent)
+
+
 class Pool(_Pool):
+    def __init__(self, total: int, size: int, *, caching: bool) -> None:
+        super().__init__(total, size, caching=caching)
+        self.lora_names: dict[str, str] = {}  # by id
+
     def cache(
         self,
         blocks: list[Block],
@@ -25,6 +33,7 @@ class Pool(_Pool):
     ) -> None:
         if not self.caching or start >= len(blocks):
             return
+        name = self.lora_names[lora[0]] if lora else None
         for at in range(start, len(blocks)):
             value, block = hashes[at], blocks[at]
             assert block.hash is None
@@ -36,13 +45,12 @@ class Pool(_Pool):
             parent = signed(hashes[at - 1]) if at else None
             content = tokens[at * self.size : (at + 1) * self.size]
             last = self.events[-1] if self.events else None
-            if isinstance(last, BlockStored) and last.cache_salt == salt and parent == last.block_hashes[-1]:
+            if isinstance(last, BlockStored) and _same(last, salt, name, parent):
                 last.block_hashes.append(signed(value))
                 last.token_ids.extend(content)
             else:
-                self.events.append(
-                    BlockStored([signed(value)], parent, content, self.size, None, medium="GPU", cache_salt=salt)
-                )
+                stored = BlockStored([signed(value)], parent, content, self.size, None, "GPU", salt, None, name)
+                self.events.append(stored)
 
     def _evict(self, block: Block) -> None:
         if block.hash is None:

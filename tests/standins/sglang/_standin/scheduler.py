@@ -33,7 +33,7 @@ class Job:
         self.rid, self.tokens, self.params = obj.rid, list(obj.input_ids), params
         self.logprob, self.top = bool(obj.return_logprob), obj.top_logprobs_num or 0
         self.start = -1 if obj.logprob_start_len is None else obj.logprob_start_len
-        self.salt = obj.cache_salt
+        self.salt, self.lora = obj.cache_salt, obj.lora_id
         self.fake = obj.bootstrap_host == FAKE_BOOTSTRAP_HOST
         self.room: Room | None = None
         self.sees_room = obj.bootstrap_room is not None
@@ -115,6 +115,8 @@ class Scheduler(Core):
         )
         transfer = {"do_remote_prefill": True, "kv": kv} if kv is not None else None
         request = Request(job.rid, job.tokens, wanted, job.salt, transfer, None)  # type: ignore[arg-type]
+        if job.lora is not None:
+            request.lora = job.lora, job.lora  # it has a cache of its own each time it is loaded
         request.generated = list(generated)
         wanted.of = params
         if params.ebnf:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from tensorrt_llm._standin.cache import PRIORITY, Block, Cache, Events, Key
-from tensorrt_llm._standin.model import Model
+from tensorrt_llm._standin.model import Model, lora_logits
 from tensorrt_llm._standin.sampling import pick, shaped
 from tensorrt_llm._standin.transfer import Offer, TransferError, fetch, offer
 from tensorrt_llm._standin.variant import LATER, QUIRKS
@@ -53,6 +53,7 @@ class Job:
     priority: float = 0.5
     embeds: list[tuple[int, Tensor]] = field(default_factory=list)
     media: list[tuple[int, int, str]] = field(default_factory=list)  # position, tokens, hash
+    lora: Any = None
     arrival: float = field(default_factory=time.monotonic)
 
     @property
@@ -146,6 +147,7 @@ class Engine:
             )
             self._ranks.append(Rank(cache))
         self._adp = adp
+        self._loras: dict[int, Tensor] = {}  # what each adapter adds to the logits, by its id
         self._global = torch.Generator().manual_seed(42)
         beams = (args.max_beam_width or 1) > 1
         kind = getattr(args, "sampler_type", "auto")
@@ -336,6 +338,8 @@ class Engine:
             if not isinstance(bias, Tensor) or bias.dtype != torch.float32 or bias.shape != (self._model.vocab,):
                 raise Refused("embedding_bias is a float32 tensor of (vocab,)")
         self._check_disaggregation(job)
+        if job.lora is not None:
+            self._load_lora(job.lora)
         if params.guided_decoding is not None:
             if args.guided_decoding_backend is None:
                 raise Refused("Guided decoding is not enabled: set guided_decoding_backend")
@@ -374,6 +378,19 @@ class Engine:
     def _vocabulary(self) -> LLTokenizer:
         tokenizer = Tokenizer.from_file(str(Path(self._tokenizer) / "tokenizer.json"))
         return LLTokenizer(tokenizer.to_str(), n_vocab=self._model.vocab, eos_token=self._model.eos[0])
+
+    def _load_lora(self, asked: Any) -> None:
+        """Once for each id, for good; in 1.2 any failure ends the engine."""
+        if asked.adapter_id not in self._loras:
+            config, folder = self._args.lora_config, Path(asked.lora_path)
+            try:
+                given = json.loads((folder / "adapter_config.json").read_text())
+                assert given["r"] <= config.max_lora_rank, "the adapter's rank is greater than max_lora_rank"
+                self._loras[asked.adapter_id] = lora_logits(folder, self._model.vocab)
+            except Exception as error:
+                if LATER:
+                    raise Refused(f"Failed to load LoRA adapter: {error}") from error
+                raise
 
     def _check_disaggregation(self, job: Job) -> None:
         if job.kind == "context_and_generation":
@@ -574,6 +591,8 @@ class Engine:
 
     def _sample(self, run: Run, raw: Tensor) -> int:
         params = run.job.params
+        if run.job.lora is not None:
+            raw = raw + self._loras[run.job.lora.adapter_id]
         counted = len(run.generated)
         if self._torch_sampler and QUIRKS.min_tokens_count_prompt:
             counted = len(run.tokens)

@@ -18,6 +18,7 @@ from tensorrt_llm._standin.model import Model, load
 from tensorrt_llm._standin.variant import LATER, QUIRKS
 from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
+from tensorrt_llm.executor.request import LoRARequest
 from tensorrt_llm.executor.result import GenerationResult, IterationResult
 from tensorrt_llm.executor.utils import RequestError
 from tensorrt_llm.inputs import prompt_inputs
@@ -105,6 +106,7 @@ class BaseLLM:
         cache_salt: str | None,
         priority: float = 0.5,
         trace_headers: Mapping[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         self._check_alive()
         params = self._prepare(sampling_params)
@@ -122,6 +124,10 @@ class BaseLLM:
             if not isinstance(cache_salt, str):
                 raise TypeError("cache_salt must be a str")
             seed = "salt:" + hashlib.blake2b(cache_salt.encode()).hexdigest()[:16]
+        if self.args.lora_config is None:
+            lora_request = None  # as the real one, which ignores it then
+        if lora_request is not None:
+            seed = f"lora:{lora_request.adapter_id} {seed}"
         text, tokens, embeds, media = self._read(prompt_inputs(inputs), params, disaggregated_params)
         self._check_arguments(tokens, params, kind == "generation_only")
         result = RequestOutput(next(_ids), text, tokens, params, self._tokenizer if params.detokenize else None)
@@ -143,6 +149,7 @@ class BaseLLM:
                 priority=priority,
                 embeds=embeds,
                 media=media,
+                lora=lora_request,
             )
         )
         return result
@@ -339,6 +346,7 @@ if not LATER:
                 scheduling_params,
                 cache_salt,
                 trace_headers=trace_headers,
+                lora_request=lora_request,
             )
 
 else:
@@ -371,6 +379,7 @@ else:
                 cache_salt,
                 priority,
                 trace_headers,
+                lora_request,
             )
 
         def get_kv_cache_capacity(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 from tensorrt_llm._standin.variant import LATER, LATEST, QUIRKS
+from tensorrt_llm.lora_helper import LoraConfig
 
 
 class StrictBaseModel(BaseModel):
@@ -362,7 +363,7 @@ class BaseLlmArgs(StrictBaseModel):
     load_format: LoadFormat = LoadFormat.AUTO
     fail_fast_on_attention_window_too_large: bool = False
     enable_lora: bool = False
-    lora_config: Any = None
+    lora_config: LoraConfig | None = None
     kv_cache_config: KvCacheConfig = Field(default_factory=KvCacheConfig)
     enable_chunked_prefill: bool = False
     guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = None

@@ -91,7 +91,8 @@ def test_kv_events_are_published_wherever_there_is_a_prefix_cache(
         ({"tensor_parallel_size": 2}, "it is tp_size here"),
         ({"model_path": "x"}, "use --model"),
         ({"schedule_policy": "lpm"}, "the router orders requests"),
-        ({"enable_lora": True}, "not supported"),
+        ({"enable_lora": True}, "use --lora or --lora-folder"),
+        ({"max_loaded_loras": 4}, "it reads again, changed or not"),
         ({"nnodes": 2}, "use --nodes"),
         ({"dist_init_addr": "a:1"}, "use --leader-address"),
         ({"page_size": 1}, "use --block-size"),
@@ -110,6 +111,17 @@ def test_sizes_of_the_pool_that_differ_and_encode_workers_are_refused() -> None:
         resolved(wanting(kv_blocks=10), max_total_tokens=64)
     with pytest.raises(BadArguments, match="takes text only"):
         resolved(wanting(role="encode"))
+
+
+def test_a_batch_has_room_for_requests_without_an_adapter_and_nothing_is_unloaded_for_room() -> None:
+    found = resolved(wanting(lora=("a=/a",), max_loras=3, max_lora_rank=16)).tree
+    assert (found["enable_lora"], found["max_loras_per_batch"], found["max_lora_rank"]) == (True, 4, 16)
+    assert set(found) <= KNOWN
+    assert "max_loaded_loras" not in found
+    assert resolved(wanting(lora=("a=/a",)), lora_target_modules=["q_proj"]).tree["lora_target_modules"] == ["q_proj"]
+    assert "enable_lora" not in resolved().tree
+    with pytest.raises(BadArguments, match="dp_size: SGLang loads no LoRA adapters into several replicas"):
+        resolved(wanting(lora=("a=/a",)), dp_size=2)
 
 
 def test_nodes_share_the_ranks_and_get_the_same_arguments() -> None:

@@ -1,23 +1,68 @@
 """The SGLang adapter over its stand-in: what the contract of all engines does not ask."""
 
 import asyncio
+import dataclasses
 import functools
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.model import modeldir
+from penstock.infra.model.adapter import AdapterError, read_adapter
 from penstock.infra.process.class_queue import StartShare
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
 from penstock.workers.engines.engine_protocol import EngineError
+from penstock.workers.engines.sglang.api import load_sglang
+from tests.adapters import write_adapter
 from tests.workers.engines.contract import WORDS, Driver, ask, fold, names
 from tests.workers.engines.sglang.conftest import Make, inner, scheduler
 
 PROMPT = WORDS[5:105]
+
+
+def test_an_adapter_that_is_unloaded_while_it_is_used_goes_behind_its_last_sequence(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang loads nothing while it waits for that; and it has no adapter back in the meantime."""
+    monkeypatch.setattr("penstock.workers.engines.external.engine.DROP_S", 0.0)
+    driver = make(lora_folder=str(tmp_path))
+    adapters, manager = driver.engine.adapters, inner(driver).tokenizer_manager
+    assert adapters is not None
+    poet, clerk = (
+        read_adapter(write_adapter(tmp_path / name, modeldir.TINY, seed=seed, targets=("q_proj",)), adapters.max_rank)
+        for seed, name in enumerate(("poet", "clerk"))
+    )
+    adapters.add("poet@1", adapters.prepare(poet, "poet@1"))
+    driver.engine.submit(ask(0, PROMPT, 200, adapter="poet@1"))
+    driver.engine.submit(ask(1, PROMPT, 200, adapter="poet@1"))
+    driver.until(lambda: bool(driver.seen.outputs), "the first token")
+    adapters.remove("poet@1")
+    adapters.add("clerk@1", adapters.prepare(clerk, "clerk@1"))
+    assert set(manager.lora_registry) == {"poet@1", "clerk@1"}
+    adapters.add("poet@1", adapters.prepare(poet, "poet@1"))  # what is still there is not read again
+    assert driver.engine.cancel(0)
+    adapters.remove("poet@1")
+    driver.until(lambda: 1 in driver.seen.ended(), "the last sequence")
+    assert driver.seen.failures == []
+    driver.until(lambda: set(manager.lora_registry) == {"clerk@1"}, "the adapter to go")
+    adapters.add("poet@1", adapters.prepare(poet, "poet@1"))
+    driver.answer(ask(2, PROMPT, 4, adapter="poet@1"))
+    high = read_adapter(write_adapter(tmp_path / "high", modeldir.TINY, rank=40, targets=("q_proj",)), 64)
+    with pytest.raises(AdapterError, match=r"SGLang cannot load the adapter in .* rank 40"):
+        adapters.prepare(high, "high@1")
+
+
+def test_adapters_need_a_release_that_keeps_prefixes_apart(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    api = dataclasses.replace(load_sglang(), salts=False)
+    monkeypatch.setattr("penstock.workers.engines.sglang.build.load_sglang", lambda: api)
+    with pytest.raises(EngineError, match="no cache_salt, which LoRA adapters need"):
+        make(lora=("poet=/a",))
 
 
 def in_loop(driver: Driver, work: Callable[[], Any]) -> Any:

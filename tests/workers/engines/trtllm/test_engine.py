@@ -2,11 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
+from penstock.infra.model.adapter import AdapterError, AdapterFolder, read_adapter
 from penstock.schemas import block_hashes, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import Cleared, Removed, Stored
@@ -16,6 +19,8 @@ from penstock.workers.engines.external import engine as shell
 from penstock.workers.engines.native.build import build as native_engine
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.trtllm import follower
+from tests import standins
+from tests.adapters import write_adapter
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, Results, ask, run, until
 
 Make = Callable[..., Any]
@@ -452,3 +457,57 @@ def test_closing_ends_what_runs_and_may_be_done_twice(make: Make, prompt: list[i
     engine.close()
     engine.close()
     assert time.monotonic() - began < 5
+
+
+# --- LoRA adapters
+
+
+@pytest.fixture
+def adapters_on_disk(tmp_path: Path) -> dict[str, AdapterFolder]:
+    """Before ``make``, which counts threads: transformers' progress bars leave one."""
+    kinds: dict[str, dict[str, Any]] = {name: {"targets": ("q_proj",)} for name in ("poet", "clerk", "scribe", "high")}
+    kinds |= {"head": {"targets": ("q_proj", "lm_head")}}
+    kinds["high"]["rank"] = 16
+    folders = [write_adapter(tmp_path / name, MODEL, seed=len(name), **more) for name, more in kinds.items()]
+    return {folder.name: read_adapter(folder, 64) for folder in folders}
+
+
+@pytest.mark.parametrize("variant", ["1.2.1", "1.3"])
+def test_adapters_that_it_cannot_read_are_found_before_they_end_it_and_what_it_has_read_is_counted(
+    adapters_on_disk: dict[str, AdapterFolder], make: Make, prompt: list[int], variant: str
+) -> None:
+    with standins.installed(variant):
+        engine = make(lora_folder="/", max_lora_rank=8, max_cpu_loras=2)
+        adapters = engine.adapters
+
+        def prepared(name: str) -> object:
+            found: object = adapters.prepare(adapters_on_disk[name], f"{name}@1")
+            return found
+
+        with pytest.raises(AdapterError, match=r"TensorRT-LLM cannot load the adapter in .*: it changes lm_head"):
+            prepared("head")
+        for name in ("poet", "clerk"):
+            adapters.add(f"{name}@1", prepared(name))
+        asked = {name: ask(name, prompt, 6, ignore_eos=True, adapter=f"{name}@1") for name in ("poet", "clerk")}
+        results = run(engine, *asked.values(), ask("plain", prompt, 6, ignore_eos=True))
+        assert len({tuple(results.tokens(name)) for name in ("poet", "clerk", "plain")}) == 3
+        adapters.remove("poet@1")
+        with pytest.raises(AdapterError, match="keeps also those that were unloaded; restart the worker"):
+            prepared("scribe")
+        adapters.add("poet@1", prepared("poet"))
+        assert run(engine, asked["poet"]).tokens("poet") == results.tokens("poet")
+
+
+def test_an_adapter_that_later_releases_cannot_read_is_an_error_of_its_own(
+    adapters_on_disk: dict[str, AdapterFolder], make: Make, prompt: list[int], expected: list[int]
+) -> None:
+    with standins.installed("1.3"):
+        engine = make(lora_folder="/", max_lora_rank=8)
+        with pytest.raises(AdapterError, match="Failed to load LoRA adapter: the adapter's rank is greater"):
+            engine.adapters.prepare(adapters_on_disk["high"], "high@1")
+        assert run(engine, ask("a", prompt, 4, ignore_eos=True)).tokens("a") == expected[:4]
+
+
+def test_autodeploy_has_no_adapters(make: Make) -> None:
+    with pytest.raises(BadArguments, match="AutoDeploy serves no LoRA adapters"):
+        make(lora=("poet=/a",), trtllm_backend="autodeploy")

@@ -20,10 +20,9 @@ from penstock.infra.constraints.constraint_grammar import REGEX
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
 from penstock.infra.model.adapter import AdapterError, read_adapter
-from penstock.schemas import block_hashes
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Sampling
-from penstock.workers.engines.engine_protocol import EngineError, RequestError
+from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.external import handoff_state
 from penstock.workers.engines.external.engine_metrics import NativeSeries
 from penstock.workers.engines.external.event_streams import subscribe
@@ -370,29 +369,25 @@ def test_only_vllm_s_own_series_are_handed_on() -> None:
     assert ours.get_sample_value("vllm:prompt_tokens_total") == 3.0
 
 
-def test_adapters_are_read_at_once_and_their_blocks_have_names_of_their_own(make: Make, tmp_path: Path) -> None:
-    """A replaced one of the same name gets other tokens, and never the blocks of the one before."""
+def test_adapters_are_dropped_behind_their_last_sequence_and_ranks_are_vllm_s(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.workers.engines.external.engine.DROP_S", 0.0)
     driver = make(lora_folder=str(tmp_path), max_lora_rank=20)
     adapters = driver.engine.adapters
     assert adapters is not None
     assert inner(driver).vllm_config.lora_config == {"max_lora_rank": 32}
-    served: list[str] = []
-    for number in (1, 2):
-        folder = write_adapter(tmp_path / "poet", modeldir.TINY, seed=number, targets=("q_proj",))
-        read = read_adapter(folder, adapters.max_rank)
-        served.append(f"poet@{read.digest}")
-        adapters.add(served[-1], adapters.prepare(read, served[-1]))
-    assert adapters.loaded == tuple(served)
-    found: dict[str, list[int]] = {}
-    for turn, adapter in enumerate(["", *served] * 2):
-        base = block_hashes.root(modeldir.load(modeldir.TINY).revision, adapter)
-        tokens = driver.answer(ask((adapter, turn), PROMPT, 6, adapter=adapter, base=base))
-        driver.remembers(PROMPT, base)  # and the rest of the cache has other names
-        assert found.setdefault(adapter, tokens) == tokens
-    assert len({tuple(each) for each in found.values()}) == 3
-    adapters.remove(served[0])
-    with pytest.raises(RequestError, match="is no longer served"):
-        driver.engine.submit(ask("late", PROMPT, 2, adapter=served[0]))
+    read = read_adapter(write_adapter(tmp_path / "poet", modeldir.TINY, targets=("q_proj",)), adapters.max_rank)
+    adapters.add("poet@1", adapters.prepare(read, "poet@1"))
+    known = inner(driver).core.loras
+    driver.engine.submit(ask(0, PROMPT, 20, adapter="poet@1"))
+    driver.until(lambda: bool(driver.seen.outputs), "its first token")
+    adapters.remove("poet@1")
+    adapters.prepare(read, "poet@2")
+    driver.until(lambda: bool(driver.seen.ended()), "its end")
+    assert driver.seen.failures == []
+    driver.until(lambda: set(known) == {2}, "the adapter to go")
     too_high = write_adapter(tmp_path / "high", modeldir.TINY, rank=40, targets=("q_proj",))
     with pytest.raises(AdapterError, match=r"vLLM cannot load the adapter .* rank 40 is greater than"):
         adapters.prepare(read_adapter(too_high, 64), "high@1")
+    driver.until(lambda: not known, "the one that was read and never served to go")

@@ -60,6 +60,9 @@ class Engine:
             host, _, port = args.dist_init_addr.rpartition(":")
             elsewhere = args.tp_size * args.pp_size * (args.nnodes - 1) // args.nnodes
             self._nodes = Meeting(host, int(port), elsewhere)
+        if args.enable_lora and not args.lora_paths:
+            assert args.max_lora_rank, "you need to specify both --max-lora-rank and --lora-target-modules"
+            assert args.lora_target_modules, "you need to specify both --max-lora-rank and --lora-target-modules"
         ranks = max(args.dp_size, args.attn_dp_size)
         bootstrap = Bootstrap(args.disaggregation_mode, args.disaggregation_bootstrap_port)
         schedulers = [Scheduler(args, model, context, rank, bootstrap) for rank in range(ranks)]
@@ -127,13 +130,20 @@ class Engine:
         cache_salt: Any = None,
     ) -> AsyncGenerator[dict[str, Any], None]:
         given = dict(locals())
-        for name in ("prompt", "image_data", "lora_path", "custom_logit_processor", "data_parallel_rank", "priority"):
+        for name in ("prompt", "image_data", "custom_logit_processor", "data_parallel_rank", "priority"):
             assert given[name] is None, f"the stand-in has no {name}"
         assert stream is True
         assert type(rid) is str
         assert self.server_args.incremental_streaming_output
         del given["self"]
         return self.tokenizer_manager.generate_request(SimpleNamespace(**given), None)
+
+    async def async_load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> SimpleNamespace:
+        obj = SimpleNamespace(lora_name=lora_name, lora_path=lora_path, pinned=pinned)
+        return await self.tokenizer_manager.load_lora_adapter(obj, None)
+
+    async def async_unload_lora_adapter(self, lora_name: str) -> SimpleNamespace:
+        return await self.tokenizer_manager.unload_lora_adapter(SimpleNamespace(lora_name=lora_name), None)
 
     def shutdown(self) -> None:
         """The real one kills every child of this process."""

@@ -33,6 +33,7 @@ class TokenizerManager(TokenizerControlMixin):
         self.event_loop: asyncio.AbstractEventLoop | None = None
         self.asyncio_tasks: set[asyncio.Task[None]] = set()
         self._subprocess_watchdog = watchdog
+        self.init_lora()
 
     def auto_create_handle_loop(self) -> None:
         if self.event_loop is not None:
@@ -47,7 +48,10 @@ class TokenizerManager(TokenizerControlMixin):
             raise ValueError(f"Duplicate request ID detected: {obj.rid}")
         state = self.rid_to_state[obj.rid] = ReqState()
         dispatched = False
+        obj.lora_id = None
         try:
+            if obj.lora_path:
+                self._resolve_lora(obj)
             scheduler = self._rank(obj.routed_dp_rank)
             job = self._tokenize(obj)
             scheduler.accept(job)
@@ -66,6 +70,20 @@ class TokenizerManager(TokenizerControlMixin):
                 else:
                     del self.rid_to_state[obj.rid]
             raise
+        finally:
+            if obj.lora_id is not None:
+                self.lora_users[obj.lora_id] -= 1
+                self.lora_ended.set()
+
+    def _resolve_lora(self, obj: Any) -> None:
+        if not self.server_args.enable_lora:
+            raise ValueError(f"LoRA adapter '{obj.lora_path}' was requested, but LoRA is not enabled.")
+        if obj.lora_path not in self.lora_registry:
+            seen = obj.lora_path in self.lora_ref_cache
+            assert not seen, "the real one would read the folder again, which may have changed"
+            raise ValueError(f"Got LoRA adapter that has never been loaded: {obj.lora_path}")
+        obj.lora_id = self.lora_registry[obj.lora_path]
+        self.lora_users[obj.lora_id] += 1
 
     def _rank(self, rank: int | None) -> Scheduler:
         if rank is not None and not 0 <= rank < len(self.schedulers):

@@ -7,14 +7,13 @@ import json
 import logging
 import subprocess
 import time
-import zlib
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tensorrt_llm._standin.model import load
+from tensorrt_llm._standin.model import load, lora_logits
 from vllm._standin.core import Core, Piece, Request
 from vllm._standin.nodes import Meeting
 from vllm.config import KVEventsConfig, VllmConfig
@@ -250,11 +249,12 @@ class AsyncLLM:
         rank = json.loads((folder / "adapter_config.json").read_text())["r"]
         if rank > config["max_lora_rank"]:
             raise ValueError(f"LoRA rank {rank} is greater than max_lora_rank {config['max_lora_rank']}.")
-        seed = zlib.crc32((folder / "adapter_model.safetensors").read_bytes())
-        logits = 3 * torch.randn(self.core.model.vocab, generator=torch.Generator().manual_seed(seed))
         new = lora_request.lora_int_id not in self.core.loras
-        self.core.loras[lora_request.lora_int_id] = logits
+        self.core.loras[lora_request.lora_int_id] = lora_logits(folder, self.core.model.vocab)
         return new
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        return self.core.loras.pop(lora_id, None) is not None
 
     def _add(self, prompt: Any, params: SamplingParams, request_id: str, lora: LoRARequest | None) -> Collector:
         if self.errored:
