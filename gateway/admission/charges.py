@@ -52,7 +52,10 @@ class Charges:
             return
         request = prepared.request
         output = 0 if request.output else request.n * request.stop.max_tokens
-        self.reserved[request.id] = await self._limiter.reserve(caller.key, prompt_tokens(request) + output)
+        tokens = prompt_tokens(request) + output
+        self.reserved[request.id] = self._limiter.pay(caller.key, tokens) or await self._limiter.reserve(
+            caller.key, tokens
+        )
 
     def began(self, inflight: InflightRequest) -> None:
         """The request is being put into the log."""

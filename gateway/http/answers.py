@@ -193,10 +193,10 @@ class Generations:
         caller = caller_of(scope)
         prepared = await self._gateway.prepare(self._endpoint, body, no_store=names.no_store, caller=caller)
         scope[MODEL] = prepared.request.model
-        if caller.key is not None:
+        if caller.key is not None and caller.key.limited:
             reserved.append(prepared.request.id)
             await self._gateway.charges.reserve(caller, prepared)
-            if caller.key.limited and len(reserved) == 1:
+            if len(reserved) == 1:
                 show_limits(scope, self._gateway.limiter, caller.key)
         prepared = with_client_id(prepared, names)
         return with_trace(prepared, from_http_headers(scope["headers"], self._gateway.settings.tracing))
@@ -480,17 +480,18 @@ async def send_refusal(
 def show_limits(scope: MutableMapping[str, Any], limiter: Limiter, key: ApiKey) -> None:
     """Have the answer say what the key has left. Without a layer around ``send``, which every event would pass."""
     connection: HttpConnection = scope[SCOPE]
-    connection.add_headers(limit_headers(limiter, key))
+    connection.add_lines(limit_lines(limiter, key))
 
 
-def limit_headers(limiter: Limiter, key: ApiKey) -> list[tuple[bytes, bytes]]:
-    """As OpenAI names them, of requests and tokens per minute: limit, rest, seconds until all of it is free again."""
-    headers: list[tuple[bytes, bytes]] = []
-    for name, standing in zip((b"requests", b"tokens"), limiter.standing(key), strict=True):
-        if standing.limit:
-            headers += [
-                (b"x-ratelimit-limit-" + name, b"%d" % standing.limit),
-                (b"x-ratelimit-remaining-" + name, b"%d" % standing.remaining),
-                (b"x-ratelimit-reset-" + name, b"%ds" % standing.reset_s),
-            ]
-    return headers
+_LIMIT_LINES = [
+    b"x-ratelimit-limit-%b: %%d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%ds\r\n" % (of, of, of)
+    for of in (b"requests", b"tokens")
+]
+
+
+def limit_lines(limiter: Limiter, key: ApiKey) -> bytes:
+    """Headers as OpenAI names them, of requests and tokens per minute: limit, rest, seconds until all of it is free
+    again. They are written together, as each answer has six of them."""
+    requests, tokens = limiter.standing(key)
+    lines = _LIMIT_LINES[0] % requests if requests.limit else b""
+    return lines + _LIMIT_LINES[1] % tokens if tokens.limit else lines

@@ -136,6 +136,7 @@ class AsgiCycle(RequestResponseCycle):
         self.response_complete = False
         self.chunked_encoding: bool | None = None
         self.expected_content_length = 0  # of what is still to be sent; negative: unknown
+        self.own_lines = b""  # of the head, with line breaks
         self._head = b""  # not written yet, as the body's first part is
 
     def add_body(self, part: bytes) -> None:
@@ -180,7 +181,7 @@ class AsgiCycle(RequestResponseCycle):
             raise RuntimeError(f"ASGI message {kind!r} was sent out of turn")
 
     def _send_head(self, status: int, headers: Sequence[tuple[bytes, bytes]], *, followed: bool) -> None:
-        lines, closes, length, chunked = [STATUS_LINE[status]], False, 0, None
+        lines, closes, length, chunked = [STATUS_LINE[status], self.own_lines], False, 0, None
         for name, value in chain(self.default_headers, headers):
             if name in _FEW_VALUES:
                 lines.append(_line(name, value))
@@ -452,6 +453,11 @@ class HttpConnection(HttpToolsProtocol):
         """Have the answer that the application is about to begin carry these headers, too."""
         if self._answered is not None:
             self._answered.default_headers = [*self._answered.default_headers, *headers]
+
+    def add_lines(self, lines: bytes) -> None:
+        """Likewise of headers whose values are ours: they are not checked. Each ends with a line break."""
+        if self._answered is not None:
+            self._answered.own_lines += lines
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(ServingError(Code.invalid_request, msg))

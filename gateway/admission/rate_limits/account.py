@@ -2,7 +2,7 @@
 
 Pure. A request is usually paid from units at hand, without a message. Few are taken at once: what waiting requests
 need, and as many as were spent in the last seconds, but never more than a ``SPARE`` th of the limit beyond the need, so
-that those which lie idle at other gateways are few.
+that those which lie idle at other gateways are few. Those of a busy key are taken before they are needed.
 
 The shared part of an API key's limits: what all gateways together have taken. Pure; the time is an argument.
 
@@ -95,6 +95,9 @@ def holding(ledger: Ledger, gateway: str, slots: int, now_ns: int) -> dict[str, 
 
 SPARE = 16
 RENEW_NS = HOLD_NS // 3
+# Requests per second from which on a key's units are taken ahead. Otherwise 3 to 6 % of a busy key's requests wait for
+# the ledger, and whatever waits together passes one by one.
+BUSY = 8
 _S = 1_000_000_000
 
 
@@ -128,6 +131,7 @@ class Account:
 
     def __init__(self, key_id: str, gateway: str, limits: Amount) -> None:
         self.key_id = key_id
+        self.key: ApiKey | None = None  # whose limits these are
         self.flushing = False  # slots are about to be given up
         self.looking = 0  # requests that wait for a slot to be given up
         self.gateway = gateway
@@ -141,6 +145,7 @@ class Account:
         self._refunds: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._spent = [0, 0]  # since the last sweep
         self._pace = [0, 0]
+        self._ahead = False  # units for the next second are to be taken
 
     # --- requests ---
 
@@ -150,9 +155,7 @@ class Account:
         lots_requests, lots_tokens = self._lots
         if limits.slots and (self.open >= self.slots or now_ns >= self.until_ns):
             return None
-        if limits.requests and not _unspent(lots_requests, now_s):
-            return None
-        if limits.tokens and _unspent(lots_tokens, now_s) < tokens:
+        if not self.has(tokens, now_ns):
             return None
         self.running += 1
         self.open += bool(limits.slots)
@@ -162,18 +165,21 @@ class Account:
         self._spent[1] += tokens
         return Reservation(second, parts, 1 if limits.slots else 0)
 
-    def take_would_do(self, need: Amount, now_ns: int) -> bool:
-        """Whether so much is at hand."""
-        unspent = self.unspent(now_ns)
-        slots = not need.slots or (self.open < self.slots and now_ns < self.until_ns)
-        return slots and unspent.requests >= need.requests and unspent.tokens >= need.tokens
+    def has(self, tokens: int, now_ns: int) -> bool:
+        """Whether a request and so many tokens are at hand, apart from a slot."""
+        limits, now_s = self.limits, now_ns // _S
+        if limits.requests and not _unspent(self._lots[0], now_s):
+            return False
+        return not limits.tokens or _unspent(self._lots[1], now_s) >= tokens
 
     def settle(self, reservation: Reservation, used_tokens: int, now_ns: int) -> None:
         """A request has ended: its slot is free, and tokens that it did not use can be spent again."""
         self.running -= 1
         self.open -= reservation.slots
         reservation.slots = 0
-        over = sum(units for _, units in reservation.tokens) - used_tokens
+        over = -used_tokens
+        for _, units in reservation.tokens:
+            over += units
         for second, units in reversed(reservation.tokens):
             back = min(units, over)
             if back <= 0:
@@ -233,6 +239,7 @@ class Account:
                 lots = self._lots[kind]
                 lots[proposal.now_s] = lots.get(proposal.now_s, 0) + units
         self.gave_back(proposal)
+        self._ahead = False
         self.slots, self.until_ns = proposal.slots, proposal.until_ns
 
     def gave_back(self, proposal: Proposal) -> None:
@@ -250,8 +257,9 @@ class Account:
         """Call it about every second; returns whether the ledger should be changed."""
         self._pace, self._spent = self._spent, [0, 0]
         self._expire(now_ns // _S)
+        self._ahead = self._pace[0] >= BUSY and bool(self.limits.requests or self.limits.tokens)
         renew = self.slots and now_ns > self.until_ns - HOLD_NS + RENEW_NS
-        return bool(self._refunds[0] or self._refunds[1] or renew) or self.gives_up_slots
+        return bool(self._ahead or self._refunds[0] or self._refunds[1] or renew) or self.gives_up_slots
 
     @property
     def gives_up_slots(self) -> bool:
@@ -264,10 +272,14 @@ class Account:
         return not (waits or self.running or self.slots or any(self._lots) or any(self._refunds) or any(self._pace))
 
     def _portion(self, kind: int, needed: int, limit: int, at_most: int, now_s: int) -> int:
-        needed -= _unspent(self._lots[kind], now_s)
-        if not limit or needed <= 0:
+        unspent = _unspent(self._lots[kind], now_s)
+        needed -= unspent
+        if not limit or (needed <= 0 and not self._ahead):
             return 0
+        needed = max(0, needed)
         spare = min(limit // SPARE, max(self._pace[kind], self._spent[kind]), max(0, at_most - needed) // 2)
+        if self._ahead:  # what is at hand ends before the next second does
+            spare = min(spare + spare // 4, max(0, limit // SPARE - unspent))
         return min(needed + spare, at_most)
 
     def _wanted_slots(self, at_most: int) -> int:
@@ -289,15 +301,23 @@ class Account:
 
 
 def _unspent(lots: dict[int, int], now_s: int) -> int:
-    return sum([units for second, units in lots.items() if now_s < second + SPEND_S])
+    unspent = 0
+    for second, units in lots.items():  # at most three: a sum over a comprehension takes longer
+        if now_s < second + SPEND_S:
+            unspent += units
+    return unspent
 
 
 def _spend(lots: dict[int, int], units: int, now_s: int) -> list[tuple[int, int]]:
     """Take units, the oldest first; by the second in which they were taken from the ledger."""
     parts: list[tuple[int, int]] = []
     for second in sorted(lots):
-        if units and now_s < second + SPEND_S and (part := min(units, lots[second])):
-            lots[second] -= part
-            units -= part
+        had = lots[second]
+        if had and now_s < second + SPEND_S:
+            part = units if units < had else had
+            lots[second] = had - part
             parts.append((second, part))
+            units -= part
+            if not units:
+                break
     return parts

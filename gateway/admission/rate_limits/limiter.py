@@ -120,10 +120,15 @@ class Limiter:
                 param="max_tokens",
             )
         account = self._account(key)
+        return Paid(account, await self._taken(key, account, tokens))
+
+    def pay(self, key: ApiKey, tokens: int) -> Paid | None:
+        """As ``reserve``, from what is at hand; None: that is too little."""
+        if tokens > key.tokens_per_minute > 0:
+            return None
+        account = self._account(key)
         reservation = account.take(tokens, self._clock())
-        if reservation is None:
-            reservation = await self._taken(key, account, tokens)
-        return Paid(account, reservation)
+        return None if reservation is None else Paid(account, reservation)
 
     def check(self, key: ApiKey) -> None:
         """Refuse early, before a body is read, what would be refused anyway.
@@ -131,11 +136,11 @@ class Limiter:
         Raises:
             ServingError: rate_limit_exceeded.
         """
-        account = self._account(key) if key.id in self._accounts else None
-        need = Amount(bool(key.requests_per_minute), bool(key.tokens_per_minute))
-        if account is None or account.take_would_do(need, self._clock()):
+        if key.id not in self._accounts:
             return
-        self._check_free(key, account, need)
+        account = self._account(key)
+        if not account.has(1, self._clock()):
+            self._check_free(key, account, Amount(bool(key.requests_per_minute), bool(key.tokens_per_minute)))
 
     def settle(self, paid: Paid, used_tokens: int) -> None:
         """The request has ended; it took so many tokens, its prompt included."""
@@ -296,7 +301,7 @@ class Limiter:
             log.debug("budget_not_given_back", key=key_id, error=repr(error))  # the next sweep tries again
 
     def _give_up(self, account: Account) -> None:
-        if account.gives_up_slots and not account.flushing:
+        if account.slots and account.gives_up_slots and not account.flushing:
             account.flushing = True
             self._spawn(self._give_up_soon(account))
 
@@ -314,8 +319,8 @@ class Limiter:
         if account is None:
             account = self._accounts[key.id] = Account(key.id, self._gateway, limits_of(key))
             self._locks[key.id] = asyncio.Lock()
-        elif account.limits != (limits := limits_of(key)):  # they were changed
-            account.limits = limits
+        if account.key is not key:  # it was made or changed
+            account.key, account.limits = key, limits_of(key)
         return account
 
     def _lock(self, key_id: str) -> asyncio.Lock:

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -242,6 +243,37 @@ def test_a_busy_gateway_asks_for_the_ledger_far_less_often_than_it_is_asked() ->
         replica.account.settle(found, 50, now)
         now += S // 2_000
     assert shared.revision < 200
+
+
+@pytest.mark.parametrize("phase", [0.0, 0.5, 0.95])
+def test_no_request_of_a_busy_key_waits_for_the_ledger_once_its_pace_is_known(phase: float) -> None:
+    """Otherwise 3 to 6 % of them did, and passed one by one."""
+    shared, now, asked = Shared(), START + int(phase * S), 0
+    [replica] = replicas(1, Amount(600_000, 60_000_000, 0), [0])
+    for number in range(8_000):  # 1,000 a second
+        if number % 1_000 == 0:
+            replica.sweep(shared, now)
+        before = shared.revision
+        found = replica.ask(shared, 100, now)
+        assert found is not None
+        replica.account.settle(found, 50, now)
+        asked += number >= 2_000 and shared.revision != before
+        now += S // 1_000
+    assert asked == 0
+    assert shared.revision < 30
+
+
+def test_what_a_busy_key_takes_ahead_is_a_small_part_of_its_limit() -> None:
+    shared, now, limits = Shared(), START, Amount(3_200, 320_000, 0)
+    [replica] = replicas(1, limits, [0])
+    for number in range(800):  # 100 a second
+        if number % 100 == 0:
+            replica.sweep(shared, now)
+            unspent = replica.account.unspent(now)
+            assert unspent.requests <= limits.requests // SPARE
+            assert unspent.tokens <= limits.tokens // SPARE
+        assert replica.ask(shared, 100, now) is not None
+        now += S // 100
 
 
 def test_the_time_until_a_retry_is_when_enough_no_longer_counts() -> None:
