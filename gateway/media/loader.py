@@ -186,11 +186,12 @@ class MediaLoader:
         slots = self._video_slots if part.video else self._slots
         await slots.acquire()
         reading: asyncio.Future[Media] | None = None
+        decoder = video.Decoder()
         try:
             try:
                 data = await self._fetcher.fetch(part.url)
                 if part.video:
-                    inspect = partial(inspect_medium, data, part, vision, self._limits)
+                    inspect = partial(inspect_medium, data, part, vision, self._limits, decoder)
                     reading = asyncio.get_running_loop().run_in_executor(self._videos, inspect)
                     await asyncio.wait([reading])
                     medium = reading.result()
@@ -209,7 +210,8 @@ class MediaLoader:
         finally:
             if reading is None or reading.done():
                 slots.release()
-            else:  # its client has gone, but not its process: others would pile up before the threads, with their bytes
+            else:  # its client has gone. Until its process has, too, others would pile up before the threads
+                decoder.end()
                 reading.add_done_callback(partial(_release, slots))
 
     async def _store(self, name: str, data: bytes, keep_s: float) -> None:
@@ -229,9 +231,14 @@ def _release(slots: asyncio.Semaphore, reading: "asyncio.Future[Media]") -> None
     slots.release()
 
 
-def inspect_medium(data: bytes, part: MediaPart, vision: Vision, limits: MediaLimits) -> Media:
+def inspect_medium(
+    data: bytes, part: MediaPart, vision: Vision, limits: MediaLimits, decoder: video.Decoder | None = None
+) -> Media:
     """Check a medium and name it by the digest of its bytes. Only of a video, the first frame is decoded, in a process
     of its own.
+
+    Args:
+        decoder: by which another thread ends that process.
 
     Raises:
         MediaRejected: not an image, embedding file or video (whichever the part names), or beyond a limit.
@@ -242,7 +249,7 @@ def inspect_medium(data: bytes, part: MediaPart, vision: Vision, limits: MediaLi
     try:
         if part.video:
             assert vision.patches is not None
-            sample = vision.patches.video(*video.probe(data, limits.max_frames))
+            sample = vision.patches.video(*video.probe(data, limits.max_frames, decoder))
             grid, seconds = sample.grid, sample.seconds
             return Media(digest, video.kind_of(data), len(data), tokens=grid.tokens, grid=grid, seconds=seconds)
         kind, height, width = check_image(data, limits)

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from fractions import Fraction
 from importlib.util import find_spec
@@ -51,13 +52,54 @@ def available() -> bool:
     return find_spec("av") is not None
 
 
-def probe(data: bytes, max_frames: int) -> VideoFacts:
+class Decoder:
+    """The process that reads one file, until ``end``, which may be called from any thread, at any time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.ended = False
+
+    def end(self) -> None:
+        with self._lock:
+            self.ended = True
+            if self._process is not None:
+                self._process.kill()
+
+    def run(self, command: Sequence[str], data: bytes, seconds: float) -> tuple[int, bytes]:
+        """Its exit status and what it wrote.
+
+        Raises:
+            subprocess.TimeoutExpired: it took longer, and was killed.
+        """
+        with self._lock:
+            if self.ended:
+                return -signal.SIGKILL, b""
+            process = self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        with process:
+            try:
+                written, _ = process.communicate(data, seconds)
+            except BaseException:
+                process.kill()
+                raise
+            finally:
+                with self._lock:
+                    self._process = None
+        return process.returncode, written
+
+
+def probe(data: bytes, max_frames: int, decoder: Decoder | None = None) -> VideoFacts:
     """What is in a file. The first frame is decoded, the others are counted. Blocks; for a thread.
+
+    Args:
+        decoder: by which another thread ends it.
 
     Raises:
         BadVideo: it is broken, of another kind, too long, or takes too much time or memory.
     """
-    head, _ = _ask(data, {"max_frames": max_frames}, PROBE_S)
+    head, _ = _ask(data, {"max_frames": max_frames}, PROBE_S, decoder or Decoder())
     return VideoFacts(head["frames"], head["fps"], head["height"], head["width"])
 
 
@@ -71,13 +113,13 @@ def decode(data: bytes, facts: VideoFacts, frames: Sequence[int], height: int, w
         BadVideo: it is broken, or takes too much time or memory.
     """
     wanted = {"numbers": list(frames), "frames": facts.frames, "height": height, "width": width}
-    _, pixels = _ask(data, wanted, DECODE_S)
+    _, pixels = _ask(data, wanted, DECODE_S, Decoder())
     if len(pixels) != len(frames) * height * width * 3:
         raise BadVideo("cannot be decoded")
     return pixels
 
 
-def _ask(data: bytes, wanted: dict[str, Any], seconds: float) -> tuple[dict[str, Any], bytes]:
+def _ask(data: bytes, wanted: dict[str, Any], seconds: float, decoder: Decoder) -> tuple[dict[str, Any], bytes]:
     """What a child answers: a line of JSON, then pixels."""
     if not available():
         raise BadVideo(f"is a video; {MISSING}")
@@ -86,16 +128,15 @@ def _ask(data: bytes, wanted: dict[str, Any], seconds: float) -> tuple[dict[str,
     question = json.dumps({"format": FORMATS[kind], "cpu_s": seconds, **wanted}).encode() + b"\n"
     command = [sys.executable, "-m", __name__]
     try:
-        done = subprocess.run(
-            command, input=question + data, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=3 * seconds,
-            check=False,
-        )  # fmt: skip
+        status, written = decoder.run(command, question + data, 3 * seconds)
     except subprocess.TimeoutExpired:
         raise BadVideo(f"takes more than {3 * seconds:g} s to decode") from None
-    line, _, pixels = done.stdout.partition(b"\n")
-    if done.returncode == -signal.SIGXCPU:
+    line, _, pixels = written.partition(b"\n")
+    if status == -signal.SIGXCPU:
         raise BadVideo(f"takes more than {seconds:g} s of CPU time to decode")
-    if done.returncode or not line:
+    if decoder.ended:
+        raise BadVideo("is no longer wanted")
+    if status or not line:
         raise BadVideo("cannot be decoded: it takes too much memory, or breaks the decoder")
     head = json.loads(line)
     if "error" in head:

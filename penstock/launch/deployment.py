@@ -28,6 +28,7 @@ from penstock.cli.commands import unknown_variables
 from penstock.configs.settings import WorkerSettings, served_names
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree, parse_yaml
+from penstock.infra.model import modeldir
 from penstock.infra.model.embedding_model import makes_vectors
 from penstock.infra.nats_server.binary import ServerFailed
 from penstock.infra.nats_server.datadir import DataDirBusy, DataDirUnusable, Lock
@@ -235,8 +236,13 @@ def read_args(path: str) -> Tree:
 
 
 def _makes_vectors(model: str) -> bool:
-    """Whether a model is for embeddings only; of a Hugging Face id, that is not known before it was downloaded."""
+    """Whether a model is for embeddings only. Of a Hugging Face id, all but the weights is fetched to find out."""
     path = Path(model).expanduser()
+    if modeldir.on_hub(model):
+        try:
+            path = modeldir.resolve(model)
+        except modeldir.ModelError:
+            return False  # ``check`` says why
     return path.is_dir() and makes_vectors(path)
 
 

@@ -34,6 +34,14 @@ DECODERS = 2  # one decoded image can take 160 MB (40 M pixels)
 VIDEO_DECODERS = 1  # each with a process of its own; images do not wait for them
 
 
+class _Decoders:
+    """Threads that decode, and which of them are free."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self.pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+        self.free = asyncio.Semaphore(count)
+
+
 class JobMediaLoader:
     """``close`` cancels what has not begun to be decoded."""
 
@@ -41,8 +49,8 @@ class JobMediaLoader:
         self._bus = bus
         self._memory = memory
         self._vision = vision
-        self._pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="media")
-        self._videos = ThreadPoolExecutor(VIDEO_DECODERS, thread_name_prefix="videos")
+        self._images = _Decoders(DECODERS, "media")
+        self._videos = _Decoders(VIDEO_DECODERS, "videos")
 
     async def load(
         self, request: GenerateRequest, media: Mapping[int, Media], is_wanted: Callable[[], bool]
@@ -50,8 +58,8 @@ class JobMediaLoader:
         """Each medium, by number, as the engine encodes it.
 
         Args:
-            is_wanted: asked in a thread, before a medium is decoded: a video may take a minute, which others wait for.
-                None stands for a medium that is no longer wanted.
+            is_wanted: asked when a decoder is free, before a medium is fetched and again before it is decoded. A video
+                may take a minute, which others wait for. None stands for a medium that is no longer wanted.
 
         Raises:
             RequestError: one cannot be decoded, or its content does not match its digest.
@@ -62,12 +70,24 @@ class JobMediaLoader:
         return dict(zip(numbers, prepared, strict=True))
 
     async def _one(self, request: GenerateRequest, medium: Media, is_wanted: Callable[[], bool]) -> object:
-        if medium.private:
-            raw = await fetch_medium(self._bus, self._memory, request, medium)
-        else:
-            raw = await object_store.get(self._bus, "media", medium.digest.hex(), limit=medium.size)
-        pool = self._videos if medium.kind.startswith("video/") else self._pool
-        return await asyncio.get_running_loop().run_in_executor(pool, self._prepare, raw, medium, is_wanted)
+        decoders = self._videos if medium.kind.startswith("video/") else self._images
+        await decoders.free.acquire()  # so that memory has the bytes of as many media as are decoded at once
+        decoding: asyncio.Future[object] | None = None
+        try:
+            if not is_wanted():
+                return None
+            if medium.private:
+                raw = await fetch_medium(self._bus, self._memory, request, medium)
+            else:
+                raw = await object_store.get(self._bus, "media", medium.digest.hex(), limit=medium.size)
+            loop = asyncio.get_running_loop()
+            decoding = loop.run_in_executor(decoders.pool, self._prepare, raw, medium, is_wanted)
+            return await decoding
+        finally:
+            if decoding is None or decoding.done():
+                decoders.free.release()
+            else:  # its request has ended, but not its thread
+                decoding.add_done_callback(lambda done: decoders.free.release())
 
     def _prepare(self, raw: bytes, medium: Media, is_wanted: Callable[[], bool]) -> object:
         if not is_wanted():
@@ -77,8 +97,8 @@ class JobMediaLoader:
         return self._vision.prepare(raw, medium.kind)
 
     def close(self) -> None:
-        for pool in (self._pool, self._videos):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for decoders in (self._images, self._videos):
+            decoders.pool.shutdown(wait=False, cancel_futures=True)
 
 
 class EmbeddingStage:

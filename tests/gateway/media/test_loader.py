@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -285,7 +287,7 @@ async def test_a_video_that_cannot_be_used_is_refused_by_its_field(bus: Bus, sit
 
 async def test_images_do_not_wait_for_videos_that_take_long_to_read(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, raw = threading.Event(), film(30, 10, 64, 48)
-    monkeypatch.setattr(video, "probe", lambda data, limit: goes_on.wait(30) and VideoFacts(30, 10.0, 48, 64))
+    monkeypatch.setattr(video, "probe", lambda data, limit, decoder: goes_on.wait(30) and VideoFacts(30, 10.0, 48, 64))
     made, large = loader(bus), PNG + bytes(media_loader.LARGE)  # hashed in a thread
     films = [data_url(raw + bytes([number])) for number in range(media_loader.SLOTS + 1)]
     slow = asyncio.create_task(made.load([MediaPart("v", url, video=True) for url in films], QWEN, 60.0))
@@ -304,7 +306,7 @@ async def test_videos_of_clients_that_have_gone_do_not_pile_up_before_the_thread
     goes_on, raw, loop = threading.Event(), film(30, 10, 64, 48), asyncio.get_running_loop()
     begun: asyncio.Queue[bytes] = asyncio.Queue()
 
-    def probe(data: bytes, limit: int) -> VideoFacts:
+    def probe(data: bytes, limit: int, decoder: video.Decoder) -> VideoFacts:
         loop.call_soon_threadsafe(begun.put_nowait, data)
         if not goes_on.wait(30):
             raise video.BadVideo("takes too long")
@@ -327,6 +329,28 @@ async def test_videos_of_clients_that_have_gone_do_not_pile_up_before_the_thread
     async with asyncio.timeout(20):
         (found,) = await made.load([MediaPart("v", data_url(raw), video=True)], QWEN, 60.0)
     assert found.kind == "video/mp4"
+
+
+async def test_the_process_of_a_video_whose_client_has_gone_is_ended(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, pids = asyncio.get_running_loop(), asyncio.Queue[int]()
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> Any:
+        process = popen([sys.executable, "-c", "import sys, time; sys.stdin.buffer.read(); time.sleep(60)"], **options)
+        loop.call_soon_threadsafe(pids.put_nowait, process.pid)
+        return process
+
+    monkeypatch.setattr(video.subprocess, "Popen", start)
+    made = loader(bus)
+    async with asyncio.timeout(20):
+        gone = asyncio.create_task(made.load([MediaPart("v", data_url(film(3, 10, 64, 48)), video=True)], QWEN, 60.0))
+        pid = await pids.get()
+        gone.cancel()
+        await asyncio.wait([gone])
+        for _ in range(media_loader.VIDEOS):  # every slot is free again
+            await made._video_slots.acquire()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 async def test_images_that_come_too_late_end_the_request_at_its_deadline(bus: Bus, site: Site) -> None:

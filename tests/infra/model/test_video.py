@@ -3,7 +3,6 @@
 import io
 import signal
 import struct
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,7 @@ def test_a_file_that_takes_too_long_ends_its_process_only(monkeypatch: pytest.Mo
     [(-signal.SIGXCPU, "takes more than 5 s of CPU time"), (-signal.SIGSEGV, "breaks the decoder"), (1, "memory")],
 )
 def test_a_file_that_ends_the_decoder_is_refused(monkeypatch: pytest.MonkeyPatch, status: int, reason: str) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], status, b""))
+    monkeypatch.setattr(video.Decoder, "run", lambda *_: (status, b""))
     with pytest.raises(BadVideo, match=reason):
         video.probe(FILM, 100)
 

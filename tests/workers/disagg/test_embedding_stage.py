@@ -32,7 +32,10 @@ async def test_a_video_whose_request_has_ended_is_not_decoded_before_those_of_ot
 ) -> None:
     films = {blake3(raw).digest(): raw for raw in (b"one", b"two", b"three")}
 
+    fetched: list[bytes] = []
+
     async def get(bus: Any, bucket: str, name: str, *, limit: int) -> bytes:
+        fetched.append(films[bytes.fromhex(name)])
         return films[bytes.fromhex(name)]
 
     monkeypatch.setattr(object_store, "get", get)
@@ -49,10 +52,12 @@ async def test_a_video_whose_request_has_ended_is_not_decoded_before_those_of_ot
             await asyncio.to_thread(vision.began.acquire)
             second = asyncio.create_task(loader.load(nothing, two, lambda: not gone.is_set()))
             third = asyncio.create_task(loader.load(nothing, three, lambda: True))
+            await asyncio.sleep(0)
+            assert fetched == [b"one"], "the others wait for a decoder, not in memory"
             gone.set()
             vision.goes_on.set()
             assert [*await asyncio.gather(first, second, third)] == [{0: b"one"}, {0: None}, {0: b"three"}]
-        assert vision.begun == [b"one", b"three"]
+        assert vision.begun == fetched == [b"one", b"three"]
     finally:
         vision.goes_on.set()
         loader.close()
