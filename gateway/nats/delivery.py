@@ -13,7 +13,7 @@ Limits how many answers of one key are sent at once: a client's repeats must not
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from penstock.schemas.subjects import HEADER_IGNORED, HEADER_REQUEST
 
 INTEREST_S = 5.0  # nats-py's clients reconnect within 2 s of the broker's return
 PROBE_S = 0.1
+FLUSH_S = 2.0  # for which the broker's answer is waited for
 RETURN_S = 60.0  # for which a refusal waits for the broker's return
 CHECK_EVERY = 32  # messages after which, as after CHECK_S, the broker is asked whether there is a subscriber
 CHECK_S = 1.0
@@ -222,16 +223,19 @@ class ReplyPublisher:
                     no_responders.clear()
                     await self._bus.nc.publish(subject, body, reply=inbox, headers=headers)
                     for _ in range(2):  # nats-py writes the first PING ahead of buffered messages
-                        await self._bus.nc.flush(timeout=2)
+                        await self._bus.nc.flush(timeout=FLUSH_S)
                     await asyncio.sleep(0)  # the callback has a task of its own
                     received |= not no_responders.is_set()
                 if received or time.monotonic() > deadline:
                     return received
                 await asyncio.sleep(PROBE_S)
-            return True  # unknown: the broker is away
+        except (NatsError, OSError):  # it does not answer in time, or the link just broke
+            pass
         finally:
             if not self._bus.nc.is_closed:
-                await sub.unsubscribe()
+                with suppress(NatsError, OSError):
+                    await sub.unsubscribe()
+        return True  # unknown: the broker is away
 
 
 RECONNECT_POLL_S = 0.05

@@ -259,7 +259,8 @@ class Submissions:
         self._undecided[origin.tenant] += 1
         entry.decided.add_done_callback(lambda _: self._undecided.subtract((origin.tenant,)))
         work = self._serve(message, at, entry, origin)
-        self._tasks.spawn(work, name=f"submit-{stream}-{at[1]}").add_done_callback(lambda _: self._ended(at, origin))
+        task = self._tasks.spawn(work, name=f"submit-{stream}-{at[1]}", on_failure=_note_failed_submission)
+        task.add_done_callback(lambda _: self._ended(at, origin))
 
     def _ended(self, at: tuple[str, int], origin: Origin) -> None:
         entry = self.open_deliveries.pop(at)
@@ -478,6 +479,11 @@ class Submissions:
             if waiting[-1].at > limit:
                 return
             del self.repeats[key]
+
+
+def _note_failed_submission(error: BaseException) -> None:
+    """The broker did not take the refusal or the acknowledgement: it delivers the submission again."""
+    log.warning("submission_failed", error=repr(error))
 
 
 def _note_failed_repeat(error: BaseException) -> None:

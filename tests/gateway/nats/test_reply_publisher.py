@@ -1,6 +1,8 @@
 """Answers that nobody reads are not sent to their end, on a real broker."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -166,3 +168,19 @@ async def test_a_refusal_waits_for_its_client_if_the_broker_was_away(
         subscription = await client.subscribe(inbox)
         assert (await subscription.next_msg(timeout=20)).data == b"-1"
         await client.close()
+
+
+async def test_a_broker_that_does_not_answer_is_no_failure_of_the_gateway(
+    broker: EmbeddedNats, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "FLUSH_S", 0.05)
+    replies = ReplyPublisher(bus, [bus.nc.new_inbox()], check_interest=True)
+    replies.require_subscriber()
+    assert broker.pid
+    os.kill(broker.pid, signal.SIGSTOP)
+    try:
+        await replies.refuse(message(0))
+    finally:
+        os.kill(broker.pid, signal.SIGCONT)
+    assert not replies.unread, "whether anybody reads is unknown"
+    await replies.close()
