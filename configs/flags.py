@@ -293,6 +293,8 @@ def convert(flag: Flag, value: object) -> Any:
         choices = get_args(item) if get_origin(item) is Literal else ()
         if wrong := [part for part in value if choices and part not in choices]:
             raise BadValue(_not_one_of(wrong[0], choices))
+    if flag.kind is str and type(value) is int:  # as a file has it: `gateways: 2`
+        value = str(value)
     try:
         return msgspec.convert(value, flag.type, strict=False)
     except msgspec.ValidationError as error:

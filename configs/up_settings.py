@@ -119,13 +119,15 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     logits_processor: Annotated[tuple[str, ...], _OF_WORKER] = _WORKER.logits_processor
     default_logits_processors: Annotated[str, _OF_WORKER] = _WORKER.default_logits_processors
     gateways: Annotated[
-        int,
+        str,
         Meta(
-            ge=0,
-            description="gateway processes, which share --http-port; the ports after it are one gateway's each; 0: as "
-            "many as suit the cores and the workers",
+            pattern=r"^(auto|\d{1,4}|[1-9]\d{0,3}:[1-9]\d{0,3})$",
+            title="auto, a number, or the fewest and the most, such as 2:6",
+            description="gateway processes, which share --http-port; the ports after it are one gateway's each; a "
+            "number, or the fewest and the most, such as 2:6, between which gateways come and go with the load; auto: "
+            "as many as suit the cores and the workers, and more while all of them are busy and cores are idle",
         ),
-    ] = 0
+    ] = "auto"
     routers: Annotated[
         Positive, about("router processes, dealt over the cells: at least one for each; more are standbys")
     ] = 1

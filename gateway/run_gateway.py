@@ -27,12 +27,13 @@ from penstock.gateway.service.model_store import report_ignored
 from penstock.infra.bus import loop_lag
 from penstock.infra.bus.connection import Bus, connect, connect_while_running
 from penstock.infra.bus.publisher import Publisher
-from penstock.infra.bus.tasks import Stop, count_tasks
+from penstock.infra.bus.tasks import Stop, count_tasks, end
 from penstock.infra.metrics.scope import process_scope
 from penstock.infra.model import modeldir
 from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.infra.process.sockets import CannotListen, check_unclaimed
 from penstock.infra.text.parsers import families
+from penstock.schemas.control import LEAVE, LEAVE_S
 from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import cell_namespace
 
@@ -42,6 +43,7 @@ CELL_S = 3.0  # to wait for the broker of a cell behind the first
 STOP_S = 1.0  # for each step of stopping, beyond drain_s
 CLOSE_S = 3.0  # for connections to end
 END_S = 4.5  # beyond drain_s: then the process exits, whatever it waits for
+LEAVE_LINGER_S = 5.0  # for idle connections of a gateway that leaves
 FAILED_DRAIN_S = 5.0  # after one of its own tasks failed
 OTHER_FILES = 128  # open files besides clients' connections
 SPARE_FILES = 48  # of these, for connections that are refused: without a file left, the kernel's are reset unseen
@@ -144,6 +146,8 @@ def load_models(settings: GatewaySettings) -> list[modeldir.ModelDir]:
 async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir], front: Front) -> int:
     stop = Stop(bound_s=settings.drain_s + END_S)
     stop.on_signals()
+    leave = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(LEAVE, leave.set)
     listeners = listening_sockets(settings)
     links = [await _link(settings, number, stop) for number in range(settings.cells)]
     bus = links[0].bus
@@ -174,6 +178,8 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
     )
     metrics.connections.set_function(lambda: len(server.state.connections))
     metrics.connections_refused.set_function(lambda: server.refused)
+    metrics.connections_moved.set_function(lambda: server.moved)
+    metrics.gateways.set_function(lambda: server.gateways)
     try:
         await gateway.open()
         await nats_api.open()
@@ -185,7 +191,11 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
         await server.start()
         names = tuple(gateway.fleet.names)
         log.info("gateway_listening", port=listeners[0].getsockname()[1], gateway=gateway.id, models=names)
-        await stop.wait()
+        await _asked(stop, leave)
+        if leave.is_set() and not stop.is_asked:
+            log.info("gateway_leaving", open_requests=gateway.open_requests, within_s=LEAVE_S)
+            gateway.draining = True
+            await _until_left(server, stop)
         log.info("gateway_stopping", open_requests=gateway.open_requests, drain_s=settings.drain_s)
         gateway.draining = True
         await _bounded("batches", batches.close(), STOP_S)  # others go on with them
@@ -200,6 +210,32 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
         await _bounded("gateway", gateway.close(), STOP_S)
         await asyncio.gather(*(_close(link) for link in links))
     return stop.status
+
+
+async def _asked(stop: Stop, leave: asyncio.Event) -> None:
+    """Wait until the gateway is to end, or to leave."""
+    waiting = [asyncio.create_task(each, name="asked") for each in (stop.wait(), leave.wait())]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end(waiting, within_s=STOP_S)
+
+
+async def _until_left(server: HttpServer, stop: Stop) -> None:
+    """Accept nothing more, and return when the last connection has closed, or the gateway is to end meanwhile.
+
+    There is no hurry, so clients keep an idle connection for longer than after SIGTERM: whoever asks once more is
+    answered, and told that the connection closes.
+    """
+    waiting = [
+        asyncio.create_task(stop.wait(), name="asked"),
+        asyncio.create_task(server.drain(LEAVE_S, LEAVE_LINGER_S), name="leave"),
+    ]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end(waiting, within_s=STOP_S)
+    stop.ask()
 
 
 async def _link(settings: GatewaySettings, cell: int, stop: Stop) -> CellLink:

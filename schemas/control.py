@@ -23,6 +23,8 @@ class DumpKv(msgspec.Struct, frozen=True, omit_defaults=True, tag="dump_kv"):
 
 
 HURRY = signal.SIGUSR2  # to a worker that drains: return what still runs, and exit
+LEAVE = signal.SIGUSR2  # to a gateway: accept nothing more, and exit when the last connection has closed
+LEAVE_S = 900.0  # for that; then as after SIGTERM
 DRAINED = 3  # exit status of a worker that was drained with ``stay_down``
 
 

@@ -134,6 +134,11 @@ class GatewayMetrics:
         self.connections = scope.gauge("connections", "clients' open connections")
         self.max_connections = scope.gauge("max_connections", "clients' connections that are served at a time")
         self.connections_refused = scope.gauge("connections_refused", "connections beyond the limit, since the start")
+        self.connections_moved = scope.gauge(
+            "connections_moved",
+            "connections closed behind an answer as other gateways have fewer, since the start",
+        )
+        self.gateways = scope.gauge("gateways", "gateways that accept from the same address, this one included")
         self.files_limit = scope.gauge(
             "files_limit", "open files that the process may have, if they limit its connections (ulimit -n); 0: not"
         )

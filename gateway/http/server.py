@@ -78,6 +78,10 @@ class ConnectionOwner(Protocol):
     limits: ConnectionLimits
     turns: TurnBudget
     draining: bool
+    to_move: int
+
+    def moves(self, connection: "HttpConnection") -> bool:
+        """Whether a connection is to close behind the answer that it is about to get, as others have fewer."""
 
     def opened(self, connection: "HttpConnection") -> ServingError | None:
         """Count a new connection; returns why it is refused, or None."""
@@ -257,6 +261,7 @@ class HttpConnection(HttpToolsProtocol):
         super().__init__(server.config, server.state, {}, asyncio.get_running_loop())
         self.on_lost: Callable[[], None] | None = None
         self.lost = False
+        self.is_shared = False  # accepted from the socket of all gateways, so that another would accept it next time
         self.address = ""
         self._server = server
         self._limits = server.limits
@@ -387,7 +392,10 @@ class HttpConnection(HttpToolsProtocol):
             "query_string": query,
             SCOPE: self,  # type: ignore[misc]
         }
-        keep_alive = version != "1.0" and not self._server.draining and self.parser.should_keep_alive()
+        server = self._server
+        keep_alive = version != "1.0" and not server.draining and self.parser.should_keep_alive()
+        if server.to_move and keep_alive and not self.pipeline:
+            keep_alive = not server.moves(self)
         earlier, cycle = self.cycle, AsgiCycle(self, keep_alive=keep_alive)
         self.cycle = cycle
         if earlier is None or earlier.response_complete:
@@ -624,6 +632,8 @@ class HttpServer:
 
     Attributes:
         draining: no connection is kept behind its present answer.
+        to_move: so many connections are told to close, as other gateways on the shared socket have fewer.
+        moved: so many were.
         turns: shares the event loop's turns, in which new requests are read.
     """
 
@@ -649,6 +659,7 @@ class HttpServer:
         self._proxies = proxies
         self.state = ServerState()
         self.draining = False
+        self.to_move = self.moved = 0
         self.refused = 0
         self._warned = -WARN_S
         self.config = uvicorn.Config(
@@ -678,7 +689,7 @@ class HttpServer:
             self._tasks.spawn(self._tls.watch(), name="certificate")
         listeners = list(self._listeners)
         if self._counts is not None:
-            connect = functools.partial(loop.connect_accepted_socket, self._accepted, **secured)
+            connect = functools.partial(loop.connect_accepted_socket, self._accepted_shared, **secured)
             self._shared = SharedSocket(
                 listeners.pop(),
                 self._counts,
@@ -691,6 +702,11 @@ class HttpServer:
             self._servers.append(await loop.create_server(self._accepted, sock=listener, backlog=BACKLOG, **secured))
         self._tasks.spawn(self._check(), name="connections")
 
+    def _accepted_shared(self) -> HttpConnection:
+        connection = self._accepted()
+        connection.is_shared = True
+        return connection
+
     def _accepted(self) -> HttpConnection:
         connection = HttpConnection(self)
         if self._tls is not None:
@@ -700,6 +716,18 @@ class HttpServer:
     @property
     def connections(self) -> list[HttpConnection]:
         return list(self.state.connections)  # type: ignore[arg-type]
+
+    @property
+    def gateways(self) -> int:
+        """How many accept from the same socket as this one."""
+        return 1 if self._shared is None else self._shared.gateways
+
+    def moves(self, connection: HttpConnection) -> bool:
+        if not connection.is_shared:
+            return False
+        self.to_move -= 1
+        self.moved += 1
+        return True
 
     # --- bounds ---
 
@@ -744,6 +772,7 @@ class HttpServer:
             await asyncio.sleep(pause)
             if self._shared is not None:
                 self._shared.note()
+                self.to_move = self._shared.to_move()
             now = loop.time()
             time_slice = TimeSlice()
             for connection in self.connections:
@@ -752,17 +781,17 @@ class HttpServer:
 
     # --- the end ---
 
-    async def drain(self, within_s: float) -> bool:
+    async def drain(self, within_s: float, linger_s: float = LINGER_S) -> bool:
         """Stop accepting requests and answer the open ones. False: that took longer than ``within_s``.
 
-        A connection may ask once more within a moment after its last answer: its client cannot know yet.
+        A connection may ask once more within ``linger_s`` after its last answer: its client cannot know yet.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
         self.draining = True
         await asyncio.sleep(min(ACCEPT_S, within_s))
         self._stop_listening()
-        linger_s = min(LINGER_S, within_s / 3)
+        linger_s = min(linger_s, within_s / 3)
         while (connections := self.connections) or self._in_handshake(loop.time()):
             now = loop.time()
             for connection in connections:

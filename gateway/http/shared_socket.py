@@ -5,16 +5,20 @@ and takes all that wait: of 256 connections that came at once, one of four gatew
 cores). So each gateway writes its number of connections into memory that all share. One that has more than the others
 waits for a moment, and accepts only what nobody else took meanwhile: no connection waits long for a gateway that is
 stopped or hangs. With that, each of the four had 55 to 71 of 256 connections, and 12 to 20 of 64.
+
+Clients keep connections for hours, so a gateway that is started under load would have none of them. Those that have
+clearly more than the mean let some close behind their next answer, which says so.
 """
 
 import asyncio
 import contextlib
+import math
 import mmap
 import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -30,6 +34,8 @@ STALE_S = 3.0  # numbers that were not renewed for so long are those of a gatewa
 AHEAD_CONNECTIONS, AHEAD_SHARE = 1, 1 / 16  # more than that beyond the emptiest gateway: others go first
 AHEAD_WAIT_S = 0.002  # for others to accept; the event loop's timers have milliseconds
 AT_ONCE = 16  # connections accepted in one turn of the event loop
+MOVE_CONNECTIONS, MOVE_SHARE = 1, 1 / 4  # more than that beyond the mean: kept connections move to others
+MOVE_SECONDS = 4  # in which most of them do: each costs its client a new connection
 NO_FILES_S = 0.25  # after the process or the machine had no descriptor left
 
 
@@ -68,13 +74,27 @@ class ConnectionCounts:
 
     def fewest(self) -> int | None:
         """The connections of the emptiest other gateway; None: there is no other."""
+        return next((count for count, pid in sorted(self._others()) if self._lives(pid)), None)
+
+    def others(self) -> list[int]:
+        """The connections of each other gateway."""
+        return [count for count, pid in self._others() if self._lives(pid)]
+
+    def _others(self) -> list[tuple[int, int]]:
         since = time.monotonic() - STALE_S
-        others = [
+        return [
             (count, pid)
             for pid, count, at in _SLOT.iter_unpack(self._table)
             if pid and pid != self._pid and at >= since
         ]
-        return next((count for count, pid in sorted(others) if self._lives(pid)), None)
+
+
+def surplus(own: int, others: Sequence[int]) -> int:
+    """How many connections a gateway gives away now: a quarter of what it has beyond its share, if that is a lot."""
+    share = (own + sum(others)) / (1 + len(others))
+    if own <= share * (1 + MOVE_SHARE) + MOVE_CONNECTIONS:
+        return 0
+    return math.ceil((own - share) / MOVE_SECONDS)
 
 
 class SharedSocket:
@@ -111,6 +131,14 @@ class SharedSocket:
         """Tell the others how many connections this gateway has: after each change, and every second."""
         if not self._closed:
             self._counts.set(self._connections() + self._opening)
+
+    @property
+    def gateways(self) -> int:
+        return 1 + len(self._counts.others())
+
+    def to_move(self) -> int:
+        """How many connections are to close within the next second, so that a gateway with fewer accepts them."""
+        return 0 if self._closed else surplus(self._connections() + self._opening, self._counts.others())
 
     def close(self) -> None:
         """Stop accepting. The socket stays open for the other gateways."""

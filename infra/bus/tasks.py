@@ -82,6 +82,10 @@ class Stop:
         await self._event.wait()
 
     @property
+    def is_asked(self) -> bool:
+        return self._event.is_set()
+
+    @property
     def status(self) -> int:
         """The process's exit status."""
         return EXIT_OK if self.error is None else EXIT_FAILED

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from penstock.infra.process.scheduling import ordinary
-from penstock.schemas.control import HURRY
+from penstock.schemas.control import HURRY, LEAVE
 
 _PR_SET_PDEATHSIG = 1
 
@@ -116,6 +116,10 @@ class Process:
     def hurry(self) -> None:
         if self.role == "worker":
             self._signal(HURRY)
+
+    def leave(self) -> None:
+        """A gateway: accept nothing more, and end when the last connection has closed."""
+        self._signal(LEAVE)
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)

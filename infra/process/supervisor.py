@@ -115,6 +115,12 @@ class Keeper:
                 self.child.kill()
             await self._task
 
+    async def ended(self, within_s: float) -> None:
+        """Wait until the child has ended, for ``within_s`` at most. From now on it is not started again."""
+        self._end()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=within_s)
+
     def hurry(self) -> None:
         """While it is being stopped: it finishes no work any more."""
         self.child.hurry()

@@ -94,8 +94,7 @@ def targets_of(state: DeploymentState) -> list[dict[str, Any]]:
     """Scrape targets, in the format of Prometheus' file discovery. Restarts of processes do not change them."""
     urls = {process.name: process.metrics_url for process in state.processes if process.metrics_url}
     roles = {process.name: process.role for process in state.processes}
-    gateways = [process.name for process in state.processes if process.role == "gateway"]
-    urls |= dict(zip(gateways, state.http_urls, strict=False))
+    urls |= state.gateway_urls
     return [
         {"targets": [urlsplit(url).netloc], "labels": {"process": name, "component": roles[name]}}
         for name, url in sorted(urls.items())

@@ -9,6 +9,7 @@ Stopping a deployment in order, and what the terminal shows meanwhile.
 
 import asyncio
 import contextlib
+import itertools
 import os
 import site
 import socket
@@ -39,6 +40,7 @@ from penstock.infra.process.child import Process
 from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen, claim
 from penstock.infra.process.supervisor import USAGE, Keeper
+from penstock.launch.gateways import AUTO, LOOK_S, CpuMeter, GatewayScaler, gateway_range
 from penstock.launch.groups import PlanError, assign, fleet_of, with_name
 from penstock.launch.machine import Listeners, all_cores, check_startable, cores, free_port, gpus, held_run
 from penstock.launch.nats import apply_at, apply_if_lost, connect_operator, copy_tenants, divide_at
@@ -47,9 +49,11 @@ from penstock.launch.plan import (
     PlannedProcess,
     check_workers,
     further,
+    further_gateway,
     in_cells,
     joined_cell,
     lacking_cells,
+    number_of,
     of_further_cells,
     plan,
     routers_of,
@@ -58,13 +62,14 @@ from penstock.launch.plan import (
     worker_state,
     workers_by_role,
 )
-from penstock.launch.readiness import Readiness, registered_models, served_models
+from penstock.launch.readiness import Readiness, get_url, registered_models, served_models
 from penstock.launch.recipes import catalogue
 from penstock.launch.show import Board, readable, welcome
 from penstock.launch.state import (
     CellCounts,
     CellState,
     DeploymentState,
+    GatewayState,
     Running,
     forget_wanted_cells,
     login_of,
@@ -76,6 +81,7 @@ from penstock.launch.state import (
     write_cells,
     write_state,
 )
+from penstock.schemas.control import LEAVE_S
 from penstock.schemas.subjects import Subjects, cell_namespace
 from penstock.workers.session.crash_journal import (
     End,
@@ -206,6 +212,8 @@ async def _stop_together(keepers: Sequence[Keeper], deadline: float, say: Callab
 _TRIES = 3  # exits of one process before all is ready, after which the start has failed
 _POLL_S = 0.05
 _CELL_FAILURES = (ServerFailed, BrokerProblem, CannotListen, DataDirBusy, DataDirUnusable, OSError)  # of a further cell
+ADDED_READY_S = 60.0  # for a gateway that was added
+ADD_AGAIN_S = 60.0  # after one could not be added
 ROUTER_STANDSTILL_S = 2.0  # a stopped router is killed after this, so that its requests wait for at most 5 s
 
 
@@ -263,7 +271,8 @@ class Deployment:
         self.data_dir = Path(settings.data_dir).resolve()
         members = catalogue.select(settings.recipe, catalogue.members()) if settings.recipe else ()
         self._fleet = fleet_of(settings, members, read_args, _makes_vectors)
-        self._chosen = not settings.gateways
+        self._chosen = settings.gateways in (AUTO, "0")
+        self._gateways = gateway_range(settings.gateways, all_cores(), sum(each.number for each in self._fleet.groups))
         there = read_cells(self.data_dir)
         active = settings.cells or there.active
         self.settings = settings = sized(settings, self._fleet, all_cores(), there)
@@ -274,6 +283,8 @@ class Deployment:
         self._ready_s = settings.ready_s or (3600.0 if self._fleet.slow or settings.diffusion else 120.0)
         self._planned: list[PlannedProcess] = []
         self._moved: dict[str, int] = {}  # cells of workers that joined others than the plan has
+        self._leaving: set[str] = set()  # gateways that end with their last connection
+        self._gateway_state = GatewayState(self._gateways.fewest, self._gateways.most)
         self._started: dict[str, PlannedProcess] = {}  # by name, as each was planned when it was started
         self._cells_shown = 0  # by the dashboard, which reads their number when it starts
         self._cells_refused = ""
@@ -334,7 +345,8 @@ class Deployment:
 
     async def _start(self) -> None:
         up = self.settings
-        self._listeners.open(up.http_port, up.gateways, chosen=self._chosen)
+        gateways = self._gateways
+        self._listeners.open(up.http_port, gateways.first, chosen=self._chosen, more=not gateways.is_fixed)
         workers = sum(group.number for group in self._fleet.groups)
         metrics_ports = self._metrics_ports(up.metrics_port, workers + routers_of(up))
         with self._board:
@@ -350,7 +362,7 @@ class Deployment:
                 up,
                 self._fleet,
                 active=self._active,
-                ports=self._listeners.ports,
+                ports=tuple(self._listeners.ports.values()),
                 listen_fd=self._listeners.fd,
                 counts_fd=self._listeners.counts_fd,
                 url=self._url,
@@ -484,7 +496,7 @@ class Deployment:
         names = [planned.name for planned in self._planned]
         workers = [planned.name for planned in self._planned if planned.role == "worker"]
         gateways = [planned.name for planned in self._planned if planned.role == "gateway"]
-        urls = dict(zip(gateways, self._listeners.urls, strict=True))
+        urls = {name: self._gateway_url(name) for name in gateways}
         cells = {planned.cell for planned in self._planned if planned.role == "worker"}
         readiness = Readiness(workers, urls, self._board.ready, cells)
         async with contextlib.AsyncExitStack() as stack:
@@ -504,7 +516,7 @@ class Deployment:
                         + f"  logs: {self.data_dir / 'logs'}"
                     )
                 await asyncio.sleep(_POLL_S)
-            served = await served_models(self._listeners.urls[0])
+            served = await served_models(self._gateway_url(gateways[0]))
             self._closed = served is None
             if served is None:
                 served = await registered_models(brokers)
@@ -516,6 +528,8 @@ class Deployment:
         self._ready = True
         self._write_state()
         self._change(self._balance(), name="balance")
+        if not self._gateways.is_fixed:
+            self._change(self._scale_gateways(), name="gateways")
 
     def _greet(self, seconds: float) -> None:
         if self.settings.log_format == "json":
@@ -523,7 +537,7 @@ class Deployment:
         else:
             self._board.print(welcome(self._state(), self.data_dir, seconds, closed=self._closed))
 
-    def _on_change(self, keeper: Keeper) -> None:
+    def _on_change(self, keeper: Keeper | None = None) -> None:
         try:
             self._write_state()
         except OSError as error:  # a full disk: running processes must still be supervised
@@ -618,6 +632,99 @@ class Deployment:
                 if keeper.child.name == name:
                     keeper.child.terminate()  # it finishes what it runs, and starts again
             since.clear()
+
+    # --- as many gateways as the load needs ---
+
+    def _gateway_url(self, name: str) -> str:
+        return self._listeners.url_of(number_of(name))
+
+    def _serving(self) -> list[Keeper]:
+        """The keepers of all gateways but those that are leaving."""
+        return [each for each in self._keepers if each.child.role == "gateway" and each.child.name not in self._leaving]
+
+    async def _scale_gateways(self) -> None:
+        """Start one more gateway, or have one leave, when ``GatewayScaler`` says so."""
+        scaler, meter = GatewayScaler(self._gateways), CpuMeter()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now, keepers = time.monotonic(), self._serving()
+            used = meter.look(now, {each.child.name: each.child.pid for each in keepers})
+            if used is None or self._changing.locked() or self._outdated():  # `penstock restart` may be at it
+                scaler.forget()
+                continue
+            change = scaler.look(now, tuple(used.shares.values()), used.idle_cores)
+            if change is None:
+                continue
+            there = len(keepers)
+            if change.gateways < there:
+                await self._retire_gateway(max(keepers, key=lambda each: number_of(each.child.name)), change.why)
+            elif not await self._add_gateway(change.why):
+                await asyncio.sleep(ADD_AGAIN_S)
+
+    async def _add_gateway(self, why: str) -> bool:
+        """Start one more, and wait until it serves. Returns whether it does."""
+        there = {number_of(each.child.name) for each in self._keepers if each.child.role == "gateway"}
+        number = next(each for each in itertools.count() if each not in there)
+        name = f"gateway-{number}"
+        async with self._changing:
+            try:
+                planned = further_gateway(
+                    self.settings,
+                    self._fleet,
+                    number,
+                    active=self._active,
+                    port=self._listeners.add(number),
+                    listen_fd=self._listeners.fd,
+                    counts_fd=self._listeners.counts_fd,
+                    url=self._url,
+                )
+                await self._start_further([planned])
+            except (CannotListen, OSError) as error:
+                log.warning("gateway_not_added", name=name, error=str(error), again_s=ADD_AGAIN_S)
+                self._planned = [each for each in self._planned if each.name != name]
+                self._keepers = [each for each in self._keepers if each.child.name != name]
+                if number in self._listeners.ports:
+                    self._listeners.remove(number)
+                return False
+        self._note_gateways(f"{name} added: {why}")
+        log.info("gateway_added", name=name, gateways=len(self._serving()), why=why)
+        deadline = time.monotonic() + ADDED_READY_S
+        while (await get_url(self._gateway_url(name), "/health/live"))[0] != 200:
+            if time.monotonic() > deadline:
+                late = f"it does not serve after {ADDED_READY_S:g} s; see {self.data_dir / 'logs' / name}.log"
+                log.warning("gateway_not_added", name=name, error=late, again_s=ADD_AGAIN_S)
+                keeper = next(each for each in self._keepers if each.child.name == name)
+                await self._retire_gateway(keeper, "it did not serve")
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
+
+    async def _retire_gateway(self, keeper: Keeper, why: str) -> None:
+        """Have a gateway accept nothing more, and end when its last connection has closed."""
+        name = keeper.child.name
+        async with self._changing:
+            self._planned = [each for each in self._planned if each.name != name]
+            self._leaving.add(name)
+        self._note_gateways(f"{name} leaves: {why}")
+        log.info("gateway_leaves", name=name, gateways=len(self._serving()), why=why)
+        self._change(self._until_left(keeper), name=f"leaving-{name}")
+
+    async def _until_left(self, keeper: Keeper) -> None:
+        child, began = keeper.child, time.monotonic()
+        if isinstance(child, Process):
+            child.leave()
+        await keeper.ended(LEAVE_S + self.settings.drain_s)
+        await keeper.stop(self.settings.drain_s + GRACE_S)
+        log.info("gateway_left", name=child.name, status=keeper.last_status, seconds=round(time.monotonic() - began, 1))
+        async with self._changing:
+            self._keepers.remove(keeper)
+            self._leaving.discard(child.name)
+            self._listeners.remove(number_of(child.name))
+        self._on_change()
+
+    def _note_gateways(self, change: str) -> None:
+        self._gateway_state = msgspec.structs.replace(self._gateway_state, change=change, changed_ns=time.time_ns())
+        self._on_change()
 
     # --- another number of cells ---
 
@@ -748,12 +855,13 @@ class Deployment:
                     start_of(k.child.pid),
                     first + cells.get(k.child.name, 0),
                     k.child.name in outdated,
+                    k.child.name in self._leaving,
                 )
                 for k in self._keepers
             ),
             makes=self._makes,
             models=self._models,
-            http_urls=self._listeners.urls,
+            http_urls=tuple(self._gateway_url(each.child.name) for each in self._serving()),
             dashboard_url=self._dashboard_url,
             cells=tuple(
                 CellState(
@@ -767,6 +875,7 @@ class Deployment:
             ),
             active_cells=self._active,
             cells_refused=self._cells_refused,
+            gateways=self._gateway_state,
         )
 
     def _outdated(self) -> set[str]:

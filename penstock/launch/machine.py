@@ -129,8 +129,8 @@ class Listeners:
     """The shared listening socket, owned by the supervisor and inherited by every gateway, and the ports of each.
 
     A connection that arrives while no gateway accepts waits in the socket, so that stopping or restarting a gateway
-    resets no connection. Several gateways also listen on ports of their own, after the shared one, to be reached one
-    by one.
+    resets no connection. Gateways of which there are several, or may be, also listen on ports of their own, after the
+    shared one, to be reached one by one.
     """
 
     def __init__(self, host: str, *, tls: bool = False) -> None:
@@ -138,34 +138,57 @@ class Listeners:
         self._tls = tls
         self._shared: socket.socket | None = None
         self._counts = -1
-        self._own: list[socket.socket] = []  # hold the ports of single gateways
-        self._claims: list[socket.socket] = []
+        self._first = 0  # port of gateway-0; 0: any
+        self._own: dict[int, socket.socket] = {}  # hold the ports of single gateways, by number
+        self._claims: dict[int, socket.socket] = {}  # by port
         self.port = 0
-        self.ports: list[int] = []  # one per gateway
+        self.ports: dict[int, int] = {}  # of each gateway, by its number
 
-    def open(self, port: int, gateways: int, *, chosen: bool = False) -> None:
+    def open(self, port: int, gateways: int, *, chosen: bool = False, more: bool = False) -> None:
         """
         Args:
             chosen: the number of gateways was not set: where the ports behind the shared one are not free, their own
                 are any.
+            more: there may be more of them later.
         Raises:
             CannotListen: an address or a port cannot be used.
         """
-        own = gateways if gateways > 1 else 0
+        own = gateways if gateways > 1 or more else 0
         try:
             if port:
                 self._claim([port])
             self._shared = listening(self._host, port)
             self.port = int(self._shared.getsockname()[1])
-            self._own = self._own_ports(port and port + 1, own, chosen=chosen)
-            self.ports = [int(each.getsockname()[1]) for each in self._own] or [self.port]
+            self._first = port and port + 1
+            self._own = dict(enumerate(self._own_ports(self._first, own, chosen=chosen)))
+            self.ports = {number: int(each.getsockname()[1]) for number, each in self._own.items()} or {0: self.port}
             if not port:
-                self._claim({self.port, *self.ports})
+                self._claim({self.port, *self.ports.values()})
         except CannotListen:
             self.close()
             raise
         if own:
             self._counts = os.memfd_create("penstock-connections")
+
+    def add(self, number: int) -> int:
+        """The port of one more gateway: that in the row, if it is free.
+
+        Raises:
+            CannotListen: there is none.
+        """
+        first = self._first and self._first + number
+        (sock,) = self._own_ports(first if first <= 65535 else 0, 1, chosen=True)
+        port = int(sock.getsockname()[1])
+        if port not in self._claims:
+            self._claim([port])
+        self._own[number], self.ports[number] = sock, port
+        return port
+
+    def remove(self, number: int) -> None:
+        """Give the port of a gateway back that has ended."""
+        port = self.ports.pop(number)
+        for each in (self._own.pop(number), self._claims.pop(port)):
+            each.close()
 
     def _own_ports(self, first: int, count: int, *, chosen: bool) -> list[socket.socket]:
         try:
@@ -175,13 +198,16 @@ class Listeners:
         except CannotListen:
             if not chosen:
                 raise
+            for port in range(first, first + count):
+                if (claimed := self._claims.pop(port, None)) is not None:
+                    claimed.close()
             sockets = own_sockets(self._host, 0, count)
             self._claim(int(each.getsockname()[1]) for each in sockets)
             return sockets
 
     def _claim(self, ports: Iterable[int]) -> None:
         for port in ports:
-            self._claims.append(claim(self._host, port))
+            self._claims[port] = claim(self._host, port)
 
     @property
     def fd(self) -> int:
@@ -202,16 +228,15 @@ class Listeners:
     def url(self) -> str:
         return base_url(self._host, self.port, tls=self._tls)
 
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """The URL of each gateway's own port."""
-        return tuple(base_url(self._host, port, tls=self._tls) for port in self.ports)
+    def url_of(self, gateway: int) -> str:
+        """The URL of a gateway's own port."""
+        return base_url(self._host, self.ports[gateway], tls=self._tls)
 
     def close(self) -> None:
         """Gateways that have inherited the socket still accept from it."""
-        for each in (*self._own, *filter(None, [self._shared]), *self._claims):
+        for each in (*self._own.values(), *filter(None, [self._shared]), *self._claims.values()):
             with contextlib.suppress(OSError):
                 each.close()
         if self._counts >= 0:
             os.close(self._counts)
-        self._own, self._claims, self._shared, self._counts = [], [], None, -1
+        self._own, self._claims, self._shared, self._counts = {}, {}, None, -1

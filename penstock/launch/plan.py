@@ -134,7 +134,16 @@ def plan(
         settled = _settled(up, WorkerSettings, name, settings, metrics_port=next(free, 0), state_dir=worker_state(up))
         children.append(PlannedProcess(name, "worker", settled, assigned.get(name)))
     children += _routers(up, 0, free)
-    gateway = {
+    for number, port in enumerate(ports):
+        children.append(_gateway(up, fleet, number, port, listen_fd, counts_fd))
+    children += _traces(up, 0)
+    return in_cells(children, up, active, url=url, sys_url=sys_url)
+
+
+def _gateway(
+    up: UpSettings, fleet: WorkerFleet, number: int, port: int, listen_fd: int, counts_fd: int
+) -> PlannedProcess:
+    settings = {
         "model": fleet.models or ((fleet.model,) if fleet.model else ()),
         "served_model_name": up.served_model_name if fleet.model else "",
         "learn_models": True,
@@ -144,11 +153,28 @@ def plan(
         "state_dir": str(Path(up.data_dir).resolve() / "gateways"),
         "tracing": "all" if up.otlp_endpoint else "asked",
     }
-    for index, port in enumerate(ports):
-        name = f"gateway-{index}"
-        children.append(PlannedProcess(name, "gateway", _settled(up, GatewaySettings, name, gateway, http_port=port)))
-    children += _traces(up, 0)
-    return in_cells(children, up, active, url=url, sys_url=sys_url)
+    name = f"gateway-{number}"
+    return PlannedProcess(name, "gateway", _settled(up, GatewaySettings, name, settings, http_port=port))
+
+
+def further_gateway(
+    up: UpSettings,
+    fleet: WorkerFleet,
+    number: int,
+    *,
+    active: int = 0,
+    port: int,
+    listen_fd: int,
+    counts_fd: int,
+    url: BrokerUrl,
+) -> PlannedProcess:
+    """One more gateway of a deployment that runs, as ``plan`` would have had it.
+
+    Args:
+        number: of its name; no other gateway has it.
+    """
+    made = _gateway(up, fleet, number, port, listen_fd, counts_fd)
+    return in_cells([made], up, active, url=url, sys_url=lambda cell: "")[0]
 
 
 def _settled(up: UpSettings, kind: type[CommonT], name: str, settings: Mapping[str, Any], **more: Any) -> CommonT:
@@ -188,7 +214,7 @@ def in_cells(
     apart = len({url("gateway", cell) for cell in range(up.cells)}) > 1  # each cell has a broker of its own
 
     def placed(child: PlannedProcess) -> PlannedProcess:
-        number = int(child.name.rpartition("-")[2])
+        number = number_of(child.name)
         cell, more = 0, dict[str, Any]()
         if child.role == "worker":
             cell = moved.get(child.name, cell_of(child.name, active))
@@ -230,8 +256,6 @@ def urls_of_cells(url: BrokerUrl, user: str, cells: int) -> tuple[str, ...]:
     return tuple(url(user, cell).replace(",", ";") for cell in range(1, cells))
 
 
-CORES_PER_GATEWAY = 2  # beside routers, workers and brokers, which take as much together
-GATEWAYS_PER_WORKER = 2
 CORES_PER_CELL = 4  # 2 for its gateways, 0.8 each for its router and its workers, 0.5 for its broker
 # What a request waits for is chosen in its cell only. On a recorded trace the mean time to the first token of eight
 # workers is 1.4 % longer in four cells than in one, that of four workers 6 % in two, so these get one.
@@ -240,7 +264,7 @@ WORKERS_PER_CELL = 2
 
 
 def sized(up: UpSettings, fleet: WorkerFleet, cores: int, there: CellCounts = NO_CELLS) -> UpSettings:
-    """With numbers of gateways and cells, where none are set. Cells that take no new requests count, too.
+    """With a number of cells, where none is set. Cells that take no new requests count, too.
 
     Measured on 16 cores (``python -m tests.perf.scale``): docs/results/pipeline.md. Where engines take their time, a
     part of that is enough, and the rest is idle. More cells than are chosen carry more requests/s of few, fast workers.
@@ -257,9 +281,7 @@ def sized(up: UpSettings, fleet: WorkerFleet, cores: int, there: CellCounts = NO
     active = up.cells or there.active or (1 if up.nats_url else max(1, chosen))
     if up.cells:
         check_workers(up.cells, counts)
-    total = sum(group.number for group in fleet.groups)
-    gateways = up.gateways or max(1, min(cores // CORES_PER_GATEWAY, GATEWAYS_PER_WORKER * max(1, total)))
-    return msgspec.structs.replace(up, cells=max(there.known, active), gateways=gateways)
+    return msgspec.structs.replace(up, cells=max(there.known, active))
 
 
 _COMPUTING = ("aggregated", "prefill", "decode")  # roles of which each cell needs a worker, if there are any
@@ -300,12 +322,17 @@ def routers_of(up: UpSettings) -> int:
 
 def cell_of(worker: str, cells: int) -> int:
     """The cell of a worker: those of each role are dealt over the cells, so that prefill and decode stay together."""
-    return int(worker.rpartition("-")[2]) % cells
+    return number_of(worker) % cells
 
 
 # A cell that lacks workers for so long gets one of another cell, which drains first. Those that crash or are restarted
 # still belong to their cell.
 LACKING_S = 60.0
+
+
+def number_of(name: str) -> int:
+    """The number at the end of a process's name."""
+    return int(name.rpartition("-")[2])
 
 
 def kind_of(worker: str) -> str:
@@ -350,7 +377,7 @@ def spared_worker(kind: str, workers: Mapping[str, int], active: int) -> str:
     counts = _counts(kind, workers, active)
     most = counts.index(max(counts))
     names = [name for name, cell in workers.items() if kind_of(name) == kind and cell == most]
-    return max(names, key=lambda name: int(name.rpartition("-")[2]))
+    return max(names, key=number_of)
 
 
 def worker_state(up: UpSettings) -> str:

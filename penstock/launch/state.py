@@ -38,6 +38,7 @@ class Running(msgspec.Struct, frozen=True, omit_defaults=True):
     began: int = 0  # when the process was started, as ``start_of``; 0: not known
     cell: int = 0  # the number of its cell; gateways are in all
     outdated: bool = False  # it was started before the number of cells changed; `penstock restart` changes that
+    leaving: bool = False  # a gateway that accepts nothing more, and ends with its last connection
 
 
 class NatsLogin(msgspec.Struct, frozen=True):
@@ -72,6 +73,21 @@ class CellState(msgspec.Struct, frozen=True, omit_defaults=True):
     data_dir: str = ""
 
 
+class GatewayState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Between which numbers gateways come and go, and the last change with its reason.
+
+    Attributes:
+        fewest, most: 0: an earlier release has written this.
+        change: "": there was none yet.
+        changed_ns: Unix time.
+    """
+
+    fewest: int = 0
+    most: int = 0
+    change: str = ""
+    changed_ns: int = 0
+
+
 class DeploymentState(msgspec.Struct, frozen=True):
     """URLs hold passwords: the file is readable by its owner only. ``sys_nats_url`` is empty on another's broker."""
 
@@ -82,7 +98,7 @@ class DeploymentState(msgspec.Struct, frozen=True):
     namespace: str
     model: str
     processes: tuple[Running, ...] = ()
-    http_urls: tuple[str, ...] = ()  # of every gateway; the first is http_url
+    http_urls: tuple[str, ...] = ()  # of every gateway that accepts requests, in the order of ``processes``
     makes: str = "text"  # the model: or "image", "video"
     dashboard_url: str = ""  # with its token
     client_nats: NatsLogin = NatsLogin()  # the same as client_nats_url
@@ -90,11 +106,18 @@ class DeploymentState(msgspec.Struct, frozen=True):
     cells: tuple[CellState, ...] = ()  # the first is home, which ``namespace`` and the URLs above are of
     active_cells: int = 0  # so many of the first take new requests; 0: all
     cells_refused: str = ""  # why another number of cells was not taken the last time
+    gateways: GatewayState = GatewayState()
 
     @property
     def all_cells(self) -> tuple[CellState, ...]:
         """At least home, also where an earlier release has written the file."""
         return self.cells or (CellState(0, self.namespace, self.nats_url, self.sys_nats_url),)
+
+    @property
+    def gateway_urls(self) -> dict[str, str]:
+        """By the name of each gateway that accepts requests."""
+        names = [each.name for each in self.processes if each.role == "gateway" and not each.leaving]
+        return dict(zip(names, self.http_urls, strict=False))
 
     def is_active(self, number: int) -> bool:
         """Whether the cell of this number takes new requests."""

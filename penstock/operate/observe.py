@@ -13,17 +13,19 @@ import contextlib
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 from nats.errors import Error as NatsError
 
-from penstock.cli.figures import quantile
+from penstock.cli.figures import quantile, show_duration
 from penstock.infra.bus.client import Frame, Headers
 from penstock.infra.bus.connection import Bus
 from penstock.infra.nats_server import retention
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.retention import StreamUse
+from penstock.launch.state import read_state
 from penstock.log_tools.sources.open_log import CellSource, Log, LogSource, open_cells
 from penstock.operate.workers import registrations, routers
 from penstock.schemas.errors import Code, ServingError
@@ -166,8 +168,32 @@ class CellView(msgspec.Struct, frozen=True):
     full: float = 0.0
 
 
+class GatewaysView(msgspec.Struct, frozen=True):
+    """The gateways of a ``penstock up`` on this machine.
+
+    Attributes:
+        leaving: of those that accept nothing more, and end with their last connection.
+        fewest, most: between which they come and go; 0: an earlier release runs them.
+        change: the last one and its reason; "": there was none.
+        changed_ns: Unix time.
+    """
+
+    serving: int
+    leaving: int
+    fewest: int
+    most: int
+    change: str
+    changed_ns: int
+
+
 class DeploymentSnapshot(msgspec.Struct, frozen=True):
-    """What ``look`` saw, of all cells together. ``at_ns``: Unix time; ``cells``: empty where there is only one."""
+    """What ``look`` saw, of all cells together.
+
+    Attributes:
+        at_ns: Unix time.
+        cells: empty where there is only one.
+        gateways: None: they are not those of a ``penstock up`` on this machine.
+    """
 
     at_ns: int
     namespace: str
@@ -177,6 +203,7 @@ class DeploymentSnapshot(msgspec.Struct, frozen=True):
     streams: tuple[StreamUse, ...]
     recent: tuple[RequestSummary, ...]  # ended within the window, the newest first
     cells: tuple[CellView, ...] = ()
+    gateways: GatewaysView | None = None
 
 
 class Count(msgspec.Struct, frozen=True):
@@ -204,10 +231,14 @@ class Observer:
         buses: of its cells.
         numbers: of these cells, if there are several.
         away: further cells, which are not looked at.
+        state: the file in which ``penstock up`` says what runs; None: it does not run here.
     """
 
-    def __init__(self, *buses: Bus, numbers: Sequence[int] = (), away: Sequence[CellView] = ()) -> None:
+    def __init__(
+        self, *buses: Bus, numbers: Sequence[int] = (), away: Sequence[CellView] = (), state: Path | None = None
+    ) -> None:
         self._away = away
+        self._state = state
         self._cells = [CellObserver(bus) for bus in buses]
         self._numbers = numbers or range(len(buses))
         self._recent: list[RequestSummary] = []
@@ -246,6 +277,7 @@ class Observer:
             streams,
             tuple(reversed(self._recent)),
             tuple(sorted(cells, key=lambda cell: cell.number)),
+            None if self._state is None else _gateways(self._state),
         )
 
 
@@ -266,7 +298,28 @@ async def observed(
     async with open_cells(source, name=name, role=role, streams=streams, patient=patient, left_out=note) as logs:
         running = [log for log in logs if not log.stopped]
         numbers = [log.cell for log in running]
-        yield logs, Observer(*(log.bus for log in running), numbers=numbers, away=away) if running else None
+        state = None if source.nats_url else source.data_dir / "state.json"
+        buses = [log.bus for log in running]
+        yield logs, Observer(*buses, numbers=numbers, away=away, state=state) if running else None
+
+
+def _gateways(path: Path) -> GatewaysView | None:
+    try:
+        state = read_state(path)
+    except (OSError, msgspec.DecodeError):
+        return None
+    limits, serving = state.gateways, len(state.gateway_urls)
+    leaving = sum(each.leaving for each in state.processes)
+    return GatewaysView(serving, leaving, limits.fewest, limits.most, limits.change, limits.changed_ns)
+
+
+def gateways_line(view: GatewaysView, at_ns: int) -> str:
+    """Such as "gateways 3 (2 to 6), 1 leaving; gateway-2 added 40 s ago: ..."."""
+    line = f"gateways {view.serving}" + (f" ({view.fewest} to {view.most})" if view.most > view.fewest else "")
+    if view.leaving:
+        line += f", {view.leaving} leaving"
+    what, _, why = view.change.partition(": ")
+    return line + (f"; {what} {show_duration((at_ns - view.changed_ns) / 1e9)} ago: {why}" if view.change else "")
 
 
 async def _look(cell: "CellObserver") -> CellLook | ServingError | BrokerProblem:

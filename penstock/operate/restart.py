@@ -231,12 +231,20 @@ def _ordered(state: DeploymentState, names: Sequence[str]) -> list[Running]:
             raise ValueError(
                 f"{name} is restarted with the whole deployment only: stop `penstock up` and start it again"
             )
-    chosen = [process for process in state.processes if process.role in ORDER and (not names or process.name in names)]
+    there = [each for each in state.processes if each.role in ORDER and not each.leaving]
+    chosen = [process for process in there if not names or process.name in names]
     return sorted(chosen, key=lambda process: ORDER.index(process.role))
+
+
+def _has_left(state: DeploymentState, name: str) -> bool:
+    """Whether `penstock up` needs this gateway no more, which may still answer its last requests."""
+    return bool(state.gateways.fewest) and name.startswith("gateway-") and name not in state.gateway_urls
 
 
 async def _restart(buses: Mapping[int, Bus], data_dir: Path, process: Running, timeout_s: float) -> None:
     old = process.pid
+    if _has_left(_state(data_dir), process.name):
+        return
     if old is not None and process.began and start_of(old) not in (process.began, 0):
         raise RestartFailed(f"pid {old} is no longer {process.name}'s; try again when `penstock up` has restarted it")
     if old is not None:
@@ -279,6 +287,8 @@ async def _ready(buses: Mapping[int, Bus], data_dir: Path, name: str, old: int |
     except (OSError, msgspec.DecodeError):
         raise RestartFailed(f"`penstock up` on {data_dir} has stopped") from None
     now = next((process for process in state.processes if process.name == name), None)
+    if _has_left(state, name):
+        return True
     if now is None or now.pid is None or now.pid == old:
         return False
     if now.role == "worker":
@@ -290,8 +300,7 @@ async def _ready(buses: Mapping[int, Bus], data_dir: Path, name: str, old: int |
     if now.role in ("trace", "dashboard"):  # nothing waits for them
         return True
     if now.role == "gateway":
-        gateways = [process.name for process in state.processes if process.role == "gateway"]
-        return await _answers(state.http_urls[gateways.index(name)] + "/health/ready")
+        return await _answers(state.gateway_urls[name] + "/health/ready")
     return not now.metrics_url or await _answers(now.metrics_url)  # served from the moment a router has caught up
 
 

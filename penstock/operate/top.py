@@ -23,6 +23,7 @@ from penstock.operate.observe import (
     Rates,
     WorkerView,
     away,
+    gateways_line,
     observed,
     tenant_rows,
     unsteady,
@@ -92,7 +93,7 @@ def picture(snapshot: DeploymentSnapshot, width: int) -> Group:
         (f"penstock {snapshot.namespace}", "bold"),
         f"   {ready} of {len(snapshot.workers)} workers ready   {clock(snapshot.at_ns, snapshot.at_ns)[:8]}",
     )
-    problems = [Text(line, style="red") for line in [*away(snapshot.cells), *unsteady(snapshot.workers)]]
+    lines = [Text(line, style="red") for line in [*away(snapshot.cells), *unsteady(snapshot.workers)]]
     tables = (
         *([_cells(snapshot.cells, width)] if snapshot.cells else []),
         _workers(snapshot.workers, width),
@@ -100,7 +101,9 @@ def picture(snapshot: DeploymentSnapshot, width: int) -> Group:
         _streams(snapshot, width),
         *([_ended(snapshot, width)] if snapshot.recent else []),
     )
-    return Group(head, *problems, _rates(snapshot.rates), *(part for table in tables for part in (Text(), table)))
+    if snapshot.gateways is not None:
+        lines.append(Text(gateways_line(snapshot.gateways, snapshot.at_ns)))
+    return Group(head, *lines, _rates(snapshot.rates), *(part for table in tables for part in (Text(), table)))
 
 
 def _rates(rates: Rates) -> Text:

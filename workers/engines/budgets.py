@@ -35,7 +35,7 @@ def thread_count(cores: int, *, allowed: int, quota: float, load: float) -> int:
 def available_cores() -> int:
     """Cores that this process may use, whoever else does: by its affinity, and by the container's limit."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, round(min(allowed, _cgroup_cores())))
+    return max(1, round(min(allowed, cgroup_cores())))
 
 
 def usable_cores() -> int:
@@ -46,10 +46,10 @@ def usable_cores() -> int:
     except OSError:
         load = 0.0
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    return thread_count(cores, allowed=allowed, quota=_cgroup_cores(), load=load)
+    return thread_count(cores, allowed=allowed, quota=cgroup_cores(), load=load)
 
 
-def _cgroup_cores() -> float:
+def cgroup_cores() -> float:
     """The container's CPU limit in cores (cgroup v2, then v1); infinite without one."""
     for read in (_limit_v2, _limit_v1):
         try:

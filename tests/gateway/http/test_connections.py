@@ -498,6 +498,35 @@ async def test_connections_per_address_are_limited_if_asked_for(serve: Serve) ->
         assert status(await serving.ask()) == 503
 
 
+# -- several gateways -------------------------------------------------------------------------------------------------
+
+
+async def test_connections_of_the_shared_address_close_behind_an_answer_when_others_have_fewer(serve: Serve) -> None:
+    serving = await serve()
+    async with (
+        asyncio.timeout(10),
+        serving.client(GET) as (own, own_writer),
+        serving.client(GET) as (moved, moved_writer),
+        serving.client(GET) as (kept, kept_writer),
+    ):
+        for reader in (own, moved, kept):
+            assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n0")
+        ports = {writer.get_extra_info("sockname")[1] for writer in (moved_writer, kept_writer)}
+        for connection in serving.server.connections:
+            assert connection.client is not None
+            connection.is_shared = connection.client[1] in ports
+        serving.server.to_move = 1
+        own_writer.write(GET)
+        assert b"connection: close" not in await own.readuntil(b"\r\n\r\n0")
+        moved_writer.write(GET)
+        answer = await everything(moved)
+        assert status(answer) == 200
+        assert b"connection: close" in answer
+        kept_writer.write(GET)
+        assert b"connection: close" not in await kept.readuntil(b"\r\n\r\n0")
+        assert (serving.server.to_move, serving.server.moved, serving.server.gateways) == (0, 1, 1)
+
+
 # -- the end ------------------------------------------------------------------------------------------------------
 
 

@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.gateway.http import shared_socket
-from penstock.gateway.http.shared_socket import SLOTS, ConnectionCounts, SharedSocket
+from penstock.gateway.http.shared_socket import MOVE_CONNECTIONS, SLOTS, ConnectionCounts, SharedSocket, surplus
 from penstock.infra.bus.tasks import Tasks
 from tests.infra.bus.support import eventually
 
@@ -169,3 +171,34 @@ async def test_without_a_free_descriptor_a_connection_waits_and_is_accepted_late
     await connect(listener, closing, 1)
     assert await until(made, 1) == [1]
     assert next(refusals, None) is None
+
+
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=8))
+def test_kept_connections_move_until_all_have_about_as_many_and_then_stay(numbers: list[int]) -> None:
+    total, share = sum(numbers), sum(numbers) / len(numbers)
+    for _ in range(100):  # seconds
+        moving = [surplus(own, numbers[:at] + numbers[at + 1 :]) for at, own in enumerate(numbers)]
+        assert all(0 <= some <= own for some, own in zip(moving, numbers, strict=True))
+        for at, some in enumerate(moving):
+            numbers[at] -= some
+            for _ in range(some):
+                numbers[numbers.index(min(numbers))] += 1  # accepted by the emptiest
+        if not any(moving):
+            break
+    assert not any(moving)
+    assert sum(numbers) == total
+    assert max(numbers) <= 1.25 * share + MOVE_CONNECTIONS
+
+
+async def test_a_gateway_that_has_closed_moves_nothing(
+    listener: socket.socket, memory: int, closing: AsyncExitStack
+) -> None:
+    full, empty = made = gateways(listener, memory, closing, 2)
+    full.shared.start()
+    await connect(listener, closing, 8)
+    await until(made, 8)
+    assert (full.shared.gateways, full.shared.to_move()) == (1, 0)
+    empty.shared.start()
+    assert (full.shared.gateways, full.shared.to_move(), empty.shared.to_move()) == (2, 1, 0)
+    empty.shared.close()
+    assert (full.shared.gateways, full.shared.to_move(), empty.shared.to_move()) == (1, 0, 0)

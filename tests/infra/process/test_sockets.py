@@ -53,9 +53,9 @@ def test_own_ports_follow_the_shared_one() -> None:
     listeners = Listeners("127.0.0.1")
     listeners.open(0, 2)
     try:
-        assert listeners.port not in listeners.ports
-        assert listeners.url not in listeners.urls
-        assert len(set(listeners.ports)) == 2
+        assert listeners.port not in listeners.ports.values()
+        assert listeners.url not in (listeners.url_of(0), listeners.url_of(1))
+        assert len(set(listeners.ports.values())) == 2
         listening("127.0.0.1", listeners.ports[0]).close()  # as a gateway does, beside the socket that holds the port
         listening("127.0.0.1", listeners.ports[0]).close()  # and again when it is restarted
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -116,3 +116,24 @@ def test_listeners_that_could_not_open_hold_no_socket() -> None:
             listeners.open(port - 1, 2)
         assert listeners.fd == -1
         assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_gateway_that_is_added_has_the_port_in_its_row_or_any_other_and_gives_it_back() -> None:
+    first = free_ports(5)
+    listeners = Listeners("127.0.0.1")
+    listeners.open(first, 1, more=True)
+    try:
+        assert listeners.ports == {0: first + 1}
+        assert len(listeners.inherited) == 2
+        assert listeners.add(1) == first + 2
+        with pytest.raises(CannotListen):
+            claim("127.0.0.1", first + 2)
+        taken = listening("127.0.0.1", first + 3)
+        assert listeners.add(2) not in range(first, first + 4)
+        taken.close()
+        listeners.remove(1)
+        claim("127.0.0.1", first + 2).close()
+        assert listeners.add(1) == first + 2
+        assert listeners.url_of(1) == f"http://127.0.0.1:{first + 2}"
+    finally:
+        listeners.close()

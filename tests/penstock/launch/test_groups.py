@@ -16,6 +16,7 @@ from penstock.configs.up_settings import UpSettings
 from penstock.infra.engine_args.tree import BadArguments, parse_yaml
 from penstock.infra.process.sockets import CannotListen, listening
 from penstock.launch.deployment import read_args
+from penstock.launch.gateways import gateway_range
 from penstock.launch.groups import PlanError, WorkerFleet, WorkerGroup, assign, fleet_of, gpus_of
 from penstock.launch.machine import gpus, held_run
 from penstock.launch.plan import PlannedProcess, passed, plan, sized
@@ -341,7 +342,7 @@ def test_an_embedding_model_gets_workers_of_the_role_that_serves_it() -> None:
 
 
 def test_several_models_have_workers_each_behind_the_same_gateways() -> None:
-    found = workers(engine="mock", model=("/models/Llama 3", "small=/models/qwen"), workers=2, gateways=2)
+    found = workers(engine="mock", model=("/models/Llama 3", "small=/models/qwen"), workers=2, gateways="2")
     names = ["llama-3-worker-0", "llama-3-worker-1", "small-worker-0", "small-worker-1"]
     assert [name for name in found if found[name].role == "worker"] == names
     assert settings_of(found["llama-3-worker-1"], "model", "served_model_name") == ["/models/Llama 3", ""]
@@ -413,7 +414,7 @@ def test_what_is_said_of_one_model_is_refused_with_several(given: dict[str, Any]
         ({"workers": 4}, 1, 0, 1, 1),
         ({"prefill": 2, "decode": 14}, 32, 0, 16, 1),
         ({"prefill": 8, "decode": 8}, 32, 0, 16, 4),
-        ({"workers": 4, "gateways": 3}, 16, 0, 3, 1),
+        ({"workers": 4, "gateways": "3"}, 16, 0, 3, 1),
         ({"workers": 4, "cells": 2}, 16, 0, 8, 2),
         ({"workers": 8}, 16, 1, 8, 1),
         ({"workers": 4}, 2, 4, 1, 4),
@@ -424,8 +425,9 @@ def test_gateways_and_cells_suit_the_cores_and_the_workers(
     given: dict[str, Any], cores: int, there: int, gateways: int, cells: int
 ) -> None:
     up = UpSettings(engine="mock", **given)
-    chosen = sized(up, fleet_of(up), cores, CellCounts(there, there))
-    assert (chosen.gateways, chosen.cells) == (gateways, cells)
+    fleet = fleet_of(up)
+    chosen = gateway_range(up.gateways, cores, sum(group.number for group in fleet.groups))
+    assert (chosen.first, sized(up, fleet, cores, CellCounts(there, there)).cells) == (gateways, cells)
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,9 @@ def deployment(up: UpSettings, gpus: tuple[str, ...] | None = None) -> tuple[Wor
 
 
 def test_a_further_worker_is_as_the_deployment_would_have_started_it() -> None:
-    up = UpSettings(gateways=1, cells=1, engine="mock", prefill=1, decode=2, mock_speedup=3.0)
+    up = UpSettings(gateways="1", cells=1, engine="mock", prefill=1, decode=2, mock_speedup=3.0)
     fleet, children = deployment(up)
-    larger = UpSettings(gateways=1, cells=1, engine="mock", prefill=1, decode=4, mock_speedup=3.0)
+    larger = UpSettings(gateways="1", cells=1, engine="mock", prefill=1, decode=4, mock_speedup=3.0)
     expected = {child.name: child for child in deployment(larger)[1]}
     added = further(up, fleet, ["decode-2", "decode-3"], children, url=url, cores=4)
     assert added == [expected["decode-2"], expected["decode-3"]]
@@ -48,14 +48,14 @@ def test_a_further_worker_is_as_the_deployment_would_have_started_it() -> None:
 
 
 def test_metrics_ports_are_dealt_out_in_order() -> None:
-    up = UpSettings(gateways=1, cells=1, engine="mock")
+    up = UpSettings(gateways="1", cells=1, engine="mock")
     fleet, children = deployment(up)
     added = further(up, fleet, ["worker-1", "worker-2"], children, url=url, cores=4, metrics_ports=[9100, 9101])
     assert [child.metrics_port for child in added] == [9100, 9101]
 
 
 def test_a_role_without_workers_is_refused() -> None:
-    up = UpSettings(gateways=1, cells=1, engine="mock")
+    up = UpSettings(gateways="1", cells=1, engine="mock")
     fleet, children = deployment(up)
     with pytest.raises(PlanError, match=r"'decode-0' can be added: this deployment has worker-N"):
         further(up, fleet, ["decode-0"], children, url=url, cores=4)

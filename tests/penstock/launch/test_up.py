@@ -51,6 +51,7 @@ def fake(planned: PlannedProcess) -> list[str]:
 
 def up_settings(tmp_path: Path, **more: Any) -> UpSettings:
     settings: dict[str, Any] = {"http_port": 0, "ready_s": 30.0, "drain_s": 5.0, "dashboard_port": -1}
+    settings["gateways"] = "1"
     return UpSettings(data_dir=str(tmp_path / "data"), **(settings | more))
 
 
@@ -107,7 +108,7 @@ async def test_a_deployment_starts_prints_where_it_is_and_stops_in_order(
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "__init__.py").write_text("raise RuntimeError('not ours')")
     monkeypatch.chdir(tmp_path)
-    up = Up(up_settings(tmp_path, workers=2, gateways=2))
+    up = Up(up_settings(tmp_path, workers=2, gateways="2"))
     state = await up.ready()
     assert state.model == "fake"
     assert stat.S_IMODE(up.path.stat().st_mode) == 0o600
@@ -261,7 +262,7 @@ async def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
 
 
 async def test_gateways_share_one_port_and_a_killed_one_resets_nobody_there(tmp_path: Path) -> None:
-    up = Up(up_settings(tmp_path, gateways=2))
+    up = Up(up_settings(tmp_path, gateways="2"))
     state = await up.ready()
     assert len({state.http_url, *state.http_urls}) == 3
     ports = [int(url.rpartition(":")[2]) for url in (state.http_url, *state.http_urls)]
@@ -484,7 +485,9 @@ def planned(up: UpSettings, ports: list[int] | None = None) -> dict[str, Planned
 
 
 def test_each_child_reads_back_the_settings_meant_for_it() -> None:
-    up = UpSettings(model=("-odd name",), workers=2, gateways=2, router_mode="random", log_level="debug", block_size=16)
+    up = UpSettings(
+        model=("-odd name",), workers=2, gateways="2", router_mode="random", log_level="debug", block_size=16
+    )
     children = planned(up, [8000, 8001])
     kinds = {"worker": WorkerSettings, "router": RouterSettings, "gateway": GatewaySettings}
     noise = {"PENSTOCK_HTTP_PORT": "1", "PENSTOCK_MODE": "kv", "PENSTOCK_BLOCK_SIZE": "8", "PENSTOCK_NAME": "x"}
@@ -505,7 +508,7 @@ def test_workers_get_the_parsers_of_the_model() -> None:
 
 def test_with_an_otlp_endpoint_every_request_is_traced_and_one_process_sends_the_spans() -> None:
     url = "http://h:4318/v1/traces"
-    children = planned(UpSettings(otlp_endpoint=url, gateways=2), [8000, 8001])
+    children = planned(UpSettings(otlp_endpoint=url, gateways="2"), [8000, 8001])
     assert [children[f"gateway-{i}"].settings.tracing for i in (0, 1)] == ["all", "all"]  # type: ignore[attr-defined]
     child = children["trace-0"]
     environ = child.environ({"PENSTOCK_OTLP_ENDPOINT": "http://elsewhere", "OTEL_EXPORTER_OTLP_HEADERS": "key=1"})

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.infra.nats_server.datadir import Lock
-from penstock.launch.state import CellState, DeploymentState, Running, start_of, write_state
+from penstock.launch.state import CellState, DeploymentState, GatewayState, Running, start_of, write_state
 from penstock.operate.restart import outdated, run
 from penstock.schemas.fleet import Load, Registration
 
@@ -215,3 +216,27 @@ def test_another_number_of_cells_is_for_all_processes(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         run(["--cells", "2", "gateway-0"])
     assert "--cells is for --rolling" in capsys.readouterr().err
+
+
+async def test_a_gateway_that_has_left_meanwhile_is_neither_signalled_nor_awaited(
+    tmp_path: Path, other: subprocess.Popen[bytes]
+) -> None:
+    from penstock.operate import restart
+
+    began = start_of(other.pid)
+    stays = Running("gateway-0", "gateway", os.getpid())
+    leaves = Running("gateway-1", "gateway", other.pid, began=began)
+    state = DeploymentState(
+        "http://127.0.0.1:1", "nats://127.0.0.1:1", "", "", "ps", "tiny", (stays, leaves), http_urls=("http://x", "http://y"),
+        gateways=GatewayState(1, 2),
+    )  # fmt: skip
+    assert state.gateway_urls == {"gateway-0": "http://x", "gateway-1": "http://y"}
+    leaving = msgspec.structs.replace(leaves, leaving=True)
+    for processes in ((stays, leaving), (stays,)):
+        now = msgspec.structs.replace(state, processes=processes, http_urls=("http://x",))
+        assert now.gateway_urls == {"gateway-0": "http://x"}
+        assert [each.name for each in restart._ordered(now, [])] == ["gateway-0"]
+        write_state(tmp_path / "state.json", now)
+        await restart._restart({}, tmp_path, leaves, 5.0)
+        assert await restart._ready({}, tmp_path, "gateway-1", None)
+        assert other.poll() is None
