@@ -57,7 +57,7 @@ def gateway_range(asked: str, cores: int, workers: int) -> GatewayRange:
     return GatewayRange(min(max(chosen, fewest), most), fewest, most)
 
 
-class Change(NamedTuple):
+class GatewayStep(NamedTuple):
     """A number of gateways that is to be, and why."""
 
     gateways: int
@@ -77,7 +77,7 @@ class GatewayScaler:
         """A gateway is being started or is not there: what was seen before says nothing about the time after."""
         self._step = 0
 
-    def look(self, now: float, shares: Sequence[float], idle_cores: float) -> Change | None:
+    def look(self, now: float, shares: Sequence[float], idle_cores: float) -> GatewayStep | None:
         """
         Args:
             now: monotonic, seconds.
@@ -97,7 +97,7 @@ class GatewayScaler:
             why = f"{used / number:.0%} of a core busy for {seconds:.0f} s, with {idle_cores:.1f} cores idle"
         else:
             why = f"together {used:.1f} cores busy, which {number - 1} had room for during {seconds:.0f} s"
-        return Change(number + step, why)
+        return GatewayStep(number + step, why)
 
     def _asked(self, shares: Sequence[float], idle_cores: float) -> int:
         number = len(shares)
