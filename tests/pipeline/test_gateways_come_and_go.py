@@ -160,7 +160,8 @@ async def test_a_gateway_that_is_killed_while_it_is_added_comes_again(site: Site
         assert site.gateways()["gateway-1"] not in (None, first)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 async def test_everything_is_restarted_while_a_gateway_is_added_and_another_leaves(site: Site) -> None:
     async with site.load():
         site.tell(FULL)
