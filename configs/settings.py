@@ -513,7 +513,9 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     tensor_parallel_size: Annotated[
         int,
         Meta(
-            ge=0, description="trtllm, vllm, sglang: GPUs that share each layer; 0: as in the engine arguments, else 1"
+            ge=0,
+            le=64,
+            description="native, trtllm, vllm, sglang: GPUs that share each layer; 0: as in the arguments, else 1",
         ),
     ] = 0
     extra_engine_args: Annotated[

@@ -105,6 +105,14 @@ def check_settings(settings: WorkerSettings) -> None:
             f"--engine {settings.engine} applies no LoRA adapters here; leave out --lora and --lora-folder, or use "
             f"--engine {' or '.join(able('lora'))}"
         )
+    if settings.tensor_parallel_size > 1:
+        if settings.engine not in ("native", "trtllm", "vllm", "sglang"):
+            raise ValueError(f"--tensor-parallel-size: --engine {settings.engine} shares no layers; leave it out")
+        if settings.engine == "native" and settings.role != "aggregated":
+            raise ValueError(
+                f"--tensor-parallel-size: with --role {settings.role} the native engine runs on one GPU; leave it out, "
+                "or use --role aggregated"
+            )
     if settings.engine == "openai" and settings.role != "aggregated":
         raise ValueError(f"--engine openai: a server computes whole requests; leave out --role {settings.role}")
     if settings.url and settings.engine != "openai":

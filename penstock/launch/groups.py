@@ -234,11 +234,12 @@ def assign(groups: Sequence[WorkerGroup], gpus: Sequence[str] | None) -> dict[st
         return {}
     unassigned = list(gpus)
     assigned: dict[str, tuple[str, ...]] = {}
-    for group in groups:
-        for name in group.names if group.alone else ():
+    exclusive = [group for group in groups if group.alone and (gpus or group.engine != "native")]  # else on CPUs
+    for group in exclusive:
+        for name in group.names:
             assigned[name], unassigned = tuple(unassigned[: group.gpus]), unassigned[group.gpus :]
     sharing = [name for group in groups if group.gpus and not group.alone for name in group.names]
-    short = any(len(assigned[name]) < group.gpus for group in groups if group.alone for name in group.names)
+    short = any(len(assigned[name]) < group.gpus for group in exclusive for name in group.names)
     if short or (gpus and sharing and not unassigned):
         needs = [f"{group.number} x {group.role} with {group.gpus}" for group in groups if group.gpus]
         total = sum(group.number * group.gpus for group in groups)
@@ -283,12 +284,15 @@ def _group(
     if engine not in EXTERNAL:
         if path or up.override_engine_args:
             raise PlanError(f"engine arguments are read by {_EXTERNAL_NAMES}, not by {engine}: name --engine")
-        if up.tensor_parallel_size > 1:
+        size = up.tensor_parallel_size or 1
+        if size > 1 and engine != "native":
             raise PlanError(
-                f"--tensor-parallel-size {up.tensor_parallel_size}: only {_EXTERNAL_NAMES} share layers, not "
-                f"{engine}: name --engine, or start more workers instead"
+                f"--tensor-parallel-size {size}: only native, {_EXTERNAL_NAMES} share layers, not {engine}: name "
+                "--engine, or start more workers instead"
             )
-        return WorkerGroup(role, count, settings, gpus=0 if engine == "mock" else 1)
+        if role == "encode" and size > 1:  # a vision tower is not split
+            settings["tensor_parallel_size"] = size = 1
+        return WorkerGroup(role, count, settings, gpus=0 if engine == "mock" else size, alone=size > 1)
     tree = read(path) if path else {}
     if up.override_engine_args:
         try:

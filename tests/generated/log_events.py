@@ -419,6 +419,8 @@ MEANINGS = {
     "pull_not_retired": "a pull could not be ended; its messages come again",
     "pull_refused": "the broker ended a pull; a new one follows",
     "pull_silent": "a pull did not answer; a new one follows",
+    "rank_lost": "a process of a native engine over several GPUs has ended, and its worker with it",
+    "ranks_ready": "all processes of a native engine over several GPUs have loaded",
     "reader_task_failed": "a handoff's reader failed; the prompt is computed",
     "ready": "`up`: all processes serve",
     "reconnect_hook_failed": "a step after a reconnect failed",

@@ -66,7 +66,7 @@ class TokenBackend:
             self._loop.call_soon_threadsafe(self._events.stop)
 
         def build() -> Engine:
-            engine = build_engine(settings, path, asked)
+            engine = build_engine(settings, path, asked, failed)
             if settings.event_plane == "nats":
                 return engine
             from penstock.workers.engines.events.relay import start_relay
@@ -206,11 +206,17 @@ def model_path(settings: WorkerSettings) -> Path:
     return path
 
 
-def build_engine(settings: WorkerSettings, path: Path, asked: Callable[[], None] = lambda: None) -> Engine:
+def build_engine(
+    settings: WorkerSettings,
+    path: Path,
+    asked: Callable[[], None] = lambda: None,
+    lost: Callable[[EngineError], None] = lambda error: None,
+) -> Engine:
     """The engine that the settings name, built in the thread that will run it.
 
     Args:
         asked: called when another machine of the engine was asked to stop; from any thread.
+        lost: called when a process of the engine has ended, which ends the engine; from any thread.
     """
     began = time.monotonic()
     engine: Engine
@@ -243,7 +249,9 @@ def build_engine(settings: WorkerSettings, path: Path, asked: Callable[[], None]
     else:
         from penstock.workers.engines import native
 
-        make = native.encoder_from_settings if settings.role == "encode" else native.from_settings
-        engine = make(settings, path)
+        if settings.role == "encode":
+            engine = native.encoder_from_settings(settings, path)
+        else:
+            engine = native.from_settings(settings, path, lost)
     log.info("engine_ready", engine=settings.engine, seconds=round(time.monotonic() - began, 2))
     return engine

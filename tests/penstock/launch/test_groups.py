@@ -86,7 +86,7 @@ def test_one_recipe_by_its_own_name_is_that_file_only() -> None:
         ({"extra_engine_args": "x.yaml"}, "read by trtllm, vllm and sglang, not by native"),
         ({"engine": "trtllm", "extra_engine_args": "/no/such.yaml"}, "No such file"),
         ({"engine": "trtllm", "override_engine_args": "{"}, "--override-engine-args: not JSON"),
-        ({"tensor_parallel_size": 2}, "only trtllm, vllm and sglang share layers, not native"),
+        ({"engine": "mock", "tensor_parallel_size": 2}, "only native, trtllm, vllm and sglang share layers, not mock"),
         ({"prefill_engine_args": "x.yaml"}, "--prefill-engine-args: no prefill worker is started; add --prefill N"),
         (
             {"engine": "trtllm", "workers": 1, "decode_engine_args": "x.yaml"},
@@ -195,6 +195,17 @@ def test_native_workers_share_what_there_is_and_mock_ones_see_none_of_it() -> No
     assert workers(engine="mock", workers=1, gpus=("0",))["worker-0"].gpus is None
     assert workers(engine="native", workers=1, gpus=())["worker-0"].gpus is None  # it computes on processors
     assert workers(engine="trtllm", workers=1)["worker-0"].gpus is None  # left to the engine
+
+
+def test_native_workers_that_share_layers_have_their_gpus_alone_and_compute_on_processors_where_there_are_none() -> (
+    None
+):
+    found = workers(engine="native", workers=2, tensor_parallel_size=2, gpus=tuple("0123"))
+    assert [found[f"worker-{i}"].gpus for i in range(2)] == [("0", "1"), ("2", "3")]
+    with pytest.raises(PlanError, match=r"4 GPUs are needed .*, 3 may be used .*lower --tensor-parallel-size"):
+        workers(engine="native", workers=2, tensor_parallel_size=2, gpus=tuple("012"))
+    assert workers(engine="native", workers=1, tensor_parallel_size=2, gpus=())["worker-0"].gpus is None
+    assert workers(engine="native", workers=1, tensor_parallel_size=2)["worker-0"].gpus is None
 
 
 GROUPS = st.lists(

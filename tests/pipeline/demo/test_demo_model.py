@@ -14,6 +14,9 @@ import openai
 import pytest
 
 from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.model import modeldir
+from penstock.workers.engines.external.runtime import children_of
+from penstock.workers.session.process import EXIT_ENGINE
 from tests.pipeline.shared.test_nats_api import Submitter
 from tests.pipeline.support import (
     Deployment,
@@ -303,3 +306,38 @@ async def test_a_killed_workers_answers_are_finished_by_the_other_as_if_nothing_
         return len(await registrations(demo_bus)) == 2
 
     await until(restarted, "another worker is ready", within_s=60)
+
+
+@pytest.mark.timeout(300)
+async def test_a_worker_over_two_ranks_answers_as_others_do_and_ends_with_one_of_them(
+    demo: Deployment, demo_bus: Bus
+) -> None:
+    """The answer that it was at is finished elsewhere."""
+    flags = ("--engine", "native", "--model", str(modeldir.DEMO), "--threads", "1", "--kv-blocks", "400")
+    split = demo.also("worker", *flags, "--tensor-parallel-size", "2", "--name", "split")
+    await asyncio.to_thread(split.wait_for, "worker_registered", 120)  # two processes load torch
+    text = " ".join(f"The number of room {room} is {room * 37 % 1000}." for room in range(20))
+    asked = {"model": "demo", "prompt": f"{text} Then", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=demo.urls[0], trust_env=False, timeout=120) as client:
+        whole = (await client.post("/v1/completions", json={**asked, "worker": "worker-0"})).json()
+        salted = {**asked, "cache_salt": "split"}  # none of the others has its blocks
+        assert (await client.post("/v1/completions", json={**salted, "worker": "split"})).json()["choices"] == (
+            whole["choices"]
+        )
+        pieces: list[str] = []
+        killed = 0
+        async with client.stream("POST", "/v1/completions", json={**salted, "stream": True}) as answer:
+            request = answer.headers["x-request-id"]
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    pieces += (choice["text"] for choice in json.loads(line[6:])["choices"])
+                if len(pieces) > 10 and not killed:
+                    [rank] = children_of(split.pid)
+                    os.kill(rank, signal.SIGKILL)
+                    killed = rank
+    assert killed
+    assert "".join(pieces) == whole["choices"][0]["text"]
+    assert await asyncio.to_thread(split.wait) == EXIT_ENGINE
+    assert "rank 1 of 2 was ended by SIGKILL" in split.log.read_text()
+    timeline, _ = await ending(demo_bus, request)
+    assert [each.decision.chosen.startswith("split") for each in timeline.routed] == [True, False]

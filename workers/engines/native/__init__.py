@@ -1,5 +1,6 @@
 """The native engine: models and weights from transformers, with our own paged KV cache, batching and sampling."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock.configs.settings import WorkerSettings
@@ -7,12 +8,18 @@ from penstock.workers.engines.budgets import wait_passively
 from penstock.workers.engines.constraints.compiler import compiler
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.logits.registry import registry_from_settings
 from penstock.workers.engines.native.model.options import NativeOptions
 
 
-def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
+def from_settings(
+    settings: WorkerSettings, path: Path, lost: Callable[[EngineError], None] = lambda error: None
+) -> ScheduledEngine:
     """The engine of a worker process.
+
+    Args:
+        lost: called when another rank of a model that is split has ended; from any thread.
 
     Raises:
         ProcessorError: a logits processor in the settings is wrong.
@@ -23,7 +30,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
     edits = registry_from_settings(settings, path)
     from penstock.workers.engines.native.build import build
 
-    return build(str(path), _options(settings), processors=edits, grammars=compiler(path))
+    return build(str(path), _options(settings), processors=edits, grammars=compiler(path), lost=lost)
 
 
 def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
@@ -43,6 +50,7 @@ def _options(settings: WorkerSettings) -> NativeOptions:
         "hybrid_kv_cache": settings.hybrid_kv_cache and settings.role == "aggregated",
         "quantization": "" if settings.quantization == "none" else settings.quantization,
         "max_loras": settings.lora_slots,
+        "tensor_parallel_size": settings.tensor_parallel_size or 1,
         "warm": True,
     }
     return NativeOptions(**same | changed)

@@ -24,7 +24,13 @@ from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.logits.registry import Registry
-from penstock.workers.engines.native.executors import make_adapters, make_executor, make_speculation, prepared
+from penstock.workers.engines.native.executors import (
+    PreparedModel,
+    make_adapters,
+    make_executor,
+    make_speculation,
+    prepared,
+)
 from penstock.workers.engines.native.model import vision
 from penstock.workers.engines.native.model.draft import load_draft
 from penstock.workers.engines.native.model.executor import TorchExecutor
@@ -38,11 +44,13 @@ from penstock.workers.engines.native.model.loading import (
     written,
 )
 from penstock.workers.engines.native.model.model import Model, UnsupportedModel
-from penstock.workers.engines.native.model.options import DEFAULTS, NativeOptions
+from penstock.workers.engines.native.model.options import DEFAULTS, NGRAM, NativeOptions
+from penstock.workers.engines.native.model.parallel import RankGroup
 from penstock.workers.engines.native.model.pool import KvPool, device_errors, out_of_memory, zeros
 from penstock.workers.engines.native.model.pools import KvPools, make_pools
 from penstock.workers.engines.native.model.quantize import quantize
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
+from penstock.workers.engines.native.ranks import EngineRanks, LeadingExecutor, RankFollower
 
 
 class HostPool:
@@ -87,6 +95,7 @@ def build(
     *,
     processors: Registry | None = None,
     grammars: ConstraintCompiler | None = None,
+    lost: Callable[[EngineError], None] = lambda error: None,
 ) -> ScheduledEngine:
     """Load a model and make its engine.
 
@@ -95,6 +104,7 @@ def build(
             only there.
         processors: logits processors that requests may name.
         grammars: compiles the constraints of requests; None: they may have none.
+        lost: called when another rank of a model that is split has ended; from any thread.
 
     Raises:
         UnsupportedModel: the model cannot be served here; the text says what to change.
@@ -102,6 +112,8 @@ def build(
         ValueError: a size below 1.
     """
     started = time.perf_counter()
+    if options.tensor_parallel_size > 1:
+        return _build_over_ranks(model, options, processors, grammars, started, lost)
     device = find_device(options.device)
     set_threads(options.threads, device)
     reload = functools.partial(_load, model, device, options)
@@ -123,9 +135,80 @@ def build(
     )
 
 
-def _load(model: str, device: torch.device, options: NativeOptions) -> Model:
+def _build_over_ranks(
+    model: str,
+    options: NativeOptions,
+    processors: Registry | None,
+    grammars: ConstraintCompiler | None,
+    started: float,
+    lost: Callable[[EngineError], None],
+) -> ScheduledEngine:
+    """Make the engine of rank 0, and start the others; arguments and errors as of ``build``."""
+    device = _prepare_rank(options, 0)
+    ranks = EngineRanks(model, options, lost)
+    try:
+        with ranks.explained():
+            loaded = _load(model, device, options, ranks.group)
+            draft = load_draft(options, loaded)
+            engine = assemble(
+                loaded,
+                options,
+                draft=draft,
+                processors=processors,
+                grammars=grammars,
+                started=started,
+                ranks=ranks,
+            )
+            ranks.run()
+    except BaseException as error:
+        ranks.close()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise EngineError(out_of_memory(error)) from error
+        raise
+    log.info("ranks_ready", ranks=options.tensor_parallel_size, device=device.type)
+    return engine
+
+
+def build_follower(model: str, options: NativeOptions, group: RankGroup) -> RankFollower:
+    """Load the part of a rank other than 0, which computes what that one tells it; raises as ``build`` does."""
+    device = _prepare_rank(options, group.rank)
+    try:
+        loaded = _load(model, device, options, group)
+        limit = _model_len(options.max_model_len, loaded.max_positions, loaded.most_positions)
+        return RankFollower(loaded, make_pools(loaded, options, limit, hybrid=_is_hybrid(options)))
+    except torch.OutOfMemoryError as error:
+        raise EngineError(out_of_memory(error)) from error
+
+
+def _prepare_rank(options: NativeOptions, rank: int) -> torch.device:
+    """The device of a rank, which becomes this thread's; raises as ``build`` does."""
+    size = options.tensor_parallel_size
+    for name, given in (
+        ("max_loras", options.max_loras),
+        ("kv_offloading_size", options.kv_offloading_size),
+        ("batch_invariant", options.batch_invariant),
+    ):
+        if given:
+            raise UnsupportedModel(f"tensor_parallel_size {size} excludes {name}; leave out one of them")
+    device = find_device(options.device)
+    if device.type == "cpu":
+        threads = options.threads or budgets.usable_cores()
+        set_threads(max(1, threads // size), device)
+        return device
+    if (seen := torch.cuda.device_count()) < size:
+        raise EngineError(f"tensor_parallel_size {size} needs as many GPUs, and this worker sees {seen}; lower it")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def _is_hybrid(options: NativeOptions) -> bool:
+    draft = options.speculative_model not in ("", NGRAM)
+    return options.hybrid_kv_cache and not draft and not options.kv_offloading_size
+
+
+def _load(model: str, device: torch.device, options: NativeOptions, group: RankGroup | None = None) -> Model:
     """Load a model, with the weights that the options ask for."""
-    loaded = load(model, device=device, dtype=options.dtype)
+    loaded = load(model, device=device, dtype=options.dtype, group=group)
     if options.quantization == "fp8":
         if device.type == "cuda" and loaded.dtype != torch.bfloat16:
             raise UnsupportedModel(
@@ -146,6 +229,7 @@ def assemble(
     grammars: ConstraintCompiler | None = None,
     started: float | None = None,
     reload: Callable[[], Model] | None = None,
+    ranks: EngineRanks | None = None,
 ) -> ScheduledEngine:
     """Make the engine of a loaded model; raises as ``build`` does.
 
@@ -154,6 +238,7 @@ def assemble(
         draft: the draft model that ``options.speculative_model`` names.
         started: when loading began, by ``time.perf_counter``; None: now.
         reload: loads the model again if the CUDA kernels do not suit it.
+        ranks: the others, of a model that is split.
     """
     started = time.perf_counter() if started is None else started
     try:
@@ -164,14 +249,13 @@ def assemble(
             )
         if options.batch_invariant and (options.quantization or draft is not None):
             raise UnsupportedModel("batch_invariant excludes quantization and a draft model; leave them out")
-        target = prepared(loaded, reload, invariant=options.batch_invariant)
+        target = PreparedModel(loaded) if ranks else prepared(loaded, reload, invariant=options.batch_invariant)
         loaded = target.model
         name, device = options.speculative_model, loaded.device
         reload_draft = functools.partial(load, name, device=device, dtype=options.dtype)
         proposing = None if draft is None else prepared(draft, reload_draft)
-        hybrid = options.hybrid_kv_cache and draft is None and not options.kv_offloading_size
         applied = make_adapters(target, options)
-        pools = make_pools(loaded, options, limit, hybrid=hybrid, draft=draft)
+        pools = make_pools(loaded, options, limit, hybrid=_is_hybrid(options), draft=draft)
         speculation = make_speculation(options, proposing, pools, limit)
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
@@ -192,10 +276,12 @@ def assemble(
         pools.window_rows(blocks),
         slots,
     )
-    executor = make_executor(target, pools, encoder, options, limit, applied)
+    executor = make_executor(target, pools, encoder, options, limit, applied, ranks)
     info = _info(loaded, options, pools, limit, processors, time.perf_counter() - started)
     info = msgspec.structs.replace(info, constraints=ALL_CONSTRAINTS if grammars is not None else ())
-    if isinstance(executor, TorchExecutor) or speculation is not None:  # proposals follow from the last step's tokens
+    if (
+        isinstance(executor, TorchExecutor | LeadingExecutor) or speculation is not None
+    ):  # proposals follow from the last step's tokens
         return ScheduledEngine(
             info,
             scheduler,

@@ -21,6 +21,7 @@ from penstock.workers.engines.native.model.model import Model, UnsupportedModel
 from penstock.workers.engines.native.model.options import NGRAM, NativeOptions
 from penstock.workers.engines.native.model.pools import KvPools
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
+from penstock.workers.engines.native.ranks import EngineRanks, LeadingExecutor
 
 if TYPE_CHECKING:
     from penstock.workers.engines.native.cuda.executor import CudaExecutor
@@ -96,17 +97,20 @@ def make_executor(
     options: NativeOptions,
     limit: int,
     adapters: TorchAdapters | None = None,
-) -> "TorchExecutor | CudaExecutor":
+    ranks: EngineRanks | None = None,
+) -> "TorchExecutor | LeadingExecutor | CudaExecutor":
     """The engine's executor, warmed up if requested.
 
     Args:
         limit: tokens of the longest sequence.
         adapters: of ``make_adapters``.
+        ranks: the others, of a model that is split; owned by the executor.
     """
     model, rotation = target
     warm = options.warm and min(pools.kv.blocks * options.block_size, limit) > WARM_TOKENS
     if rotation is None:
-        executor = TorchExecutor(model, pools.kv, encoder, pools.sliding, adapters)
+        plain = TorchExecutor(model, pools.kv, encoder, pools.sliding, adapters, ranks)
+        executor = plain if ranks is None else LeadingExecutor(plain, ranks)
         if warm:
             _warm_up(executor, pools, options.block_size, temperatures=(0.0,))
         return executor

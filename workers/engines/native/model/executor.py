@@ -1,7 +1,8 @@
 """Computes a planned step in plain torch: one packed batch, one forward pass, one draw per sampling sequence."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,20 @@ from penstock.workers.engines.native.model.sampler import choose, score
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 
 
+class StepSink(Protocol):
+    """The other ranks of a group."""
+
+    def send(self, plan: list[ScheduledSequence], tokens: list[int], wanted: list[int]) -> None:
+        """Have them compute a step, as this one does now.
+
+        Args:
+            tokens: those of the plan, in its order, with proposed ones.
+            wanted: rows whose logits are wanted.
+        Raises:
+            EngineError: one of them is gone.
+        """
+
+
 class TorchExecutor:
     """``Executor`` over a loaded model and a pool. Owns both; used from one thread.
 
@@ -25,6 +40,7 @@ class TorchExecutor:
         encoder: the model's vision encoder, if any; owned by the engine.
         sliding: the pool of its sliding-window layers, if that is not ``pool``.
         adapters: the model's LoRA adapters, if it has any.
+        others: the other ranks of a model that is split.
     Attributes:
         model, pool: None once it is closed.
     """
@@ -36,7 +52,9 @@ class TorchExecutor:
         encoder: TorchVisionEncoder | None = None,
         sliding: SlidingPool | None = None,
         adapters: TorchAdapters | None = None,
+        others: StepSink | None = None,
     ) -> None:
+        self._others = others
         self.model: Model | None = model
         self.pool: KvPool | None = pool
         self._encoder = encoder
@@ -75,6 +93,8 @@ class TorchExecutor:
                 drawing += [scheduled.sequence] * (1 + len(scheduled.sequence.draft))
                 lengths += range(end - len(scheduled.sequence.draft), end + 1)
         wanted = rows + scored or [0]
+        if self._others is not None:
+            self._others.send(plan, tokens, wanted)
         masks = self._masks.start(drawing)
         if self._adapters is not None:
             self._adapters.begin(_slot_rows(plan))
@@ -83,7 +103,9 @@ class TorchExecutor:
             of = self.model.media_positions.of
             parts = [of(each.sequence, each.start, each.start + each.count) for each in plan]
             places = torch.cat(parts, 1).to(self.model.device)
-        logits = self.model.logits(inputs, places, last, self._paged(plan), self._embeddings(seen) if seen else None)
+        spans = _spans(plan, [scheduled.sequence.blocks for scheduled in plan])
+        paged = paged_attention(self.pool, spans, self._sliding, self._sliding_spans(plan))
+        logits = self.model.logits(inputs, places, last, paged, self._embeddings(seen) if seen else None)
         if scored:
             set_scores(logits[len(rows) :], scoring)
         if rows:  # copying the tokens to the host waits for the KV writes, too
@@ -93,13 +115,8 @@ class TorchExecutor:
             torch.cuda.synchronize(self.model.device)
         return []
 
-    def _paged(self, plan: list[ScheduledSequence]) -> Paged:
-        assert self.pool is not None
-        full = ReferenceAttention(self.pool, _spans(plan, [scheduled.sequence.blocks for scheduled in plan]))
-        if self._sliding is None:
-            return full
-        rows = _spans(plan, [scheduled.sequence.rows for scheduled in plan])
-        return HybridAttention(self._sliding.layers, full, ReferenceAttention(self._sliding.pool, rows))
+    def _sliding_spans(self, plan: list[ScheduledSequence]) -> Iterator[TokenSpan]:
+        return _spans(plan, [scheduled.sequence.rows for scheduled in plan])
 
     def _embeddings(self, seen: list[tuple[int, int]]) -> Embeddings:
         assert self.model is not None
@@ -116,6 +133,16 @@ class TorchExecutor:
         """Free weights and pool."""
         self.model = self.pool = self._encoder = self._sliding = self._adapters = None
         self._masks.close()
+
+
+def paged_attention(
+    pool: KvPool, spans: Iterable[TokenSpan], sliding: SlidingPool | None, sliding_spans: Iterable[TokenSpan]
+) -> Paged:
+    """The attention of a step over one pool, or over that of the sliding layers, too."""
+    full = ReferenceAttention(pool, spans)
+    if sliding is None:
+        return full
+    return HybridAttention(sliding.layers, full, ReferenceAttention(sliding.pool, sliding_spans))
 
 
 def media_rows(scheduled: ScheduledSequence, row: int, size: int) -> Iterator[tuple[int, int]]:

@@ -30,6 +30,7 @@ from penstock.infra.model.defaults import Length, context_length, ids, rope_type
 from penstock.infra.model.weight_files import INDEX, key_mapping
 from penstock.workers.engines.native.model import attention, quantize, vision
 from penstock.workers.engines.native.model.model import MediaPositions, Model, UnsupportedModel
+from penstock.workers.engines.native.model.parallel import CannotSplit, RankGroup, split
 from penstock.workers.engines.native.model.pool import KvShape
 from penstock.workers.engines.native.model.verify import reference, reference_attention, verify
 
@@ -216,6 +217,7 @@ class _Probe:
     def __init__(self) -> None:
         self.layers: dict[int, tuple[int, int]] = {}  # index -> (kv heads, head dim)
         self.windows: dict[int, int | None] = {}
+        self.heads = 0
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: attention.AttentionParams
@@ -224,37 +226,49 @@ class _Probe:
             raise attention.UnsupportedAttention("a layer that attends twice")
         self.layers[layer] = (key.shape[1], key.shape[2])
         self.windows[layer] = params.window
+        self.heads = query.shape[1]
         return torch.zeros_like(query)
 
 
-def load(model: str, *, device: torch.device, dtype: str = "auto") -> Model:
+def load(model: str, *, device: torch.device, dtype: str = "auto", group: RankGroup | None = None) -> Model:
     """Load a directory or Hugging Face id.
 
     Args:
         dtype: "auto": float32 on a CPU, else what the checkpoint was saved in.
+        group: of which this process loads one rank's part; None: the whole model.
     Raises:
         UnsupportedModel: files are missing, or the architecture is not a decoder with paged attention.
+        EngineError: another rank is not there.
     """
     attention.register()
     config = _config(model)
     multimodal = config.model_type in vision.KINDS
+    if group is not None and multimodal:
+        raise UnsupportedModel(f"{config.model_type} takes images, and is not split; leave out --tensor-parallel-size")
     loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     paged = {"text_config": attention.NAME} if multimodal else attention.NAME  # the tower keeps transformers' own
-    loaded = weights(loader, model, config, device=device, dtype=dtype, attn_implementation=paged)
-    return describe(loaded, multimodal, written(model))
+    loaded = weights(loader, model, config, device=device, dtype=dtype, group=group, attn_implementation=paged)
+    if group is not None:
+        group.connect(device)
+    return describe(loaded, multimodal, written(model), group)
 
 
-def describe(loaded: Any, multimodal: bool = False, files: Mapping[str, Any] = MappingProxyType({})) -> Model:
+def describe(
+    loaded: Any,
+    multimodal: bool = False,
+    files: Mapping[str, Any] = MappingProxyType({}),
+    group: RankGroup | None = None,
+) -> Model:
     """Describe a transformers model whose attention is ``attention.NAME``.
 
     Args:
         files: of ``written``.
+        group: over which it is split; the other ranks do the same.
     Raises:
         UnsupportedModel: its attention cannot be paged.
     """
     attention.register()
-    shape, windows, vocab_size = _inspect(loaded, loaded.device)
-    text = loaded.config.get_text_config()
+    shape, windows, vocab_size, heads = _inspect(loaded, loaded.device)
     longest = positions(loaded.config, files)
     model = Model(
         forward=loaded,
@@ -265,10 +279,11 @@ def describe(loaded: Any, multimodal: bool = False, files: Mapping[str, Any] = M
         max_positions=longest.tokens,
         most_positions=longest.most,
         eos_token_ids=end_tokens(loaded),
-        heads=text.num_attention_heads,
+        heads=heads,
         multimodal=multimodal,
         media_positions=_media_positions(loaded.config),
         windows=windows,
+        group=group,
     )
     verify(model, reference(model), reference_attention)
     return model
@@ -288,12 +303,14 @@ def weights(
     device: torch.device,
     dtype: str,
     unused: tuple[str, ...] = (),
+    group: RankGroup | None = None,
     **options: Any,
 ) -> Any:
     """A model by one of transformers' classes, ready to compute.
 
     Args:
         unused: tensors whose names begin with one of these may be missing.
+        group: of which only one rank's part reaches the device.
     Raises:
         UnsupportedModel: files or tensors are missing, do not match, or have no usable values.
     """
@@ -323,6 +340,11 @@ def weights(
     check_sizes(model, names["mismatched_keys"])
     missing = (name for name in names["missing_keys"] if not name.startswith(unused))
     check_names(model, loaded, missing, names["unexpected_keys"])
+    if group is not None:
+        try:
+            split(loaded, group)
+        except CannotSplit as error:
+            raise UnsupportedModel(str(error)) from None
     loaded = loaded.to(device).eval().requires_grad_(False)
     check_values(model, loaded)
     return loaded
@@ -395,8 +417,8 @@ def _config(model: str) -> Any:
     return config
 
 
-def _inspect(model: Any, device: torch.device) -> tuple[KvShape, tuple[int | None, ...], int]:
-    """Shape of the cache, windows of the layers, and size of the vocabulary, from a forward pass over one token."""
+def _inspect(model: Any, device: torch.device) -> tuple[KvShape, tuple[int | None, ...], int, int]:
+    """Shape of the cache, windows of the layers, size of the vocabulary and query heads, from one token."""
     name = type(model).__name__
     probe = _Probe()
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)
@@ -424,7 +446,7 @@ def _inspect(model: Any, device: torch.device) -> tuple[KvShape, tuple[int | Non
         )
     kv_heads, head_dim = shapes.pop()
     windows = tuple(probe.windows[layer] for layer in range(layers))
-    return KvShape(layers, kv_heads, head_dim), windows, int(output.logits.shape[-1])
+    return KvShape(layers, kv_heads, head_dim), windows, int(output.logits.shape[-1]), probe.heads
 
 
 def written(model: str) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.workers.engines.core.sequence import Sequence
 from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.native.model import attention
+from penstock.workers.engines.native.model.parallel import RankGroup
 from penstock.workers.engines.native.model.pool import KvShape
 
 
@@ -89,11 +90,12 @@ class Model:
     vocab_size: int
     max_positions: int
     eos_token_ids: tuple[int, ...]
-    heads: int  # query heads of every layer
+    heads: int  # query heads of every layer, of this rank
     multimodal: bool = False  # ``forward`` includes a vision tower
     most_positions: int = 0  # that a user may ask for, beyond ``max_positions``
     media_positions: MediaPositions | None = None  # None: a token's position is its number
     windows: tuple[int | None, ...] = ()  # of each layer: tokens that a query attends to, itself included; None: all
+    group: RankGroup | None = None  # the ranks over which it is split; None: it is whole
 
     def logits(
         self,

@@ -33,6 +33,7 @@ class NativeOptions:
         batch_invariant: on CUDA, compute each sequence in the same way whatever runs beside it, which takes longer.
         max_loras: LoRA adapters on the device at once; 0: none are taken.
         max_lora_rank: of an adapter.
+        tensor_parallel_size: ranks that share each layer, each with a GPU of its own.
         warm: compute a short request first, so that no client waits while libraries load and kernels are chosen.
     """
 
@@ -60,6 +61,7 @@ class NativeOptions:
     batch_invariant: bool = False
     max_loras: int = 0
     max_lora_rank: int = 32
+    tensor_parallel_size: int = 1
     warm: bool = False
 
 

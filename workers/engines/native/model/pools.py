@@ -137,9 +137,13 @@ def make_pools(
     block_bytes = model.shape.block_bytes(size, dtype)
     if draft is not None:
         block_bytes += draft.shape.block_bytes(size, draft.dtype)
+    group = model.group
+    shares = group.size if group is not None and model.device.type == "cpu" else 1  # ranks that share one memory
     blocks = options.kv_blocks or blocks_that_fit(
-        block_bytes, -(-model_len // size), model.device, options.kv_memory_fraction
+        block_bytes * shares, -(-model_len // size), model.device, options.kv_memory_fraction
     )
+    if group is not None:
+        blocks = group.least(blocks, model.device)
     if blocks < 1:
         raise EngineError(
             f"no memory is left for a single KV block of {block_bytes} bytes on {model.device}; "

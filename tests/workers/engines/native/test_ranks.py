@@ -1,0 +1,189 @@
+"""Models that are split over ranks: the same tokens as whole, and the end of any rank.
+
+Most ranks are threads here, with sockets and exchanges as between processes: those take seconds to import torch.
+"""
+
+import queue
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from penstock.schemas.requests import Sampling
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import EngineError, NodeLost
+from penstock.workers.engines.native import build as build_module
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.model.model import UnsupportedModel
+from penstock.workers.engines.native.model.options import NativeOptions
+from penstock.workers.engines.native.ranks import EngineRanks, Link, serve, start_process
+from tests.workers.engines.native.models import CONFIGS, drain, expected, prompt, request, run, tokens
+
+LENGTHS = (1, 13, 33)  # around block borders and windows
+COUNT = 12
+UNSPLIT = {"gpt_oss"}  # transformers has no plan for it
+
+
+class RankThread:
+    """``RankProcess`` as a thread. ``kill``: its socket closes, as if the process had ended."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end.dup()
+        self._killed = False
+        self._status = 0
+        self._thread = threading.Thread(target=self._run, name="rank", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._status = serve(Link(self._end), build_module.build_follower)
+        self._end.close()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise subprocess.TimeoutExpired("rank", timeout or 0)
+        return self._status
+
+    def kill(self) -> None:
+        self._end.close()
+
+
+@contextmanager
+def engine(
+    model: Path, width: int, *, start: Any = RankThread, lost: Any = print, **options: Any
+) -> Iterator[ScheduledEngine]:
+    chosen: dict[str, Any] = {
+        "device": "cpu",
+        "block_size": 8,
+        "kv_blocks": 64,
+        "threads": 1,
+        "tensor_parallel_size": width,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_module, "EngineRanks", partial(EngineRanks, start=start))
+        made = build(str(model), NativeOptions(**chosen | options), lost=lost)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "width"), [*((name, 2) for name in sorted(set(CONFIGS) - UNSPLIT)), ("llama", 4), ("qwen3_moe", 4)]
+)
+def test_a_split_model_answers_as_transformers_does(name: str, width: int, model_dir: Callable[[str], Path]) -> None:
+    """Of two KV heads, each is on two of four ranks."""
+    model = model_dir(name)
+    with engine(model, width) as native:
+        answers = tokens(run(native, [request(n, prompt(n), COUNT) for n in LENGTHS]))
+    assert answers == {n: expected(model, prompt(n), COUNT) for n in LENGTHS}
+
+
+def test_drawn_tokens_and_log_probabilities_are_those_of_the_whole_model(model_dir: Callable[[str], Path]) -> None:
+    model = model_dir("llama")
+    sampling = Sampling(temperature=1.0, seed=7, top_p=0.9, logprobs=3, repetition_penalty=1.1)
+    asked = [request(n, prompt(n), COUNT, sampling) for n in (5, 20)]
+    with engine(model, 2) as split:
+        found = run(split, asked)
+    whole = run(build(str(model), NativeOptions(device="cpu", block_size=8, kv_blocks=64)), asked)
+    assert tokens(found) == tokens(whole)
+    for key, outputs in found.items():
+        for ours, theirs in zip(outputs, whole[key], strict=True):
+            assert ours.logprob is not None
+            assert theirs.logprob is not None
+            assert ours.logprob.logprob == pytest.approx(theirs.logprob.logprob, abs=1e-4)
+
+
+def test_tables_follow_preempted_sequences_cached_prefixes_and_proposed_tokens(
+    model_dir: Callable[[str], Path],
+) -> None:
+    model = model_dir("llama")
+    lengths = {(n, times): n for times in (0, 1) for n in (17, 23, 30)}
+    asked = [request(key, prompt(n), 40) for key, n in lengths.items()]
+    with engine(model, 2, kv_blocks=14, max_running=3, speculative_model="ngram", prompt_lookup_min=1) as split:
+        found = {**tokens(run(split, asked[:3])), **tokens(run(split, asked[3:]))}
+        stats = split.stats()
+    assert stats.preemptions
+    assert stats.hit_tokens
+    assert stats.accepted_tokens
+    assert found == {key: expected(model, prompt(n), 40) for key, n in lengths.items()}
+
+
+def test_each_rank_has_its_heads_part_of_a_block(model_dir: Callable[[str], Path]) -> None:
+    whole: Any = build(str(model_dir("llama")), NativeOptions(device="cpu", block_size=8, kv_blocks=5))
+    with engine(model_dir("llama"), 2, kv_blocks=5) as split:
+        found: Any = split.executor
+        assert found.pool.block_bytes * 2 == whole.executor.pool.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "options", "says"),
+    [
+        ("gpt_oss", 2, {}, "GptOssForCausalLM cannot be split.*leave out --tensor-parallel-size"),
+        ("llama", 3, {}, r"q_proj has 4 heads, which 3 GPUs cannot share.*--tensor-parallel-size that divides 4"),
+        ("llama", 2, {"max_loras": 1}, "excludes max_loras"),
+        ("llama", 2, {"kv_offloading_size": 0.1}, "excludes kv_offloading_size"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    name: str, width: int, options: dict[str, Any], says: str, model_dir: Callable[[str], Path]
+) -> None:
+    with pytest.raises(UnsupportedModel, match=says), engine(model_dir(name), width, **options):
+        pass
+
+
+@pytest.mark.parametrize("when", ["before they meet", "behind it"])
+def test_a_rank_that_does_not_start_says_which_it_is_and_why(
+    when: str, model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = build_module.build_follower
+
+    def fails(model: str, options: NativeOptions, group: Any) -> Any:
+        if group.rank == 1:
+            if when == "behind it":
+                make(model, options, group)
+            raise EngineError("there is no memory")
+        return make(model, options, group)
+
+    monkeypatch.setattr(build_module, "build_follower", fails)
+    with pytest.raises(EngineError, match=r"rank 1 of 2 .*: there is no memory"), engine(model_dir("llama"), 2) as made:
+        run(made, [request(0, prompt(3), 200)])
+
+
+def test_a_killed_rank_ends_the_engine_and_no_request_is_to_blame(model_dir: Callable[[str], Path]) -> None:
+    """Real processes, one of them killed in mid-answer. It takes as long as they take to import torch."""
+    started: list[subprocess.Popen[bytes]] = []
+    lost: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
+
+    def start(end: socket.socket) -> Any:
+        started.append(cast("subprocess.Popen[bytes]", start_process(end)))
+        return started[-1]
+
+    with engine(model_dir("llama"), 2, lost=lost.put, start=start) as native:
+        native.submit(request(0, prompt(9), 400))
+        for _ in range(5):
+            native.step()
+        started[0].kill()
+        with pytest.raises(NodeLost, match="rank 1 of 2 was ended by SIGKILL"):
+            drain(native)
+        assert "SIGKILL" in str(lost.get(timeout=5))
+    with pytest.raises(queue.Empty):
+        lost.get_nowait()
+
+
+def test_ranks_end_with_their_engine(model_dir: Callable[[str], Path]) -> None:
+    made: list[RankThread] = []
+
+    def start(end: socket.socket) -> RankThread:
+        made.append(RankThread(end))
+        return made[-1]
+
+    with engine(model_dir("llama"), 2, start=start):
+        assert len(made) == 1
+    assert made[0].wait(0) == 0
