@@ -65,6 +65,15 @@ class RequestFinder:
             raise unknown(request_id)
         return request
 
+    async def is_stored(self, request_id: str, until_ns: int) -> bool:
+        """Whether the log has a request of this id that was stored until then.
+
+        Raises:
+            ServingError: the log cannot be read.
+        """
+        made_ns = time_of(request_id)
+        return await self._in_shard(request_id, (made_ns - CLOCK_SKEW_NS, until_ns), FEW) is not None
+
     async def _has_lost(self, made_ns: int) -> bool:
         """Whether the log no longer has what it stored at a time: of a request, only a copy may be left."""
         first = await get_next(self._bus, self._bus.subjects.stream("REQUESTS"), ">", 0)

@@ -47,6 +47,7 @@ CANCEL_AGAIN_S = 1.0
 ERASE_S = 20.0  # a router reads the jobs of the time in which the request ran
 CANCEL_TRIES = 30  # of a request with other readers; by then its router and worker have been restarted
 MAX_CANCELLING = 1000  # such requests at a time; those beyond are cancelled once
+NEVER_STORED_S = 10.0  # after the gateway gave up to have a request stored, as long as an election may take
 CANCEL_FOR_NS = 60_000_000_000  # beyond the deadline; by then the request has been ended
 DEADLINE_GRACE_NS = 500_000_000  # the worker's own error for a missed deadline comes first
 ABORT_NS = 5_000_000_000  # beyond the deadline, for a client that still has not read what there is
@@ -101,6 +102,8 @@ class Cell:
         self._charges = charges
         self._subscriptions = TokenSubscriptions(bus, gateway, self.tasks)
         self._cancelling = 0
+        self._unconfirmed: dict[InflightRequest, float] = {}  # cancelled, and perhaps never stored; since when
+        self._looking: asyncio.Task[None] | None = None
         self.unstored = UnstoredRequests(
             bus,
             publisher,
@@ -258,6 +261,8 @@ class Cell:
             # It cannot run without its content.
             if owner or (kept is not None and _was_refused(kept)):
                 self.cancel_unfinished(inflight, "the acceptance was not confirmed")
+                if inflight.cancelling:
+                    self._unconfirmed[inflight] = time.monotonic()
             else:
                 self.release(inflight)
             raise
@@ -300,6 +305,7 @@ class Cell:
 
     def release(self, inflight: InflightRequest) -> None:
         """Stop reading, without cancelling."""
+        self._unconfirmed.pop(inflight, None)
         if inflight.request.no_store and not self.unstored.release(inflight):  # its content may be stored again
             inflight.cancelling = "released"  # never sent
             inflight.cancel_sent = math.inf
@@ -467,7 +473,21 @@ class Cell:
             elif late_ns > DEADLINE_GRACE_NS:
                 _end_overdue(inflight, late_ns)
         self._quiet, self.open_of = quiet, open_
+        due = [inflight for inflight, since in self._unconfirmed.items() if now - since > NEVER_STORED_S]
+        if due and (self._looking is None or self._looking.done()):
+            self._looking = self.tasks.spawn(self._release_never_stored(due), name="never-stored", on_failure=_not_read)
         await self._subscriptions.close_unused()
+
+    async def _release_never_stored(self, due: Sequence[InflightRequest]) -> None:
+        """Of requests that are cancelled as their acceptance was not confirmed, those that the log does not have.
+
+        Nothing would ever end them.
+        """
+        for inflight in due:
+            stored = await self.finder.is_stored(inflight.request.id, self.bus.clock.now_ns())
+            if self._unconfirmed.pop(inflight, None) is not None and not stored:
+                self.unstored.drop(inflight)
+                self.release(inflight)
 
 
 def _was_refused(done: "asyncio.Future[Ack]") -> bool:
@@ -480,6 +500,10 @@ def _end_overdue(inflight: InflightRequest, late_ns: int) -> None:
             inflight.abort()  # its client does not read: no message would reach it
     elif not inflight.ended and not inflight.behind:
         inflight.fail(ServingError(Code.deadline_exceeded, "the request did not finish before its deadline"))
+
+
+def _not_read(error: BaseException) -> None:
+    log.debug("unconfirmed_not_looked_up", error=repr(error))  # the next sweep tries again
 
 
 def _not_cancelled(error: BaseException) -> None:

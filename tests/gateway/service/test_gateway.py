@@ -2,20 +2,22 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nats.aio.msg import Msg
 
 from penstock.gateway.admission.queues import unstored
 from penstock.gateway.http.answers import DISCONNECTED
+from penstock.gateway.service import cell as cell_module
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.doctor.fleet import Keys, find_keys
 from penstock.schemas.control import Cancel, decode_cancel
-from penstock.schemas.errors import ServingError
+from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import Subjects
-from tests.gateway.nats.support import Running, gateway_on
+from tests.gateway.nats.support import Engine, Running, gateway_on
 from tests.pipeline.support import until
 
 BODY = b'{"model": "tiny", "prompt": "a b c", "max_tokens": 4}'
@@ -43,6 +45,52 @@ async def test_only_a_request_whose_client_left_is_cancelled_always_for_that_rea
         assert cancelled.empty()
         again = decode_cancel(await cancelled.get())  # nobody has ended it
     assert first == again == Cancel(left.request.id, "the client disconnected")
+
+
+@pytest.mark.parametrize("stored", [False, True])
+async def test_a_request_that_was_never_stored_is_not_waited_for(
+    stored: bool, bus: Bus, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker was away when it came: nothing in the log would end it before its deadline, ten minutes later."""
+    monkeypatch.setattr(cell_module, "NEVER_STORED_S", 0.3)
+    cell = running.gateway.cells[0]
+    publish = cell.publisher.publish
+
+    async def unconfirmed(*args: Any, **more: Any) -> Any:
+        if stored:
+            await publish(*args, **more)
+        raise ServingError(Code.broker_unavailable, "no acknowledgement")
+
+    monkeypatch.setattr(cell.publisher, "publish", unconfirmed)
+    request = (await running.gateway.prepare("completion", BODY)).request
+    cancels: list[bytes] = []
+
+    async def take(message: Msg) -> None:
+        cancels.append(message.data)
+
+    await bus.nc.subscribe(bus.subjects.cancel, cb=take)
+    await bus.nc.flush()
+    with pytest.raises(ServingError):
+        await running.gateway.submit(request)
+    assert cell.open_requests == 1
+
+    async def known() -> bool:
+        return not cell._unconfirmed
+
+    await until(known, "the log was looked at")
+    assert cell.open_requests == stored
+    if stored:  # it may run, so it is cancelled until it has ended
+
+        async def again() -> bool:
+            return len(cancels) > 1
+
+        await until(again, "a further cancellation")
+        await Engine(bus).record(request, 0)
+
+        async def ended() -> bool:
+            return not cell.open_requests
+
+        await until(ended, "its end was read")
 
 
 async def test_a_gateway_whose_keys_are_lost_shows_it_and_notes_it_for_the_doctor(
