@@ -10,10 +10,8 @@ import contextlib
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -29,9 +27,10 @@ from penstock.infra.bus.direct_get import (
     read_backwards,
     stream_end,
 )
-from penstock.log_tools.requests.describe import Texts
+from penstock.log_tools.requests.text_search import RecordSearch
 from penstock.log_tools.sources.data_folder import StoredLog, entry_of
 from penstock.log_tools.sources.store_files import (
+    Place,
     Raw,
     StoredStream,
     body_of,
@@ -57,7 +56,6 @@ from penstock.schemas.summary import (
     of_encoded_done,
     of_request,
 )
-from penstock.schemas.wire import TOKEN_BYTES, decoder, unpack_tokens, widened
 
 if TYPE_CHECKING:  # a stopped deployment is read without the client, which loads slowly
     from penstock.infra.bus.connection import Bus
@@ -193,29 +191,29 @@ async def ended(
     criteria: Criteria,
     *,
     before: int = 0,
-    wanted: Callable[[Sequence[bytes], Sequence[bytes]], Sequence[bool]] | None = None,
+    search: RecordSearch | None = None,
     prompts: bool = False,
 ) -> AsyncGenerator[tuple[int, LoggedRequest], None]:
     """Ended requests with the sequences of their records, latest end first.
 
     Args:
         before: begin before this sequence of DONE; 0: with the last.
-        wanted: which of some records may be among them, given the messages of REQUESTS, too; others are not decoded.
-        prompts: they are wanted, which REQUESTS has, as with ``wanted``.
+        search: only those that may have its text; others are not decoded.
+        prompts: they are wanted, which REQUESTS has, as with ``search``.
     Raises:
         ServingError: the stream cannot be read.
+        ValueError: as ``RecordSearch.matching``.
     """
     stream, subjects = bus.subjects.stream("DONE"), bus.subjects.all("done")
     oldest = criteria.ended_since_ns
     before = before or await _behind(bus, stream, criteria)
-    async with contextlib.aclosing(_Accepted(bus)) as accepted:
-        async for part in _together(bus, stream, subjects, before):
-            bodies, asked = list(map(_body, part)), [b""] * len(part)
-            if prompts or wanted is not None:
-                lacking = [at for at, body in enumerate(bodies) if _LEFT_OUT in body]  # older records have the prompt
-                for at, message in zip(lacking, await accepted.of([part[at] for at in lacking]), strict=True):
-                    asked[at] = message
-            may_be = wanted(bodies, asked) if wanted is not None else [True] * len(part)
+    if search is not None and search.sifts and isinstance(bus, StoredLog):
+        parts = _sifted(bus, search, before=before, oldest=oldest)
+    else:
+        parts = _with_requests(bus, _together(bus, stream, subjects, before), wanted=prompts or search is not None)
+    async with contextlib.aclosing(parts):
+        async for part, asked in parts:
+            may_be = search.matching(list(map(_body, part)), asked) if search is not None else [True] * len(part)
             for each, stored, is_wanted in zip(part, asked, may_be, strict=True):
                 if not is_wanted and not oldest:
                     continue
@@ -225,6 +223,73 @@ async def ended(
                 found = of_entry(entry, stored) if is_wanted else None
                 if found is not None and criteria.accepts(found.summary):
                     yield entry.seq, found
+
+
+Parts = AsyncGenerator[tuple[Sequence[Entry | Raw], Sequence[bytes]], None]
+
+
+async def _with_requests(bus: Readable, records: AsyncGenerator[Sequence[Entry | Raw], None], *, wanted: bool) -> Parts:
+    """Records with the messages of REQUESTS that have their prompts; empty: it is gone, or prompts are not wanted."""
+    async with contextlib.aclosing(records), contextlib.aclosing(_Accepted(bus)) as accepted:
+        async for part in records:
+            asked = [b""] * len(part)
+            if wanted:
+                lacking = [at for at, each in enumerate(part) if _LEFT_OUT in _body(each)]  # older ones have the prompt
+                for at, message in zip(lacking, await accepted.of([part[at] for at in lacking]), strict=True):
+                    asked[at] = message
+            yield part, asked
+
+
+class _AskedBlock:
+    """The requests of a block of REQUESTS."""
+
+    def __init__(self, block: bytes, places: list[Place], search: RecordSearch) -> None:
+        sifted = search.sift(block, places)
+        self._block, self._places, self._names = block, places, sifted.names
+        self._at: dict[bytes, int] = {}
+        self.names = set(sifted.names)
+        self.possible = {sifted.names[number] for number in sifted.possible}
+        self.since_ns = places[0][1]
+
+    def of(self, name: bytes) -> bytes:
+        """The message of a request that it has."""
+        self._at = self._at or dict(zip(self._names, (at for _, _, at in self._places), strict=True))
+        return body_of(self._block, self._at[name])
+
+
+async def _sifted(stored: StoredLog, search: RecordSearch, *, before: int, oldest: int) -> Parts:
+    """As ``_with_requests``, without what cannot have the text. REQUESTS is read beside DONE, as by ``_Accepted``.
+
+    Args:
+        oldest: how far back to read (Unix, ns).
+    """
+    done_stream, requests_stream = _stream(stored, "DONE"), _stream(stored, "REQUESTS")
+    if done_stream is None:
+        return
+    more = requests_stream.blocks_backward() if requests_stream is not None else iter(())
+    asked: list[_AskedBlock] = []  # the latest first
+    for block, places in done_stream.blocks_backward(before=before):
+        if places[-1][1] < oldest:
+            return
+        names, possible = search.sift(block, places)
+        lacking = set(names) - {b""}
+        asked = [each for each in asked if each.since_ns <= places[-1][1] + CLOCK_SKEW_NS]
+        until_ns = _made_ns(min(lacking)) if lacking else 0  # ids ascend with the time
+        for each in asked:
+            lacking -= each.names
+        while lacking and (not asked or asked[-1].since_ns > until_ns) and (following := next(more, None)) is not None:
+            asked.append(_AskedBlock(*following, search))
+            lacking -= asked[-1].names
+        wanted = set(possible)
+        with_prompt = lacking.union(*(each.possible for each in asked))
+        if with_prompt:
+            wanted.update(number for number, name in enumerate(names) if name in with_prompt)
+        numbers = sorted(wanted, reverse=True)
+        for start in range(0, len(numbers), SEARCHED):
+            some = numbers[start : start + SEARCHED]
+            owners = (next((each for each in asked if names[number] in each.names), None) for number in some)
+            messages = [each.of(names[number]) if each else b"" for number, each in zip(some, owners, strict=True)]
+            yield [Raw(places[number][0], places[number][1], block, places[number][2]) for number in some], messages
 
 
 async def _together(
@@ -574,200 +639,3 @@ async def _records(bus: Readable, wanted: Iterable[RequestSummary]) -> AsyncGene
             event = done.decode(entry.data)
             if isinstance(event, done.Done):
                 yield event
-
-
-# --- texts ---
-
-
-class _Spoken(msgspec.Struct):
-    """Of an ``Outcome``."""
-
-    tokens: bytes = b""
-    packed: bytes = b""
-    count: int = 0
-
-
-class _Said(msgspec.Struct, tag="done"):
-    """Of a ``Done``."""
-
-    model: str
-    choices: tuple[_Spoken, ...] = ()
-    submitted: bytes = b""
-
-
-class _Asked(msgspec.Struct):
-    """Of a ``GenerateRequest``."""
-
-    prompt: bytes = b""
-    prompt_length: int = 0
-    diffusion: msgspec.Raw | None = None
-    embedding: msgspec.Raw | None = None
-
-
-class _PackedAsked(msgspec.Struct, array_like=True):
-    """Of a ``PackedRequest``."""
-
-    request: _Asked
-    prompt: bytes
-
-
-_decode_said, _decode_asked, _decode_packed = decoder(_Said), decoder(_Asked), decoder(_PackedAsked)
-_NOTHING_ASKED = _Asked()
-
-
-def _prompt_in(message: bytes) -> bytes:
-    """
-    Raises:
-        msgspec.MsgspecError, ValueError: it is no message of REQUESTS.
-    """
-    if not requests.is_packed(message):
-        return _decode_asked(message).prompt if message else b""
-    packed = _decode_packed(message)
-    return widened(packed.prompt, packed.request.prompt_length)
-
-
-class RecordSearch:
-    """Finds a pattern in the prompts and answers of encoded records, of which nothing else is decoded.
-
-    Every match has the pattern's longest literal. Where a vocabulary allows it, and numpy is installed, tokens are
-    looked up in a table that says where this literal may begin, and only records in which it may become text.
-
-    Attributes:
-        without_prompt: the records so far whose prompt was not searched, since REQUESTS no longer has it.
-    """
-
-    def __init__(self, pattern: re.Pattern[str], texts: Texts) -> None:
-        self._search = pattern.search
-        self._matches_nothing = pattern.search("") is not None
-        self._texts = texts
-        self._literal = _longest_literal(pattern)
-        self._any_case = bool(pattern.flags & re.IGNORECASE)
-        self._tables: dict[str, _Beginnings | None] = {}
-        self.without_prompt = 0
-
-    def matching(self, records: Sequence[bytes], accepted: Sequence[bytes]) -> list[bool]:
-        """Which records have it. True also for one that has other texts than tokens, or cannot be read.
-
-        Args:
-            accepted: of each record the message of REQUESTS, which has its prompt; empty: it is gone.
-        Raises:
-            ValueError: a model's tokenizer is not to be found.
-        """
-        found = [False] * len(records)
-        by_model: dict[str, tuple[list[int], list[bytes]]] = {}
-        for at, (data, stored) in enumerate(zip(records, accepted, strict=True)):
-            try:
-                said = _decode_said(data)
-                asked = _decode_asked(said.submitted) if said.submitted else _NOTHING_ASKED
-                texts = [asked.prompt or _prompt_in(stored)]
-                texts += [widened(one.packed, one.count) if one.packed else one.tokens for one in said.choices]
-            except (msgspec.MsgspecError, ValueError):
-                found[at] = True
-                continue
-            if asked.diffusion is not None or asked.embedding is not None:
-                found[at] = True
-                continue
-            self.without_prompt += bool(asked.prompt_length and not texts[0])
-            of, parts = by_model.setdefault(said.model, ([], []))
-            for packed in texts:
-                if packed:
-                    of.append(at)
-                    parts.append(packed)
-                elif self._matches_nothing:
-                    found[at] = True
-        for model, (of, parts) in by_model.items():
-            for number in self._candidates(model, parts):
-                if not found[of[number]]:
-                    text = self._texts.detokenizer(model).text(unpack_tokens(parts[number]))
-                    found[of[number]] = self._search(text) is not None
-        return found
-
-    def _candidates(self, model: str, parts: Sequence[bytes]) -> Sequence[int]:
-        if not parts or not self._literal:
-            return range(len(parts))
-        if model not in self._tables:
-            spoken = self._texts.detokenizer(model).spoken
-            has_numpy = find_spec("numpy") is not None
-            usable = spoken and has_numpy
-            self._tables[model] = _Beginnings(spoken, self._literal, any_case=self._any_case) if usable else None
-        table = self._tables[model]
-        return table.candidates(parts) if table is not None else range(len(parts))
-
-
-def _longest_literal(pattern: re.Pattern[str]) -> bytes:
-    """The longest text that every match of a pattern contains, in UTF-8; empty: none is known.
-
-    Where case is ignored, it is in lower case, and has none of the letters that match others outside ASCII, too.
-    """
-    parse: Any = import_module("re._parser").parse
-    cut = _NOT_ASCII_ALONE if pattern.flags & re.IGNORECASE else _NO_CHARACTERS
-    runs = [part for run in _literals(parse(pattern.pattern, pattern.flags)) for part in cut.split(run)]
-    longest = max((run.encode() for run in runs), key=len, default=b"")
-    return longest.lower() if pattern.flags & re.IGNORECASE else longest
-
-
-_NO_CHARACTERS = re.compile("[\ufffd\ud800-\udfff]")  # the first stands for bytes that are no text, too
-_NOT_ASCII_ALONE = re.compile("[iksIKS]|[^\0-\x7f]")  # "K" also matches the sign of Kelvin, for example
-
-
-def _literals(parsed: Any) -> Iterator[str]:
-    run = ""
-    for kind, value in parsed:
-        if str(kind) == "LITERAL":
-            run += chr(value)
-        elif str(kind) != "AT":  # a position has no width
-            yield run
-            run = ""
-            if str(kind) == "SUBPATTERN" and not value[1] and not value[2]:  # without flags of its own
-                yield from _literals(value[3])
-            elif str(kind) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT") and value[0]:
-                yield from _literals(value[2])
-    yield run
-
-
-class _Beginnings:
-    """Where a literal may begin among tokens: with one that has it, or ends with a part of it that the next continues.
-
-    Tokens may cut it anywhere, even within a character. Bit k of a token that may begin it: the token ends with its
-    first k bytes; of the following one: from byte k on, the two agree as far as both go. Bit 0: the token has it all.
-    """
-
-    def __init__(self, spoken: Sequence[bytes], literal: bytes, *, any_case: bool) -> None:
-        import numpy as np
-
-        literal = literal[:_MASK_BITS]
-        every = (1 << _MASK_BITS) - 1
-        rests = [(literal[k:], 1 << k) for k in range(1, len(literal))]
-        self._begins = np.zeros(len(spoken) + 1, np.uint32)
-        # The last is for ids beyond the vocabulary, which have no text.
-        self._continues = np.full(len(spoken) + 1, every, np.uint32)
-        letters = set(literal)
-        for token, text in enumerate(spoken):
-            text = text.lower() if any_case else text
-            if not text:
-                continue
-            self._continues[token] = 1
-            if text[0] in letters:
-                self._continues[token] |= sum(bit for rest, bit in rests if rest.startswith(text[: len(rest)]))
-            if literal[0] in text:
-                own = sum(1 << k for k in range(1, len(literal)) if text.endswith(literal[:k]))
-                self._begins[token] = own | (literal in text)
-        self._may_begin = self._begins > 0
-
-    def candidates(self, parts: Sequence[bytes]) -> Sequence[int]:
-        """The parts (packed token ids) that may have it."""
-        import numpy as np
-
-        ends = np.cumsum([len(part) for part in parts])
-        if (ends % TOKEN_BYTES).any():  # damaged
-            return range(len(parts))
-        last = len(self._begins) - 1
-        ids = np.frombuffer(b"".join(parts) + b"\xff" * TOKEN_BYTES, "<u4")
-        places = np.flatnonzero(self._may_begin.take(ids, mode="clip"))
-        following = self._continues.take(ids[places + 1], mode="clip")
-        places = places[(self._begins.take(np.minimum(ids[places], last)) & following) > 0]
-        found: list[int] = np.unique(np.searchsorted(ends // TOKEN_BYTES, places, side="right")).tolist()
-        return found
-
-
-_MASK_BITS = 32

@@ -24,7 +24,6 @@ from penstock.infra.bus.direct_get import Readable, get_last, read
 from penstock.log_tools.requests.describe import Texts
 from penstock.log_tools.requests.find_requests import (
     LoggedRequest,
-    RecordSearch,
     ended,
     merged,
     of_entry,
@@ -33,6 +32,7 @@ from penstock.log_tools.requests.find_requests import (
     with_prompt,
 )
 from penstock.log_tools.requests.slow import PROPERTIES, GroupComparison, Samples, comparison_lines, itl_ms, report
+from penstock.log_tools.requests.text_search import RecordSearch
 from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_cells, run_command
 from penstock.schemas.keys import PREFIX, check_id
 from penstock.schemas.summary import NOT_SAMPLED, QUEUED, RUNNING, STATES, UNKNOWN, Criteria, RequestSummary, as_dict
@@ -432,7 +432,7 @@ async def _ended(bus: Readable, options: ListOptions, cell: int | None) -> Async
         return
     search = RecordSearch(options.grep, options.texts)
     try:
-        async for _, each in ended(bus, options.criteria, wanted=search.matching):
+        async for _, each in ended(bus, options.criteria, search=search):
             if (line := _line(each, options, cell)) is not None:
                 yield line
     finally:
