@@ -131,6 +131,24 @@ async def test_each_request_goes_to_the_cell_of_its_key_or_to_that_of_its_id(cel
         assert await cells.ask("/v1/responses", key=key, previous_response_id=None) == home
 
 
+async def test_a_batch_and_its_files_are_in_the_cell_of_its_input(cells: Cells) -> None:
+    _, [home] = await cells.ask("/v1/files")  # an upload goes to the cell of its key
+    for number in range(3):
+        made = new_request_id(cell=number)
+        assert await cells.ask("/v1/batches", input_file_id=f"file-{made}", endpoint=CHAT) == (200, [number])
+        for path in (
+            f"files/file-{made}/content",
+            f"batches/batch_{made}",
+            f"batches/batch_{made}/cancel",
+            f"messages/batches/msgbatch_{made}/results",
+        ):
+            assert await cells.ask(f"/v1/{path}") == (200, [number])
+    cells.cells[home].status = 503  # its input is nowhere else
+    assert await cells.ask("/v1/batches", input_file_id=f"file-{new_request_id(cell=home)}") == (503, [home])
+    status, asked = await cells.ask("/v1/messages/batches")
+    assert (status, len(asked)) == (200, 2)
+
+
 @pytest.mark.parametrize("path", ["/", "/metrics", "/%6detrics", "/version", "/health/ready", "/%68ealth"])
 async def test_what_speaks_of_one_gateway_is_not_passed_on(cells: Cells, path: str) -> None:
     assert await cells.ask(path) == (404, [])
