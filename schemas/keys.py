@@ -3,7 +3,8 @@
 A key is ``pst-<id>-<secret>``. Its id is public, and names its entry; of the whole key only the SHA-256 is stored. The
 secret has 238 random bits, so a slow hash, made for passwords that people choose, would add nothing but its cost.
 
-What gateways have taken of one API key's limits: an entry of the ``budgets`` bucket, changed by compare-and-set.
+What gateways have taken of the limits of one API key, or of one tenant: an entry of the ``budgets`` bucket, changed by
+compare-and-set.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ import re
 import secrets
 import string
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -85,6 +86,23 @@ class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def limited(self) -> bool:
         return bool(self.requests_per_minute or self.tokens_per_minute or self.max_concurrent)
+
+
+class Limited(NamedTuple):
+    """Whose limits a request counts against.
+
+    Attributes:
+        ledger: their entry in the ``budgets`` bucket. Those of keys have no "-".
+        who: for errors.
+        requests, tokens: per minute, at all gateways together; 0: no limit.
+        slots: requests at a time.
+    """
+
+    ledger: str
+    who: str
+    requests: int = 0
+    tokens: int = 0
+    slots: int = 0
 
 
 decode = decoder(ApiKey)

@@ -34,6 +34,7 @@ HEADER_GONE = "Penstock-Gone"  # a worker whose process has ended
 HEADER_SUSPECT = "Penstock-Suspect"
 HEADER_RECORDED_TIME = "Penstock-Recorded-Time"
 HEADER_NO_STORE = "Penstock-No-Store"
+HEADER_KEY = "Penstock-Key"  # the public part of an API key of the tenant that asks
 HEADER_PART = "Penstock-Part"
 HEADER_SUMMARY = "Penstock-Summary"
 HEADER_CONTENT_TYPE = "Content-Type"

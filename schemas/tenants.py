@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from penstock.schemas.keys import PerMonth
+from penstock.schemas.keys import PerMinute, PerMonth
 from penstock.schemas.wire import decoder
 
 MAX_PENDING = 20_000  # default; as many as one consumer may have outstanding
@@ -31,6 +31,7 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
         tokens_per_month: budget of a month (UTC), prompts and answers, of all its keys and over NATS; 0: no limit.
         max_waiting: requests of both APIs that wait for a worker; further ones are refused, and submissions stay in
             their stream. 0: only the limits of classes hold.
+        requests_per_minute, tokens_per_minute: of both APIs and all its keys, at all gateways together; 0: no limit.
     """
 
     models: tuple[str, ...] = ()
@@ -39,6 +40,12 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
     shared_cache: bool = False
     tokens_per_month: PerMonth = 0
     max_waiting: int = 0
+    requests_per_minute: PerMinute = 0
+    tokens_per_minute: PerMinute = 0
+
+    @property
+    def limited(self) -> bool:
+        return bool(self.requests_per_minute or self.tokens_per_minute)
 
 
 decode = decoder(Limits)

@@ -22,7 +22,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas.audit import AuditEntry
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.keys import ApiKey, digest_of, id_of, matches
+from penstock.schemas.keys import ApiKey, Limited, digest_of, id_of, matches
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import DEFAULT_TENANT
 from penstock.schemas.tenants import Limits
@@ -48,6 +48,9 @@ class Sight(NamedTuple):
 ALL = Sight()
 
 
+_NO_LIMITS = Limits()
+
+
 class Caller:
     """
     Args:
@@ -56,9 +59,13 @@ class Caller:
         key: the API key. None if keys are not in use, or the request came over NATS.
         models: the models that may be named. Empty: all.
         own_cache: KV is not shared with other tenants.
+        limits: of the tenant.
+
+    Attributes:
+        limited_by: its key and its tenant, if they have limits.
     """
 
-    __slots__ = ("_base", "_context", "key", "models", "own_cache", "sees", "tenant")
+    __slots__ = ("_base", "_context", "key", "limited_by", "models", "own_cache", "sees", "tenant")
 
     def __init__(
         self,
@@ -68,12 +75,14 @@ class Caller:
         key: ApiKey | None = None,
         models: Iterable[str] = (),
         own_cache: bool = True,
+        limits: Limits = _NO_LIMITS,
     ) -> None:
         self.tenant = tenant
         self.sees = sees
         self.key = key
         self.models = frozenset(models)
         self.own_cache = own_cache
+        self.limited_by = _limited_by(tenant, key, limits)
         self._base: PrepareContext | None = None
         self._context: PrepareContext | None = None
 
@@ -101,6 +110,17 @@ class Caller:
         if (self.tenant, api_key) == (request.tenant, request.api_key) and priority is request.priority:
             return request
         return msgspec.structs.replace(request, tenant=self.tenant, priority=priority, api_key=api_key)
+
+
+def _limited_by(tenant: str, key: ApiKey | None, limits: Limits) -> tuple[Limited, ...]:
+    found: tuple[Limited, ...] = ()
+    if key is not None and key.limited:
+        amounts = key.requests_per_minute, key.tokens_per_minute, key.max_concurrent
+        found = (Limited(key.id, f"the API key {key.prefix}", *amounts),)
+    if limits.limited:
+        amounts = limits.requests_per_minute, limits.tokens_per_minute, 0
+        found += (Limited(f"tenant-{tenant}", f"the tenant {tenant!r}", *amounts),)
+    return found
 
 
 OPERATOR = Caller(DEFAULT_TENANT, None)  # has a key that the gateway was started with
@@ -201,7 +221,7 @@ def caller_with(key: ApiKey, tenants: Mapping[str, Limits]) -> Caller | ServingE
         if not models:
             return refused(f"the API key {key.prefix} names no model that its tenant may use")
     sees = None if key.operator else key.tenant
-    return Caller(key.tenant, sees, key=key, models=models, own_cache=not limits.shared_cache)
+    return Caller(key.tenant, sees, key=key, models=models, own_cache=not limits.shared_cache, limits=limits)
 
 
 def audited(method: str, path: str, caller: Caller) -> AuditEntry | None:
@@ -296,9 +316,7 @@ class Guard:
             ):  # compares all, so that the time tells nothing
                 return OPERATOR
         key = find_key(given, self.table.keys)
-        if not self.table.current:
-            message = f"keys cannot be checked: the broker has not confirmed them for {STALE_S:g} s; try again"
-            raise ServingError(Code.broker_unavailable, message, retry_after=1.0)
+        self._check_current()
         check_valid(key, time.time_ns())
         caller = self._callers.get(key.id)
         if caller is None:
@@ -316,7 +334,9 @@ class Guard:
             ServingError: invalid_api_key: the key is valid no longer.
         """
         if not key_id:
-            return ANYONE if tenant == DEFAULT_TENANT else Caller(tenant, tenant)
+            if tenant == DEFAULT_TENANT:
+                return ANYONE
+            return Caller(tenant, tenant, limits=self._tenants.get(tenant, _NO_LIMITS))
         key = self.table.keys.get(key_id)
         if key is None:
             raise refused("the API key that this was asked with was removed")
@@ -325,6 +345,26 @@ class Guard:
         if isinstance(caller, ServingError):
             raise caller
         return caller
+
+    def caller_naming(self, key_id: str, tenant: str) -> Caller:
+        """The caller of a request over NATS that names a key of its tenant, whose password the broker has checked.
+
+        Raises:
+            ServingError: invalid_api_key: the tenant has no such key, or it is valid no longer; broker_unavailable, if
+                that is not known.
+        """
+        self._check_current()
+        key = self.table.keys.get(key_id)
+        if key is None or key.tenant != tenant:
+            raise refused(f"tenant {tenant!r} has no API key pst-{key_id}")
+        caller = self.caller_with_key(key_id, tenant)
+        limits = self._tenants.get(tenant, _NO_LIMITS)
+        return Caller(tenant, tenant, key=key, models=caller.models, own_cache=caller.own_cache, limits=limits)
+
+    def _check_current(self) -> None:
+        if not self.table.current:
+            message = f"keys cannot be checked: the broker has not confirmed them for {STALE_S:g} s; try again"
+            raise ServingError(Code.broker_unavailable, message, retry_after=1.0)
 
     def tenants_changed(self) -> None:
         """Called when a tenant was added, removed or given other limits."""

@@ -52,8 +52,8 @@ class TenantTable:
         """Who asks for this tenant over NATS, where the broker has checked the password."""
         found = self._callers.get(tenant)
         if found is None:
-            own_cache = not self.limits(tenant).shared_cache
-            found = self._callers[tenant] = Caller(tenant, tenant, own_cache=own_cache)
+            limits = self.limits(tenant)
+            found = self._callers[tenant] = Caller(tenant, tenant, own_cache=not limits.shared_cache, limits=limits)
         return found
 
     def check_model(self, tenant: str, model: str) -> None:

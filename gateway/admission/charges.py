@@ -1,4 +1,4 @@
-"""Requests that count against the limits of their API keys, from the reservation to their end.
+"""Requests that count against the limits of their API keys and tenants, from the reservation to their end.
 
 A request takes its prompt and the most that it may generate. When it has ended, what it did not generate is given back.
 It holds one of the requests at a time until it has ended, whether or not its client still waits.
@@ -48,14 +48,13 @@ class Charges:
         Raises:
             ServingError: rate_limit_exceeded; broker_unavailable.
         """
-        if caller.key is None or not caller.key.limited:
+        limited = caller.limited_by
+        if not limited:
             return
         request = prepared.request
         output = 0 if request.output else request.n * request.stop.max_tokens
         tokens = prompt_tokens(request) + output
-        self.reserved[request.id] = self._limiter.pay(caller.key, tokens) or await self._limiter.reserve(
-            caller.key, tokens
-        )
+        self.reserved[request.id] = self._limiter.pay(limited, tokens) or await self._limiter.reserve(limited, tokens)
 
     def began(self, inflight: InflightRequest) -> None:
         """The request is being put into the log."""

@@ -47,7 +47,7 @@ from penstock.gateway.http.server import FOLLOWED, SCOPE, HttpConnection
 from penstock.gateway.request_log.inflight import GOES_ON, InflightRequest
 from penstock.gateway.service.gateway import Gateway
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.keys import ApiKey
+from penstock.schemas.keys import Limited
 from penstock.schemas.requests import GenerateRequest, new_request_id, request_of_answer
 from penstock.schemas.tokens import TokenItem
 from penstock.schemas.wire import TOKEN_BYTES
@@ -124,10 +124,10 @@ class Generations:
         code, accepted, body = "ok", "", b""
         confirmed = True  # the request that is named by ``accepted`` is stored
         reserved: list[str] = []  # ids of requests that the caller's limits were asked for
-        key = caller_of(scope).key
+        limited = caller_of(scope).limited_by
         try:
-            if key is not None and key.limited:
-                gateway.limiter.check(key)
+            if limited:
+                gateway.limiter.check(limited)
             body = await read_body(scope, receive, gateway.settings.max_body_bytes)
             await gateway.turns.enter()
             gateway.metrics.request_bytes.inc(len(body))
@@ -161,8 +161,8 @@ class Generations:
             if error.code is Code.shutting_down and not confirmed:  # its publisher was closed
                 error = unconfirmed(accepted)
             code = error.code.value
-            if error.code is Code.rate_limit_exceeded and key is not None and len(reserved) < 2:
-                show_limits(scope, gateway.limiter, key)
+            if error.code is Code.rate_limit_exceeded and limited and len(reserved) < 2:
+                show_limits(scope, gateway.limiter, limited)
             send = with_status_of_full(send, error.code, gateway.settings.queue_full_status)
             await self._send_error(send, error, accepted)
         except ClientDisconnected:
@@ -193,11 +193,11 @@ class Generations:
         caller = caller_of(scope)
         prepared = await self._gateway.prepare(self._endpoint, body, no_store=names.no_store, caller=caller)
         scope[MODEL] = prepared.request.model
-        if caller.key is not None and caller.key.limited:
+        if caller.limited_by:
             reserved.append(prepared.request.id)
             await self._gateway.charges.reserve(caller, prepared)
             if len(reserved) == 1:
-                show_limits(scope, self._gateway.limiter, caller.key)
+                show_limits(scope, self._gateway.limiter, caller.limited_by)
         prepared = with_client_id(prepared, names)
         return with_trace(prepared, from_http_headers(scope["headers"], self._gateway.settings.tracing))
 
@@ -477,10 +477,10 @@ async def send_refusal(
     await send({"type": "http.response.body", "body": body})
 
 
-def show_limits(scope: MutableMapping[str, Any], limiter: Limiter, key: ApiKey) -> None:
-    """Have the answer say what the key has left. Without a layer around ``send``, which every event would pass."""
+def show_limits(scope: MutableMapping[str, Any], limiter: Limiter, limited: Sequence[Limited]) -> None:
+    """Have the answer say what the caller has left. Without a layer around ``send``, which every event would pass."""
     connection: HttpConnection = scope[SCOPE]
-    connection.add_lines(limit_lines(limiter, key))
+    connection.add_lines(limit_lines(limiter, limited))
 
 
 _LIMIT_LINES = [
@@ -489,9 +489,9 @@ _LIMIT_LINES = [
 ]
 
 
-def limit_lines(limiter: Limiter, key: ApiKey) -> bytes:
+def limit_lines(limiter: Limiter, limited: Sequence[Limited]) -> bytes:
     """Headers as OpenAI names them, of requests and tokens per minute: limit, rest, seconds until all of it is free
     again. They are written together, as each answer has six of them."""
-    requests, tokens = limiter.standing(key)
+    requests, tokens = limiter.standing(limited)
     lines = _LIMIT_LINES[0] % requests if requests.limit else b""
     return lines + _LIMIT_LINES[1] % tokens if tokens.limit else lines

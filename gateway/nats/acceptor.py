@@ -81,6 +81,13 @@ class RequestAcceptor:
             if name and (earlier := await self.find_repeated(origin, name, digest_of(body))) is not None:
                 return earlier
             raise
+        try:
+            return await self._submit(prepared, body, origin, name)
+        finally:
+            self._gateway.charges.abandon(prepared.request.id)
+
+    async def _submit(self, prepared: PreparedRequest, body: bytes, origin: Origin, name: str) -> AcceptedRequest:
+        """As ``accept``, of a request that has been paid for."""
         request = prepared.request
         if name:
             claimed_body = None if request.no_store else body
@@ -101,16 +108,20 @@ class RequestAcceptor:
         return AcceptedRequest(inflight.request, inflight=inflight, ignored=listed(names) if names else "")
 
     async def _prepare(self, message: Any, body: bytes, origin: Origin) -> PreparedRequest:
+        """A request that is paid for."""
         gateway = self._gateway
         await gateway.turns.enter()
         shape = await gateway.run_for(body, shape_of, body)
         self.table.check_model(origin.tenant, shape.model or "")
         options = parse_headers(message.headers or {}, gateway.bus.subjects.namespace)
         caller = self.table.caller(origin.tenant)
+        if options.key:
+            caller = gateway.guard.caller_naming(options.key, origin.tenant)
         prepared: PreparedRequest = await gateway.prepare(
             shape.endpoint, body, no_store=options.no_store, caller=caller
         )
         check_vectors(prepared.request, gateway.bus.max_message)
+        await gateway.charges.reserve(caller, prepared)
         prepared = with_trace(prepared, from_nats_headers(message.headers or {}, gateway.settings.tracing))
         request = msgspec.structs.replace(
             prepared.request,

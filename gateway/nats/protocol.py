@@ -9,8 +9,16 @@ import msgspec
 from penstock.gateway.base.request_bodies import BOM, CHAT, COMPLETION, read_switch
 from penstock.schemas import control
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.keys import PREFIX, check_id
 from penstock.schemas.requests import EMBEDDING, RERANK, SCORE
-from penstock.schemas.subjects import DEFAULT_TENANT, HEADER_FROM, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_REPLY_TO
+from penstock.schemas.subjects import (
+    DEFAULT_TENANT,
+    HEADER_FROM,
+    HEADER_KEY,
+    HEADER_MSG_ID,
+    HEADER_NO_STORE,
+    HEADER_REPLY_TO,
+)
 
 STREAM = "stream"
 STREAM_USAGE = "stream+usage"
@@ -121,12 +129,14 @@ class SubmitHeaders(NamedTuple):
     Attributes:
         first: number of the first message that is wanted.
         no_store: as if the body asked for it.
+        key: id of the API key that the request counts for; "": none was named.
     """
 
     message_id: str
     reply_to: str
     first: int
     no_store: bool = False
+    key: str = ""
 
 
 def usable_reply_to(headers: dict[str, str], namespace: str) -> str:
@@ -152,7 +162,20 @@ def parse_headers(headers: dict[str, str], namespace: str) -> SubmitHeaders:
     if not (first.isascii() and first.isdigit() and len(first) < 10):
         raise _invalid(f"{HEADER_FROM} {first[:40]!r} is not a message number")
     no_store = read_switch(_no_store_header(headers), HEADER_NO_STORE)
-    return SubmitHeaders(message_id, reply_to, int(first), no_store)
+    return SubmitHeaders(message_id, reply_to, int(first), no_store, _named_key(headers.get(HEADER_KEY, "")))
+
+
+def _named_key(named: str) -> str:
+    """The id of a key by its public part. Its secret must not be sent: headers are stored with the submission."""
+    if not named:
+        return ""
+    try:
+        found = check_id(named)
+    except ValueError:
+        raise _invalid(f"{HEADER_KEY} is not the first part of an API key, such as pst-0a1b2c3d4e5f") from None
+    if named.removeprefix(PREFIX) != found:
+        raise _invalid(f"{HEADER_KEY} has a whole API key: send its first part alone, {PREFIX}{found}")
+    return found
 
 
 def is_reply_subject(subject: str, namespace: str) -> bool:

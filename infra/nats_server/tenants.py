@@ -61,12 +61,12 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     shared_cache: bool = False
     tokens_per_month: int = 0
     max_waiting: int = 0
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
 
     @property
     def limits(self) -> Limits:
-        return Limits(
-            self.models, self.max_pending, self.weight, self.shared_cache, self.tokens_per_month, self.max_waiting
-        )
+        return Limits(**{name: getattr(self, name) for name in Limits.__struct_fields__})
 
     @property
     def login(self) -> tuple[str, bool]:

@@ -39,7 +39,7 @@ from penstock.launch.state import read_state
 from penstock.log_tools.sources.open_log import LogSource, cells_of, running
 from penstock.schemas import wire
 from penstock.schemas.audit import KEYS_LOST, decode
-from penstock.schemas.keys import MOST_PER_MONTH
+from penstock.schemas.keys import MOST_PER_MINUTE, MOST_PER_MONTH
 from penstock.schemas.streams import submissions
 from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
 from penstock.schemas.tenants import LEAST_WEIGHT, MAX_PENDING, MOST_WEIGHT, Limits, check_name
@@ -122,6 +122,14 @@ def _parser() -> Parser:
                 metavar="X",
                 help="share of the work while requests wait, against tenants with 1; default: as it was, or 1",
             )
+            for flag, what in (("--rpm", "requests"), ("--tpm", "tokens, prompts and answers,")):
+                one.add_argument(
+                    flag,
+                    type=or_none(whole_number(MOST_PER_MINUTE)),
+                    metavar="N",
+                    help=f"{what} per minute, of all its keys and over NATS; none: no limit; default: as it was, or "
+                    "none",
+                )
             one.add_argument(
                 "--monthly-tokens",
                 type=or_none(whole_number(MOST_PER_MONTH)),
@@ -474,6 +482,8 @@ def _named_limits(args: argparse.Namespace) -> dict[str, Any]:
         "weight": args.weight,
         "shared_cache": args.shared_cache,
         "max_waiting": args.max_waiting,
+        "requests_per_minute": args.rpm,
+        "tokens_per_minute": args.tpm,
         "tokens_per_month": args.monthly_tokens,
     }
     return {name: value for name, value in limits.items() if value is not None}
@@ -511,10 +521,11 @@ def _list(existing: Tenants) -> None:
     if not existing:
         print("there is no tenant but 'default'")
         return
-    heads = f"{'max-pending':>11}  {'max-waiting':>11}  {'weight':>6}  {'monthly-tokens':>14}"
+    heads = f"{'max-pending':>11}  {'max-waiting':>11}  {'weight':>6}  {'rpm':>9}  {'tpm':>10}  {'monthly-tokens':>14}"
     print(f"{'tenant':<32}  {heads}  {'cache':<6}  models")
     for name, tenant in sorted(existing.items()):
         cache, models = "shared" if tenant.shared_cache else "own", ",".join(tenant.models) or "all"
         limits = f"{tenant.max_pending:>11}  {tenant.max_waiting or 'none':>11}  {tenant.weight:>6g}"
+        limits += f"  {tenant.requests_per_minute or 'none':>9}  {tenant.tokens_per_minute or 'none':>10}"
         limits += f"  {tenant.tokens_per_month or 'none':>14}"
         print(f"{name:<32}  {limits}  {cache:<6}  {models}")

@@ -10,7 +10,7 @@ import tarfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -817,3 +817,218 @@ async def test_a_bound_of_what_waits_of_a_tenant_holds_over_both_apis_and_is_cha
     capsys.readouterr()
     assert await asyncio.to_thread(main, ["tenants", "set", "nobody", "--data-dir", str(deployment.data_dir)]) == 1
     assert "no tenant 'nobody'" in capsys.readouterr().err
+
+
+def login_of(deployment: Deployment, tenant: str) -> str:
+    return str(json.loads(credentials_path(deployment.data_dir, tenant).read_text())["nats_url"])
+
+
+@pytest.fixture
+async def over_nats(deployment: Deployment, tenants: None) -> AsyncIterator[dict[str, nats.NATS]]:
+    """A client of each tenant at the NATS API."""
+    async with contextlib.AsyncExitStack() as stack:
+        found = {}
+        for tenant in ("acme", "zenith"):
+            found[tenant] = await nats.connect(login_of(deployment, tenant))
+            stack.push_async_callback(found[tenant].close)
+        yield found
+
+
+class Refusal(NamedTuple):
+    """``after_s``: until a repeat may be taken; 0: not said."""
+
+    code: str
+    message: str
+    after_s: int
+
+
+async def ask_over_nats(client: nats.NATS, key: str = "", **more: Any) -> Refusal | None:
+    """Ask; None: it was answered."""
+    headers = {"Penstock-Key": key} if key else None
+    said = await client.request(
+        f"ps.ask.{MODEL_NAME}", json.dumps({**CHAT, **more}).encode(), timeout=10, headers=headers
+    )
+    found = said.headers or {}
+    if "Penstock-Error" not in found:
+        return None
+    message = json.loads(said.data)["error"]["message"]
+    return Refusal(found["Penstock-Error"], message, int(found.get("Penstock-Retry-After", 0)))
+
+
+async def submit_over_nats(client: nats.NATS) -> Refusal | None:
+    """As ``ask_over_nats``, through the durable stream."""
+    inbox = client.new_inbox()
+    answers = await client.subscribe(inbox)
+    await client.request(
+        f"ps.submit.{MODEL_NAME}", json.dumps(CHAT).encode(), timeout=10, headers={"Penstock-Reply-To": inbox}
+    )
+    said = await answers.next_msg(timeout=20)
+    await answers.unsubscribe()
+    found = said.headers or {}
+    if "Penstock-Error" not in found:
+        return None
+    return Refusal(
+        found["Penstock-Error"], json.loads(said.data)["error"]["message"], int(found["Penstock-Retry-After"])
+    )
+
+
+async def test_limits_per_minute_of_a_tenant_hold_over_both_apis_together_and_are_changed_live(
+    deployment: Deployment, https: list[httpx.AsyncClient], bus: Bus, over_nats: dict[str, nats.NATS],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    async def change(*flags: str) -> None:
+        argv = ["tenants", "set", "zenith", *flags, "--data-dir", str(deployment.data_dir)]
+        assert await asyncio.to_thread(main, argv) == 0, capsys.readouterr()
+
+    async def until_over_nats(code: str) -> Refusal | None:
+        found: list[Refusal | None] = []
+
+        async def is_so() -> bool:
+            found.append(await ask_over_nats(over_nats["zenith"]))
+            return (found[-1].code if found[-1] else "") == code
+
+        await until(is_so, f"it is {code or 'answered'}")
+        return found[-1]
+
+    key = await make(bus, https, tenant="zenith")
+    await until_over_nats("")
+    await change("--rpm", "6")
+    try:
+        refused = await until_over_nats("rate_limit_exceeded")
+        assert refused is not None
+        assert "the tenant 'zenith' has reached its limit of 6 requests per minute; try again in" in refused.message
+        assert 1 <= refused.after_s <= 63
+        submitted = await submit_over_nats(over_nats["zenith"])
+        assert submitted is not None
+        assert (submitted.code, 1 <= submitted.after_s <= 63) == ("rate_limit_exceeded", True)
+        for answer in await asked(https, key, 2):  # both gateways, by way of HTTP
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert 1 <= int(answer.headers["retry-after"]) <= 63
+            assert answer.headers["x-ratelimit-limit-requests"] == "6"
+        assert await ask_over_nats(over_nats["acme"]) is None  # another's limits are its own
+        await change("--rpm", "none", "--tpm", "100")
+        await until_over_nats("")
+        many = await ask_over_nats(over_nats["zenith"], max_tokens=200)
+        assert many is not None
+        assert (many.code, "the tenant 'zenith' has 100 per minute" in many.message) == ("rate_limit_exceeded", True)
+        refused = await until_over_nats("rate_limit_exceeded")
+        assert refused is not None
+        assert "100 tokens per minute" in refused.message
+    finally:
+        await change("--rpm", "none", "--tpm", "none")
+    await until_over_nats("")
+
+
+async def test_a_request_over_nats_that_names_a_key_has_its_limits_and_counts_for_it(
+    https: list[httpx.AsyncClient], bus: Bus, over_nats: dict[str, nats.NATS]
+) -> None:
+    key = await make(bus, https, tenant="acme", requests_per_minute=2)
+    prefix = key.rpartition("-")[0]
+    assert [await ask_over_nats(over_nats["acme"], prefix) for _ in range(2)] == [None, None]
+    refused = await ask_over_nats(over_nats["acme"], prefix)
+    assert refused is not None
+    assert (refused.code, prefix in refused.message, 1 <= refused.after_s <= 63) == ("rate_limit_exceeded", True, True)
+    [over_http] = await asked(https, key, 1)
+    assert over_http.status_code == 429
+    assert await ask_over_nats(over_nats["acme"]) is None  # what names no key has the tenant's limits only
+    whole = await ask_over_nats(over_nats["acme"], key)
+    assert whole is not None
+    assert (whole.code, prefix in whole.message, key in whole.message) == ("invalid_request", True, False)
+    await used(https[0], key, 2)
+
+
+@pytest.fixture(scope="module")
+def narrow(new_deployment: NewDeployment) -> Deployment:
+    """A worker with the step times of a GPU, which runs two requests at a time; with two tenants."""
+    made = new_deployment("--mock-speedup", "1", "--max-running", "2", "--require-keys")
+    for tenant in ("acme", "zenith"):
+        assert main(["tenants", "add", tenant, "--data-dir", str(made.data_dir)]) == 0
+    return made
+
+
+async def overtaken(narrow: Deployment, api: str) -> int:
+    """How many of 24 requests, which acme has open by then, end before one of zenith's does."""
+    ended: list[str] = []
+    async with contextlib.AsyncExitStack() as stack:
+        bus = await connect(narrow.state.nats_url, role="operator", name="test")
+        stack.push_async_callback(bus.close)
+        http = httpx.AsyncClient(base_url=narrow.urls[0], trust_env=False, timeout=30)
+        await stack.enter_async_context(http)
+        keys, clients = {}, {}
+        for tenant in ("acme", "zenith"):
+            keys[tenant] = await make(bus, [http], tenant=tenant)
+            clients[tenant] = await nats.connect(login_of(narrow, tenant))
+            stack.push_async_callback(clients[tenant].close)
+
+        async def ask(tenant: str, number: int) -> None:
+            words = f"{tenant} {number} " + "again and " * 40
+            body = {**CHAT, "messages": [{"role": "user", "content": words}], "max_tokens": 4}
+            if api == "http":
+                answer = await http.post("/v1/chat/completions", json=body, headers=bearer(keys[tenant]))
+                assert answer.status_code == 200
+            else:
+                subject = f"ps.ask.{MODEL_NAME}"
+                said = await clients[tenant].request(subject, json.dumps(body).encode(), timeout=30)
+                assert "Penstock-Error" not in (said.headers or {})
+            ended.append(tenant)
+
+        async def accepted() -> int:
+            return int((await bus.js.stream_info(bus.subjects.stream("REQUESTS"))).state.messages)
+
+        await ask("zenith", 0)
+        goal = await accepted() + 24
+        many = [asyncio.create_task(ask("acme", number)) for number in range(24)]
+
+        async def all_accepted() -> bool:
+            return await accepted() >= goal
+
+        await until(all_accepted, "all are accepted")
+        before = len(ended)
+        await ask("zenith", 1)
+        found = len(ended) - before - 1
+        await asyncio.gather(*many)
+        assert len(ended) - before > 12, "too few were open"
+    return found
+
+
+@pytest.mark.parametrize("api", ["http", "nats"])
+async def test_a_tenant_cannot_slow_another_down_beyond_its_share(narrow: Deployment, api: str) -> None:
+    assert await overtaken(narrow, api) <= 8
+
+
+SEPARATED = [(what, api) for what in ("read", "cancel", "bill to") for api in ("http", "nats")]
+
+
+@pytest.mark.parametrize(("what", "api"), SEPARATED, ids=[f"{what} over {api}" for what, api in SEPARATED])
+async def test_a_tenant_cannot(
+    what: str, api: str, https: list[httpx.AsyncClient], bus: Bus, over_nats: dict[str, nats.NATS]
+) -> None:
+    """A row of the table of docs/access.md, over one of the APIs: what zenith tries with acme's."""
+    acme, zenith = [await make(bus, https, tenant=tenant) for tenant in ("acme", "zenith")]
+    if what == "bill to":
+        named = acme.rpartition("-")[0]
+        if api == "http":
+            headers = {**bearer(zenith), "penstock-key": named}
+            answer = await https[0].post("/v1/chat/completions", json={**CHAT, "user": named}, headers=headers)
+            assert answer.status_code == 200
+            await used(https[0], zenith, 1)
+        else:
+            refused = await ask_over_nats(over_nats["zenith"], named)
+            assert refused is not None
+            assert (refused.code, "tenant 'zenith' has no API key" in refused.message) == ("invalid_api_key", True)
+        page = await used(https[0], acme, 0, group_by="api_key_id")
+        billed = {each["api_key_id"] for bucket in page["data"] for each in bucket["results"]}
+        assert named not in billed
+        return
+    body = {**CHAT, "stream": True, "max_tokens": 100_000}
+    async with https[0].stream("POST", "/v1/chat/completions", json=body, headers=bearer(acme)) as running:
+        name = running.headers["x-request-id"]
+        if api == "http":
+            method, end = ("GET", "/stream") if what == "read" else ("DELETE", "")
+            answer = await https[0].request(method, f"/v1/requests/{name}{end}", headers=bearer(zenith))
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "request_not_found")
+        else:
+            said = await over_nats["zenith"].request(f"ps.{what}", json.dumps({"id": name}).encode(), timeout=10)
+            assert (said.headers or {})["Penstock-Error"] == "request_not_found"
+        status = (await https[0].get(f"/v1/requests/{name}", headers=bearer(acme))).json()
+        assert status["state"] in ("queued", "running")

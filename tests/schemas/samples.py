@@ -571,6 +571,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "tenant_with_a_weight": (tenants.Limits(weight=2.5), tenants.decode),
     "tenant_with_a_budget": (tenants.Limits(tokens_per_month=1_000_000), tenants.decode),
     "tenant_with_a_bound": (tenants.Limits(max_waiting=100), tenants.decode),
+    "tenant_with_limits_per_minute": (
+        tenants.Limits(requests_per_minute=60, tokens_per_minute=100_000),
+        tenants.decode,
+    ),
     "usage_part": (
         usage.UsagePart(
             2,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.schemas.keys import ApiKey, Holder, Ledger
+from penstock.schemas.keys import Holder, Ledger, Limited
 
 MINUTE_S = 60
 SPEND_S = 2
@@ -34,10 +34,6 @@ class Amount(msgspec.Struct, frozen=True, array_like=True):
     requests: int = 0
     tokens: int = 0
     slots: int = 0
-
-
-def limits_of(key: ApiKey) -> Amount:
-    return Amount(key.requests_per_minute, key.tokens_per_minute, key.max_concurrent)
 
 
 def taken(charges: Mapping[int, int], now_s: int) -> int:
@@ -131,7 +127,7 @@ class Account:
 
     def __init__(self, key_id: str, gateway: str, limits: Amount) -> None:
         self.key_id = key_id
-        self.key: ApiKey | None = None  # whose limits these are
+        self.by: Limited | None = None  # whose limits these are
         self.flushing = False  # slots are about to be given up
         self.looking = 0  # requests that wait for a slot to be given up
         self.gateway = gateway

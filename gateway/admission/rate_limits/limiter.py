@@ -1,4 +1,6 @@
-"""The limits of API keys at this gateway: requests and tokens per minute, and requests at a time, over all gateways.
+"""The limits of API keys and tenants at this gateway: requests and tokens per minute, and a key's requests at a time.
+
+They hold over all gateways and both APIs together.
 
 A request is usually paid from what this gateway has at hand. Else one compare-and-set in the ``budgets`` bucket takes
 more, for all requests that wait. A refusal needs no message: the bucket is followed.
@@ -6,7 +8,7 @@ more, for all requests that wait. A refusal needs no message: the bucket is foll
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -19,7 +21,6 @@ from penstock.gateway.admission.rate_limits.account import (
     Amount,
     Reservation,
     free,
-    limits_of,
     seconds_until,
     seconds_until_reset,
     taken,
@@ -30,7 +31,7 @@ from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE, compare_and_set
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.keys import ApiKey, Ledger, decode_ledger
+from penstock.schemas.keys import Ledger, Limited, decode_ledger
 from penstock.schemas.wire import encode
 
 log = structlog.get_logger("gateway")
@@ -47,11 +48,14 @@ KEEP_S = 300  # an entry that nobody changes expires
 _NONE = (EMPTY, 0)
 
 
-class Paid(NamedTuple):
+class PaidPart(NamedTuple):
     """What a request has been given, and of which account."""
 
     account: Account
     reservation: Reservation
+
+
+Paid = tuple[PaidPart, ...]
 
 
 class LimitStanding(NamedTuple):
@@ -106,61 +110,81 @@ class Limiter:
 
     # --- requests ---
 
-    async def reserve(self, key: ApiKey, tokens: int) -> Paid:
-        """Take a request, its tokens and its slot out of the key's limits.
+    async def reserve(self, limited: Sequence[Limited], tokens: int) -> Paid:
+        """Take a request, its tokens and its slot out of all of these limits, or out of none.
 
         Raises:
             ServingError: rate_limit_exceeded; broker_unavailable: the limits cannot be checked.
         """
-        if key.tokens_per_minute and tokens > key.tokens_per_minute:
-            raise ServingError(
-                Code.rate_limit_exceeded,
-                f"the request may take {tokens} tokens, prompt and max_tokens; the API key {key.prefix} has "
-                f"{key.tokens_per_minute} per minute: lower max_tokens",
-                param="max_tokens",
-            )
-        account = self._account(key)
-        return Paid(account, await self._taken(key, account, tokens))
+        paid: Paid = ()
+        try:
+            for by in limited:
+                if tokens > by.tokens > 0:
+                    raise ServingError(
+                        Code.rate_limit_exceeded,
+                        f"the request may take {tokens} tokens, prompt and max_tokens; {by.who} has {by.tokens} per "
+                        "minute: lower max_tokens",
+                        param="max_tokens",
+                    )
+                account = self._account(by)
+                paid += (PaidPart(account, await self._taken(by, account, tokens)),)
+        except BaseException:
+            self.undo(paid)
+            raise
+        return paid
 
-    def pay(self, key: ApiKey, tokens: int) -> Paid | None:
+    def pay(self, limited: Sequence[Limited], tokens: int) -> Paid | None:
         """As ``reserve``, from what is at hand; None: that is too little."""
-        if tokens > key.tokens_per_minute > 0:
-            return None
-        account = self._account(key)
-        reservation = account.take(tokens, self._clock())
-        return None if reservation is None else Paid(account, reservation)
+        paid: Paid = ()
+        for by in limited:
+            account = self._account(by)
+            reservation = None if tokens > by.tokens > 0 else account.take(tokens, self._clock())
+            if reservation is None:
+                self.undo(paid)
+                return None
+            paid += (PaidPart(account, reservation),)
+        return paid
 
-    def check(self, key: ApiKey) -> None:
+    def check(self, limited: Sequence[Limited]) -> None:
         """Refuse early, before a body is read, what would be refused anyway.
 
         Raises:
             ServingError: rate_limit_exceeded.
         """
-        if key.id not in self._accounts:
-            return
-        account = self._account(key)
-        if not account.has(1, self._clock()):
-            self._check_free(key, account, Amount(bool(key.requests_per_minute), bool(key.tokens_per_minute)))
+        for by in limited:
+            if by.ledger in self._accounts:
+                account = self._account(by)
+                if not account.has(1, self._clock()):
+                    self._check_free(by, account, Amount(bool(by.requests), bool(by.tokens)))
 
     def settle(self, paid: Paid, used_tokens: int) -> None:
         """The request has ended; it took so many tokens, its prompt included."""
-        paid.account.settle(paid.reservation, used_tokens, self._clock())
-        self._give_up(paid.account)
+        for account, reservation in paid:
+            account.settle(reservation, used_tokens, self._clock())
+            self._give_up(account)
 
     def undo(self, paid: Paid) -> None:
         """The request was not accepted after all."""
-        paid.account.undo(paid.reservation, self._clock())
-        self._give_up(paid.account)
+        for account, reservation in paid:
+            account.undo(reservation, self._clock())
+            self._give_up(account)
 
-    def standing(self, key: ApiKey) -> tuple[LimitStanding, LimitStanding]:
-        """Of requests and of tokens per minute."""
+    def standing(self, limited: Sequence[Limited]) -> tuple[LimitStanding, LimitStanding]:
+        """Of requests and of tokens per minute: of several limits the one of which less is left."""
+        requests, tokens = self._standing(limited[0])
+        for by in limited[1:]:
+            more = self._standing(by)
+            requests, tokens = _tighter(requests, more[0]), _tighter(tokens, more[1])
+        return requests, tokens
+
+    def _standing(self, by: Limited) -> tuple[LimitStanding, LimitStanding]:
         now_ns = self._clock()
         now_s = now_ns // 1_000_000_000
-        account, (ledger, revision) = self._account(key), self._ledgers.get(key.id, _NONE)
-        totals = self._totals.get(key.id)
+        account, (ledger, revision) = self._account(by), self._ledgers.get(by.ledger, _NONE)
+        totals = self._totals.get(by.ledger)
         if totals is None or totals.revision != revision or totals.second != now_s:
-            totals = self._totals[key.id] = _totals(ledger, revision, now_s)
-        unspent, requests, tokens = account.unspent(now_ns), key.requests_per_minute, key.tokens_per_minute
+            totals = self._totals[by.ledger] = _totals(ledger, revision, now_s)
+        unspent, requests, tokens = account.unspent(now_ns), by.requests, by.tokens
         return (
             LimitStanding(
                 requests, min(requests, max(0, requests - totals.requests) + unspent.requests), totals.requests_s
@@ -174,64 +198,64 @@ class Limiter:
     def _within_s(self) -> float:
         return ELECTED_S if self._bus.clustered else WITHIN_S
 
-    async def _taken(self, key: ApiKey, account: Account, tokens: int) -> Reservation:
-        need = Amount(bool(key.requests_per_minute), tokens if key.tokens_per_minute else 0, bool(key.max_concurrent))
+    async def _taken(self, by: Limited, account: Account, tokens: int) -> Reservation:
+        need = Amount(bool(by.requests), tokens if by.tokens else 0, bool(by.slots))
         if need.slots:
-            await self._slot(key, account)
-        self._check_free(key, account, need)
+            await self._slot(by, account)
+        self._check_free(by, account, need)
         _wait(account, need, 1)
         try:
-            async with asyncio.timeout(self._within_s), self._lock(key.id):
+            async with asyncio.timeout(self._within_s), self._lock(by.ledger):
                 for _ in range(TRIES):
                     reservation = account.take(tokens, self._clock())
                     if reservation is not None:
                         return reservation
-                    self._check_free(key, account, need)
-                    await self._change(key.id, account)
+                    self._check_free(by, account, need)
+                    await self._change(by.ledger, account)
         except TimeoutError:
             pass
         finally:
             _wait(account, need, -1)
-        message = f"the limits of the API key {key.prefix} cannot be checked now; try again"
+        message = f"the limits of {by.who} cannot be checked now; try again"
         raise ServingError(Code.broker_unavailable, message, retry_after=1.0)
 
-    async def _slot(self, key: ApiKey, account: Account) -> None:
+    async def _slot(self, by: Limited, account: Account) -> None:
         """Wait a moment if all slots are taken: another gateway gives a slot up only after its answer has ended."""
         until = self._clock() + SLOT_NS
-        if self._slots_taken(key, account) and account.looking < min(key.max_concurrent, MAX_LOOKING):
+        if self._slots_taken(by, account) and account.looking < min(by.slots, MAX_LOOKING):
             account.looking += 1
             try:
-                while self._slots_taken(key, account) and self._clock() < until:  # noqa: ASYNC110 - bounded
+                while self._slots_taken(by, account) and self._clock() < until:  # noqa: ASYNC110 - bounded
                     await asyncio.sleep(LOOK_S)
             finally:
                 account.looking -= 1
 
-    def _slots_taken(self, key: ApiKey, account: Account) -> bool:
-        ledger, _ = self._ledgers.get(key.id, _NONE)
+    def _slots_taken(self, by: Limited, account: Account) -> bool:
+        ledger, _ = self._ledgers.get(by.ledger, _NONE)
         return free(ledger, account.limits, self._gateway, self._clock()).slots <= account.open
 
-    def _check_free(self, key: ApiKey, account: Account, need: Amount) -> None:
+    def _check_free(self, by: Limited, account: Account, need: Amount) -> None:
         """
         Raises:
             ServingError: rate_limit_exceeded: as the ledger is, this cannot be given.
         """
         now_ns = self._clock()
         now_s = now_ns // 1_000_000_000
-        ledger, _ = self._ledgers.get(key.id, _NONE)
+        ledger, _ = self._ledgers.get(by.ledger, _NONE)
         left, unspent, limits = (
             free(ledger, account.limits, self._gateway, now_ns),
             account.unspent(now_ns),
             account.limits,
         )
         if left.slots < account.open + need.slots and limits.slots:
-            raise _refused(key, f"{limits.slots} requests at a time", 1)
+            raise _refused(by, f"{limits.slots} requests at a time", 1)
         for what, limit, had, needed, charges in (
             ("requests", limits.requests, left.requests + unspent.requests, need.requests, ledger.requests),
             ("tokens", limits.tokens, left.tokens + unspent.tokens, need.tokens, ledger.tokens),
         ):
             if limit and had < needed:
                 after_s = seconds_until(charges, limit, needed, now_s)
-                raise _refused(key, f"{limit} {what} per minute", max(1, after_s))
+                raise _refused(by, f"{limit} {what} per minute", max(1, after_s))
 
     async def _change(self, key_id: str, account: Account) -> bool:
         """One compare-and-set. If another gateway was faster, the ledger is read, and nothing else changes.
@@ -314,13 +338,13 @@ class Limiter:
         assert self._tasks is not None
         self._tasks.spawn(work, name="budgets")  # type: ignore[arg-type]
 
-    def _account(self, key: ApiKey) -> Account:
-        account = self._accounts.get(key.id)
+    def _account(self, by: Limited) -> Account:
+        account = self._accounts.get(by.ledger)
         if account is None:
-            account = self._accounts[key.id] = Account(key.id, self._gateway, limits_of(key))
-            self._locks[key.id] = asyncio.Lock()
-        if account.key is not key:  # it was made or changed
-            account.key, account.limits = key, limits_of(key)
+            account = self._accounts[by.ledger] = Account(by.ledger, self._gateway, Amount())
+            self._locks[by.ledger] = asyncio.Lock()
+        if account.by is not by:  # it was made or changed, or is that of another key of a tenant
+            account.by, account.limits = by, Amount(by.requests, by.tokens, by.slots)
         return account
 
     def _lock(self, key_id: str) -> asyncio.Lock:
@@ -345,15 +369,20 @@ def _wait(account: Account, need: Amount, sign: int) -> None:
     )
 
 
-def _refused(key: ApiKey, limit: str, after_s: int) -> ServingError:
+def _tighter(one: LimitStanding, other: LimitStanding) -> LimitStanding:
+    """That of which less is left; one without a limit leaves everything."""
+    return min((each for each in (one, other) if each.limit), key=lambda each: each.remaining, default=one)
+
+
+def _refused(by: Limited, limit: str, after_s: int) -> ServingError:
     return ServingError(
         Code.rate_limit_exceeded,
-        f"the API key {key.prefix} has reached its limit of {limit}; try again in {after_s} s",
+        f"{by.who} has reached its limit of {limit}; try again in {after_s} s",
         retry_after=float(after_s),
     )
 
 
 def _unavailable(why: str) -> ServingError:
     return ServingError(
-        Code.broker_unavailable, f"the broker does not confirm the key's limits ({why}); try again", retry_after=1.0
+        Code.broker_unavailable, f"the broker does not confirm the limits ({why}); try again", retry_after=1.0
     )

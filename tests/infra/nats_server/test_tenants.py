@@ -72,8 +72,8 @@ async def test_a_second_operator_keeps_the_tenants_and_passwords_of_the_first(
     assert await ran("list", "--nats-url", url, "--data-dir", str(one)) == 0
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:]}
     assert rows == {
-        "acme": ["20000", "none", "3", "none", "own", "m"],
-        "zenith": ["20000", "none", "1", "none", "own", "all"],
+        "acme": ["20000", "none", "3", "none", "none", "none", "own", "m"],
+        "zenith": ["20000", "none", "1", "none", "none", "none", "own", "all"],
     }
     # The operator's disk is lost: a new folder gets the same password, and no limit changes.
     three = tmp_path / "three"

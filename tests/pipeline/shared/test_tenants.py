@@ -289,24 +289,15 @@ def test_a_change_of_one_limit_leaves_the_others(shared: Deployment, capsys: pyt
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("changing "))
         return line.split()[1:]
 
-    assert limits_after("--models", "tiny", "--weight", "3") == ["20000", "none", "3", "none", "own", "tiny"]
-    assert limits_after("--max-pending", "5", "--max-waiting", "9", "--monthly-tokens", "70") == [
-        "5",
-        "9",
-        "3",
-        "70",
-        "own",
-        "tiny",
+    pending, waiting, weight = ("20000", "none", "3")
+    assert limits_after("--models", "tiny", "--weight", "3") == [
+        *(pending, waiting, weight, "none", "none", "none", "own", "tiny")
     ]
-    assert limits_after("--models", "", "--shared-cache") == ["5", "9", "3", "70", "shared", "all"]
-    assert limits_after("--no-shared-cache", "--max-waiting", "none", "--monthly-tokens", "none") == [
-        "5",
-        "none",
-        "3",
-        "none",
-        "own",
-        "all",
-    ]
+    more = ("--max-pending", "5", "--max-waiting", "9", "--monthly-tokens", "70", "--rpm", "8", "--tpm", "6000")
+    assert limits_after(*more) == ["5", "9", "3", "8", "6000", "70", "own", "tiny"]
+    assert limits_after("--models", "", "--shared-cache") == ["5", "9", "3", "8", "6000", "70", "shared", "all"]
+    none = [text for flag in ("max-waiting", "monthly-tokens", "rpm", "tpm") for text in (f"--{flag}", "none")]
+    assert limits_after("--no-shared-cache", *none) == ["5", "none", "3", "none", "none", "none", "own", "all"]
     assert tenants(shared, "remove", "changing") == 0
 
 
