@@ -35,6 +35,11 @@ OVERDUE_AFTER = 12.0  # times the work that was held in front of a request, and 
 ALONE_AFTER = 16.0  # times that work, and twice what is held, from which on nothing else is tried
 # Of a tenant's share of all work. With 1, tenants that ask seldom wait 5 to 10 % longer beside one that asks much.
 AGEING = 1 / 16
+# Tokens by which a tenant may be ahead at a worker: what one step computes. Routers have chosen the order. With 0 it is
+# turned over for less than a step, and half of all requests wait up to 11 % longer where they wait for seconds
+# (``penstock bench router --workload tenants --load 2``).
+QUANTUM = 8192
+LEAST = 1024  # tokens that a request counts as there, at least: it takes one of the places of those that run, too
 OVERDUE_NS = 1_000_000_000  # no request is overdue before
 OVERDUE_FIRST = 1 / 6  # of the multiple, at first; without it the p99 at saturation is 1.7 times as high
 GROWING_NS = 30_000_000_000  # until all of the multiple counts
@@ -90,6 +95,13 @@ class TenantShares:
     def __iter__(self) -> Iterator[str]:
         """Those present, the next one first."""
         return (name for _, _, name in self._order)
+
+    def within(self, quantum: float) -> Iterator[str]:
+        """Those present that are ahead of the next one by at most so much work."""
+        least = self._order[0][0]
+        for had, _, name in self._order:
+            if (had - least) * self._counted[name] <= quantum:
+                yield name
 
     def enter(self, name: str) -> None:
         """A tenant has something waiting again."""
@@ -235,6 +247,11 @@ class ClassQueue(Generic[T]):
             first_entries += entries
         return first_entries, False
 
+    def oldest(self, waiting: Mapping[str, QueueEntry[T]], quantum: float) -> QueueEntry[T]:
+        """Of the tenants that are ahead by at most so much work, the request that came first."""
+        heads = (self._tenants[name].first(1, waiting, 0)[0][0] for name in self._shares.within(quantum))
+        return min(heads, key=lambda entry: entry.order)
+
     def take(self, entry: QueueEntry[T], waiting: Mapping[str, QueueEntry[T]]) -> None:
         """A request was taken: it uses up the oldest turn, and counts for its tenant."""
         self.turns.popleft()
@@ -275,8 +292,8 @@ class StartShare(NamedTuple):
 class StartQueue(Generic[T]):
     """What waits at a worker, where classes keep their turns: each arrival is one of its class, and the oldest is next.
 
-    Routers have weighed classes against each other before. Whose request takes a class' turn is a matter of shares; a
-    tenant's own go first come, first served.
+    Routers have weighed classes against each other before. A class' turn takes the request that came first, as routers
+    chose, unless its tenant is ahead of another's share by more than ``QUANTUM``.
     """
 
     def __init__(self) -> None:
@@ -285,6 +302,7 @@ class StartQueue(Generic[T]):
         self._waiting: dict[str, QueueEntry[T]] = {}
         self._ids: dict[object, str] = {}
         self._number = 0
+        self._head: T | None = None  # None: unknown, or nothing waits
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -293,14 +311,15 @@ class StartQueue(Generic[T]):
         """
         Args:
             share: its weight is the tenant's from now on.
-            size: work that it counts as, above 0.
+            size: work that it counts as, if that is more than ``LEAST``.
         """
+        self._head = None
         self._number += 1
         rank, tenant, weight = share
         at, id = self._number, str(self._number)
         if weight != self._weights.get(tenant, 1.0):
             self._weights[tenant] = weight
-        entry = QueueEntry(at, at, id, at, at, "", rank, item, tenant, size)
+        entry = QueueEntry(at, at, id, at, at, "", rank, item, tenant, max(LEAST, size))
         self._waiting[id], self._ids[key] = entry, id
         if rank not in self._classes:
             self._classes[rank] = ClassQueue(self._weights)
@@ -308,10 +327,10 @@ class StartQueue(Generic[T]):
 
     def first(self) -> T | None:
         """Whose turn it is; None: nothing waits."""
-        if not self._classes:
-            return None
-        following = min(self._classes.values(), key=lambda each: each.turns[0])
-        return following.first(1, self._waiting, 0, 1)[0][0].item
+        if self._head is None and self._classes:
+            following = min(self._classes.values(), key=lambda each: each.turns[0])
+            self._head = following.oldest(self._waiting, QUANTUM).item
+        return self._head
 
     def take(self, key: object) -> None:
         """It starts, and counts for its tenant."""
@@ -326,6 +345,7 @@ class StartQueue(Generic[T]):
         self._delete_empty(entry.rank)
 
     def _pop(self, key: object) -> QueueEntry[T]:
+        self._head = None
         return self._waiting.pop(self._ids.pop(key))
 
     def _delete_empty(self, rank: int) -> None:

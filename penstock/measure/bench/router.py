@@ -24,7 +24,7 @@ from penstock.measure.simulation.comparison import (
     summaries,
 )
 from penstock.measure.simulation.policy import SimulatedFleet, WorkerSpec
-from penstock.measure.simulation.trace import WORKLOADS, Multipliers, TraceError, multiplied, read
+from penstock.measure.simulation.trace import WORKLOADS, Multipliers, TraceError, dealt, multiplied, read
 from penstock.router.placement.routing import Weights
 
 
@@ -75,6 +75,9 @@ class RouterBenchSettings(Multipliers, frozen=True, kw_only=True, forbid_unknown
     )
     workload: Annotated[tuple[WorkloadName, ...], Meta(description="shapes of requests to generate")] = ("chat",)
     trace: Annotated[str, Meta(description="file in Mooncake's format, instead of --workload")] = ""
+    tenants: Annotated[
+        int, Meta(ge=0, description="of a trace: deal its conversations to so many tenants, most to the first; 0: one")
+    ] = 0
     prefix_ratios: Annotated[
         tuple[Annotated[float, Meta(ge=0, le=1)], ...],
         Meta(description="shares of the prompt that are common, such as 0.1,0.5,0.9, instead of --workload"),
@@ -182,6 +185,7 @@ def _cells(settings: RouterBenchSettings) -> list[TableCell]:
     cell = partial(TableCell, engines, weights=weights, cells=settings.cells, gateways=settings.gateways)
     if settings.trace:
         trace = multiplied(read(Path(settings.trace)).limited(settings.requests), settings)
+        trace = dealt(trace, settings.tenants)
         trace.requests(settings.block_size)  # fails before the first run, not in it
         return [cell(load, trace.name, trace) for load in settings.load]
     if settings.prefix_ratios:

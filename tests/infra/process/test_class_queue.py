@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.infra.process.class_queue import AGEING, ALONE_AFTER, OVERDUE_AFTER, OVERDUE_NS, TenantShares
+from penstock.infra.process.class_queue import (
+    AGEING,
+    ALONE_AFTER,
+    LEAST,
+    OVERDUE_AFTER,
+    OVERDUE_NS,
+    QUANTUM,
+    StartQueue,
+    StartShare,
+    TenantShares,
+)
 from penstock.router.held.held_requests import SECOND_NS, RequestQueue, delay_ns
 
 LATER = 1 << 62
@@ -247,3 +257,20 @@ def test_looking_at_the_next_requests_costs_no_more_with_a_thousand_tenants(monk
     monkeypatch.setattr(among, "_tenants", Counted(among._tenants))
     assert [entry.id for entry in waiting.window(size=4)] == ["0", "1", "2", "3"]
     assert len(looked) == 4
+
+
+@pytest.mark.parametrize(("tokens", "ahead"), [(4, QUANTUM // LEAST), (2 * LEAST, QUANTUM // (2 * LEAST))])
+def test_a_tenant_is_ahead_at_a_worker_by_what_one_step_computes(tokens: int, ahead: int) -> None:
+    """Routers have chosen the order; below that, turning it over would only make short requests wait for long ones."""
+    queue: StartQueue[str] = StartQueue()
+    for tenant, requests in (("a", 20), ("b", 3)):
+        for number in range(requests):
+            queue.push((tenant, number), f"{tenant}{number}", StartShare(1, tenant), tokens)
+    order: list[str] = []
+    while (first := queue.first()) is not None:
+        assert queue.first() is first
+        queue.take((first[0], int(first[1:])))
+        order.append(first)
+    assert order.index("b0") == ahead + 1
+    assert [each[0] for each in order[ahead + 1 : ahead + 7]] == ["b", "a", "b", "a", "b", "a"]
+    assert not len(queue)

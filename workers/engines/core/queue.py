@@ -1,6 +1,6 @@
 """Which waiting sequence starts next, and with which blocks. Pure.
 
-In each class tenants share by weight, and a tenant's sequences are served first come, first served (``StartQueue``).
+In each class sequences are served first come, first served, as far as tenants' shares allow (``StartQueue``).
 Whoever is next is the head, which nothing behind it overtakes. That must not end in a deadlock: a reservation holds
 blocks for a sequence that has not started, so a queue served strictly in order could stop for good, when its head needs
 blocks that a sequence behind it holds until its own turn. Three rules prevent that:

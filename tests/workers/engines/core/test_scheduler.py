@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.infra.process import class_queue
 from penstock.infra.process.class_queue import StartShare
 from penstock.schemas.block_hashes import chain, root, split
 from penstock.schemas.errors import Code
@@ -74,6 +75,14 @@ def started(bench: Bench, steps: int = 100) -> list[object]:
     return keys
 
 
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tenant is ahead of its share by more than a request."""
+    monkeypatch.setattr(class_queue, "QUANTUM", 0)
+    monkeypatch.setattr(class_queue, "LEAST", 1)
+
+
+@pytest.mark.usefixtures("exact")
 def test_a_tenant_with_one_request_does_not_wait_behind_all_those_of_another() -> None:
     bench = Bench(max_batched_tokens=8, prefix_cache=False)
     for number in range(9):
@@ -83,6 +92,7 @@ def test_a_tenant_with_one_request_does_not_wait_behind_all_those_of_another() -
     assert started(bench) == ["a1", "b", *(f"a{number}" for number in range(2, 9))]
 
 
+@pytest.mark.usefixtures("exact")
 def test_tenants_of_a_class_start_by_weight_and_classes_in_turn() -> None:
     bench = Bench(max_batched_tokens=8, prefix_cache=False)
     bench.scheduler.submit(of("x", "runs"))
@@ -98,6 +108,7 @@ def test_tenants_of_a_class_start_by_weight_and_classes_in_turn() -> None:
     assert keys[-3:] == ["late0", "late1", "late2"], "their class had its turns after those of the other"
 
 
+@pytest.mark.usefixtures("exact")
 def test_what_is_cached_does_not_count_for_a_tenants_share() -> None:
     bench = Bench(max_batched_tokens=1000, max_running=1)
     bench.scheduler.submit(request("first", [1] * 200, max_tokens=1, share=StartShare(1, "a")))

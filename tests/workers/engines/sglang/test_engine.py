@@ -98,8 +98,11 @@ def test_the_death_of_one_rank_of_several_is_noticed(make: Make, monkeypatch: py
         driver.until(lambda: False, "the error")
 
 
-def test_what_waits_for_a_slot_waits_here_and_starts_by_tenants_shares(make: Make) -> None:
+def test_what_waits_for_a_slot_waits_here_and_starts_by_tenants_shares(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All engines of other packages share this; the stand-in of one of them shows it."""
+    monkeypatch.setattr("penstock.infra.process.class_queue.QUANTUM", 0)
     driver = make(max_running=2)
     for number in range(6):
         driver.engine.submit(ask(f"a{number}", WORDS[number : number + 40], 6, share=StartShare(1, "a")))
