@@ -8,6 +8,7 @@ import contextlib
 import errno
 import gc
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -326,9 +327,22 @@ class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = 0.0
 
 
+def _end_on_signals() -> None:
+    """Have signals end this process also if it is the first one, as in a container.
+
+    Linux ends other processes by itself, and never the first. What runs an event loop has handlers of its own there,
+    but before that a model may be fetched for minutes, and `docker stop` would wait and then kill.
+    """
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is signal.SIG_DFL:
+            signal.signal(signum, lambda number, _: os._exit(128 + number))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status: 130 after Ctrl-C, 1 if a file or standard output cannot be used."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if os.getpid() == 1:
+        _end_on_signals()
     try:
         return _run(args)
     except KeyboardInterrupt:  # while modules are imported, or in a command that has nothing to stop in order

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -320,3 +321,38 @@ def test_a_command_that_needs_a_clone_says_so_where_there_is_none(monkeypatch: p
         monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]  # as documented of import
     with pytest.raises(SystemExit, match="not part of the installed package; run it in a clone"):
         main(["bench", "http"])
+
+
+_FETCHING = """
+import sys, threading, huggingface_hub
+from penstock.cli.commands import main
+def fetch(*_, **__):
+    print("fetching", flush=True)
+    threading.Event().wait(50)
+huggingface_hub.snapshot_download = fetch
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "argv", [("up", "--engine", "mock", "--model", "owner/name"), ("gateway", "--model", "owner/name")]
+)
+def test_the_first_process_of_a_container_ends_on_a_signal_while_it_fetches_a_model(
+    argv: Sequence[str], tmp_path: Path
+) -> None:
+    first = ["unshare", "--pid", "--fork", "--kill-child"]
+    if not shutil.which("unshare") or subprocess.run([*first, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs `unshare`, and the right to make a namespace of processes")
+    process = subprocess.Popen(
+        [*first, sys.executable, "-c", _FETCHING, *argv], stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "fetching\n"
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
