@@ -697,6 +697,82 @@ class StoredStream:
         return rows._replace(places=[place for place in rows.places if place[2] not in bad])
 
 
+class Damage(NamedTuple):
+    """What is damaged in a block.
+
+    Attributes:
+        messages: sequences and subjects of those whose checksums are wrong.
+        lost_bytes: that are no whole records.
+    """
+
+    stream: str
+    file: str
+    messages: list[tuple[int, str]]
+    lost_bytes: int
+
+
+class FileCheck(NamedTuple):
+    """What a look at files has found. ``unreadable``: streams that are encrypted or compressed."""
+
+    damages: list[Damage]
+    read_bytes: int
+    all_bytes: int
+    unreadable: list[str]
+
+
+def check_files(folders: Sequence[Path], limit: int = 0) -> FileCheck:
+    """Verify the checksums of stored messages, also while a broker runs on them.
+
+    Args:
+        folders: of streams.
+        limit: bytes to read, about, the newest blocks first; 0: all.
+    """
+    blocks: list[tuple[float, int, Path, int, re.Pattern[bytes] | None, bool]] = []
+    unreadable = []
+    for folder in folders:
+        try:
+            config = msgspec.json.decode((folder / "meta.inf").read_bytes(), type=_Config)
+        except (OSError, msgspec.MsgspecError):  # it is being made, or deleted
+            continue
+        if (folder / "meta.key").exists() or config.compression not in ("", "none"):
+            unreadable.append(folder.name)
+            continue
+        numbers, starts = _numbers(folder / "msgs"), resume_pattern(config.subjects)
+        for number in numbers:
+            path = folder / "msgs" / f"{number}.blk"
+            try:
+                stat = path.stat()
+            except FileNotFoundError:
+                continue
+            blocks.append((stat.st_mtime, stat.st_size, path, number, starts, number == numbers[-1]))
+    damages, read = [], 0
+    for _, size, path, number, starts, is_last in sorted(blocks, key=lambda each: each[0], reverse=True):
+        if limit and read >= limit:
+            break
+        read += size
+        damage = _damage(path, number, starts, is_last)
+        # Of a block that the broker was just writing, another look finds nothing.
+        if damage is not None and (damage := _damage(path, number, starts, is_last)) is not None:
+            damages.append(damage)
+    return FileCheck(damages, read, sum(size for _, size, *_ in blocks), unreadable)
+
+
+def _damage(path: Path, number: int, starts: re.Pattern[bytes] | None, is_last: bool) -> Damage | None:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:  # its last message was just deleted
+        return None
+    stream = path.parent.parent.name
+    key = key_of(stream, number)
+    rows = records(data, Resume(key, starts) if starts is not None else None)
+    bad = set(damaged(key, data, [at for _, _, at in rows.places]))
+    lost = rows.damaged - (rows.tail if is_last else 0)
+    if not bad and not lost:
+        return None
+    messages = [(seq, subject_of(data, at).decode(errors="replace")) for seq, _, at in rows.places if at in bad]
+    return Damage(stream, path.name, messages, lost)
+
+
 class _Limits(NamedTuple):
     messages: int
     first_seq: int

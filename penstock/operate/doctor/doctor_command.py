@@ -33,7 +33,7 @@ from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.retention import uses
 from penstock.launch.state import DeploymentState, read_state
 from penstock.log_tools.sources.open_log import FAILURES, CellSource, LogSource, add_flags, cells_of, open_log
-from penstock.operate.doctor.broker import check_address, check_broker
+from penstock.operate.doctor.broker import VERIFIED_BYTES, check_address, check_broker, check_stored_messages
 from penstock.operate.doctor.finding import CheckResult, CheckStatus, ok, problem, skipped
 from penstock.operate.doctor.fleet import (
     Keys,
@@ -233,6 +233,12 @@ def run(argv: Sequence[str]) -> int:
         "--machine", action="store_true", help="check the machine only, as before the first start of a deployment"
     )
     parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="verify the checksums of all stored messages in the data folder, which takes about 7 s a GiB; default: of "
+        f"the newest {VERIFIED_BYTES >> 20} MiB",
+    )
+    parser.add_argument(
         "--engine",
         choices=("trtllm",),
         help="compare the installed engine with what its adapter knows, and try it on a model (needs a GPU)",
@@ -251,7 +257,7 @@ def run(argv: Sequence[str]) -> int:
     if args.engine:
         return _examine_engine(args)
     try:
-        examined = asyncio.run(examine(LogSource.of(args), args.url, machine_only=args.machine))
+        examined = asyncio.run(examine(LogSource.of(args), args.url, machine_only=args.machine, verify=args.verify))
         return _report(args, examined, stdout())
     except OSError as error:
         return fail("doctor", error)
@@ -277,8 +283,15 @@ def _examine_engine(args: argparse.Namespace) -> int:
     return int(any(finding.status is CheckStatus.problem for finding in findings))
 
 
-async def examine(source: LogSource, urls: Sequence[str] = (), *, machine_only: bool = False) -> Examined:
-    """Run all checks, or those of the machine only. ``urls``: of gateways besides those of the deployment."""
+async def examine(
+    source: LogSource, urls: Sequence[str] = (), *, machine_only: bool = False, verify: bool = False
+) -> Examined:
+    """Run all checks, or those of the machine only.
+
+    Args:
+        urls: of gateways besides those of the deployment.
+        verify: all stored messages, not only the newest.
+    """
     data_dir = source.data_dir
     state = _state(data_dir) if not source.nats_url else None
     port = GatewaySettings().http_port
@@ -300,7 +313,16 @@ async def examine(source: LogSource, urls: Sequence[str] = (), *, machine_only: 
     findings += await check_gateways([*(state.http_urls if state is not None else ()), *urls], seen.keys)
     if not source.nats_url:
         findings += await asyncio.to_thread(check_logs, data_dir / "logs")
+    findings += await asyncio.to_thread(check_stored_messages, _data_dirs(source), everything=verify)
     return Examined(findings, files)
+
+
+def _data_dirs(source: LogSource) -> list[Path]:
+    """Of all cells whose files are on this machine."""
+    try:
+        return [cell.source.data_dir for cell in cells_of(source) if not cell.source.nats_url]
+    except ValueError:
+        return []
 
 
 def _state(data_dir: Path) -> DeploymentState | None:

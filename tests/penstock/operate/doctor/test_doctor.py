@@ -26,11 +26,12 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.nats import apply_at
 from penstock.launch.readiness import get
 from penstock.launch.state import DeploymentState, Running, write_state
+from penstock.log_tools.sources.log_copy import STREAMS_DIR
 from penstock.log_tools.sources.open_log import LogSource
 from penstock.operate.doctor import finding as certificates
 from penstock.operate.doctor import fleet as fleet_checks
 from penstock.operate.doctor import machine
-from penstock.operate.doctor.broker import check_address, check_broker, check_history
+from penstock.operate.doctor.broker import check_address, check_broker, check_history, check_stored_messages
 from penstock.operate.doctor.doctor_command import check_logs, examine, redacted, run, write_bundle
 from penstock.operate.doctor.finding import CheckResult, CheckStatus
 from penstock.operate.doctor.fleet import (
@@ -53,6 +54,7 @@ from penstock.schemas.subjects import Subjects
 from penstock.schemas.transfer import Endpoint
 from tests.cluster_support import three_nodes
 from tests.infra.bus.support import opened
+from tests.penstock.log_tools.requests.support import accept, end
 from tests.penstock.log_tools.sources.test_cells import streams_of
 from tests.tls_support import DAYS, TlsNats, issue
 
@@ -293,6 +295,36 @@ async def test_missing_streams_and_consumers_are_named_with_the_command_that_mak
 
 
 # -- what runs ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_single_damaged_message_is_named_while_the_broker_runs(
+    make_broker: Callable[..., EmbeddedNats], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nats-server passes over it without a word."""
+    server = make_broker()
+    await server.start()
+    async with opened(server, server.subjects) as bus:
+        ids = [(await accept(bus)).id for _ in range(4)]
+        await bus.js.delete_msg(bus.subjects.stream("REQUESTS"), 2)  # the server overwrites it
+        (fine,) = check_stored_messages([server.data_dir], everything=False)
+        assert fine.status is CheckStatus.ok
+        block = server.data_dir / STREAMS_DIR / bus.subjects.stream("REQUESTS") / "msgs" / "1.blk"
+        data = bytearray(block.read_bytes())
+        at = data.rindex(ids[2].encode())  # in its body
+        data[at] ^= 1
+        block.write_bytes(data)
+        found, rest = check_stored_messages([server.data_dir], everything=False)
+        assert (found.check, found.status) == ("stored messages", CheckStatus.problem)
+        assert "ps_REQUESTS has 1 message with a wrong checksum in 1.blk: 3 (ps.request.tiny." in found.what
+        assert rest.status is CheckStatus.ok
+        await end(bus, await accept(bus))
+        os.utime(block, (1, 1))
+        monkeypatch.setattr("penstock.operate.doctor.broker.VERIFIED_BYTES", 1)
+        (newest,) = check_stored_messages([server.data_dir], everything=False)
+        assert newest.what.endswith("the newest first: `penstock doctor --verify` reads all")
+        assert len(check_stored_messages([server.data_dir], everything=True)) == 2
+    assert check_stored_messages([], everything=False) == []
+    assert check_stored_messages([], everything=True)[0].status is CheckStatus.skipped
 
 
 async def test_a_server_of_a_cluster_whose_copies_are_away_is_named_until_they_are_current(tmp_path: Path) -> None:
