@@ -1,0 +1,77 @@
+"""Dense families beside those of the parity suite answer as transformers does, in a batch and in small chunks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.model.options import NativeOptions
+from tests.workers.engines.native.models import COMMON, VOCAB, expected, prompt, request, run, tokens
+
+LENGTHS, COUNT = (1, 9, 33), 12
+WINDOW: dict[str, Any] = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+GPT: dict[str, Any] = {
+    **{name: COMMON[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")},
+    "vocab_size": VOCAB,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": COMMON,
+    "phi3": COMMON,
+    "granite": {**COMMON, "attention_multiplier": 0.25, "residual_multiplier": 0.7, "logits_scaling": 0.5},
+    "olmo2": COMMON,
+    "cohere": {**COMMON, "logit_scale": 0.5, "use_qk_norm": True},
+    "cohere2": {**COMMON, **WINDOW, "logit_scale": 0.5},
+    "starcoder2": {**COMMON, "sliding_window": 12},
+    "gemma": COMMON,
+    "exaone4": {**COMMON, **WINDOW},
+    "glm4": {**COMMON, "partial_rotary_factor": 0.5},
+    "smollm3": {**COMMON, "no_rope_layers": [1, 1, 0]},
+    "seed_oss": COMMON,
+    "ernie4_5": COMMON,
+    "hunyuan_v1_dense": COMMON,
+    "helium": COMMON,
+    "gpt_neox": {**COMMON, "rotary_pct": 0.25},
+    "opt": {
+        **GPT,
+        "hidden_size": 64,
+        "word_embed_proj_dim": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "init_std": 0.25,
+    },
+    "gpt2": {
+        **GPT,
+        "n_embd": 64,
+        "n_inner": 96,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 512,
+        "initializer_range": 0.25,
+    },
+}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_family_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
+    with torch.no_grad():  # spread, so that the next token depends on the context
+        model.get_input_embeddings().weight.normal_()
+        model.get_output_embeddings().weight.normal_(std=0.5)
+    model.save_pretrained(tmp_path)
+    wanted = {n: expected(tmp_path, prompt(n), COUNT) for n in LENGTHS}
+    assert len({token for answer in wanted.values() for token in answer}) > COUNT // 2
+    for chunk in (64, 7):
+        options = NativeOptions(block_size=8, kv_blocks=64, device="cpu", max_batched_tokens=chunk)
+        native = build(str(tmp_path), options)
+        requests = [request(n, prompt(n), COUNT) for n in LENGTHS]
+        assert tokens(run(native, requests)) == wanted
+        assert tokens(run(native, requests)) == wanted, "from the prefix cache"
