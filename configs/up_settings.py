@@ -121,10 +121,10 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gateways: Annotated[
         str,
         Meta(
-            pattern=r"^(auto|\d{1,4}|[1-9]\d{0,3}:[1-9]\d{0,3})$",
-            title="auto, a number, or the fewest and the most, such as 2:6",
+            pattern=r"^(auto|\d{1,4}|[1-9]\d{0,3}-[1-9]\d{0,3})$",
+            title="auto, a number, or the fewest and the most, such as 2-6",
             description="gateway processes, which share --http-port; the ports after it are one gateway's each; a "
-            "number, or the fewest and the most, such as 2:6, between which gateways come and go with the load; auto: "
+            "number, or the fewest and the most, such as 2-6, between which gateways come and go with the load; auto: "
             "as many as suit the cores and the workers, and more while all of them are busy and cores are idle",
         ),
     ] = "auto"

@@ -15,6 +15,7 @@ from penstock.cli.terminal import fail, reason
 from penstock.configs.flags import Parser
 from penstock.deploy.values import Thresholds
 from penstock.gateway.base.gateway_metrics import TTFT_BUCKETS
+from penstock.launch.plan import number_of
 from penstock.launch.state import DeploymentState, read_state
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 
@@ -91,12 +92,20 @@ def wrong_url(url: str) -> str:
 
 
 def targets_of(state: DeploymentState) -> list[dict[str, Any]]:
-    """Scrape targets, in the format of Prometheus' file discovery. Restarts of processes do not change them."""
+    """Scrape targets, in the format of Prometheus' file discovery. Restarts of processes do not change them.
+
+    Gateways that may leave have a label, so that nobody is alerted when they have.
+    """
     urls = {process.name: process.metrics_url for process in state.processes if process.metrics_url}
     roles = {process.name: process.role for process in state.processes}
     urls |= state.gateway_urls
+    by_number = sorted(state.gateway_urls, key=number_of)
+    optional = by_number[state.gateways.fewest or len(by_number) :]
     return [
-        {"targets": [urlsplit(url).netloc], "labels": {"process": name, "component": roles[name]}}
+        {
+            "targets": [urlsplit(url).netloc],
+            "labels": {"process": name, "component": roles[name]} | ({"optional": "true"} if name in optional else {}),
+        }
         for name, url in sorted(urls.items())
     ]
 

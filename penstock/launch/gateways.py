@@ -41,7 +41,7 @@ class GatewayRange(NamedTuple):
 def gateway_range(asked: str, cores: int, workers: int) -> GatewayRange:
     """
     Args:
-        asked: ``--gateways``: "auto", a number, or the fewest and the most, such as "2:6".
+        asked: ``--gateways``: "auto", a number, or the fewest and the most, such as "2-6".
         cores: that this machine has for the deployment.
         workers: of the deployment.
     Raises:
@@ -50,10 +50,10 @@ def gateway_range(asked: str, cores: int, workers: int) -> GatewayRange:
     chosen = max(1, min(cores // CORES_PER_GATEWAY, GATEWAYS_PER_WORKER * max(1, workers)))
     if asked in (AUTO, "0"):
         return GatewayRange(chosen, chosen, max(chosen, cores))
-    low, _, high = asked.partition(":")
+    low, _, high = asked.partition("-")
     fewest, most = int(low), int(high or low)
     if fewest > most:
-        raise PlanError(f"--gateways {asked}: the fewest come first, such as {most}:{fewest}")
+        raise PlanError(f"--gateways {asked}: the fewest come first, such as {most}-{fewest}")
     return GatewayRange(min(max(chosen, fewest), most), fewest, most)
 
 

@@ -198,7 +198,7 @@ def test_a_file_gives_settings_that_variables_and_flags_override(tmp_path: Path)
         2.5,
     )
     assert up_with(tmp_path, "gateways: 2\n").gateways == "2"
-    assert up_with(tmp_path, "gateways: '2:6'\n").gateways == "2:6"
+    assert up_with(tmp_path, "gateways: 2-6\n").gateways == "2-6"
     assert up_with(tmp_path, "# nothing yet\n") == UpSettings(config=str(tmp_path / "settings.yaml"))
 
 

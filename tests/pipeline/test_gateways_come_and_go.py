@@ -100,7 +100,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Any:
     home = tmp_path_factory.mktemp("elastic")
     told = home / "use"
     told.write_text(STEADY)
-    flags = ("--gateways", "1:3", "--workers", "2", "--mock-speedup", "2")
+    flags = ("--gateways", "1-3", "--workers", "2", "--mock-speedup", "2")
     made = Deployment(home, *flags, module="tests.pipeline.scaled_up", CPU_USE=str(told))
     yield made
     assert made.stop() == 0

@@ -19,7 +19,7 @@ import yaml
 from penstock.deploy.monitoring import ALERTS, LATE, run, targets_of, wrong_url
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.infra.metrics.scope import MetricScope
-from penstock.launch.state import DeploymentState, Running
+from penstock.launch.state import DeploymentState, GatewayState, Running
 from tests.generated import dashboards
 from tests.generated.dashboards import DASHBOARDS
 from tests.generated.metrics import scopes
@@ -205,3 +205,15 @@ def test_dashboards_are_drawn_without_grafana_from_what_prometheus_answers(
     assert "1 of 7 panels have data" in capsys.readouterr().out
     assert not any("$" in query for query in asked)
     assert pictures.named("{{role}} P95", {"role": "decode"}) == "decode P95"
+
+
+def test_nobody_is_alerted_of_a_gateway_that_may_leave() -> None:
+    names = [f"gateway-{number}" for number in (0, 2, 10, 1)]
+    state = DeploymentState(
+        "http://h:1", "nats://h:2", "", "", "ps", "tiny", tuple(Running(name, "gateway", 1) for name in names),
+        http_urls=("http://h:10", "http://h:12", "http://h:20", "http://h:11"), gateways=GatewayState(2, 12),
+    )  # fmt: skip
+    labels = [group["labels"] for group in targets_of(state)]
+    assert [each["process"] for each in labels if each.get("optional")] == ["gateway-10", "gateway-2"]
+    fixed = msgspec.structs.replace(state, gateways=GatewayState())  # as an earlier release has it
+    assert not any("optional" in group["labels"] for group in targets_of(fixed))

@@ -27,10 +27,10 @@ LOOKS = int(3 * SPARE_S)  # one a second
         ("auto", 1, 4, (1, 1, 1)),
         ("0", 8, 4, (4, 4, 8)),
         ("3", 16, 4, (3, 3, 3)),
-        ("2:6", 16, 4, (6, 2, 6)),
-        ("2:6", 8, 4, (4, 2, 6)),
-        ("2:6", 1, 1, (2, 2, 6)),
-        ("4:4", 16, 1, (4, 4, 4)),
+        ("2-6", 16, 4, (6, 2, 6)),
+        ("2-6", 8, 4, (4, 2, 6)),
+        ("2-6", 1, 1, (2, 2, 6)),
+        ("4-4", 16, 1, (4, 4, 4)),
     ],
 )
 def test_the_range_of_gateways(asked: str, cores: int, workers: int, expected: tuple[int, int, int]) -> None:
@@ -38,8 +38,8 @@ def test_the_range_of_gateways(asked: str, cores: int, workers: int, expected: t
 
 
 def test_more_at_least_than_at_most_is_refused_with_the_order() -> None:
-    with pytest.raises(PlanError, match="--gateways 6:2: the fewest come first, such as 2:6"):
-        gateway_range("6:2", 8, 1)
+    with pytest.raises(PlanError, match="--gateways 6-2: the fewest come first, such as 2-6"):
+        gateway_range("6-2", 8, 1)
 
 
 def run(limits: GatewayRange, cores: float, loads: list[tuple[float, float]]) -> list[int]:

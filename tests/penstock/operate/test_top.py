@@ -16,8 +16,10 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.observe import (
     Count,
     DeploymentSnapshot,
+    GatewaysView,
     Observer,
     QueueView,
+    gateways_line,
     held_by_class,
     hit_rate,
     rates,
@@ -113,6 +115,17 @@ def test_a_worker_that_is_much_slower_than_its_peers_is_marked() -> None:
         Console(file=printed, width=width).print(picture(snapshot, width))
         assert "w-2 is 20 times slower than its peers" in printed.getvalue()
         assert ("200.0 ms x20" in printed.getvalue()) is (width == 150)
+
+
+def test_the_number_of_gateways_has_its_ends_and_the_last_change() -> None:
+    assert gateways_line(GatewaysView(4, 0, 4, 4, "", 0), 1) == "gateways 4"
+    view = GatewaysView(1, 2, 1, 3, "gateway-1 leaves: together 0.1 cores busy", 20_000_000_000)
+    line = "gateways 1 (1 to 3), 2 leaving; gateway-1 leaves 40 s ago: together 0.1 cores busy"
+    assert gateways_line(view, 60_000_000_000) == line
+    quiet = DeploymentSnapshot(1, "ps", (), (), rates([Count(1.0, 0, 0)], []), (), (), gateways=view)
+    out = io.StringIO()
+    Console(width=120, file=out).print(picture(msgspec.structs.replace(quiet, at_ns=60_000_000_000), 120))
+    assert line in out.getvalue()
 
 
 def test_what_ended_has_no_heading_while_nothing_has() -> None:
