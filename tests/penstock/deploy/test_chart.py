@@ -1028,7 +1028,7 @@ def test_dashboards_and_alerts_are_those_of_the_monitoring_folder() -> None:
     assert all(selects(monitor["selector"], pod) for pod in running)
     assert {port["name"] for pod in running for port in container(pod)["ports"]} == scraped
     # The alert on processes that are down asks for this job.
-    assert 'up{job="penstock"}' in ALERTS.read_text()
+    assert 'up{job="penstock",' in ALERTS.read_text()
     assert all(pod["metadata"]["labels"][monitor["jobLabel"]] == "penstock" for pod in running)
 
 
