@@ -122,6 +122,9 @@ class SequenceRequest(msgspec.Struct):
     adapter: str = ""  # id of its LoRA adapter, which was added (``AdapterEngine``); "": none
     handoff: str = ""  # of a prefill stage: names the handoff of the request in this attempt, for all its choices
     share: StartShare = StartShare()  # in which it waits for its start
+    salt: str = ""  # sequences with different ones share no cached KV
+    falls_back: bool = False  # another model may run its request, so that a failure before the first token is no loss
+    patience_s: float = 0.0  # of one that falls back: for so long it waits for a busy server; 0: for as long as it may
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -221,6 +224,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     host_blocks: int = 0  # KV blocks kept in host memory
     loaded_blocks: int = 0  # copied back from there, since start
     logits_errors: int = 0  # calls of logits processors that failed, since start
+    slots: int = 0  # sequences that it takes at once, where that changes; 0: as of ``EngineInfo``
 
 
 class Engine(Protocol):

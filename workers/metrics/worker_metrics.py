@@ -297,6 +297,8 @@ class WorkerMetrics:
         """The engine's statistics, as they are now. ``grammars``: of an engine that applies constraints."""
         self.running.set(stats.running)
         self.waiting.set(stats.waiting)
+        if stats.slots:
+            self.max_sequences.set(stats.slots)
         self.preempted.set(stats.preemptions)
         self.hit.set(stats.hit_tokens)
         self.prompt.set(stats.prompt_tokens)

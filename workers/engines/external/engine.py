@@ -257,6 +257,7 @@ class ExternalEngine(Generic[C]):
         runtime: the engine, with its loop and its queue of events; closed with it.
         grammars: of the model, if ``info`` says that the engine applies constraints.
         adapters: LoRA adapters; None: the engine applies none.
+        slots: sequences that it takes at once, until a ``Slots`` says otherwise; 0: as ``info`` says, always.
     """
 
     def __init__(
@@ -266,6 +267,7 @@ class ExternalEngine(Generic[C]):
         adapter: Adapter[C],
         grammars: ConstraintCompiler | None = None,
         adapters: EngineLoras | None = None,
+        slots: int = 0,
     ) -> None:
         self.info = info
         self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
@@ -275,7 +277,8 @@ class ExternalEngine(Generic[C]):
         self.runtime = runtime
         self._constrained = ConstrainedOutputs(grammars)
         self.active: dict[object, ActiveSequence[C]] = {}
-        self._slots = info.slots
+        self._slots = slots or info.slots
+        self._learns_slots = slots > 0
         self._launched: set[object] = set()  # of these, those that the engine has
         self._waiting: StartQueue[ActiveSequence[C]] = StartQueue()  # the others
         self._running = 0  # how many of them have started
@@ -473,6 +476,7 @@ class ExternalEngine(Generic[C]):
             preemptions=blocks.preemptions,
             hit_tokens=self._hit,
             prompt_tokens=self._prompt,
+            slots=self._slots if self._learns_slots else 0,
         )
 
     def dump(self, rank: int = 0) -> list[KvEvent]:

@@ -29,10 +29,14 @@ class ServerAbilities(NamedTuple):
     takes_ids: bool
     sends_ids: bool
     max_model_len: int = 0  # that it says; 0: it does not
+    takes_salt: bool = False  # ``cache_salt``, which keeps the caches of tenants apart
 
 
 class BadAnswer(Exception):
     """An answer that cannot become tokens."""
+
+
+ABORTED = ("abort", "cancelled", "error")  # how servers call an end that is none: the answer goes on behind what came
 
 
 def check(request: SequenceRequest, info: EngineInfo, abilities: ServerAbilities) -> None:
@@ -76,6 +80,8 @@ def body_of(
         body["ignore_eos"] = True
     if stop.token_ids:
         body["stop_token_ids"] = sorted(stop_ids(stop, info.eos_token_ids))
+    if request.salt and abilities.takes_salt:
+        body["cache_salt"] = request.salt
     if stop.min_tokens > len(said):
         body["min_tokens"] = stop.min_tokens - len(said)
     if abilities.sends_ids:
@@ -118,12 +124,14 @@ class CompletionReader:
     Attributes:
         said: with those of this answer.
         finished: the sequence has ended.
+        aborted: what the server called it when it gave up, behind what it has sent; "": it has not.
     """
 
     def __init__(self, request: SequenceRequest, said: Seq[int], abilities: ServerAbilities, info: EngineInfo,
                  tokenizer: Tokenizer) -> None:  # fmt: skip
         self.said = list(said)
         self.finished = False
+        self.aborted = ""
         self._request = request
         self._abilities = abilities
         self._eos = info.eos_token_ids
@@ -152,6 +160,9 @@ class CompletionReader:
                 self.finished = True
                 return new
         if reason := choice.get("finish_reason"):
+            if reason in ABORTED:
+                self.aborted = str(reason)
+                return new
             if reason not in ("stop", "length"):
                 raise BadAnswer(f"the server ended the answer with {str(reason)[:80]!r}")
             self.finished = True
@@ -189,8 +200,33 @@ class CompletionReader:
         return Logprob(float(own[at]), tuple(sorted(pairs, key=lambda pair: -pair[1])[:top]))
 
 
+START = 4  # sequences that a server gets at once before anything is known of it
+LATE, LATE_S = 3.0, 0.5  # a first token is late that takes so many times as long as it may, and so much longer
+SEEN = 8  # first tokens after which a usual time is known
+FORGETS = 0.01  # of the difference, with each first token: how fast a usual time follows a server that got slower
+LESS_LATE = 0.8  # of the window are left when first tokens are late; when the server refuses, half
+
+
+class UsualTimes:
+    """How long first tokens take while nothing waits at the server: the least seen, by length of the prompt."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, float]] = {}  # by the prompt's length in bits: how many, and the least
+
+    def late(self, seconds: float, prompt_tokens: int) -> bool:
+        """Note a first token. Whether it came so late that it must have waited."""
+        size = prompt_tokens.bit_length()
+        count, usual = self._seen.get(size, (0, seconds))
+        self._seen[size] = (count + 1, min(seconds, usual + FORGETS * (seconds - usual)))
+        return count >= SEEN and seconds > max(LATE * usual, usual + LATE_S)
+
+
 class ConcurrencyWindow:
-    """How many sequences a server gets at once: one more for each so many that end, half when it is overloaded.
+    """How many sequences a server gets at once, as its answers teach: additive increase, multiplicative decrease.
+
+    It doubles until the server is overloaded for the first time, then grows by one for each so many first tokens. Only
+    a full window grows: what is not used shows nothing. It shrinks when the server refuses (to half), and when first
+    tokens are late (to ``LESS_LATE``), once for all that was on its way by then.
 
     Args:
         most: never more.
@@ -198,16 +234,30 @@ class ConcurrencyWindow:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._size = float(most)
-        self._until = 0.0
+        self._size = float(min(START, most))
+        self._slow_start = True
+        self._usual = UsualTimes()
+        self._until = 0.0  # monotonic; what tells of an overload before is known already
+        self._closed_until = 0.0  # monotonic; the server takes nothing before
 
     @property
     def size(self) -> int:
         return int(self._size)
 
-    def ended(self) -> None:
-        """A sequence has ended well."""
-        self._size = min(self._most, self._size + 1 / self._size)
+    def first_token(self, seconds: float, prompt_tokens: int, running: int, now: float) -> None:
+        """An answer has begun.
+
+        Args:
+            seconds: since it was asked for.
+            running: sequences that the server has.
+            now: monotonic.
+        """
+        if self._usual.late(seconds, prompt_tokens):
+            if now - seconds >= self._until and running > 1:
+                self._shrink(running, LESS_LATE)
+                self._until = now
+        elif running >= self.size and now - seconds >= self._until:
+            self._size = min(self._most, self._size + (1.0 if self._slow_start else 1.0 / self._size))
 
     def overloaded(self, running: int, now: float, wait_s: float) -> None:
         """The server refuses further ones.
@@ -215,7 +265,17 @@ class ConcurrencyWindow:
         Args:
             running: that it has.
             now: monotonic. Refusals of one overload count once.
+            wait_s: for so long it wants to be asked nothing.
         """
         if now >= self._until:
-            self._size = max(1.0, min(self._size, running) / 2)
+            self._shrink(running, 0.5)
             self._until = now + wait_s
+        self._closed_until = max(self._closed_until, now + wait_s)
+
+    def pause_s(self, now: float) -> float:
+        """How long to wait before the server is asked again."""
+        return max(0.0, self._closed_until - now)
+
+    def _shrink(self, running: int, left: float) -> None:
+        self._slow_start = False
+        self._size = max(1.0, min(self._size, running) * left)

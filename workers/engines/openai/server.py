@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,14 @@ CONNECT_S = 10.0
 SILENT_S = 600.0  # between two pieces of an answer, and before the first: the server has a queue of its own
 ANSWERS_S = 5.0  # within which a server that is there lists its models
 TRIES = 3  # of a connection that breaks without a token in between
-MOST_DIGITS = 10  # of a Retry-After
+MOST_DIGITS = 10  # of a Retry-After in seconds
 OF_REQUESTS = (400, 413, 422)  # statuses by which a server refuses what it was sent, and not who asks it or where
 MOST_EVENT_BYTES = 1 << 20  # one event has a few tokens
+TURN_S = 0.05  # between two looks whether the server may be asked, of those that it refused
+BUSY = "the server behind this worker is busy, and asks to wait for {:.1f} s"
+FAILS = "the server fails on this request, and is there; the worker's log has its words"
 MOST_WORDS = 300  # bytes of an error that are read and passed on
-BUSY_S, LONGEST_BUSY_S = 1.0, 30.0  # before a busy server is asked again: where it does not say, and at most
+BUSY_S, LONGEST_BUSY_S = 1.0, 300.0  # before a busy server is asked again: where it does not say, and at most
 BLOCKS = 16384  # KV blocks that routers take its cache to have, unless --kv-blocks says it
 PROBE = "The quick brown fox, 1234 times: über naïve 東京 \n\tdef f(x): return x"
 
@@ -81,6 +85,23 @@ class ServerBusy(Exception):
 
 class ServerLost(Exception):
     """The server has failed, or is not there."""
+
+
+class ServerFailed(ServerLost):
+    """The server is there, and says that it has failed."""
+
+
+class AnswerAborted(ServerLost):
+    """The server is there, and has given up this answer."""
+
+
+def _seconds_in(retry_after: str) -> float:
+    """What a Retry-After asks for, as seconds or as a date; 0: nothing that can be read."""
+    if retry_after.isdecimal():
+        return float(retry_after) if len(retry_after) < MOST_DIGITS else 0.0
+    with contextlib.suppress(ValueError):
+        return parsedate_to_datetime(retry_after).timestamp() - time.time()
+    return 0.0
 
 
 class CompletionServer:
@@ -146,11 +167,10 @@ def _raise(answer: httpx.Response, content: bytes) -> None:
         return
     said = content[:MOST_WORDS].decode(errors="replace")
     if answer.status_code in (429, 503):
-        asked = answer.headers.get("retry-after", "")
-        wait_s = float(asked) if asked.isdecimal() and len(asked) < MOST_DIGITS else 0.0
-        raise ServerBusy(min(wait_s, LONGEST_BUSY_S) or BUSY_S)
+        wait_s = _seconds_in(answer.headers.get("retry-after", ""))
+        raise ServerBusy(min(wait_s, LONGEST_BUSY_S) if wait_s > 0 else BUSY_S)
     if answer.status_code >= 500:
-        raise ServerLost(f"{answer.status_code}: {said}")
+        raise ServerFailed(f"{answer.status_code}: {said}")
     raise CompletionRefused(answer.status_code, said)
 
 
@@ -186,7 +206,11 @@ async def abilities_of(server: CompletionServer, wanted: str, model: ModelDir) -
         log.warning(
             "prompts_sent_as_text", counted=counted, encoded=encoded[0], reason="the server counts other tokens"
         )
-    return ServerAbilities(name, takes_ids, sends_ids, there[name])
+    takes_salt = False
+    with contextlib.suppress(CompletionRefused):
+        await server.complete(model=name, prompt=PROBE, max_tokens=1, temperature=0.0, cache_salt="probe")
+        takes_salt = True
+    return ServerAbilities(name, takes_ids, sends_ids, there[name], takes_salt)
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -207,6 +231,11 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                     yield data
         if len(rest) > MOST_EVENT_BYTES:
             raise BadAnswer(f"the server sent an event of more than {MOST_EVENT_BYTES} bytes")
+
+
+def _waits(request: SequenceRequest, waited_s: float) -> bool:
+    """Whether a request may have waited for so long, rather than run on another model."""
+    return not request.falls_back or bool(request.generated) or not 0 < request.patience_s < waited_s
 
 
 class OpenaiFollower(Follower[None, SequenceRequest]):
@@ -241,18 +270,20 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
 
     async def _follow(self, sequence: ActiveSequence[SequenceRequest]) -> None:
         """Ask, and ask again behind what came, until the sequence has ended."""
-        said, tries, received = list(sequence.call.generated), 0, 0
+        said, tries, received, began = list(sequence.call.generated), 0, 0, time.monotonic()
         while True:
             before, reader = len(said), self._reader(sequence.call, said)
             try:
+                while pause_s := self._pause_s():
+                    if not _waits(sequence.call, time.monotonic() + pause_s - began):
+                        self._fail(sequence, Code.overloaded, BUSY.format(pause_s))
+                        return
+                    await asyncio.sleep(pause_s)
                 await self._ask(sequence, reader)
-                self._window.ended()
-                self._show_window()
                 return
             except ServerBusy as busy:
                 self._window.overloaded(self._running, time.monotonic(), busy.wait_s)
                 self._show_window()
-                await asyncio.sleep(busy.wait_s)
             except CompletionRefused as error:
                 self._refused(sequence, error)
                 return
@@ -265,9 +296,10 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
                 tries += 1
                 log.warning("server_connection_lost", error=repr(error), tokens=len(reader.said), tries=tries)
                 there = await self._is_there()
-                if there and tries >= TRIES and self._received > received:
-                    others = "the server fails on this request and answers others; the worker's log has its words"
-                    self._fail(sequence, Code.engine_error, others)
+                lost_to_others = sequence.call.falls_back and not reader.said and isinstance(error, ServerFailed)
+                fails_on_this = tries >= TRIES and (self._received > received or isinstance(error, AnswerAborted))
+                if there and (lost_to_others or fails_on_this):
+                    self._fail(sequence, Code.engine_error, FAILS)
                     return
                 if tries >= TRIES or not there:
                     self.broken(EngineError(f"the server at {self._server.url} is gone: {error!r}"))
@@ -277,6 +309,11 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
                 self._fail(sequence, Code.engine_error, "the worker could not ask its server; its log has the error")
                 raise  # into the log
             said = reader.said
+
+    def _pause_s(self) -> float:
+        """How long to wait before the server is asked; 0: it may be asked now."""
+        pause_s = self._window.pause_s(time.monotonic())
+        return pause_s or (TURN_S if self._running >= self._window.size else 0.0)
 
     def _refused(self, sequence: ActiveSequence[SequenceRequest], error: CompletionRefused) -> None:
         if error.status in OF_REQUESTS:
@@ -293,6 +330,7 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
         body = body_of(sequence.call, reader.said, self._abilities, self._info, self._tokenizer)
         ask = self._server.http.stream("POST", f"{self._server.url}/completions", content=_json(body))
         self._running += 1
+        began = time.monotonic()
         try:
             async with ask as answer:
                 if answer.status_code >= 300:
@@ -303,14 +341,22 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
                             break
                     _raise(answer, words)
                 async for data in events(answer.aiter_bytes()):
-                    self._on_chunk(sequence, reader, data)
+                    waited = not self._on_chunk(sequence, reader, data)
+                    if began and not waited:
+                        now, length = time.monotonic(), sequence.prompt_len + len(reader.said)
+                        self._window.first_token(now - began, length, self._running, now)
+                        self._show_window()
+                        began = 0.0
                     if reader.finished:
                         return
+                    if reader.aborted:
+                        raise AnswerAborted(f"it ended the answer with {reader.aborted!r}")
         finally:
             self._running -= 1
         raise ServerLost("the answer ended without a reason")
 
-    def _on_chunk(self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader, data: bytes) -> None:
+    def _on_chunk(self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader, data: bytes) -> bool:
+        """Whether it has tokens."""
         try:
             chunk = _decode(data)
             failure = chunk.get("error")
@@ -325,6 +371,7 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
             cached = None if sequence.responded else 0
             sequence.responded = True
             self._emit(SequenceUpdate(sequence, cached, new))
+        return bool(new)
 
     async def _is_there(self) -> bool:
         with contextlib.suppress(ServerLost):
@@ -446,4 +493,4 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Sequen
         runtime: EngineRuntime[None] = EngineRuntime(server, None, loop, undo.pop_all())
         adapter = OpenaiAdapter(info, runtime, abilities, model, window)
     log.info("server_ready", url=server.url, **abilities._asdict())
-    return ExternalEngine(info, runtime, adapter)
+    return ExternalEngine(info, runtime, adapter, slots=window.size)

@@ -1,6 +1,7 @@
 """What is sent to a server, and its answers as tokens."""
 
 from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from penstock.infra.model.modeldir import ModelDir
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, SequenceRequest
 from penstock.workers.engines.openai.protocol import (
+    START,
     BadAnswer,
     CompletionReader,
     ConcurrencyWindow,
@@ -131,19 +133,77 @@ def test_log_probabilities_need_ids() -> None:
     assert (token.logprob.logprob, token.logprob.top) == (-0.5, ((9, -0.5), (8, -1.0)))
 
 
-def test_a_window_halves_once_an_overload_and_grows_by_one_as_many_end() -> None:
+def test_an_answer_that_the_server_gave_up_keeps_what_came() -> None:
+    read = reader(asked(), IDS)
+    assert [token.token for token in read.take(chunk("abort", token_ids=[30]))] == [30]
+    assert (read.aborted, read.finished, read.said) == ("abort", False, [30])
+
+
+def test_a_salt_goes_to_servers_that_take_one() -> None:
+    salted = SequenceRequest("k", [20], SEEDED, Stop(4), salt="team")
+    tokenizer = model().tokenizer
+    assert body_of(salted, [], IDS._replace(takes_salt=True), INFO, tokenizer)["cache_salt"] == "team"
+    assert "cache_salt" not in body_of(salted, [], IDS, INFO, tokenizer)
+    assert "cache_salt" not in body_of(asked(), [], IDS._replace(takes_salt=True), INFO, tokenizer)
+
+
+def test_a_window_doubles_at_first_halves_once_an_overload_and_then_grows_by_one_as_many_begin() -> None:
     window = ConcurrencyWindow(64)
+    sizes = [window.size]
+    for _ in range(60):
+        window.first_token(0.1, 100, window.size, 1.0)
+        sizes.append(window.size)
+    assert (sizes[0], sizes[4], sizes[12], sizes[60]) == (4, 8, 16, 64), "as many more as began: it doubles"
     for _ in range(5):
         window.overloaded(40, 10.0, 2.0)
-    assert window.size == 20
-    window.overloaded(20, 12.0, 1.0)
-    assert window.size == 10
-    for _ in range(11):
-        window.ended()
-    assert window.size == 11
-    for _ in range(5000):
-        window.ended()
-    assert window.size == 64
+    assert (window.size, window.pause_s(11.5), window.pause_s(12.0)) == (20, 0.5, 0.0)
+    window.first_token(0.1, 100, 20, 11.0)
+    assert window.size == 20, "it was on its way before"
+    for _ in range(21):
+        window.first_token(0.1, 100, window.size, 20.0)
+    assert window.size == 21
+    window.first_token(0.1, 100, 5, 20.0)
+    assert window.size == 21, "what is not used shows nothing"
     for at in range(20):
         window.overloaded(1, 100.0 + at, 0.5)
     assert window.size == 1
+
+
+def test_late_first_tokens_shrink_a_window_once_for_all_that_were_on_their_way() -> None:
+    window = ConcurrencyWindow(32)
+    for at in range(40):
+        window.first_token(0.2, 100, window.size, float(at))
+    assert window.size == 32
+    for _ in range(10):
+        window.first_token(3.0, 100, 32, 50.0)
+    assert window.size == 25
+    window.first_token(3.0, 5000, 25, 60.0)
+    assert window.size == 25, "of such long prompts nothing is known"
+
+
+@given(st.integers(1, 40), st.integers(1, 64), st.booleans(), st.integers(0, 2**32))
+@examples(60)
+def test_a_window_finds_what_a_server_takes_and_is_never_beyond_its_bounds(
+    takes: int, most: int, refuses: bool, seed: int
+) -> None:
+    """A server computes ``takes`` at a time, a second each. Others it refuses, or they wait in its own queue."""
+    draw, window, now, ends, sizes = Random(seed), ConcurrencyWindow(most), 0.0, list[float](), list[int]()
+    firsts: list[tuple[float, float]] = []  # when, and when it was asked for
+    for _ in range(600):
+        now += 0.05
+        for first in sorted(each for each in firsts if each[0] <= now):
+            firsts.remove(first)
+            window.first_token(first[0] - first[1], 100, len(ends), now)
+        ends = [end for end in ends if end > now]
+        while len(ends) < window.size and not window.pause_s(now):
+            if refuses and len(ends) >= takes:
+                window.overloaded(len(ends), now, 0.5)
+                break
+            begins = sorted(ends)[-takes] if len(ends) >= takes else now
+            ends.append(begins + draw.uniform(0.9, 1.1))
+            firsts.append((begins + 0.05, now))
+        assert 1 <= window.size <= most
+        sizes.append(window.size)
+    later = sorted(sizes[300:])
+    assert later[len(later) // 2] >= min(takes, most) // 2
+    assert later[len(later) // 2] <= max(2 * START, 4 * takes)

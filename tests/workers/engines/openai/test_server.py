@@ -257,7 +257,7 @@ def test_a_busy_server_is_asked_again_and_gets_fewer(far: Played, drive: Callabl
     driver = drive(max_running=3)
     for number in range(5):
         driver.engine.submit(ask(number, 1))
-    for _ in range(3):  # the two that were not refused, and the third when it asks again
+    for _ in range(2):  # that were not refused; the third asks again when the server has room
         assert arrived.acquire(timeout=20)
     assert driver.engine.stats().waiting + driver.engine.stats().running == 5
     go.set()
@@ -453,3 +453,67 @@ def test_what_does_not_fit_the_server_is_said_at_the_start(far: Played, drive: C
         drive(url_model="one")
     with pytest.raises(EngineError, match="cannot be used"):
         drive(url="http://127.0.0.1:1")
+
+
+def test_an_answer_that_the_server_aborts_goes_on_behind_what_came(far: Played, drive: Callable[..., Driver]) -> None:
+    far.answers = [
+        says(said(30), said(31, finish="abort")),
+        says(said(finish="abort")),
+        says(said(32), said(33, finish="length")),
+    ]
+    assert drive().answer(ask(1)) == [30, 31, 32, 33]
+    assert [body["prompt"] for body in far.asked] == [[20, 21, 22], *[[20, 21, 22, 30, 31]] * 2]
+
+
+def test_a_server_that_aborts_an_answer_each_time_fails_that_one_only(
+    far: Played, drive: Callable[..., Driver]
+) -> None:
+    far.answers = [says(said(finish="abort"))] * 3 + [says(said(30, finish="length"))]
+    driver = drive()
+    (failure,) = driver.run(ask(1)).failures
+    assert (failure.code, len(far.asked)) == (Code.engine_error, 3)
+    assert driver.answer(ask(2, 1)) == [30]
+
+
+def falls_back(key: object, patience_s: float = 30.0, generated: tuple[int, ...] = ()) -> SequenceRequest:
+    asked = ask(key, 4, generated)
+    asked.falls_back, asked.patience_s = True, patience_s
+    return asked
+
+
+def test_a_failure_is_left_to_the_fallback_at_once_unless_an_answer_has_begun(
+    far: Played, drive: Callable[..., Driver]
+) -> None:
+    far.answers = [
+        lambda handler, body: handler.whole(500, {"error": "broken"}),
+        lambda handler, body: handler.whole(500, {"error": "broken"}),
+        says(said(31), said(32), said(33, finish="length")),
+    ]
+    driver = drive()
+    (failure,) = driver.run(falls_back(1)).failures
+    assert (failure.code, len(far.asked)) == (Code.engine_error, 1)
+    assert driver.answer(falls_back(2, generated=(30,))) == [31, 32, 33]
+
+
+def test_a_busy_server_is_waited_for_no_longer_than_until_the_fallback_may_run(
+    far: Played, drive: Callable[..., Driver]
+) -> None:
+    far.answers = [
+        lambda handler, body: handler.whole(429, {}, retry_after="1"),
+        says(said(30, finish="length")),
+        lambda handler, body: handler.whole(429, {}, retry_after="120"),
+    ]
+    driver = drive()
+    assert driver.answer(falls_back(1, patience_s=5.0)) == [30]
+    (failure,) = driver.run(falls_back(2, patience_s=5.0)).failures
+    assert failure.code == Code.overloaded
+    assert "wait for 1" in failure.message
+
+
+def test_a_server_shows_how_many_it_takes_and_gets_no_more_at_once(far: Played, drive: Callable[..., Driver]) -> None:
+    far.answers = [says(said(30, finish="length"))]
+    driver = drive(max_running=64)
+    assert driver.engine.stats().slots == 4, "as long as nothing is known"
+    for wave in range(4):
+        driver.run(*(ask(f"{wave}-{number}", 1) for number in range(16)))
+    assert 4 < driver.engine.stats().slots <= 64
